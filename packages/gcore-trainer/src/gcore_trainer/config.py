@@ -1,0 +1,66 @@
+"""How a trainer learns: every knob, bounded and documented."""
+
+from dataclasses import dataclass
+
+from gcore_trainer.losses import KLPenalty, LossAggMode
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with gradient clipping and a linear warm-up to a constant rate."""
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    lr_warmup_steps: int = 0
+    """The rate rises linearly to ``lr`` over this many steps."""
+    grad_clip: float = 1.0
+    """Largest global gradient norm; a larger one is scaled down to it."""
+    max_nonfinite_steps: int = 10
+    """A step whose gradient is NaN or infinite is skipped; this many in a row end the run."""
+
+    def __post_init__(self) -> None:
+        _require("lr", self.lr, self.lr > 0, "above 0")
+        _require("betas", self.betas, all(0 <= b < 1 for b in self.betas), "two numbers in [0, 1)")
+        _require("eps", self.eps, self.eps > 0, "above 0")
+        _require("weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
+        _require("lr_warmup_steps", self.lr_warmup_steps, self.lr_warmup_steps >= 0, "0 or more")
+        _require("grad_clip", self.grad_clip, self.grad_clip > 0, "above 0")
+        _require("max_nonfinite_steps", self.max_nonfinite_steps, self.max_nonfinite_steps >= 1, "1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLossConfig:
+    """The policy's loss. Names and meanings are verl's."""
+
+    clip_ratio_low: float = 0.2
+    """The ratio is clipped at 1 - clip_ratio_low ..."""
+    clip_ratio_high: float = 0.28
+    """... and at 1 + clip_ratio_high (DAPO's clip-higher)."""
+    clip_ratio_c: float | None = None
+    """Dual clip: bound of the loss of a negative advantage, in advantages; above 1."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How token losses become one number."""
+    kl_loss_coef: float = 0.0
+    """Weight of the KL divergence to the reference policy in the loss; 0 needs no reference."""
+    kl_loss_type: KLPenalty = "k3"
+    """Estimator of that divergence."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    max_response_length: int = 1
+    """Divisor of ``seq-mean-token-sum-norm``; the longest response the run allows."""
+
+    def __post_init__(self) -> None:
+        _require("clip_ratio_low", self.clip_ratio_low, 0 <= self.clip_ratio_low <= 1, "a number in [0, 1]")
+        _require("clip_ratio_high", self.clip_ratio_high, self.clip_ratio_high >= 0, "0 or more")
+        if self.clip_ratio_c is not None:
+            _require("clip_ratio_c", self.clip_ratio_c, self.clip_ratio_c > 1, "above 1, or unset")
+        _require("kl_loss_coef", self.kl_loss_coef, self.kl_loss_coef >= 0, "0 or more")
+        _require("entropy_coeff", self.entropy_coeff, self.entropy_coeff >= 0, "0 or more")
+        _require("max_response_length", self.max_response_length, self.max_response_length >= 1, "1 or more")
+
+
+def _require(field: str, value: object, holds: bool, accepted: str) -> None:
+    if not holds:
+        raise ValueError(f"{field} is {value!r}: {accepted} is needed")

@@ -1,0 +1,21 @@
+"""Everything this package raises on purpose."""
+
+
+class TrainerError(Exception):
+    """Base of this package's errors."""
+
+
+class BatchError(TrainerError, ValueError):
+    """A batch that cannot be trained on: mismatched shapes, nothing to learn from, a sequence too long."""
+
+
+class UnsupportedModelError(TrainerError, ValueError):
+    """The backend cannot run this model's architecture."""
+
+
+class NonFiniteGradientError(TrainerError):
+    """The gradient was NaN or infinite too many steps in a row."""
+
+
+class StateError(TrainerError, ValueError):
+    """A saved state does not fit this trainer."""

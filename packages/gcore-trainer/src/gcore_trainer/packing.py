@@ -1,0 +1,148 @@
+"""Laying samples end to end, so that no padding is computed and a prompt shared by many samples is computed once.
+
+A micro-batch becomes one row of T tokens, made of segments. A *causal* segment starts from nothing: a prompt, or a
+prompt with its only response. A *branch* segment is one of several responses to a prompt: its tokens see the prompt's
+and their own predecessors. A response's last token predicts nothing, so it is never an input.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_trainer.types import Sample
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Bucket:
+    """Segments of similar length, attended to as one rectangle. S segments, Lq queries, Lk keys."""
+
+    query_index: NDArray[np.int64]
+    """[S, Lq] places in the packed row; what pads a segment points to 0 and is never read back."""
+    key_index: NDArray[np.int64]
+    """[S, Lk]."""
+    visible: NDArray[np.bool_] | None
+    """[S, Lq, Lk]; None: plain causal, padding being behind every real token."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedBatch:
+    """T packed tokens that predict N response tokens, in the samples' order, from U distinct places."""
+
+    input_ids: NDArray[np.int64]
+    """[T]."""
+    positions: NDArray[np.int64]
+    """[T] place of each token in its own sequence."""
+    buckets: list[Bucket]
+    unpack_index: NDArray[np.int64]
+    """[T] where each token's attention output stands among the flattened rectangles of all buckets."""
+    predict_index: NDArray[np.int64]
+    """[U] packed places whose next-token distribution is needed."""
+    target_place: NDArray[np.int64]
+    """[N] which of those U predicts each response token."""
+    target_ids: NDArray[np.int64]
+    """[N]."""
+
+
+@dataclass(frozen=True)
+class _Segment:
+    start: int
+    length: int
+    parent: "_Segment | None" = None
+
+
+def pack(samples: list[Sample], *, share_prefix: bool = True) -> PackedBatch:
+    """Pack one micro-batch.
+
+    Args:
+        samples: at least one.
+        share_prefix: compute equal prompts once.
+    """
+    by_prompt: dict[bytes, list[int]] = {}
+    for i, sample in enumerate(samples):
+        key = sample.prompt_ids.tobytes() if share_prefix else i.to_bytes(8, "little")
+        by_prompt.setdefault(key, []).append(i)
+
+    pieces: list[NDArray[np.int64]] = []
+    positions: list[NDArray[np.int64]] = []
+    segments: list[_Segment] = []
+    places: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * len(samples)
+    total = 0
+
+    def add(tokens: NDArray[np.int64], first_position: int, parent: _Segment | None) -> _Segment:
+        nonlocal total
+        segment = _Segment(total, tokens.size, parent)
+        if tokens.size:
+            pieces.append(tokens)
+            positions.append(np.arange(first_position, first_position + tokens.size))
+            segments.append(segment)
+            total += tokens.size
+        return segment
+
+    for members in by_prompt.values():
+        prompt = samples[members[0]].prompt_ids
+        if len(members) == 1:
+            inputs = samples[members[0]].response_ids[:-1]
+            whole = add(np.concatenate([prompt, inputs]), 0, None)
+            places[members[0]] = whole.start + prompt.size - 1 + np.arange(inputs.size + 1)
+            continue
+        root = add(prompt, 0, None)
+        for i in members:
+            inputs = samples[i].response_ids[:-1]
+            branch = add(inputs, prompt.size, root)
+            places[i] = np.append(root.start + prompt.size - 1, branch.start + np.arange(inputs.size))
+
+    predict_index, target_place = np.unique(np.concatenate(places), return_inverse=True)
+    buckets, unpack_index = _bucketed(segments, total)
+    return PackedBatch(
+        input_ids=np.concatenate(pieces),
+        positions=np.concatenate(positions),
+        buckets=buckets,
+        unpack_index=unpack_index,
+        predict_index=predict_index,
+        target_place=target_place,
+        target_ids=np.concatenate([s.response_ids for s in samples]),
+    )
+
+
+def _bucketed(segments: list[_Segment], num_tokens: int) -> tuple[list[Bucket], NDArray[np.int64]]:
+    """Group segments whose lengths round up to the same power of two, causal and branches apart."""
+    groups: dict[tuple[bool, int], list[_Segment]] = {}
+    for segment in segments:
+        rounded = max(16, 1 << (segment.length - 1).bit_length())
+        groups.setdefault((segment.parent is not None, rounded), []).append(segment)
+    buckets: list[Bucket] = []
+    unpack_index = np.empty(num_tokens, np.int64)
+    offset = 0
+    for (is_branch, _), members in sorted(groups.items()):
+        starts, lengths = _bounds(members)
+        query_index, is_real = _rectangle(starts, lengths)
+        unpack_index[query_index[is_real]] = offset + np.flatnonzero(is_real)
+        offset += query_index.size
+        key_index, visible = query_index, None
+        if is_branch:
+            prompt_index, prompt_is_real = _rectangle(*_bounds([s.parent for s in members if s.parent]))
+            key_index = np.concatenate([prompt_index, query_index], axis=1)
+            causal = np.tri(query_index.shape[1], dtype=np.bool_)
+            visible = np.concatenate(
+                [
+                    np.broadcast_to(prompt_is_real[:, None], (*query_index.shape, prompt_index.shape[1])),
+                    np.broadcast_to(causal, (*query_index.shape, query_index.shape[1])),
+                ],
+                axis=2,
+            )
+        buckets.append(Bucket(query_index=query_index, key_index=key_index, visible=visible))
+    return buckets, unpack_index
+
+
+def _bounds(segments: list[_Segment]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    return np.array([s.start for s in segments]), np.array([s.length for s in segments])
+
+
+def _rectangle(
+    starts: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Packed places [S, L] of segments padded to the longest, and which of them are real."""
+    columns = np.arange(lengths.max())
+    is_real = columns < lengths[:, None]
+    return np.where(is_real, starts[:, None] + columns, 0), is_real

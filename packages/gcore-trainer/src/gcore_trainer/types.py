@@ -1,0 +1,51 @@
+"""What a trainer learns from."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_trainer.errors import BatchError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sample:
+    """One prompt and one response. Every per-token array has shape [R], R the response's length.
+
+    Samples with equal prompts that land in one micro-batch share the prompt's forward and backward pass.
+    """
+
+    prompt_ids: NDArray[np.int64]
+    """[P], P >= 1."""
+    response_ids: NDArray[np.int64]
+    """[R], R >= 1."""
+    response_mask: NDArray[np.bool_] | None = None
+    """Tokens the policy wrote (True) against those it was given; None: all of them."""
+    advantages: NDArray[np.float32] | None = None
+    old_log_probs: NDArray[np.float32] | None = None
+    """Of the policy before the step's first update; None: this is the first update, so the ratio starts at 1."""
+    rollout_log_probs: NDArray[np.float32] | None = None
+    """As returned by the generation engine; compared with the trainer's own in the metrics."""
+    ref_log_probs: NDArray[np.float32] | None = None
+    """Of the reference policy; needed where a KL term is."""
+
+    def __post_init__(self) -> None:
+        for field in ("prompt_ids", "response_ids"):
+            value: NDArray[np.int64] = getattr(self, field)
+            if value.ndim != 1 or value.size == 0:
+                raise BatchError(f"{field} has shape {value.shape}: one dimension and at least one token are needed")
+        for field in ("response_mask", "advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs"):
+            value_or_none: NDArray[np.generic] | None = getattr(self, field)
+            if value_or_none is not None and value_or_none.shape != self.response_ids.shape:
+                raise BatchError(
+                    f"{field} has shape {value_or_none.shape}: response_ids has {self.response_ids.shape}, they must agree"
+                )
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Response tokens that count."""
+        return int(self.response_ids.size if self.response_mask is None else self.response_mask.sum())
+
+
+MicroBatch = list[Sample]
+"""Samples computed in one forward and backward pass."""
