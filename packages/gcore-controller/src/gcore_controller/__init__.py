@@ -1,1 +1,21 @@
+"""Who decides in RLHF: SPMD controllers that run the same async program and meet in collectives."""
 
+from gcore_controller.collectives import Collectives, InlineCollectives, InlineGroup
+from gcore_controller.context import Context, Program
+from gcore_controller.dynamic_sampling import DynamicSampler, Harvest
+from gcore_controller.inline import run_inline
+from gcore_controller.stages import Span, StageTimer, seconds_by_stage
+
+__all__ = [
+    "Collectives",
+    "Context",
+    "DynamicSampler",
+    "Harvest",
+    "InlineCollectives",
+    "InlineGroup",
+    "Program",
+    "Span",
+    "StageTimer",
+    "run_inline",
+    "seconds_by_stage",
+]

@@ -1,0 +1,107 @@
+"""Which part holds each item, and what two parts may exchange."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+NOTHING = -1
+"""Stands where an exchange gives an item away and takes none back."""
+
+
+def sum_per_part(part_of: NDArray[np.intp], amounts: NDArray[np.float64], num_parts: int) -> NDArray[np.float64]:
+    """[num_parts], the summed amounts of the items in each part."""
+    return np.asarray(np.bincount(part_of, weights=amounts, minlength=num_parts), dtype=np.float64)
+
+
+@dataclass(kw_only=True)
+class Assignment:
+    """Items in parts, mutable: `apply` keeps `part_of`, `loads` and `filled` in step.
+
+    Attributes:
+        costs: [num_items], in [0, 1], which lets a part's number and a cost share one sort key.
+        weights: [num_items], what an item takes of its part's capacity.
+        capacity: bound on the summed weights of each part.
+        part_of: [num_items], the part of each item.
+        loads: [num_parts], the summed costs of each part.
+        filled: [num_parts], the summed weights of each part.
+    """
+
+    costs: NDArray[np.float64]
+    weights: NDArray[np.float64]
+    capacity: float
+    part_of: NDArray[np.intp]
+    loads: NDArray[np.float64]
+    filled: NDArray[np.float64]
+
+    @classmethod
+    def of(
+        cls,
+        part_of: NDArray[np.intp],
+        *,
+        costs: NDArray[np.float64],
+        weights: NDArray[np.float64],
+        capacity: float,
+        num_parts: int,
+    ) -> "Assignment":
+        # Summed in order of cost, so that the rounding does not depend on the order in which items were given.
+        order = np.argsort(costs, kind="stable")
+        return cls(
+            costs=costs,
+            weights=weights,
+            capacity=capacity,
+            part_of=part_of,
+            loads=sum_per_part(part_of[order], costs[order], num_parts),
+            filled=sum_per_part(part_of, weights, num_parts),
+        )
+
+    @property
+    def makespan(self) -> float:
+        """The load of the heaviest part."""
+        return float(self.loads.max())
+
+    def parts(self) -> list[NDArray[np.intp]]:
+        """The items of each part, ascending."""
+        order = np.argsort(self.part_of, kind="stable")
+        counts = np.bincount(self.part_of, minlength=len(self.loads))
+        return np.split(order, np.cumsum(counts)[:-1])
+
+    def apply(self, exchanges: "Exchanges") -> None:
+        """Carries out exchanges; no part may occur in two of them."""
+        heavy, light, given, taken = exchanges.heavy, exchanges.light, exchanges.given, exchanges.taken
+        swapped = taken != NOTHING
+        weight_shift = self.weights[given] - np.where(swapped, self.weights[taken], 0.0)
+        self.part_of[given] = light
+        self.part_of[taken[swapped]] = heavy[swapped]
+        self.loads[heavy] -= exchanges.shift
+        self.loads[light] += exchanges.shift
+        self.filled[heavy] -= weight_shift
+        self.filled[light] += weight_shift
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchanges:
+    """One row per pair of parts: `heavy` gives item `given`, and `light` gives `taken` (or NOTHING) back for it.
+
+    `shift` is the load that goes from heavy to light: above 0, below the gap between the two.
+    """
+
+    heavy: NDArray[np.intp]
+    light: NDArray[np.intp]
+    given: NDArray[np.intp]
+    taken: NDArray[np.intp]
+    shift: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.heavy)
+
+    def row(self, index: int) -> "Exchanges":
+        """The exchange at `index`, alone."""
+        rows = slice(index, index + 1)
+        return Exchanges(
+            heavy=self.heavy[rows],
+            light=self.light[rows],
+            given=self.given[rows],
+            taken=self.taken[rows],
+            shift=self.shift[rows],
+        )

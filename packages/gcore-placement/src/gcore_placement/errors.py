@@ -1,0 +1,66 @@
+"""The one vocabulary in which this package refuses wrong input."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+
+class PlacementError(ValueError):
+    """Wrong input: the message names the field, the value it had and what would be accepted."""
+
+
+def refusal(field: str, value: object, accepted: str) -> PlacementError:
+    """The error that says `field` must be `accepted`, and was `value`."""
+    return PlacementError(f"{field} must be {accepted}, got {value!r}")
+
+
+def check_positive(field: str, value: object) -> None:
+    """Raises PlacementError unless `value` is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise refusal(field, value, "an integer of at least 1")
+
+
+def check_amounts(field: str, values: ArrayLike) -> NDArray[np.float64]:
+    """`values` as float64, shape kept.
+
+    Raises:
+        PlacementError: a value is not a number, not finite, or negative; the first such index is named.
+    """
+    try:
+        amounts = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise PlacementError(f"{field} must be an array of numbers: {error}") from error
+    wrong = ~np.isfinite(amounts) | (amounts < 0)
+    if wrong.any():
+        index = np.unravel_index(int(wrong.argmax()), amounts.shape)
+        where = ", ".join(str(int(axis)) for axis in index)
+        raise refusal(f"{field}[{where}]" if where else field, float(amounts[index]), "finite and at least 0")
+    return amounts
+
+
+def check_amount_list(field: str, values: ArrayLike) -> NDArray[np.float64]:
+    """`values` as float64 of shape [num_items]. Raises PlacementError as `check_amounts`, and on any other rank."""
+    amounts = check_amounts(field, values)
+    if amounts.ndim != 1:
+        raise refusal(f"{field}.ndim", amounts.ndim, "1 (one number per item)")
+    return amounts
+
+
+def check_lengths(field: str, values: ArrayLike) -> NDArray[np.float64]:
+    """Token counts of any shape, as float64. Raises PlacementError as `check_amounts`, and on a fraction of a token."""
+    lengths = check_amounts(field, values)
+    fractions = lengths != np.floor(lengths)
+    if fractions.any():
+        raise refusal(field, float(lengths[fractions].flat[0]), "whole numbers of tokens")
+    return lengths
+
+
+def required(mapping: Mapping[str, object], key: str) -> object:
+    """`mapping[key]`. Raises PlacementError, naming the key and the keys there are, where it is missing or None."""
+    value = mapping.get(key)
+    if value is None:
+        raise PlacementError(
+            f"config has no {key!r}: expected a Llama, Qwen2 or Qwen3 config.json, got the keys {sorted(mapping)}"
+        )
+    return value

@@ -1,0 +1,33 @@
+"""The package as a reader meets it: its README runs, and importing it brings in numpy and nothing heavier."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import gcore_placement
+
+README = Path(__file__).parents[2] / "packages" / "gcore-placement" / "README.md"
+
+
+def run(program: str) -> str:
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_readme_example_runs() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    assert "slowest / mean = 1.0000" in run(example)
+
+
+def test_importing_is_light() -> None:
+    loaded = run("import sys, gcore_placement; print(sorted({name.partition('.')[0] for name in sys.modules}))")
+    for heavy in ("torch", "transformers", "ray", "scipy", "pandas"):
+        assert f"'{heavy}'" not in loaded
+
+
+def test_what_is_exported_is_there() -> None:
+    assert sorted(gcore_placement.__all__) == gcore_placement.__all__
+    for name in gcore_placement.__all__:
+        assert getattr(gcore_placement, name)
