@@ -1,1 +1,1 @@
-
+"""LLM RLHF from one command: a thin app on the gcore packages."""

@@ -39,7 +39,7 @@ class _Waiting:
 
 
 class _Rows:
-    """State of the live samples as arrays, slot i in row i, so a step's bookkeeping is a handful of vector operations."""
+    """State of the live samples as arrays, slot i in row i, so a step's bookkeeping is a few vector operations."""
 
     def __init__(self, num_rows: int) -> None:
         self.owners: list[tuple[_Call, Request, int]] = []
@@ -72,9 +72,10 @@ class _Rows:
     def reserve_tokens(self, max_tokens: int) -> None:
         grow = max_tokens - self.tokens.shape[1]
         if grow > 0:
-            self.tokens, self.log_probs, self.versions = (
-                np.pad(a, ((0, 0), (0, grow))) for a in (self.tokens, self.log_probs, self.versions)
-            )
+            columns = ((0, 0), (0, grow))
+            self.tokens = np.pad(self.tokens, columns)
+            self.log_probs = np.pad(self.log_probs, columns)
+            self.versions = np.pad(self.versions, columns)
 
     def move(self, src: NDArray[np.int64], dst: NDArray[np.int64]) -> None:
         for array in self.arrays():
@@ -102,6 +103,7 @@ class HFEngine:
         self._model = model.eval().requires_grad_(False)
         self._device: torch.device = model.device
         self._max_length = _longest_sequence(model.config)
+        self._vocab_size: int = model.get_input_embeddings().num_embeddings
         self._eos = np.asarray(eos_token_ids, dtype=np.int64)
         self._max_num_seqs = max_num_seqs
         self._cache = SlotCache(num_layers=model.config.num_hidden_layers)
@@ -135,9 +137,9 @@ class HFEngine:
         slot_attention.register()
         config = AutoConfig.from_pretrained(path)
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 path, config=config, dtype=dtype, attn_implementation=slot_attention.ATTENTION_NAME
-            ).to(device)
+            )
         except ValueError as error:
             if "attention" not in str(error).lower():
                 raise
@@ -148,7 +150,7 @@ class HFEngine:
         if eos_token_ids is None:
             eos = model.generation_config.eos_token_id
             eos_token_ids = [eos] if isinstance(eos, int) else list(eos or [])
-        return cls(model, eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs)
+        return cls(model.to(device), eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs)
 
     @property
     def weight_version(self) -> int:
@@ -168,7 +170,7 @@ class HFEngine:
         if self._closed:
             raise RolloutError("generate was called on a closed engine")
         for request in requests:
-            self._check_fits(request)
+            self._check(request)
         call = _Call(pending=sum(r.n for r in requests))
         self._waiting.extend(_Waiting(call, r) for r in requests)
         if self._driver is None or self._driver.done():
@@ -184,7 +186,7 @@ class HFEngine:
             call.abandoned = True
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """See `Engine.update_weights`. Unknown or missing names and wrong shapes are refused before anything is copied."""
+        """See `Engine.update_weights`. Unknown or missing names and wrong shapes are refused before any copy."""
         if version <= self._version:
             raise ValueError(f"version is {version}: it must be above the present {self._version}")
         own: dict[str, torch.Tensor] = self._model.state_dict(keep_vars=True)
@@ -195,19 +197,26 @@ class HFEngine:
         self._version = version
 
     async def close(self) -> None:
+        """See `Engine.close`. Calls still generating get a `RolloutError`."""
         self._closed = True
-        self._waiting.clear()
-        self._rows = _Rows(0)
-        self._cache = SlotCache(num_layers=0)
         if self._driver is not None:
             self._driver.cancel()
+        self._fail_all(RolloutError("the engine was closed while generating"))
+        self._rows = _Rows(0)
+        self._cache = SlotCache(num_layers=0)
 
-    def _check_fits(self, request: Request) -> None:
-        need = len(request.prompt_token_ids) + request.sampling.max_tokens
+    def _check(self, request: Request) -> None:
+        prompt, max_tokens = request.prompt_token_ids, request.sampling.max_tokens
+        need = len(prompt) + max_tokens
         if need > self._max_length:
             raise RequestError(
-                f"request {request.request_id!r} needs {len(request.prompt_token_ids)} prompt + "
-                f"{request.sampling.max_tokens} completion tokens = {need}: the model takes at most {self._max_length}"
+                f"request {request.request_id!r} needs {len(prompt)} prompt + {max_tokens} completion tokens = {need}: "
+                f"the model takes at most {self._max_length}"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+            raise RequestError(
+                f"request {request.request_id!r} has prompt tokens from {min(prompt)} to {max(prompt)}: "
+                f"the model knows 0 to {self._vocab_size - 1}"
             )
 
     async def _drive(self) -> None:
@@ -216,11 +225,14 @@ class HFEngine:
                 self._step()
                 await asyncio.sleep(0)
         except Exception as error:
-            calls = {w.call for w in self._waiting} | {call for call, _, _ in self._rows.owners}
-            self._waiting.clear()
-            self._rows.owners.clear()
-            for call in calls:
-                call.finished.put_nowait(error)
+            self._fail_all(error)
+
+    def _fail_all(self, error: Exception) -> None:
+        calls = {w.call for w in self._waiting} | {call for call, _, _ in self._rows.owners}
+        self._waiting.clear()
+        self._rows.owners.clear()
+        for call in calls:
+            call.finished.put_nowait(error)
 
     @torch.inference_mode()
     def _step(self) -> None:
@@ -296,17 +308,18 @@ class HFEngine:
         positions = rows.prompt_lengths[:batch] + rows.num_sampled[:batch] - 1
         position_ids = self._tensor(positions)
         hidden = torch.arange(int(positions.max()) + 1, device=self._device) > position_ids[:, None]
-        mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=self._device).masked_fill_(hidden, float("-inf"))
+        mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=self._device)
+        mask.masked_fill_(hidden, float("-inf"))
         plan = Decode(
             cache=self._cache,
             slots=torch.arange(batch, device=self._device),
             positions=position_ids,
-            mask_B1L=mask[:, None, None],
+            mask=mask[:, None, None],
         )
         return self._forward(rows.last_tokens[:batch], positions, plan, keep=0)
 
     def _forward(
-        self, tokens: NDArray[np.int64], positions: NDArray[np.int64], plan: Prefill | Decode, *, keep: torch.Tensor | int
+        self, tokens: NDArray[np.int64], positions: NDArray[np.int64], plan: Prefill | Decode, keep: torch.Tensor | int
     ) -> torch.Tensor:
         output = self._model(
             input_ids=self._tensor(tokens)[None],

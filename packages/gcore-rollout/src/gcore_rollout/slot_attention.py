@@ -83,7 +83,8 @@ class Prefill:
         keys[self.slots, :, : self.max_length] = k[self.prompts]
         values[self.slots, :, : self.max_length] = v[self.prompts]
         # Padding stands behind every prompt, so the causal mask alone hides it from the real tokens.
-        out_PHLD = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        gqa = q.shape[1] != k.shape[1]
+        out_PHLD = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
         return out_PHLD.transpose(1, 2).flatten(0, 1)[self.padded_index][None]
 
     def _unpack(self, x_1HTD: torch.Tensor) -> torch.Tensor:
@@ -102,7 +103,7 @@ class Decode:
     """[B] 0..B-1."""
     positions: torch.Tensor
     """[B] where the new token stands in its sample."""
-    mask_B1L: torch.Tensor
+    mask: torch.Tensor
     """[B, 1, 1, Lk] additive mask: 0 up to and including the new token's position, -inf behind it."""
 
     def attend(
@@ -113,11 +114,11 @@ class Decode:
         keys[self.slots, :, self.positions] = k_1KTD[0].transpose(0, 1)
         values[self.slots, :, self.positions] = v_1KTD[0].transpose(0, 1)
         _, num_heads, batch, head_dim = q_1HTD.shape
-        num_kv_heads, length = k_1KTD.shape[1], self.mask_B1L.shape[-1]
+        num_kv_heads, length = k_1KTD.shape[1], self.mask.shape[-1]
         # Query heads that share a key-value head stand as rows of one query: no repeated keys, no copy of the cache.
         q_BKGD = q_1HTD[0].transpose(0, 1).reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
         out_BKGD = scaled_dot_product_attention(
-            q_BKGD, keys[:batch, :, :length], values[:batch, :, :length], attn_mask=self.mask_B1L, scale=scale
+            q_BKGD, keys[:batch, :, :length], values[:batch, :, :length], attn_mask=self.mask, scale=scale
         )
         return out_BKGD.reshape(1, batch, num_heads, head_dim)
 

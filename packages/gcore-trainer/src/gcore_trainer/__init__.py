@@ -1,7 +1,29 @@
 """How RLHF policies learn: advantages, losses and training backends."""
 
 from gcore_trainer.advantages import grpo_advantages
-from gcore_trainer.config import OptimizerConfig, PolicyLossConfig
+from gcore_trainer.config import KLPenalty, LossAggMode, OptimizerConfig, PolicyLossConfig
+from gcore_trainer.errors import (
+    BatchError,
+    ConfigError,
+    NonFiniteGradientError,
+    StateError,
+    TrainerError,
+    UnsupportedModelError,
+)
 from gcore_trainer.types import MicroBatch, Sample
 
-__all__ = ["MicroBatch", "OptimizerConfig", "PolicyLossConfig", "Sample", "grpo_advantages"]
+__all__ = [
+    "BatchError",
+    "ConfigError",
+    "KLPenalty",
+    "LossAggMode",
+    "MicroBatch",
+    "NonFiniteGradientError",
+    "OptimizerConfig",
+    "PolicyLossConfig",
+    "Sample",
+    "StateError",
+    "TrainerError",
+    "UnsupportedModelError",
+    "grpo_advantages",
+]

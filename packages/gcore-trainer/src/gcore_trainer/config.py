@@ -1,8 +1,13 @@
 """How a trainer learns: every knob, bounded and documented."""
 
+import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from gcore_trainer.losses import KLPenalty, LossAggMode
+from gcore_trainer.errors import ConfigError
+
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KLPenalty = Literal["k1", "k2", "k3"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +26,10 @@ class OptimizerConfig:
     """A step whose gradient is NaN or infinite is skipped; this many in a row end the run."""
 
     def __post_init__(self) -> None:
-        _require("lr", self.lr, self.lr > 0, "above 0")
-        _require("betas", self.betas, all(0 <= b < 1 for b in self.betas), "two numbers in [0, 1)")
-        _require("eps", self.eps, self.eps > 0, "above 0")
-        _require("weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
+        _require("lr", self.lr, 0 < self.lr < math.inf, "a finite number above 0")
+        _require("betas", self.betas, len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two in [0, 1)")
+        _require("eps", self.eps, 0 < self.eps < math.inf, "a finite number above 0")
+        _require("weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "a finite number, 0 or more")
         _require("lr_warmup_steps", self.lr_warmup_steps, self.lr_warmup_steps >= 0, "0 or more")
         _require("grad_clip", self.grad_clip, self.grad_clip > 0, "above 0")
         _require("max_nonfinite_steps", self.max_nonfinite_steps, self.max_nonfinite_steps >= 1, "1 or more")
@@ -56,11 +61,17 @@ class PolicyLossConfig:
         _require("clip_ratio_high", self.clip_ratio_high, self.clip_ratio_high >= 0, "0 or more")
         if self.clip_ratio_c is not None:
             _require("clip_ratio_c", self.clip_ratio_c, self.clip_ratio_c > 1, "above 1, or unset")
-        _require("kl_loss_coef", self.kl_loss_coef, self.kl_loss_coef >= 0, "0 or more")
-        _require("entropy_coeff", self.entropy_coeff, self.entropy_coeff >= 0, "0 or more")
+        _require_choice("loss_agg_mode", self.loss_agg_mode, get_args(LossAggMode))
+        _require("kl_loss_coef", self.kl_loss_coef, 0 <= self.kl_loss_coef < math.inf, "a finite number, 0 or more")
+        _require_choice("kl_loss_type", self.kl_loss_type, get_args(KLPenalty))
+        _require("entropy_coeff", self.entropy_coeff, 0 <= self.entropy_coeff < math.inf, "a finite number, 0 or more")
         _require("max_response_length", self.max_response_length, self.max_response_length >= 1, "1 or more")
 
 
 def _require(field: str, value: object, holds: bool, accepted: str) -> None:
     if not holds:
-        raise ValueError(f"{field} is {value!r}: {accepted} is needed")
+        raise ConfigError(f"{field} is {value!r}: {accepted} is needed")
+
+
+def _require_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
+    _require(field, value, value in choices, f"one of {', '.join(choices)}")

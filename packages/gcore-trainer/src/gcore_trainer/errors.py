@@ -5,6 +5,10 @@ class TrainerError(Exception):
     """Base of this package's errors."""
 
 
+class ConfigError(TrainerError, ValueError):
+    """A setting outside what it may be."""
+
+
 class BatchError(TrainerError, ValueError):
     """A batch that cannot be trained on: mismatched shapes, nothing to learn from, a sequence too long."""
 

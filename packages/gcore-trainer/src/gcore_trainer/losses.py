@@ -4,14 +4,13 @@ Shapes: N response tokens of any number of sequences, laid end to end.
 """
 
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import assert_never
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-KLPenalty = Literal["k1", "k2", "k3"]
+from gcore_trainer.config import KLPenalty, LossAggMode
 
 
 def aggregation_weights(

@@ -1,6 +1,7 @@
 """Attention over a packed row, in the form that transformers' models call.
 
-Shapes: T packed tokens, S segments of a bucket, Lq/Lk padded queries/keys, H query heads, K key-value heads, D head dim.
+Shapes: T packed tokens, S segments of a bucket, Lq/Lk padded queries/keys, H query heads, K key-value heads, D head
+dimension.
 """
 
 from dataclasses import dataclass
@@ -10,10 +11,13 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from gcore_trainer.errors import BatchError
-from gcore_trainer.packing import PackedBatch
+from gcore_trainer.errors import BatchError, UnsupportedModelError
+from gcore_trainer.packing import Bucket, PackedBatch
 
 ATTENTION_NAME = "gcore_packed"
+
+_UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "indices", "block_indices")
+"""What models hand to their attention that changes its result, and that is not computed here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +25,8 @@ class _BucketOnDevice:
     query_index: torch.Tensor
     key_index: torch.Tensor
     num_segments: int
-    mask_S1QK: torch.Tensor | None
+    mask: torch.Tensor | None
+    """[S, 1, Lq, Lk], 0 or -inf; None: causal."""
 
 
 class PackedPlan:
@@ -34,15 +39,13 @@ class PackedPlan:
                 query_index=torch.from_numpy(bucket.query_index.ravel()).to(device),
                 key_index=torch.from_numpy(bucket.key_index.ravel()).to(device),
                 num_segments=bucket.query_index.shape[0],
-                mask_S1QK=None
-                if bucket.visible is None
-                else torch.zeros(bucket.visible.shape, dtype=dtype, device=device)
-                .masked_fill_(torch.from_numpy(~bucket.visible).to(device), float("-inf"))
-                .unsqueeze_(1),
+                mask=_branch_mask(bucket, device=device, dtype=dtype),
             )
             for bucket in batch.buckets
         ]
         self._longest = int(batch.positions.max()) + 1
+        self.num_calls = 0
+        """Attention layers served so far."""
 
     def attend(
         self,
@@ -54,30 +57,43 @@ class PackedPlan:
         sliding_window: int | None,
     ) -> torch.Tensor:
         """Attention output [1, T, H, D]."""
+        self.num_calls += 1
         if sliding_window is not None and sliding_window < self._longest:
             raise BatchError(
                 f"a sequence of {self._longest} tokens exceeds the model's sliding_window of {sliding_window}: "
                 "packed training covers sequences up to the window"
             )
         q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
-        num_heads, num_kv_heads, head_dim = q_THD.shape[1], k_TKD.shape[1], q_THD.shape[2]
         outputs: list[torch.Tensor] = []
         for bucket in self._buckets:
             shape = (bucket.num_segments, -1)
-            q_SHQD = q_THD.index_select(0, bucket.query_index).view(*shape, num_heads, head_dim).transpose(1, 2)
-            k_SKKD = k_TKD.index_select(0, bucket.key_index).view(*shape, num_kv_heads, head_dim).transpose(1, 2)
-            v_SKKD = v_TKD.index_select(0, bucket.key_index).view(*shape, num_kv_heads, head_dim).transpose(1, 2)
+            q_SHQD = q_THD.index_select(0, bucket.query_index).unflatten(0, shape).transpose(1, 2)
+            k_SKKD = k_TKD.index_select(0, bucket.key_index).unflatten(0, shape).transpose(1, 2)
+            v_SKKD = v_TKD.index_select(0, bucket.key_index).unflatten(0, shape).transpose(1, 2)
             out_SHQD = scaled_dot_product_attention(
                 q_SHQD,
                 k_SKKD,
                 v_SKKD,
-                attn_mask=bucket.mask_S1QK,
-                is_causal=bucket.mask_S1QK is None,
+                attn_mask=bucket.mask,
+                is_causal=bucket.mask is None,
                 scale=scale,
-                enable_gqa=num_heads != num_kv_heads,
+                enable_gqa=q_THD.shape[1] != k_TKD.shape[1],
             )
-            outputs.append(out_SHQD.transpose(1, 2).reshape(-1, num_heads, head_dim))
+            outputs.append(out_SHQD.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).index_select(0, self._unpack_index)[None]
+
+
+def _branch_mask(bucket: Bucket, *, device: torch.device, dtype: torch.dtype) -> torch.Tensor | None:
+    if bucket.prompt_lengths is None:
+        return None
+    num_segments, num_queries = bucket.query_index.shape
+    num_prompt_keys = bucket.key_index.shape[1] - num_queries
+    mask = torch.full((num_segments, 1, num_queries, bucket.key_index.shape[1]), -torch.inf, dtype=dtype, device=device)
+    prompt, own = mask[..., :num_prompt_keys], mask[..., num_prompt_keys:]
+    lengths = torch.from_numpy(bucket.prompt_lengths).to(device)
+    prompt.masked_fill_((torch.arange(num_prompt_keys, device=device) < lengths[:, None])[:, None, None], 0.0)
+    own.triu_(1)
+    return mask
 
 
 def _forward(
@@ -85,13 +101,16 @@ def _forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - transformers' signature
     *,
     packed: PackedPlan,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
+    for name in _UNSUPPORTED_ARGUMENTS:
+        if others.get(name) is not None:
+            raise UnsupportedModelError(f"the model's attention uses {name!r}: packed training does not compute it")
     return packed.attend(query, key, value, scale=scaling, sliding_window=sliding_window), None
 
 

@@ -21,8 +21,9 @@ class Bucket:
     """[S, Lq] places in the packed row; what pads a segment points to 0 and is never read back."""
     key_index: NDArray[np.int64]
     """[S, Lk]."""
-    visible: NDArray[np.bool_] | None
-    """[S, Lq, Lk]; None: plain causal, padding being behind every real token."""
+    prompt_lengths: NDArray[np.int64] | None
+    """[S] for branches, whose keys are Lk - Lq places of their prompts, so many of them real, and then the queries'
+    own places, causally. None: the keys are the queries' places, causally; padding is behind every real token."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,42 +107,37 @@ def pack(samples: list[Sample], *, share_prefix: bool = True) -> PackedBatch:
 
 
 def _bucketed(segments: list[_Segment], num_tokens: int) -> tuple[list[Bucket], NDArray[np.int64]]:
-    """Group segments whose lengths round up to the same power of two, causal and branches apart."""
-    groups: dict[tuple[bool, int], list[_Segment]] = {}
+    """Group segments whose lengths, and prompts' lengths, round up to the same power of two."""
+    groups: dict[tuple[int, int], list[_Segment]] = {}
     for segment in segments:
-        rounded = max(16, 1 << (segment.length - 1).bit_length())
-        groups.setdefault((segment.parent is not None, rounded), []).append(segment)
+        prompt_length = 0 if segment.parent is None else _rounded(segment.parent.length)
+        groups.setdefault((prompt_length, _rounded(segment.length)), []).append(segment)
     buckets: list[Bucket] = []
     unpack_index = np.empty(num_tokens, np.int64)
     offset = 0
-    for (is_branch, _), members in sorted(groups.items()):
+    for _, members in sorted(groups.items()):
         starts, lengths = _bounds(members)
         query_index, is_real = _rectangle(starts, lengths)
         unpack_index[query_index[is_real]] = offset + np.flatnonzero(is_real)
         offset += query_index.size
-        key_index, visible = query_index, None
-        if is_branch:
-            prompt_index, prompt_is_real = _rectangle(*_bounds([s.parent for s in members if s.parent]))
+        key_index, prompt_lengths = query_index, None
+        if parents := [s.parent for s in members if s.parent]:
+            prompt_starts, prompt_lengths = _bounds(parents)
+            prompt_index, _ = _rectangle(prompt_starts, prompt_lengths)
             key_index = np.concatenate([prompt_index, query_index], axis=1)
-            causal = np.tri(query_index.shape[1], dtype=np.bool_)
-            visible = np.concatenate(
-                [
-                    np.broadcast_to(prompt_is_real[:, None], (*query_index.shape, prompt_index.shape[1])),
-                    np.broadcast_to(causal, (*query_index.shape, query_index.shape[1])),
-                ],
-                axis=2,
-            )
-        buckets.append(Bucket(query_index=query_index, key_index=key_index, visible=visible))
+        buckets.append(Bucket(query_index=query_index, key_index=key_index, prompt_lengths=prompt_lengths))
     return buckets, unpack_index
+
+
+def _rounded(length: int) -> int:
+    return max(16, 1 << (length - 1).bit_length())
 
 
 def _bounds(segments: list[_Segment]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return np.array([s.start for s in segments]), np.array([s.length for s in segments])
 
 
-def _rectangle(
-    starts: NDArray[np.int64], lengths: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _rectangle(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Packed places [S, L] of segments padded to the longest, and which of them are real."""
     columns = np.arange(lengths.max())
     is_real = columns < lengths[:, None]

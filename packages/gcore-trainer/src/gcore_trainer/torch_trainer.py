@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_trainer.config import OptimizerConfig, PolicyLossConfig
+from gcore_trainer.config import LossAggMode, OptimizerConfig, PolicyLossConfig
 from gcore_trainer.errors import BatchError, NonFiniteGradientError, StateError
 from gcore_trainer.losses import aggregation_weights, kl_penalty, ppo_clip_loss
 from gcore_trainer.packed_model import PackedModel, TokenScores
@@ -54,31 +54,46 @@ class TorchTrainer:
     def train_step(self, micro_batches: list[MicroBatch]) -> dict[str, float]:
         """One policy-gradient update on all samples; the result does not depend on how they are split.
 
-        Samples whose advantages are all zero are left out of the passes when their gradient is exactly zero, that is
-        without KL and entropy terms; they still count in the loss's denominators.
+        Samples whose gradient is exactly zero are left out of the passes: those with no token in their mask and,
+        without KL and entropy terms, those whose advantages are all zero. They count in the loss's denominators, not
+        in the means of ``actor/ppo_kl``, ``actor/entropy`` and the clip fractions.
 
         Returns:
             metrics under verl's names (``actor/pg_loss``, ``actor/grad_norm``, ...).
 
         Raises:
-            BatchError: advantages (or, with a KL term, reference log-probs) are missing.
+            BatchError: advantages (or, with a KL term, reference log-probs) are missing, or only some samples have
+                old or rollout log-probs.
             NonFiniteGradientError: too many skipped steps in a row.
         """
-        for sample in _flat(micro_batches):
-            if sample.advantages is None:
-                raise BatchError("advantages is None: the policy loss needs them for every sample")
-            if self._policy.kl_loss_coef and sample.ref_log_probs is None:
-                raise BatchError(f"ref_log_probs is None: kl_loss_coef={self._policy.kl_loss_coef} needs them")
+        samples = _flat(micro_batches)
+        if any(s.advantages is None for s in samples):
+            raise BatchError("advantages is None: the policy loss needs them for every sample")
+        if self._policy.kl_loss_coef and any(s.ref_log_probs is None for s in samples):
+            raise BatchError(f"ref_log_probs is None: kl_loss_coef={self._policy.kl_loss_coef} needs them")
+        for field in ("old_log_probs", "rollout_log_probs"):
+            if len({getattr(s, field) is None for s in samples}) > 1:
+                raise BatchError(f"{field} is None for some samples of the step: all of them or none must carry it")
         skip = _has_no_advantage if not (self._policy.kl_loss_coef or self._policy.entropy_coeff) else None
-        return self._update(micro_batches, self._policy_share, skip=skip)
+        metrics = self._update(
+            micro_batches,
+            self._policy_share,
+            self._policy.loss_agg_mode,
+            skip=skip,
+            entropy_grad=self._policy.entropy_coeff > 0,
+        )
+        return {"actor/pg_loss": 0.0, **metrics}
 
     def sft_step(self, micro_batches: list[MicroBatch]) -> dict[str, float]:
-        """One supervised update: the mean negative log-likelihood of response tokens.
+        """One supervised update: the mean negative log-likelihood of response tokens, at the model's temperature.
 
         Returns:
-            ``sft/loss``, ``actor/grad_norm``, ``actor/lr`` and ``perf/computed_tokens``.
+            ``sft/loss``, ``actor/grad_norm``, ``actor/lr``, ``actor/nonfinite_steps`` and ``perf/computed_tokens``.
+
+        Raises:
+            NonFiniteGradientError: too many skipped steps in a row.
         """
-        return self._update(micro_batches, _sft_share, skip=None)
+        return {"sft/loss": 0.0, **self._update(micro_batches, _sft_share, "token-mean")}
 
     def log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """Log-probabilities [R] of each sample's response under the present policy."""
@@ -112,26 +127,29 @@ class TorchTrainer:
         Raises:
             StateError: names or shapes differ; nothing was changed.
         """
-        for group in ("model", "exp_avg", "exp_avg_sq"):
-            if group != "model" and not state[group]:
-                continue
+        if difference := sorted(state.keys() ^ self.state().keys()):
+            raise StateError(f"state does not match this trainer's: names on one side only: {difference}")
+        has_moments = state["optimizer_step"] > 0
+        for group in ("model", "exp_avg", "exp_avg_sq") if has_moments else ("model",):
             self._check_state(group, state[group])
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(state["model"][name])
-                if state["exp_avg"]:
-                    self._optimizer.state[parameter] = {
-                        "step": torch.tensor(float(state["optimizer_step"])),
-                        "exp_avg": state["exp_avg"][name].to(parameter).clone(),
-                        "exp_avg_sq": state["exp_avg_sq"][name].to(parameter).clone(),
-                    }
+        self._optimizer.state.clear()
+        if has_moments:
+            for name, parameter in self._parameters.items():
+                self._optimizer.state[parameter] = {
+                    # The fused kernel reads the count on the parameter's device.
+                    "step": torch.tensor(float(state["optimizer_step"]), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": state["exp_avg"][name].to(parameter, copy=True),
+                    "exp_avg_sq": state["exp_avg_sq"][name].to(parameter, copy=True),
+                }
         self._step = state["step"]
         self._nonfinite_steps = state["nonfinite_steps"]
         torch.set_rng_state(state["rng"])
 
     def _check_state(self, group: str, tensors: dict[str, torch.Tensor]) -> None:
-        difference = sorted(tensors.keys() ^ self._parameters.keys())
-        if difference:
+        if difference := sorted(tensors.keys() ^ self._parameters.keys()):
             raise StateError(f"{group} does not match the model: names on one side only: {difference[:3]}")
         for name, tensor in tensors.items():
             if tensor.shape != self._parameters[name].shape:
@@ -141,33 +159,43 @@ class TorchTrainer:
                 )
 
     def _update(
-        self, micro_batches: list[MicroBatch], share: _Loss, *, skip: Callable[[Sample], bool] | None
+        self,
+        micro_batches: list[MicroBatch],
+        share: _Loss,
+        loss_agg_mode: LossAggMode,
+        *,
+        skip: Callable[[Sample], bool] | None = None,
+        entropy_grad: bool = False,
     ) -> dict[str, float]:
         samples = _flat(micro_batches)
         if not samples:
             raise BatchError("micro_batches holds no sample: at least one is needed")
         weights = aggregation_weights(
-            [_mask(s) for s in samples], self._policy.loss_agg_mode, max_response_length=self._policy.max_response_length
+            [_mask(s) for s in samples], loss_agg_mode, max_response_length=self._policy.max_response_length
         )
         self._optimizer.zero_grad(set_to_none=False)
-        sums: dict[str, float] = {}
+        sums: dict[str, torch.Tensor] = {}
         computed_tokens = 0
         cursor = 0
         for micro_batch in micro_batches:
             here = weights[cursor : cursor + len(micro_batch)]
             cursor += len(micro_batch)
-            kept = [(s, w) for s, w in zip(micro_batch, here, strict=True) if skip is None or not skip(s)]
+            kept = [(s, w) for s, w in zip(micro_batch, here, strict=True) if w.any() and (skip is None or not skip(s))]
             if not kept:
                 continue
             kept_samples = [s for s, _ in kept]
-            scores = self._packed.score(kept_samples, entropy_grad=self._policy.entropy_coeff > 0)
+            scores = self._packed.score(kept_samples, entropy_grad=entropy_grad)
             weight_N = torch.from_numpy(np.concatenate([w for _, w in kept])).to(scores.log_probs.device)
             loss, metrics = share(scores, kept_samples, weight_N)
             torch.autograd.backward(loss)
             computed_tokens += scores.num_computed_tokens
             for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + value.item()
-        return {**_normalised(sums), **self._apply_gradient(), "perf/computed_tokens": computed_tokens}
+                sums[name] = sums.get(name, 0.0) + value.double()
+        return {
+            **_normalised({name: value.item() for name, value in sums.items()}),
+            **self._apply_gradient(),
+            "perf/computed_tokens": computed_tokens,
+        }
 
     def _apply_gradient(self) -> dict[str, float]:
         grad_norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._config.grad_clip).item()
@@ -194,8 +222,10 @@ class TorchTrainer:
         config = self._policy
         device = weight_N.device
         current = scores.log_probs.detach()
-        old = _joined([s.old_log_probs for s in samples], default=current)
-        advantages = _joined([s.advantages for s in samples], default=torch.zeros_like(current))
+        old = _joined([s.old_log_probs for s in samples], like=current)
+        old = current if old is None else old
+        advantages = _joined([s.advantages for s in samples], like=current)
+        assert advantages is not None
         policy = ppo_clip_loss(
             scores.log_probs,
             old,
@@ -219,12 +249,13 @@ class TorchTrainer:
         if config.entropy_coeff:
             loss = loss - config.entropy_coeff * (weight_N * scores.entropies).sum()
         if config.kl_loss_coef:
-            reference = _joined([s.ref_log_probs for s in samples], default=current)
+            reference = _joined([s.ref_log_probs for s in samples], like=current)
+            assert reference is not None
             kl_loss = (weight_N * kl_penalty(scores.log_probs, reference, config.kl_loss_type)).sum()
             loss = loss + config.kl_loss_coef * kl_loss
             sums["actor/kl_loss"] = kl_loss.detach()
-        if all(s.rollout_log_probs is not None for s in samples):
-            rollout = _joined([s.rollout_log_probs for s in samples], default=current)
+        rollout = _joined([s.rollout_log_probs for s in samples], like=current)
+        if rollout is not None:
             difference = (current.exp() - rollout.exp()).abs()
             sums["mean:training/rollout_probs_diff_mean"] = (count * difference).sum()
         return loss, sums
@@ -258,17 +289,7 @@ def _has_no_advantage(sample: Sample) -> bool:
     return sample.advantages is not None and not sample.advantages.any()
 
 
-def _joined(arrays: list[NDArray[np.float32] | None], *, default: torch.Tensor) -> torch.Tensor:
-    """The samples' arrays end to end, shape [N]; where a sample has none, the default's entries stay."""
-    out = default.clone()
-    cursor = 0
-    missing = [a is None for a in arrays]
-    if all(missing):
-        return out
-    if any(missing):
-        raise BatchError("some samples of a micro-batch carry a per-token array and some do not: all or none must")
-    for array in arrays:
-        assert array is not None
-        out[cursor : cursor + array.size] = torch.from_numpy(array).to(out)
-        cursor += array.size
-    return out
+def _joined(arrays: list[NDArray[np.float32] | None], *, like: torch.Tensor) -> torch.Tensor | None:
+    """The samples' arrays end to end, shape [N]; None where they have none."""
+    present = [a for a in arrays if a is not None]
+    return torch.from_numpy(np.concatenate(present)).to(like) if present else None

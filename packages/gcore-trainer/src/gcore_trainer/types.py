@@ -34,11 +34,15 @@ class Sample:
             value: NDArray[np.int64] = getattr(self, field)
             if value.ndim != 1 or value.size == 0:
                 raise BatchError(f"{field} has shape {value.shape}: one dimension and at least one token are needed")
+            if value.dtype != np.int64:
+                raise BatchError(f"{field} has dtype {value.dtype}: int64 is needed")
+        if self.response_mask is not None and self.response_mask.dtype != np.bool_:
+            raise BatchError(f"response_mask has dtype {self.response_mask.dtype}: bool is needed")
         for field in ("response_mask", "advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs"):
             value_or_none: NDArray[np.generic] | None = getattr(self, field)
             if value_or_none is not None and value_or_none.shape != self.response_ids.shape:
                 raise BatchError(
-                    f"{field} has shape {value_or_none.shape}: response_ids has {self.response_ids.shape}, they must agree"
+                    f"{field} has shape {value_or_none.shape}: that of response_ids, {self.response_ids.shape}, needed"
                 )
 
     @property

@@ -1,0 +1,186 @@
+"""The `gcore-llm` command."""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from gcore_llm.config import TrainConfig
+from gcore_llm.errors import UserError
+from gcore_llm.recipes import RECIPES
+from gcore_llm.settings import merge, read_toml
+
+_USAGE = """usage: gcore-llm COMMAND [options]
+
+LLM RLHF from one command.
+
+commands:
+  train               train; with no options, a tiny model on a reasoning task in minutes
+  sample RUN PROMPT   complete a prompt with a run's latest policy
+  eval RUN            score a run's latest policy on its held-out prompts
+  report RUN          write the run's report.html anew
+
+gcore-llm COMMAND --help documents every option.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleArgs:
+    """Complete a prompt with a run's latest policy."""
+
+    run: tyro.conf.Positional[Path]
+    """The run's folder."""
+    prompt: tyro.conf.Positional[str]
+    """The prompt; a chat template is applied as in training."""
+    n: int = 1
+    """How many completions."""
+    temperature: float = 0.0
+    """0: greedy."""
+    max_tokens: int = 0
+    """Longest completion; 0: the run's data.max_response_length."""
+    seed: int = 0
+    """Seed of the samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunArgs:
+    """A run's folder."""
+
+    run: tyro.conf.Positional[Path]
+    """The run's folder."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command; wrong input ends it with exit code 2 and one message, an interruption with 130."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(_USAGE, end="")
+        raise SystemExit(0 if args else 2)
+    command, rest = args[0], args[1:]
+    if command not in _COMMANDS:
+        raise SystemExit(f"gcore-llm: unknown command {command!r}: {', '.join(_COMMANDS)} are known")
+    _set_environment()
+    try:
+        _COMMANDS[command](rest)
+    except KeyboardInterrupt:
+        print("gcore-llm: interrupted; the same command goes on from the last finished step", file=sys.stderr)
+        raise SystemExit(130) from None
+    except _expected_errors() as error:
+        print(f"gcore-llm: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _set_environment() -> None:
+    """What must be set before torch and transformers are imported."""
+    # Idle OpenMP threads spin by default: with a neighbour on the cores, a step takes ten times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+def _expected_errors() -> tuple[type[Exception], ...]:
+    from gcore_ckpt import CheckpointError
+    from gcore_controller.errors import ControllerError
+    from gcore_rollout.errors import RolloutError
+    from gcore_trainer.errors import TrainerError
+
+    return (UserError, CheckpointError, ControllerError, RolloutError, TrainerError)
+
+
+def parse_train(args: Sequence[str]) -> TrainConfig:
+    """Recipe, then TOML file, then command line, each over the one before.
+
+    Raises:
+        UserError: see `merge`.
+    """
+    first = argparse.ArgumentParser(prog="gcore-llm train", add_help=False, allow_abbrev=False)
+    first.add_argument("--config", type=Path)
+    first.add_argument("--recipe", choices=sorted(RECIPES))
+    chosen, rest = first.parse_known_args(args)
+    from_file: dict[str, Any] = read_toml(chosen.config) if chosen.config else {}
+    own = from_file.get("model") or any(a.split("=")[0] == "--model" for a in rest)
+    base = RECIPES[chosen.recipe or ("own_data" if own else "embedded")]()
+    base = merge(base, from_file, source=str(chosen.config))
+    description = (
+        "Train by GRPO with dynamic sampling.\n\n"
+        f"--recipe {{{','.join(sorted(RECIPES))}}}: settings to begin with (default: own_data with --model, else embedded). "
+        "--config FILE.toml: settings over these, under the same names ([actor.optim] lr = 1e-6). "
+        "Options go over both."
+    )
+    return tyro.cli(
+        TrainConfig,
+        default=base,
+        args=rest,
+        prog="gcore-llm train",
+        description=description,
+        config=(tyro.conf.FlagConversionOff,),
+    )
+
+
+def _train(args: Sequence[str]) -> None:
+    config = parse_train(args)
+    from rich.table import Table
+
+    from gcore_llm.display import Display
+    from gcore_llm.train import train
+
+    with Display() as display:
+        result = train(config, display)
+    if result.before:
+        table = Table(title="held-out score", title_justify="left")
+        for column in ("", "before", "after"):
+            table.add_column(column)
+        for name in ("greedy", "sampled"):
+            key = f"val/{name}/score/mean"
+            table.add_row(name, f"{result.before[key]:.3f}", f"{result.after[key]:.3f}")
+        display.console.print(table)
+    display.say(f"report:  {result.run / 'report.html'}\nexport:  {result.run / 'export'}")
+
+
+def _sample(args: Sequence[str]) -> None:
+    parsed = tyro.cli(SampleArgs, args=args, prog="gcore-llm sample")
+    from gcore_llm.inspect_run import sample_run
+
+    for text in asyncio.run(
+        sample_run(
+            parsed.run,
+            parsed.prompt,
+            n=parsed.n,
+            temperature=parsed.temperature,
+            max_tokens=parsed.max_tokens,
+            seed=parsed.seed,
+        )
+    ):
+        print(text)
+
+
+def _eval(args: Sequence[str]) -> None:
+    parsed = tyro.cli(RunArgs, args=args, prog="gcore-llm eval", description="Score a run on its held-out prompts.")
+    from gcore_llm.inspect_run import evaluate_run
+
+    step, result = asyncio.run(evaluate_run(parsed.run))
+    print(f"step {step}: held-out score {result.greedy:.3f} greedy, {result.sampled:.3f} sampled")
+
+
+def _report(args: Sequence[str]) -> None:
+    parsed = tyro.cli(RunArgs, args=args, prog="gcore-llm report", description="Write a run's report.html anew.")
+    from gcore_llm.report import write_report
+    from gcore_llm.run_folder import RunFolder
+
+    print(write_report(RunFolder.existing(parsed.run).path))
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "train": _train,
+    "sample": _sample,
+    "eval": _eval,
+    "report": _report,
+}

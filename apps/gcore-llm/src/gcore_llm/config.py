@@ -1,0 +1,196 @@
+"""Every setting of a run. Names follow verl's where both have the thing."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gcore_trainer import OptimizerConfig, PolicyLossConfig
+
+from gcore_llm.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """A reasoning-gym task, generated instead of read from files."""
+
+    name: str = ""
+    """Task of reasoning-gym, such as chain_sum; empty: prompts come from data.train-files."""
+    params: dict[str, int] = field(default_factory=dict[str, int])
+    """The task's own settings."""
+    num_train: int = 10_000
+    """Training problems to generate; those that occur among the held-out ones are left out."""
+    num_val: int = 256
+    """Held-out problems to generate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Prompts: from the user's files, or from a task."""
+
+    train_files: tuple[str, ...] = ()
+    """JSONL or Parquet files of prompts; further columns reach the reward as they are."""
+    val_files: tuple[str, ...] = ()
+    """Held-out prompts; none: data.val-size prompts are taken out of the training files."""
+    val_size: int = 64
+    """How many prompts to hold out if there are no val-files; never more than a tenth of them."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: text, or a list of chat messages."""
+    apply_chat_template: Literal["auto", "never"] = "auto"
+    """auto: text becomes a user message wherever the tokenizer has a chat template."""
+    train_batch_size: int = 32
+    """Prompts a step, each with rollout.n responses."""
+    max_prompt_length: int = 1024
+    """Longest prompt in tokens; longer ones are left out, counted and reported."""
+    max_response_length: int = 512
+    """Longest response in tokens."""
+    shuffle_seed: int = 0
+    """Seed of the order of prompts."""
+    num_workers: int = 0
+    """Threads that read rows ahead."""
+
+    def __post_init__(self) -> None:
+        for name in ("train_batch_size", "max_prompt_length", "max_response_length"):
+            _at_least(f"data.{name}", getattr(self, name), 1)
+        for name in ("val_size", "num_workers", "shuffle_seed"):
+            _at_least(f"data.{name}", getattr(self, name), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupConfig:
+    """Supervised fine-tuning of the embedded model on worked examples, before reinforcement learning."""
+
+    max_steps: int = 0
+    """Most updates; 0: no warm-up."""
+    batch_size: int = 128
+    """Worked examples an update."""
+    lr: float = 2e-3
+    """Learning rate."""
+    target_accuracy: float = 0.4
+    """Stop as soon as sampled answers reach this accuracy on held-out problems."""
+    test_freq: int = 25
+    """Updates between two such checks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Generation."""
+
+    engine: Literal["hf", "vllm"] = "hf"
+    """hf: transformers, in this process; vllm: vLLM, in this process."""
+    n: int = 8
+    """Responses a prompt: the size of a group."""
+    temperature: float = 1.0
+    """Divides the logits when sampling, and when the trainer scores."""
+    max_num_seqs: int = 256
+    """Most responses generated at once."""
+
+    def __post_init__(self) -> None:
+        _at_least("rollout.n", self.n, 2)
+        _at_least("rollout.max_num_seqs", self.max_num_seqs, 1)
+        if not self.temperature > 0:
+            raise UserError(f"rollout.temperature is {self.temperature}: above 0 is needed, greedy samples never differ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """From scores to advantages."""
+
+    adv_estimator: Literal["grpo"] = "grpo"
+    """How scores become advantages."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide by the group's standard deviation; off: Dr. GRPO."""
+    filter_groups: bool = True
+    """Dynamic sampling: drop groups whose responses all score alike and sample again."""
+    max_num_gen_batches: int = 4
+    """Most waves of sampling a step; then the step trains on what it has."""
+    old_log_probs: Literal["rollout", "trainer"] = "rollout"
+    """Denominator of the ratio: the engine's own log-probs, or the trainer's before its first update of the step."""
+
+    def __post_init__(self) -> None:
+        _at_least("algorithm.max_num_gen_batches", self.max_num_gen_batches, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorConfig:
+    """The policy's training."""
+
+    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    ppo_mini_batch_size: int = 0
+    """Prompts an update; 0: the whole batch in one update."""
+    ppo_epochs: int = 1
+    """Passes over the batch."""
+    ppo_max_token_len: int = 16_384
+    """Most tokens a micro-batch: bounds memory, changes nothing else."""
+
+    def __post_init__(self) -> None:
+        _at_least("actor.ppo_mini_batch_size", self.ppo_mini_batch_size, 0)
+        _at_least("actor.ppo_epochs", self.ppo_epochs, 1)
+        _at_least("actor.ppo_max_token_len", self.ppo_max_token_len, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """The run's length and what it leaves behind."""
+
+    total_training_steps: int = 200
+    """Steps of generation, rewarding, preparation and training."""
+    save_freq: int = 25
+    """Steps between checkpoints."""
+    max_ckpt_to_keep: int = 2
+    """Checkpoints kept."""
+    test_freq: int = 50
+    """Steps between evaluations on held-out prompts; the first and last step always evaluate."""
+    tensorboard: bool = True
+    """Write TensorBoard events beside metrics.jsonl."""
+
+    def __post_init__(self) -> None:
+        for name in ("total_training_steps", "save_freq", "max_ckpt_to_keep", "test_freq"):
+            _at_least(f"trainer.{name}", getattr(self, name), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """LLM RLHF: GRPO on a reasoning-gym task, or on your own prompts and reward."""
+
+    name: str = "default"
+    """The run's folder is RUNS_DIR/NAME."""
+    runs_dir: str = "runs"
+    """Where run folders are."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: go on with the run of this name; never: start over in a new folder NAME-2, NAME-3, ..."""
+    model: str = ""
+    """A local Hugging Face folder of a causal LM; empty: a tiny one is made and warmed up."""
+    reward: str = ""
+    """PATH.py:function, or math-verify; a function of (prompt, completion, row). Tasks bring their own verifier."""
+    answer_after: str = ""
+    """A task's answer is what follows the last occurrence of this; empty: the whole completion."""
+    seed: int = 0
+    """Seed of everything random but the order of prompts."""
+    controllers: int = 1
+    """SPMD controllers."""
+    threads: int = 0
+    """Threads of matrix products; 0: one a core."""
+    device: str = "auto"
+    """cpu, cuda, or auto: cuda where there is one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations."""
+    task: TaskConfig = field(default_factory=TaskConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    def __post_init__(self) -> None:
+        _at_least("controllers", self.controllers, 1)
+        _at_least("threads", self.threads, 0)
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise UserError(f"name is {self.name!r}: a plain folder name is needed")
+        if self.data.train_files and self.task.name:
+            raise UserError(f"data.train_files and task.name={self.task.name!r} are both set: one source of prompts is needed")
+
+
+def _at_least(field_name: str, value: int, lowest: int) -> None:
+    if value < lowest:
+        raise UserError(f"{field_name} is {value}: {lowest} or more is needed")

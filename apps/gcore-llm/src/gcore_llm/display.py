@@ -1,0 +1,88 @@
+"""What a person sees while a run goes on."""
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from gcore_llm.report import STAGES
+
+_PLAIN_EVERY_S = 10.0
+
+
+class Display:
+    """A live progress display on a terminal; elsewhere a line every ten seconds."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            expand=True,
+        )
+        self._task = self._progress.add_task("starting", total=None)
+        self._table: RenderableType = ""
+        self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True)
+        self._last_line_s = 0.0
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.console.is_terminal:
+            self._live.stop()
+
+    def say(self, message: str) -> None:
+        """A line that stays."""
+        self.console.print(message, soft_wrap=True)
+
+    def phase(self, name: str, *, total: int, done: int = 0) -> None:
+        """A new progress bar."""
+        self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(name, total=total, completed=done)
+        self._table = ""
+
+    def warmed_up(self, step: int, *, loss: float, accuracy: float) -> None:
+        """A check during the supervised warm-up."""
+        self._progress.update(self._task, completed=step)
+        self._table = f"loss {loss:.3f}   held-out accuracy {accuracy:.3f}"
+        self._line(f"warm-up {step}: loss {loss:.3f}, held-out accuracy {accuracy:.3f}")
+
+    def stepped(self, step: int, metrics: dict[str, float]) -> None:
+        """A training step, under its metrics' names in metrics.jsonl."""
+        self._progress.update(self._task, completed=step)
+        table = Table.grid(padding=(0, 3))
+        cells = [
+            ("reward", f"{metrics.get('critic/score/mean', float('nan')):.3f}"),
+            ("accepted", f"{metrics.get('sampling/acceptance', 0.0):.0%}"),
+            ("length", f"{metrics.get('response_length/mean', 0.0):.1f}"),
+            ("tokens/s", f"{metrics.get('perf/throughput', 0.0):,.0f}"),
+            ("step", f"{metrics.get('timing_s/step', 0.0):.2f} s"),
+            *((stage, f"{metrics.get(f'timing_s/{stage}', 0.0):.2f} s") for stage in STAGES),
+        ]
+        table.add_row(*(f"[dim]{name}[/]" for name, _ in cells))
+        table.add_row(*(value for _, value in cells))
+        self._table = table
+        self._line(f"step {step}: " + ", ".join(f"{name} {value}" for name, value in cells))
+
+    def _line(self, text: str) -> None:
+        now_s = time.monotonic()
+        if not self.console.is_terminal and now_s - self._last_line_s >= _PLAIN_EVERY_S:
+            self._last_line_s = now_s
+            self.say(text)
+
+    def _render(self) -> RenderableType:
+        return Group(self._progress, self._table)

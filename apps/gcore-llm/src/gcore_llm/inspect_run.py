@@ -1,0 +1,79 @@
+"""Looking at a run's latest policy: completions and held-out scores."""
+
+from pathlib import Path
+from typing import Any
+
+from gcore_ckpt import Checkpointer
+from gcore_controller import InlineCollectives, InlineGroup, StageTimer
+from gcore_rollout import Engine, Request, SamplingParams
+
+from gcore_llm.config import TrainConfig
+from gcore_llm.errors import UserError
+from gcore_llm.evaluate import Evaluation, evaluate
+from gcore_llm.prompts import render, tokenize
+from gcore_llm.roles import Sampler, build_engine, build_reward, build_tokenizer
+from gcore_llm.run_folder import RunFolder
+from gcore_llm.settings import resolve
+from gcore_llm.train import load_prompts
+
+
+async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
+    """A run's config, tokenizer and engine with the weights of its last checkpoint (step 0: it has none yet)."""
+    import torch
+
+    run = RunFolder.existing(path)
+    config = resolve(run.load_config())
+    torch.set_num_threads(config.threads)
+    model = Path(config.model) if config.model else run.model
+    if not model.is_dir():
+        raise UserError(f"{path} has no model yet: gcore-llm train is still warming it up, or was stopped before it had")
+    tokenizer = build_tokenizer(model)
+    engine = build_engine(config, model, tokenizer)
+    checkpointer = Checkpointer(run.checkpoints)
+    if not checkpointer.steps():
+        return config, tokenizer, engine, 0
+    saved = checkpointer.load()
+    await engine.update_weights(saved["trainer"]["model"].items(), version=saved["step"])
+    return config, tokenizer, engine, saved["step"]
+
+
+async def sample_run(
+    path: Path, prompt: str, *, n: int, temperature: float, max_tokens: int, seed: int
+) -> list[str]:
+    """Complete a prompt ``n`` times."""
+    config, tokenizer, engine, _ = await _latest_policy(path)
+    text = render(prompt, tokenizer, config.data, "prompt")
+    [ready] = tokenize([(text, {})], tokenizer)
+    request = Request(
+        request_id="sample",
+        prompt_token_ids=ready.token_ids,
+        sampling=SamplingParams(max_tokens=max_tokens or config.data.max_response_length, temperature=temperature),
+        n=n,
+        seed=seed,
+    )
+    completions = [c async for c in engine.generate([request])]
+    await engine.close()
+    completions.sort(key=lambda c: c.index)
+    return [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
+
+
+async def evaluate_run(path: Path) -> tuple[int, Evaluation]:
+    """The step of a run's last checkpoint, and its scores on the held-out prompts.
+
+    Raises:
+        UserError: the run holds no prompts out.
+    """
+    config, tokenizer, engine, step = await _latest_policy(path)
+    prompts = load_prompts(config, tokenizer)
+    if not prompts.val:
+        raise UserError(f"{path} has no held-out prompts: it was trained with data.val_size=0 and no data.val_files")
+    result = await evaluate(
+        Sampler(policy=engine, reward=build_reward(config), tokenizer=tokenizer),
+        prompts.val,
+        group=InlineCollectives(InlineGroup(1), 0),
+        timer=StageTimer(),
+        max_tokens=config.data.max_response_length,
+        temperature=config.rollout.temperature,
+    )
+    await engine.close()
+    return step, result

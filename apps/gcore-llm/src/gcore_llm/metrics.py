@@ -1,0 +1,35 @@
+"""Where numbers go: metrics.jsonl, and TensorBoard if wanted."""
+
+from types import TracebackType
+from typing import Self
+
+from gcore_llm.run_folder import RunFolder, append_json, read_jsonl, write_jsonl
+
+
+class MetricsWriter:
+    """Appends one row a step, beginning behind ``last_step``: rows of steps that will be made again are removed."""
+
+    def __init__(self, run: RunFolder, *, last_step: int, tensorboard: bool) -> None:
+        self._path = run.metrics
+        rows = [row for row in read_jsonl(run.metrics) if row["step"] <= last_step] if last_step else []
+        write_jsonl(run.metrics, rows)
+        self._board = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run.tensorboard), purge_step=last_step + 1)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        append_json(self._path, {"step": step, **metrics})
+        if self._board is not None:
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._board is not None:
+            self._board.close()

@@ -1,0 +1,225 @@
+"""The controllers' program: LLM RLHF from generation to training, the same function under every runtime."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from gcore_controller import Context, DynamicSampler, Harvest, seconds_by_stage
+from gcore_controller.prompts import PromptLoader
+from gcore_placement import TransformerWorkload
+from gcore_rollout import SamplingParams
+from gcore_trainer import MicroBatch, Sample
+
+from gcore_llm.config import TrainConfig
+from gcore_llm.evaluate import Evaluation, evaluate
+from gcore_llm.exchange import exchange, split_in_micro_batches
+from gcore_llm.generate import generate_groups
+from gcore_llm.groups import Group
+from gcore_llm.prompts import Prompt, PromptSets
+from gcore_llm.roles import Roles
+
+State = dict[str, Any]
+
+
+class Recorder(Protocol):
+    """Where rank 0 leaves what happened."""
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
+
+    def stepped(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def reached(self, step: int, controllers: list[State]) -> None:
+        """All controllers are at the end of ``step`` with these states; the place to take a checkpoint."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the program needs to know beyond its roles."""
+
+    config: TrainConfig
+    prompts: PromptSets
+    workload: TransformerWorkload
+    recorder: Recorder
+    first_step: int
+    """Steps already made."""
+    controllers: list[State] | None
+    """The controllers' states to resume from, by rank."""
+
+
+def rlhf_program(job: Job) -> Callable[[Context[Roles]], Any]:
+    """The program of one job, to be run by a runtime on every controller."""
+
+    async def program(ctx: Context[Roles]) -> None:
+        controller = _Controller(ctx, job)
+        if job.first_step == 0:
+            await controller.evaluate(0)
+        for step in range(job.first_step + 1, job.config.trainer.total_training_steps + 1):
+            await controller.step(step)
+
+    return program
+
+
+class _Controller:
+    """One controller's slice of the run."""
+
+    def __init__(self, ctx: Context[Roles], job: Job) -> None:
+        config = job.config
+        self._ctx = ctx
+        self._job = job
+        self._config = config
+        self._loader: PromptLoader[Prompt] = PromptLoader(
+            job.prompts.train,
+            seed=config.data.shuffle_seed,
+            rank=ctx.rank,
+            world_size=ctx.world_size,
+            num_workers=config.data.num_workers,
+        )
+        waves = config.algorithm.max_num_gen_batches if config.algorithm.filter_groups else 1
+        self._sampler: DynamicSampler[Group] = DynamicSampler(group=ctx.group, max_waves=waves)
+        self._sampling = SamplingParams(
+            max_tokens=config.data.max_response_length, temperature=config.rollout.temperature
+        )
+        self._wave_groups: list[Group] = []
+        if job.controllers is not None:
+            own = job.controllers[ctx.rank]
+            self._loader.load_state(own["loader"])
+            self._sampler.load_state(own["sampler"], Group.from_state)
+
+    async def evaluate(self, step: int) -> None:
+        """Held-out evaluation, recorded by rank 0."""
+        if not self._job.prompts.val:
+            return
+        result = await evaluate(
+            self._ctx.roles,
+            self._job.prompts.val,
+            group=self._ctx.group,
+            timer=self._ctx.timer,
+            max_tokens=self._config.data.max_response_length,
+            temperature=self._config.rollout.temperature,
+        )
+        if self._ctx.rank == 0:
+            self._job.recorder.evaluated(step, result)
+        self._ctx.timer.drain()
+
+    async def step(self, step: int) -> None:
+        """Generation, rewarding, preparation, training, and the new weights back to the engine."""
+        ctx, config = self._ctx, self._config
+        start_s = time.perf_counter()
+        self._wave_groups = []
+        harvest = await self._sampler.harvest(config.data.train_batch_size, self._sample_wave)
+        metrics = await self._sampling_metrics(harvest)
+        with ctx.timer.stage("prepare"):
+            share = await exchange(harvest.groups, workload=self._job.workload, group=ctx.group)
+        if harvest.num_groups:
+            metrics |= await self._train(step, share, harvest.num_groups)
+        metrics |= self._timings(time.perf_counter() - start_s, metrics)
+        if ctx.rank == 0:
+            self._job.recorder.stepped(step, metrics)
+        if step % config.trainer.test_freq == 0 or step == config.trainer.total_training_steps:
+            await self.evaluate(step)
+        states = await ctx.group.all_gather(self._state())
+        if ctx.rank == 0:
+            self._job.recorder.reached(step, states)
+
+    async def _sample_wave(self, count: int) -> list[Group]:
+        groups = await generate_groups(
+            self._ctx.roles,
+            self._loader.take(count),
+            sampling=self._sampling,
+            n=self._config.rollout.n,
+            seed=self._config.seed,
+            timer=self._ctx.timer,
+        )
+        self._wave_groups += groups
+        return [g for g in groups if g.has_signal] if self._config.algorithm.filter_groups else groups
+
+    async def _train(self, step: int, share: list[Group], num_groups: int) -> dict[str, float]:
+        """Every update of the step, on all controllers' shares together."""
+        ctx, config = self._ctx, self._config
+        size = config.actor.ppo_mini_batch_size or num_groups
+        num_updates = -(-num_groups // size)
+        with ctx.timer.stage("prepare"):
+            samples = [g.samples(config.algorithm) for g in share]
+            updates = [self._micro_batches(share, samples, range(i, len(share), num_updates)) for i in range(num_updates)]
+            updates = self._with_scores(updates, num_updates * config.actor.ppo_epochs)
+        metrics: dict[str, float] = {}
+        with ctx.timer.stage("train"):
+            for _ in range(config.actor.ppo_epochs):
+                for update in updates:
+                    everyones = await ctx.group.all_gather(update)
+                    if ctx.rank == 0:
+                        metrics = ctx.roles.trainer.train_step([m for part in everyones for m in part])
+                    await ctx.group.barrier()
+        with ctx.timer.stage("sync"):
+            if ctx.rank == 0:
+                await ctx.roles.policy.update_weights(ctx.roles.trainer.export_weights(), version=step)
+            await ctx.group.barrier()
+        return metrics
+
+    def _micro_batches(self, share: list[Group], samples: list[list[Sample]], members: range) -> list[MicroBatch]:
+        chosen = [share[i] for i in members]
+        pairs = split_in_micro_batches(
+            chosen, workload=self._job.workload, max_tokens=self._config.actor.ppo_max_token_len
+        )
+        return [[samples[members[g]][i] for g, i in batch] for batch in pairs]
+
+    def _with_scores(self, updates: list[list[MicroBatch]], num_passes: int) -> list[list[MicroBatch]]:
+        """Add the log-probs that the loss needs from the trainer or the reference."""
+        roles, config = self._ctx.roles, self._config
+        if config.algorithm.old_log_probs == "trainer" and num_passes > 1:
+            updates = [_filled(u, "old_log_probs", roles.trainer.log_probs(u)) for u in updates]
+        if roles.reference is not None:
+            updates = [_filled(u, "ref_log_probs", roles.reference.log_probs(u)) for u in updates]
+        return updates
+
+    async def _sampling_metrics(self, harvest: Harvest[Group]) -> dict[str, float]:
+        """What was sampled in this step, over all controllers, kept or not."""
+        own = [
+            (r.score, r.token_ids.size, r.truncated, g.prompt_ids.size) for g in self._wave_groups for r in g.responses
+        ]
+        versions = [int(r.weight_versions.min()) for g in harvest.groups for r in g.responses]
+        everyones = await self._ctx.group.all_gather((own, versions))
+        rows = np.array([row for part, _ in everyones for row in part], np.float64).reshape(-1, 4)
+        oldest = min((v for _, part in everyones for v in part), default=0)
+        metrics = {
+            "sampling/waves": float(harvest.num_waves),
+            "sampling/acceptance": harvest.num_kept / max(harvest.num_sampled, 1),
+            "sampling/groups": float(harvest.num_groups),
+            "sampling/oldest_version": float(oldest),
+            "sampling/epoch": self._loader.epoch,
+        }
+        if len(rows):
+            scores, lengths, truncated, prompts = rows.T
+            metrics |= {
+                "critic/score/mean": scores.mean(),
+                "critic/score/max": scores.max(),
+                "critic/score/min": scores.min(),
+                "response_length/mean": lengths.mean(),
+                "response_length/max": lengths.max(),
+                "response_length/clip_ratio": truncated.mean(),
+                "prompt_length/mean": prompts.mean(),
+                "perf/total_num_tokens": lengths.sum() + prompts.sum(),
+            }
+        return {name: float(value) for name, value in metrics.items()}
+
+    def _timings(self, step_s: float, metrics: dict[str, float]) -> dict[str, float]:
+        seconds = seconds_by_stage(self._ctx.timer.drain())
+        return {
+            **{f"timing_s/{stage}": value for stage, value in seconds.items()},
+            "timing_s/step": step_s,
+            "perf/throughput": metrics.get("perf/total_num_tokens", 0.0) / step_s,
+        }
+
+    def _state(self) -> State:
+        return {"loader": self._loader.state(), "sampler": self._sampler.state(Group.state)}
+
+
+def _filled(update: list[MicroBatch], field: str, values: list[list[Any]]) -> list[MicroBatch]:
+    return [
+        [dataclasses.replace(s, **{field: v}) for s, v in zip(batch, batch_values, strict=True)]
+        for batch, batch_values in zip(update, values, strict=True)
+    ]

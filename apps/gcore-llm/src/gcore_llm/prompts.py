@@ -1,0 +1,126 @@
+"""Prompts: from the user's files or from a task, tokenized, filtered, and split into training and held-out ones."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gcore_llm.config import DataConfig
+from gcore_llm.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt, ready for an engine."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    row: Mapping[str, Any]
+    """What the reward sees: every column of the data set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSets:
+    """What a run trains on and what it is judged by."""
+
+    train: list[Prompt]
+    val: list[Prompt]
+    num_too_long: int
+    """Left out because they exceed data.max_prompt_length."""
+
+
+def read_rows(path: str) -> list[dict[str, Any]]:
+    """Rows of a JSONL or Parquet file.
+
+    Raises:
+        UserError: missing, unknown ending, broken line, no rows.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"data file {path} does not exist")
+    match file.suffix:
+        case ".jsonl":
+            rows = [_parsed(line, f"{path}:{n}") for n, line in enumerate(file.read_text().splitlines(), 1) if line.strip()]
+        case ".parquet":
+            import pyarrow.parquet
+
+            rows = pyarrow.parquet.read_table(file).to_pylist()
+        case _:
+            raise UserError(f"data file {path} ends in {file.suffix!r}: .jsonl or .parquet is needed")
+    if not rows:
+        raise UserError(f"data file {path} has no rows")
+    return rows
+
+
+def _parsed(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where} is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{where} is {type(row).__name__}: a JSON object is needed")
+    return row
+
+
+def render(value: object, tokenizer: Any, data: DataConfig, where: str) -> str:
+    """The text that the model is to continue, for a prompt given as text or as chat messages.
+
+    Raises:
+        UserError: neither, or messages without a chat template.
+    """
+    if isinstance(value, str):
+        if not value:
+            raise UserError(f"{where} is empty")
+        if data.apply_chat_template == "never" or tokenizer.chat_template is None:
+            return value
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value):
+        raise UserError(f"{where} is {value!r:.80}: text, or a list of messages with role and content, is needed")
+    if tokenizer.chat_template is None:
+        raise UserError(f"{where} is a list of chat messages: the model's tokenizer has no chat template to render it")
+    return tokenizer.apply_chat_template(value, add_generation_prompt=True, tokenize=False)
+
+
+def tokenize(texts_and_rows: Iterable[tuple[str, Mapping[str, Any]]], tokenizer: Any) -> list[Prompt]:
+    """Prompts with token ids; a template's own special tokens are not doubled."""
+    pairs = list(texts_and_rows)
+    if not pairs:
+        return []
+    ids = tokenizer([text for text, _ in pairs], add_special_tokens=tokenizer.chat_template is None)["input_ids"]
+    return [Prompt(text=t, token_ids=tuple(i), row=row) for (t, row), i in zip(pairs, ids, strict=True)]
+
+
+def load_files(data: DataConfig, tokenizer: Any, *, seed: int) -> PromptSets:
+    """Prompts of data.train-files and data.val-files.
+
+    Raises:
+        UserError: see `read_rows` and `render`; or nothing is left to train on.
+    """
+    train, val = (
+        tokenize(
+            (
+                (render(row.get(data.prompt_key), tokenizer, data, f"{path}: {data.prompt_key} of row {n}"), row)
+                for path in paths
+                for n, row in enumerate(read_rows(path), 1)
+            ),
+            tokenizer,
+        )
+        for paths in (data.train_files, data.val_files)
+    )
+    kept_train, kept_val = ([p for p in ps if len(p.token_ids) <= data.max_prompt_length] for ps in (train, val))
+    num_too_long = len(train) + len(val) - len(kept_train) - len(kept_val)
+    if not data.val_files:
+        order = np.random.default_rng(seed).permutation(len(kept_train))
+        held_out = set(order[: min(data.val_size, len(kept_train) // 10)].tolist())
+        kept_val = [kept_train[i] for i in sorted(held_out)]
+        kept_train = [p for i, p in enumerate(kept_train) if i not in held_out]
+    if not kept_train:
+        shortest = min((len(p.token_ids) for p in train), default=0)
+        raise UserError(
+            f"data.max_prompt_length is {data.max_prompt_length}: all {len(train)} prompts are longer, "
+            f"the shortest has {shortest} tokens"
+        )
+    return PromptSets(train=kept_train, val=kept_val, num_too_long=num_too_long)

@@ -1,0 +1,38 @@
+"""Ready settings, as plain functions that return a config."""
+
+from collections.abc import Callable
+
+from gcore_trainer import OptimizerConfig, PolicyLossConfig
+
+from gcore_llm.config import (
+    ActorConfig,
+    DataConfig,
+    RolloutConfig,
+    TaskConfig,
+    TrainConfig,
+    TrainerConfig,
+    WarmupConfig,
+)
+
+
+def embedded() -> TrainConfig:
+    """Minutes on two cores, no GPU, no network: a tiny model learns sums of two to four digits, step by step."""
+    return TrainConfig(
+        task=TaskConfig(name="chain_sum", params={"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1}),
+        answer_after="=",
+        data=DataConfig(train_batch_size=32, max_prompt_length=16, max_response_length=40),
+        warmup=WarmupConfig(max_steps=500),
+        rollout=RolloutConfig(n=8, max_num_seqs=512),
+        actor=ActorConfig(
+            optim=OptimizerConfig(lr=5e-4, betas=(0.9, 0.99)), loss=PolicyLossConfig(), ppo_max_token_len=16_384
+        ),
+        trainer=TrainerConfig(total_training_steps=200),
+    )
+
+
+def own_data() -> TrainConfig:
+    """Your model, your prompts, your reward: set model, data.train_files and reward."""
+    return TrainConfig()
+
+
+RECIPES: dict[str, Callable[[], TrainConfig]] = {"embedded": embedded, "own_data": own_data}

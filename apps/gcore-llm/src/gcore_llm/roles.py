@@ -1,0 +1,121 @@
+"""The role services of one run, built from its config."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gcore_rollout import Engine
+from gcore_rollout.rewards import MathVerifyReward, ReasoningGymReward, RewardFunction, load_reward
+
+from gcore_llm.config import TrainConfig
+from gcore_llm.errors import UserError
+
+if TYPE_CHECKING:
+    from gcore_trainer.packed_model import PackedModel
+    from gcore_trainer.torch_trainer import TorchTrainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """What it takes to sample and to score."""
+
+    policy: Engine
+    reward: RewardFunction
+    tokenizer: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles(Sampler):
+    """Handles that every controller holds."""
+
+    trainer: "TorchTrainer"
+    reference: "PackedModel | None"
+    """Scores under the initial policy; only where the loss has a KL term."""
+
+
+def build_tokenizer(path: Path) -> Any:
+    """The model folder's tokenizer.
+
+    Raises:
+        UserError: no such folder, no config.json, no tokenizer, no end-of-sequence token.
+    """
+    if not (path / "config.json").is_file():
+        raise UserError(f"model is {str(path)!r}: a Hugging Face folder with config.json is needed")
+    from transformers import AutoTokenizer
+
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")):
+        raise UserError(f"model folder {path} has no tokenizer: tokenizer.json (save_pretrained of the tokenizer) is needed")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (ValueError, OSError) as error:
+        raise UserError(f"model folder {path} has a tokenizer that does not load: {error}") from None
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"model folder {path}: its tokenizer has no eos_token, so no response could end")
+    return tokenizer
+
+
+def eos_token_ids(tokenizer: Any, model_config: Mapping[str, Any]) -> list[int]:
+    """Every token that ends a response: the tokenizer's, and those of the model's generation settings."""
+    declared = model_config.get("eos_token_id")
+    ids = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])}
+    return sorted(i for i in ids if i is not None)
+
+
+def build_reward(config: TrainConfig) -> RewardFunction:
+    """The reward that the config names."""
+    if config.task.name and not config.reward:
+        return ReasoningGymReward(answer_after=config.answer_after)
+    if config.reward == "math-verify":
+        return MathVerifyReward()
+    if not config.reward:
+        raise UserError("reward is not set: PATH.py:function, or math-verify, is needed with data.train_files")
+    return load_reward(config.reward)
+
+
+def build_engine(config: TrainConfig, model: Path, tokenizer: Any) -> Engine:
+    """The generation engine, with the weights of a model folder."""
+    import json
+
+    import torch
+
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    generation = model / "generation_config.json"
+    eos = eos_token_ids(tokenizer, json.loads((generation if generation.is_file() else model / "config.json").read_text()))
+    if config.rollout.engine == "vllm":
+        from gcore_rollout.vllm_engine import VLLMEngine
+
+        return VLLMEngine.from_pretrained(
+            model,
+            dtype=dtype,
+            max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+            max_num_seqs=config.rollout.max_num_seqs,
+            eos_token_ids=eos,
+        )
+    from gcore_rollout.hf_engine import HFEngine
+
+    return HFEngine.from_pretrained(
+        model, dtype=dtype, device=config.device, max_num_seqs=config.rollout.max_num_seqs, eos_token_ids=eos
+    )
+
+
+def build_packed_model(config: TrainConfig, model: Path) -> "PackedModel":
+    """The policy as the trainer runs it."""
+    import torch
+    from gcore_trainer.packed_model import PackedModel
+
+    return PackedModel.from_pretrained(
+        model, dtype=getattr(torch, config.dtype), device=config.device, temperature=config.rollout.temperature
+    )
+
+
+def build_roles(config: TrainConfig, model: Path, tokenizer: Any, reward: RewardFunction) -> Roles:
+    """Load the model for every role that needs it."""
+    from gcore_trainer.torch_trainer import TorchTrainer
+
+    # vLLM sets process-wide state as it starts, so it comes first.
+    policy = build_engine(config, model, tokenizer)
+    loss = replace(config.actor.loss, max_response_length=config.data.max_response_length)
+    trainer = TorchTrainer(build_packed_model(config, model), optimizer=config.actor.optim, policy_loss=loss)
+    reference = build_packed_model(config, model) if loss.kl_loss_coef else None
+    return Roles(policy=policy, reward=reward, trainer=trainer, reference=reference, tokenizer=tokenizer)

@@ -1,0 +1,213 @@
+"""`gcore-llm train`: from a config to a finished run's folder."""
+
+import asyncio
+import json
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gcore_ckpt import Checkpointer
+from gcore_controller import run_inline
+from gcore_placement import TransformerWorkload
+from gcore_rollout.rewards import RewardFunction, score
+
+from gcore_llm.config import TrainConfig
+from gcore_llm.display import Display
+from gcore_llm.errors import UserError
+from gcore_llm.evaluate import Evaluation
+from gcore_llm.metrics import MetricsWriter
+from gcore_llm.program import Job, State, rlhf_program
+from gcore_llm.prompts import PromptSets, load_files
+from gcore_llm.report import write_report
+from gcore_llm.roles import Roles, build_reward, build_roles, build_tokenizer
+from gcore_llm.run_folder import RunFolder, open_run, read_jsonl, write_atomically, write_jsonl
+from gcore_llm.settings import resolve
+from gcore_llm.tasks import load_task
+from gcore_llm.tiny_model import make_tiny_model
+from gcore_llm.warmup import warm_up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a finished run achieved on held-out prompts: its first evaluation and its last."""
+
+    run: Path
+    before: dict[str, float]
+    after: dict[str, float]
+
+
+def train(config: TrainConfig, display: Display) -> Result:
+    """Run, or go on with, the job that ``config`` describes.
+
+    Raises:
+        UserError: wrong settings, found before anything is written.
+        KeyboardInterrupt: after a checkpoint of the last finished step.
+    """
+    import torch
+
+    config = resolve(config)
+    torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    if not config.model and not config.task.name:
+        raise UserError("model is not set: a local Hugging Face folder is needed with data.train_files")
+    reward = build_reward(config)
+    if config.model:
+        tokenizer = build_tokenizer(Path(config.model))
+        prompts = load_prompts(config, tokenizer)
+        asyncio.run(_try_reward(reward, prompts))
+    run = open_run(config)
+    display.say(f"run folder: {run.path}")
+    model = Path(config.model) if config.model else run.model
+    if not config.model:
+        tokenizer, prompts = _embedded(config, run, display)
+    if prompts.num_too_long:
+        display.say(f"left out {prompts.num_too_long} prompts longer than {config.data.max_prompt_length} tokens")
+    display.say(f"{len(prompts.train):,} training prompts, {len(prompts.val):,} held out")
+    _train(config, run, model, tokenizer, prompts, reward, display)
+    return _finish(run)
+
+
+def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptSets:
+    """The prompts that the config names."""
+    if config.task.name:
+        return load_task(config.task, config.data, tokenizer, seed=config.seed)
+    if not config.data.train_files:
+        raise UserError("data.train_files is not set: one or more .jsonl or .parquet files are needed with model")
+    return load_files(config.data, tokenizer, seed=config.data.shuffle_seed)
+
+
+async def _try_reward(reward: RewardFunction, prompts: PromptSets) -> None:
+    """Call the reward once, so that a broken one is found before the model is loaded."""
+    first = prompts.train[0]
+    await score(reward, prompt=first.text, completion="", row=first.row)
+
+
+def _embedded(config: TrainConfig, run: RunFolder, display: Display) -> tuple[Any, PromptSets]:
+    """Tokenizer and prompts of the embedded model, which is made and warmed up if the run has none yet."""
+    if not run.model.is_dir():
+        initial = run.path / "initial-model"
+        write_atomically(initial, lambda path: make_tiny_model(path, seed=config.seed))
+        tokenizer = build_tokenizer(initial)
+        prompts = load_prompts(config, tokenizer)
+        asyncio.run(warm_up(config, run, initial, prompts, tokenizer, display))
+        shutil.rmtree(initial)
+    tokenizer = build_tokenizer(run.model)
+    return tokenizer, load_prompts(config, tokenizer)
+
+
+def _train(
+    config: TrainConfig,
+    run: RunFolder,
+    model: Path,
+    tokenizer: Any,
+    prompts: PromptSets,
+    reward: RewardFunction,
+    display: Display,
+) -> None:
+    with Checkpointer(run.checkpoints, keep=config.trainer.max_ckpt_to_keep) as checkpointer:
+        saved = checkpointer.load() if checkpointer.steps() else None
+        first_step: int = saved["step"] if saved else 0
+        total = config.trainer.total_training_steps
+        if saved:
+            display.say(f"resuming after step {first_step} of {total}")
+        if first_step >= total:
+            return
+        roles = build_roles(config, model, tokenizer, reward)
+        controllers: list[State] | None = None
+        if saved:
+            controllers = saved["controllers"]
+            if len(controllers) != config.controllers:
+                raise UserError(
+                    f"controllers is {config.controllers}: the checkpoint was taken with {len(controllers)}, "
+                    "resume with as many"
+                )
+            roles.trainer.load_state(saved["trainer"])
+        display.phase("training", total=total, done=first_step)
+        with MetricsWriter(run, last_step=first_step, tensorboard=config.trainer.tensorboard) as writer:
+            recorder = _Recorder(config, run, roles, checkpointer, writer, display)
+            job = Job(
+                config=config,
+                prompts=prompts,
+                workload=TransformerWorkload.from_config(json.loads((model / "config.json").read_text())),
+                recorder=recorder,
+                first_step=first_step,
+                controllers=controllers,
+            )
+            try:
+                asyncio.run(_run(job, roles))
+            except BaseException:
+                recorder.save_last()
+                raise
+        checkpointer.wait()
+    write_atomically(run.export, lambda path: _export(roles, path))
+
+
+async def _run(job: Job, roles: Roles) -> None:
+    if job.first_step:
+        await roles.policy.update_weights(roles.trainer.export_weights(), version=job.first_step)
+    try:
+        await run_inline(rlhf_program(job), roles=roles, world_size=job.config.controllers)
+    finally:
+        await roles.policy.close()
+
+
+def _export(roles: Roles, path: Path) -> None:
+    roles.trainer.save_pretrained(path)
+    roles.tokenizer.save_pretrained(path)
+
+
+class _Recorder:
+    """Writes metrics, samples and checkpoints, and keeps the display up to date."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run: RunFolder,
+        roles: Roles,
+        checkpointer: Checkpointer,
+        writer: MetricsWriter,
+        display: Display,
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._roles = roles
+        self._checkpointer = checkpointer
+        self._writer = writer
+        self._display = display
+        self._unsaved: tuple[int, int, list[State]] | None = None
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        self._writer.write(step, evaluation.metrics())
+        self._display.say(
+            f"step {step}: held-out score {evaluation.greedy:.3f} greedy, {evaluation.sampled:.3f} sampled"
+        )
+        name = "before" if step == 0 else "after"
+        write_jsonl(self._run.samples / f"{name}.jsonl", evaluation.samples)
+
+    def stepped(self, step: int, metrics: dict[str, float]) -> None:
+        self._writer.write(step, metrics)
+        self._display.stepped(step, metrics)
+        if not all(math.isfinite(v) for v in metrics.values()):
+            self._display.say(f"step {step}: the gradient is not finite, the update was skipped")
+
+    def reached(self, step: int, controllers: list[State]) -> None:
+        self._unsaved = (step, self._roles.trainer.step, controllers)
+        if step % self._config.trainer.save_freq == 0 or step == self._config.trainer.total_training_steps:
+            self.save_last()
+
+    def save_last(self) -> None:
+        """Checkpoint the last finished step, unless the policy has moved on since."""
+        if self._unsaved is None or self._unsaved[1] != self._roles.trainer.step:
+            return
+        step, _, controllers = self._unsaved
+        self._unsaved = None
+        state = {"step": step, "trainer": self._roles.trainer.state(), "controllers": controllers}
+        self._checkpointer.save(step, state)
+
+
+def _finish(run: RunFolder) -> Result:
+    write_report(run.path)
+    rows = [r for r in read_jsonl(run.metrics) if "val/greedy/score/mean" in r]
+    return Result(run=run.path, before=rows[0] if rows else {}, after=rows[-1] if rows else {})

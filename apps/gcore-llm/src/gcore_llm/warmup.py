@@ -1,0 +1,71 @@
+"""Supervised warm-up of the embedded model, up to the accuracy at which reinforcement learning has something to build on."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gcore_controller import InlineCollectives, InlineGroup, StageTimer
+from gcore_trainer import OptimizerConfig, PolicyLossConfig, Sample
+from gcore_trainer.torch_trainer import TorchTrainer
+
+from gcore_llm.config import TrainConfig
+from gcore_llm.display import Display
+from gcore_llm.errors import UserError
+from gcore_llm.evaluate import evaluate
+from gcore_llm.prompts import PromptSets
+from gcore_llm.roles import Sampler, build_engine, build_packed_model, build_reward
+from gcore_llm.run_folder import RunFolder, append_json, write_atomically, write_jsonl
+from gcore_llm.tasks import WORKED_EXAMPLES
+
+
+async def warm_up(
+    config: TrainConfig, run: RunFolder, initial: Path, prompts: PromptSets, tokenizer: Any, display: Display
+) -> None:
+    """Make ``run.model``: the model in ``initial``, fine-tuned on the task's worked examples.
+
+    Raises:
+        UserError: the task has no worked examples.
+    """
+    if config.task.name not in WORKED_EXAMPLES:
+        known = ", ".join(WORKED_EXAMPLES)
+        raise UserError(f"task.name is {config.task.name!r}: warming up needs worked examples, there are some for {known}")
+    worked = WORKED_EXAMPLES[config.task.name]
+    samples = [_example(tokenizer, p.token_ids, worked(p.row)) for p in prompts.train]
+    optimizer = OptimizerConfig(lr=config.warmup.lr, betas=(0.9, 0.95), lr_warmup_steps=50)
+    trainer = TorchTrainer(build_packed_model(config, initial), optimizer=optimizer, policy_loss=PolicyLossConfig())
+    sampler = Sampler(
+        policy=build_engine(config, initial, tokenizer), reward=build_reward(config), tokenizer=tokenizer
+    )
+    write_jsonl(run.warmup, [])
+    display.phase("warm-up (supervised)", total=config.warmup.max_steps)
+    order = np.random.default_rng(config.seed)
+    for step in range(1, config.warmup.max_steps + 1):
+        batch = [samples[i] for i in order.integers(0, len(samples), config.warmup.batch_size)]
+        metrics = trainer.sft_step([batch])
+        if step % config.warmup.test_freq and step != config.warmup.max_steps:
+            continue
+        await sampler.policy.update_weights(trainer.export_weights(), version=step)
+        result = await evaluate(
+            sampler,
+            prompts.val,
+            group=InlineCollectives(InlineGroup(1), 0),
+            timer=StageTimer(),
+            max_tokens=config.data.max_response_length,
+            temperature=config.rollout.temperature,
+        )
+        append_json(run.warmup, {"step": step, "sft/loss": metrics["sft/loss"], **result.metrics()})
+        display.warmed_up(step, loss=metrics["sft/loss"], accuracy=result.sampled)
+        if result.sampled >= config.warmup.target_accuracy:
+            break
+    await sampler.policy.close()
+
+    def write(path: Path) -> None:
+        trainer.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+
+    write_atomically(run.model, write)
+
+
+def _example(tokenizer: Any, prompt_ids: tuple[int, ...], answer: str) -> Sample:
+    response = [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
+    return Sample(prompt_ids=np.array(prompt_ids), response_ids=np.array(response))

@@ -1,0 +1,25 @@
+"""What can go wrong with a checkpoint.
+
+Wrong arguments (a step below zero, a leaf of an unknown type) are `ValueError` and `TypeError`: they are bugs of the
+caller, and a training loop that tolerates `CheckpointError` should not tolerate them.
+"""
+
+
+class CheckpointError(Exception):
+    """Base of every error of this package."""
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """The step asked for is not committed, or nothing is."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A committed step is damaged, or written in a form this version does not read."""
+
+
+class CheckpointWriteError(CheckpointError):
+    """A save failed, or was refused because its step is there already; what was committed before is intact."""
+
+
+class CheckpointLockedError(CheckpointError):
+    """Another writer holds the lock of this path."""

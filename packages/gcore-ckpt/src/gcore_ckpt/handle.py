@@ -1,0 +1,42 @@
+"""What a save returns: its outcome, once there is one."""
+
+from concurrent.futures import Future, wait
+
+
+class SaveHandle:
+    """A save that is being written in the background.
+
+    Attributes:
+        step: The step that is being saved.
+    """
+
+    def __init__(self, step: int, future: Future[None]) -> None:
+        self.step = step
+        self._future = future
+        self._collected = False
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Waits until the step is committed.
+
+        Raises:
+            CheckpointWriteError: The save failed. The `Checkpointer` will not raise this error again.
+            TimeoutError: It is still being written after `timeout_s` seconds.
+        """
+        self.join(timeout_s)
+        self._collected = True
+        self._future.result()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Waits until the save has ended, well or not."""
+        if not wait([self._future], timeout_s).done:
+            raise TimeoutError(f"step {self.step} is still being written after {timeout_s} s")
+
+    def uncollected_error(self) -> BaseException | None:
+        """The error of a save that has ended and that nobody has waited for."""
+        if self._collected or not self._future.done():
+            return None
+        return self._future.exception()

@@ -1,0 +1,300 @@
+"""What a run's page says and holds, for every state that a run's folder can be in."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gcore_llm.report import write_report
+
+CONFIG = '[data]\ntask = "chain_sum"\n\n[trainer]\ntotal_training_steps = 40\n'
+HOSTILE = "</pre><script>alert('x')</script>"
+
+
+class Page(HTMLParser):
+    """The page as a browser reads it: text, tags with their attributes, and the charts' data."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.cells: list[str] = []
+        self._shown: list[str] = []
+        self._figures = ""
+        self._within = ""
+        self._is_in_cell = False
+        self.feed(path.read_text(encoding="utf-8"))
+        self.text = " ".join(" ".join(self._shown).split())
+        self.figures: dict[str, dict[str, list[dict[str, Any]]]] = json.loads(self._figures)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._within = "figures" if ("id", "figures") in attrs else tag
+        if tag == "td":
+            self._is_in_cell = True
+            self.cells.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._within = ""
+        if tag == "td":
+            self._is_in_cell = False
+
+    def handle_data(self, data: str) -> None:
+        if self._within == "figures":
+            self._figures += data
+        elif self._within not in ("script", "style"):
+            self._shown.append(data)
+            if self._is_in_cell:
+                self.cells[-1] = " ".join((self.cells[-1] + " " + data).split())
+
+
+def write_lines(path: Path, rows: Iterable[object], end: str = "\n") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(map(json.dumps, rows)) + end, encoding="utf-8")
+
+
+def step_row(step: int) -> dict[str, float]:
+    row = {
+        "step": step,
+        "critic/score/mean": step / 50,
+        "actor/pg_loss": 0.01,
+        "actor/grad_norm": 0.4,
+        "actor/entropy": 0.5,
+        "actor/ppo_kl": 0.0,
+        "training/rollout_probs_diff_mean": 1e-7,
+        "response_length/mean": 7.2,
+        "response_length/max": 21,
+        "timing_s/step": 0.25,
+        "timing_s/gen": 0.1,
+        "timing_s/train": 0.1,
+        "timing_s/save": 0.01,
+        "perf/throughput": 20000.0,
+        "sampling/acceptance": 0.7,
+        "sampling/waves": 2,
+    }
+    if step % 20 == 0:
+        row |= {"val/greedy/score/mean": 0.3 + step / 80, "val/sampled/score/mean": 0.2 + step / 80}
+    return row
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A finished run of 40 steps."""
+    run = tmp_path / "chain-sum"
+    evaluated = {"step": 0, "val/greedy/score/mean": 0.3, "val/sampled/score/mean": 0.2}
+    write_lines(run / "metrics.jsonl", [evaluated, *map(step_row, range(1, 41))])
+    write_lines(
+        run / "warmup.jsonl",
+        [{"step": 50 * i, "sft/loss": 2 / i, "val/sampled/score/mean": i / 20} for i in range(1, 5)],
+    )
+    for name, scores in {"before": (0.0, 1.0), "after": (1.0, 1.0)}.items():
+        rows = [
+            {"prompt": f"{i}+2=", "completion": f"{name}-{i}", "score": score, "answer": str(i + 2)}
+            for i, score in enumerate(scores)
+        ]
+        write_lines(run / "samples" / f"{name}.jsonl", rows)
+    (run / "config.toml").write_text(CONFIG, encoding="utf-8")
+    return run
+
+
+def test_finished_run_shows_everything(run_dir: Path) -> None:
+    path = write_report(run_dir)
+    page = Page(path)
+    assert path == run_dir / "report.html"
+    assert "chain-sum ✓ Finished, 40 of 40 steps" in page.text
+    assert "Held-out accuracy, greedy 30% → 80% step 0 → step 40" in page.text
+    assert "Reward, last step 0.8" in page.text
+    assert "Throughput 20,000 tokens/s, median" in page.text
+    assert "Step time 250 ms" in page.text
+    assert "Wall time 10.0 s in 40 training steps" in page.text
+    assert "From 0.04 over the first 3 steps to 0.78 over the last 3" in page.text
+    assert "Held-out score, sampled: 0.05 → 0.2" in page.text
+    assert "Not recorded" not in page.text
+    assert 'task = "chain_sum"' in page.text
+    assert set(page.figures) == {"reward", "warmup", "stages", *(f"signal-{i}" for i in range(1, 10))}
+
+
+def test_reward_chart_holds_steps_their_mean_and_evaluations(run_dir: Path) -> None:
+    raw, mean, greedy, sampled = Page(write_report(run_dir)).figures["reward"]["data"]
+    assert raw["x"] == list(range(1, 41))
+    assert raw["y"] == [step / 50 for step in range(1, 41)]
+    assert mean["y"] == pytest.approx(raw["y"])
+    assert (greedy["x"], greedy["y"]) == ([0, 20, 40], [0.3, 0.55, 0.8])
+    assert (sampled["x"], sampled["y"]) == ([0, 20, 40], [0.2, 0.45, 0.7])
+
+
+def test_stages_without_a_name_of_ours_are_summed(run_dir: Path) -> None:
+    page = Page(write_report(run_dir))
+    assert [trace["name"] for trace in page.figures["stages"]["data"]] == ["gen", "train", "other", "whole step"]
+    assert "gen 40% train 40% other 4% whole step" in page.text
+
+
+def test_samples_stand_side_by_side_with_a_verdict_in_words(run_dir: Path) -> None:
+    page = Page(write_report(run_dir))
+    assert "1 of 2 right before training, 2 of 2 right after training." in page.text
+    assert page.cells == [
+        *("0+2= expected 2", "✗ wrong before-0", "✓ right after-0"),
+        *("1+2= expected 3", "✓ right before-1", "✓ right after-1"),
+    ]
+
+
+def test_scores_of_a_reward_model_are_numbers_not_verdicts(run_dir: Path) -> None:
+    write_lines(run_dir / "samples" / "after.jsonl", [{"prompt": "0+2=", "completion": "2", "score": 3.75}])
+    page = Page(write_report(run_dir))
+    assert "score 3.75" in page.cells[2]
+    assert "right" not in page.text
+    assert "wrong" not in page.text
+
+
+def test_samples_of_different_prompts_are_not_paired(run_dir: Path) -> None:
+    write_lines(run_dir / "samples" / "after.jsonl", [{"prompt": "9+9=", "completion": "18", "score": 1.0}])
+    page = Page(write_report(run_dir))
+    assert "different prompts" in page.text
+    assert page.cells[-3:] == ["9+9=", "not sampled", "✓ right 18"]
+
+
+def test_run_in_progress(run_dir: Path) -> None:
+    write_lines(run_dir / "metrics.jsonl", [{"step": 0, "val/greedy/score/mean": 0.3}, step_row(1), step_row(2)])
+    (run_dir / "samples" / "after.jsonl").unlink()
+    page = Page(write_report(run_dir))
+    assert "2 of 40 steps done" in page.text
+    assert "Held-out accuracy, greedy 30% step 0; not evaluated again yet" in page.text
+    assert "Too few steps for a trend yet: 2." in page.text
+    assert page.cells[2] == "not there yet"
+
+
+def test_what_was_not_recorded_is_named(run_dir: Path) -> None:
+    write_lines(run_dir / "metrics.jsonl", [{"step": 1, "critic/score/mean": 0.5, "actor/entropy": 0.4}])
+    page = Page(write_report(run_dir))
+    assert "Not recorded in this run: Policy loss, Gradient norm, KL to the sampling policy" in page.text
+    assert set(page.figures) == {"reward", "warmup", "signal-1"}
+
+
+@pytest.mark.parametrize("is_empty", [True, False], ids=["empty", "missing"])
+def test_run_just_started(tmp_path: Path, is_empty: bool) -> None:
+    (tmp_path / "config.toml").write_text(CONFIG, encoding="utf-8")
+    if is_empty:
+        (tmp_path / "samples").mkdir()
+        for name in ("metrics.jsonl", "warmup.jsonl", "samples/before.jsonl", "samples/after.jsonl"):
+            (tmp_path / name).touch()
+    page = Page(write_report(tmp_path))
+    assert "Just started, no training step yet" in page.text
+    assert "metrics.jsonl is missing or empty" in page.text
+    assert "samples/before.jsonl and samples/after.jsonl are missing or empty" in page.text
+    assert page.figures == {}
+
+
+def test_run_in_warmup(run_dir: Path) -> None:
+    (run_dir / "metrics.jsonl").unlink()
+    page = Page(write_report(run_dir))
+    assert "In warm-up, no training step yet" in page.text
+    assert set(page.figures) == {"warmup"}
+
+
+def test_run_evaluated_but_not_trained(run_dir: Path) -> None:
+    write_lines(run_dir / "metrics.jsonl", [{"step": 0, "val/greedy/score/mean": 0.3}])
+    page = Page(write_report(run_dir))
+    assert "Just started, no training step yet" in page.text
+    assert "missing or empty" not in page.text
+    assert [trace["y"] for trace in page.figures["reward"]["data"]] == [[0.3]]
+
+
+def test_torn_last_line_is_ignored(run_dir: Path) -> None:
+    with (run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 41, "critic/sc')
+    page = Page(write_report(run_dir))
+    assert "40 of 40 steps" in page.text
+    assert "unreadable" not in page.text
+
+
+def test_unreadable_line_elsewhere_is_noted(run_dir: Path) -> None:
+    lines = (run_dir / "metrics.jsonl").read_bytes().split(b"\n")
+    (run_dir / "metrics.jsonl").write_bytes(b"\n".join([*lines[:7], b'{"step": \xe2\x82', *lines[7:]]))
+    assert "metrics.jsonl: 1 unreadable line(s) left out (line 8)." in Page(write_report(run_dir)).text
+
+
+def test_resumed_run_drops_the_steps_that_were_rolled_back(run_dir: Path) -> None:
+    again = [step_row(step) | {"critic/score/mean": 1.0} for step in (11, 12)]
+    write_lines(run_dir / "metrics.jsonl", [*map(step_row, range(1, 16)), *again])
+    raw = Page(write_report(run_dir)).figures["reward"]["data"][0]
+    assert raw["x"] == list(range(1, 13))
+    assert raw["y"][9:] == [0.2, 1.0, 1.0]
+
+
+def test_values_that_are_not_finite_leave_gaps(run_dir: Path) -> None:
+    write_lines(run_dir / "metrics.jsonl", [step_row(1), step_row(2) | {"actor/grad_norm": float("nan")}, step_row(3)])
+    page = Page(write_report(run_dir))
+    assert page.figures["signal-2"]["data"][0]["x"] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [(None, "config.toml is not there"), ("[trainer\n", "config.toml is not valid TOML"), ("seed = 1\n", None)],
+)
+def test_total_steps_unknown(run_dir: Path, config: str | None, said: str | None) -> None:
+    (run_dir / "config.toml").unlink()
+    if config is not None:
+        (run_dir / "config.toml").write_text(config, encoding="utf-8")
+    page = Page(write_report(run_dir))
+    assert "chain-sum 40 steps done" in page.text
+    assert (said or "Drawn") in page.text
+
+
+def test_data_cannot_become_markup(run_dir: Path) -> None:
+    hostile = {"prompt": HOSTILE, "completion": HOSTILE, "score": 1.0, "answer": HOSTILE}
+    write_lines(run_dir / "samples" / "before.jsonl", [hostile])
+    write_lines(run_dir / "samples" / "after.jsonl", [hostile])
+    write_lines(run_dir / "metrics.jsonl", [step_row(1) | {f"timing_s/{HOSTILE}": 0.1, HOSTILE: 1}])
+    (run_dir / "config.toml").write_text(f"# {HOSTILE}\n", encoding="utf-8")
+    path = write_report(run_dir)
+    assert "<script>alert" not in path.read_text(encoding="utf-8")
+    page = Page(path)
+    assert page.text.count(HOSTILE) == 5
+    assert sum(tag == "script" for tag, _ in page.tags) == 3
+
+
+def test_page_needs_no_network(run_dir: Path) -> None:
+    path = write_report(run_dir)
+    page = Page(path)
+    references = {"src", "href", "srcset", "action", "data", "poster"}
+    assert not [(tag, attrs) for tag, attrs in page.tags if references & set(attrs)]
+    style = path.read_text(encoding="utf-8").split("<style>")[1].split("</style>")[0]
+    assert "url(" not in style
+    assert "@import" not in style
+
+
+def test_long_run_stays_small(run_dir: Path) -> None:
+    write_lines(run_dir / "metrics.jsonl", map(step_row, range(1, 5001)))
+    for name in ("before", "after"):
+        rows = [{"prompt": f"{i} " + "p" * 5000, "completion": "c" * 20000, "score": 1.0} for i in range(40)]
+        write_lines(run_dir / "samples" / f"{name}.jsonl", rows)
+    path = write_report(run_dir)
+    page = Page(path)
+    assert path.stat().st_size < 5_500_000
+    assert "mean of 417 steps. In a run this long a point is the mean of neighbouring steps." in page.text
+    assert "18,000 more characters" in page.text
+    assert "The first 32 are shown, 8 more" in page.text
+
+
+def test_earlier_report_is_replaced_and_nothing_else_is_left(run_dir: Path) -> None:
+    before = {path.name for path in run_dir.iterdir()}
+    (run_dir / "report.html").write_text("earlier", encoding="utf-8")
+    assert "Finished" in write_report(run_dir).read_text(encoding="utf-8")
+    assert {path.name for path in run_dir.iterdir()} == before | {"report.html"}
+
+
+@pytest.mark.parametrize("name", ["", "not-there"], ids=["empty folder", "no folder"])
+def test_folder_that_is_no_run_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(FileNotFoundError, match=r"is not a run's folder: expected one of config\.toml, metrics\.jsonl"):
+        write_report(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_import_is_cheap() -> None:
+    code = "import sys, gcore_llm.report; print([m for m in ('plotly', 'jinja2') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

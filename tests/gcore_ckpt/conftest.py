@@ -1,0 +1,59 @@
+"""A server that forks real processes for the tests to kill: it imports torch once, so that each costs milliseconds."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+
+class Child:
+    """A process forked by the server; `log` holds what it wrote to its log file, line by line."""
+
+    def __init__(self, pid: int, log: Path) -> None:
+        self.pid = pid
+        self._log = log
+        self._pidfd = os.pidfd_open(pid)
+
+    def log(self) -> list[str]:
+        return self._log.read_text().splitlines() if self._log.exists() else []
+
+    def kill(self) -> None:
+        signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        self.join()
+
+    def join(self) -> None:
+        ended, _, _ = select.select([self._pidfd], [], [], 20)
+        os.close(self._pidfd)
+        assert ended, f"process {self.pid} did not end"
+
+
+class ForkServer:
+    """Runs functions of `forked.py` in processes of their own."""
+
+    def __init__(self, requests: IO[str], replies: IO[str]) -> None:
+        self._requests = requests
+        self._replies = replies
+
+    def fork(self, function: str, path: Path, log: Path) -> Child:
+        print(json.dumps([function, str(path), str(log)]), file=self._requests, flush=True)
+        return Child(int(self._replies.readline()), log)
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    script = Path(__file__).with_name("forked.py")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        yield ForkServer(server.stdin, server.stdout)
+        server.stdin.close()

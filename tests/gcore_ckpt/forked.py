@@ -1,0 +1,90 @@
+"""Run by the `fork_server` fixture: forks a process per request line, `[function, path, log]`, and answers its pid."""
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from gcore_ckpt import Checkpointer, CheckpointWriteError
+
+
+def save_for_ever(path: Path, log: IO[str]) -> None:
+    """Saves steps whose every element is the number of the step; logs each that was committed."""
+    torch.manual_seed(os.getpid())
+    with Checkpointer(path, keep=2, max_in_flight=2) as checkpointer:
+        step = (checkpointer.steps() or [0])[-1]
+        previous = None
+        while True:
+            step += 1
+            sizes: list[int] = torch.randint(0, 60_000, (8,)).tolist()
+            tensors = [torch.full((size,), step) for size in sizes]
+            handle = checkpointer.save(step, {"step": step, "sizes": sizes, "tensors": tensors})
+            for tensor in tensors:
+                tensor.zero_()
+            if previous is not None:
+                previous.wait()
+                print(step - 1, file=log, flush=True)
+            previous = handle
+
+
+def hold_the_lock(path: Path, log: IO[str]) -> None:
+    checkpointer = Checkpointer(path)
+    checkpointer.save(1, {"x": torch.ones(3)}).wait()
+    print("holding", file=log, flush=True)
+    time.sleep(60)
+
+
+def hold_the_lock_and_fork(path: Path, log: IO[str]) -> None:
+    checkpointer = Checkpointer(path)
+    checkpointer.save(1, {"x": torch.ones(3)}).wait()
+    if os.fork() == 0:
+        try:
+            checkpointer.save(2, {})
+        except Exception as error:
+            print(f"{os.getpid()} {error}", file=log, flush=True)
+    time.sleep(60)
+
+
+def fill_the_disk(path: Path, log: IO[str]) -> None:
+    """Files may not grow beyond 1 MB: what a full disk does, at a size of our choice."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+    small, large = {"x": torch.ones(10)}, {"x": torch.ones(1_000_000)}
+    checkpointer = Checkpointer(path)
+    checkpointer.save(1, small).wait()
+    try:
+        checkpointer.save(2, large).wait()
+    except CheckpointWriteError as error:
+        print("handle:", error, file=log)
+    checkpointer.save(3, large)
+    try:
+        checkpointer.save(4, small)
+    except CheckpointWriteError as error:
+        print("next save:", error, file=log)
+    checkpointer.save(5, small).wait()
+    checkpointer.save(6, large)
+    try:
+        checkpointer.close()
+    except CheckpointWriteError as error:
+        print("close:", error, file=log)
+
+
+def serve() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # dead children leave no zombies
+    for line in sys.stdin:
+        function, path, log = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            with Path(log).open("w") as file:
+                globals()[function](Path(path), file)
+            os._exit(0)
+        print(pid, flush=True)
+
+
+if __name__ == "__main__":
+    serve()

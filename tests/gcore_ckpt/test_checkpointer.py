@@ -1,0 +1,221 @@
+"""Saving in the background, errors, retention and the lock, in one process."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gcore_ckpt.checkpointer
+from gcore_ckpt import (
+    Checkpointer,
+    CheckpointError,
+    CheckpointLockedError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+)
+from gcore_ckpt.writer import write_step
+
+
+class Gate:
+    """Stands in for `write_step`: each write waits until `open`, and fails for the steps in `failing`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        self.failing: set[int] = set()
+        monkeypatch.setattr(gcore_ckpt.checkpointer, "write_step", self._write)
+
+    def _write(self, path: Path, step: int, staged: Any) -> None:
+        assert self.opened.wait(10)
+        if step in self.failing:
+            raise OSError(f"no space for {step}")
+        write_step(path, step, staged)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+def test_save_returns_before_the_write_ends(tmp_path: Path, gate: Gate) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        handle = checkpointer.save(3, {"x": torch.ones(2)})
+        assert not handle.done()
+        assert checkpointer.steps() == []
+        with pytest.raises(TimeoutError, match=r"step 3 is still being written after 0\.01 s"):
+            handle.wait(timeout_s=0.01)
+        gate.opened.set()
+        handle.wait()
+        assert handle.done()
+        assert checkpointer.steps() == [3]
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_save_waits_when_too_many_are_in_flight(tmp_path: Path, gate: Gate, max_in_flight: int) -> None:
+    with Checkpointer(tmp_path, max_in_flight=max_in_flight) as checkpointer:
+        for step in range(max_in_flight):
+            checkpointer.save(step, step)
+        one_more = threading.Thread(target=checkpointer.save, args=(9, 9))
+        one_more.start()
+        one_more.join(0.05)
+        assert one_more.is_alive()
+        gate.opened.set()
+        one_more.join(10)
+        checkpointer.wait()
+        assert checkpointer.steps() == [*range(max_in_flight), 9]
+
+
+def test_error_is_raised_by_the_handle_and_then_nowhere_else(tmp_path: Path, gate: Gate) -> None:
+    gate.opened.set()
+    gate.failing = {1}
+    with Checkpointer(tmp_path) as checkpointer:
+        handle = checkpointer.save(1, {})
+        with pytest.raises(CheckpointWriteError, match=f"saving step 1 to {tmp_path} failed: no space for 1"):
+            handle.wait()
+        assert handle.done()
+        gate.failing = set()
+        checkpointer.save(1, {}).wait()
+        checkpointer.wait()
+
+
+def test_uncollected_error_is_raised_once_by_what_comes_next(tmp_path: Path, gate: Gate) -> None:
+    gate.opened.set()
+    gate.failing = {1, 2, 3, 4}
+    checkpointer = Checkpointer(tmp_path, max_in_flight=2)
+    checkpointer.save(1, {})
+    with pytest.raises(CheckpointWriteError, match="step 1"):
+        checkpointer.wait()
+    gate.opened.clear()
+    checkpointer.save(2, {})
+    checkpointer.save(3, {})
+    gate.opened.set()
+    with pytest.raises(CheckpointWriteError, match="step 2") as caught:
+        checkpointer.wait()
+    assert caught.value.__notes__ == [f"and saving step 3 to {tmp_path} failed: no space for 3"]
+    checkpointer.save(4, {})
+    with pytest.raises(CheckpointWriteError, match="step 4"):
+        checkpointer.close()
+    checkpointer.close()
+    with pytest.raises(CheckpointError, match="is closed"):
+        checkpointer.save(5, {})
+    assert list(tmp_path.glob("step-*")) == []
+
+
+def test_lost_checkpoint_does_not_hide_the_error_of_the_training_loop(tmp_path: Path, gate: Gate) -> None:
+    gate.opened.set()
+    gate.failing = {1}
+
+    def loop() -> None:
+        with Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(1, {})
+            raise KeyError("loop")
+
+    with pytest.raises(KeyError, match="loop") as caught:
+        loop()
+    assert caught.value.__notes__ == [f"and a checkpoint was lost: saving step 1 to {tmp_path} failed: no space for 1"]
+
+
+def test_existing_step_is_refused(tmp_path: Path, gate: Gate) -> None:
+    with Checkpointer(tmp_path, max_in_flight=2) as checkpointer:
+        checkpointer.save(1, "first")
+        with pytest.raises(CheckpointWriteError, match="already holds step 1"):
+            checkpointer.save(1, "second")
+        gate.opened.set()
+        checkpointer.wait()
+        with pytest.raises(CheckpointWriteError, match="already holds step 1"):
+            checkpointer.save(1, "second")
+        assert checkpointer.load(1) == "first"
+
+
+def test_keep_deletes_the_lowest_steps_but_never_the_new_one(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep=2) as checkpointer:
+        for step in (10, 20, 30):
+            checkpointer.save(step, step).wait()
+        assert checkpointer.steps() == [20, 30]
+        checkpointer.save(5, 5).wait()
+        assert checkpointer.steps() == [5, 30]
+    with Checkpointer(tmp_path, keep=6) as checkpointer:
+        for step in (40, 50, 60):
+            checkpointer.save(step, step).wait()
+        assert checkpointer.steps() == [5, 30, 40, 50, 60]
+
+
+def test_steps_are_committed_folders_in_numeric_order(tmp_path: Path) -> None:
+    assert Checkpointer(tmp_path / "none").steps() == []
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (123456789, 7):
+            checkpointer.save(step, step)
+        checkpointer.wait()
+        for name in (".tmp-step-00000001-abc", "step-1", "step-000000002", "step-00000003.bak"):
+            (tmp_path / name).mkdir()
+        (tmp_path / "step-00000004").touch()
+        assert checkpointer.steps() == [7, 123456789]
+        assert checkpointer.load("latest") == 123456789
+
+
+def test_steps_that_are_not_there(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match=f"{tmp_path} holds no committed step"):
+        checkpointer.load()
+    with checkpointer:
+        checkpointer.save(2, {})
+    with pytest.raises(CheckpointNotFoundError, match=r"holds no step 1; its committed steps are \[2\]"):
+        checkpointer.load(1)
+
+
+def test_opening_for_saving_removes_leftovers_and_reading_does_not(tmp_path: Path) -> None:
+    leftover = tmp_path / ".tmp-step-00000001-abc"
+    leftover.mkdir()
+    (leftover / "data-00000.safetensors").write_bytes(b"half")
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.steps() == []
+        assert leftover.exists()
+        checkpointer.save(1, {})
+        assert not leftover.exists()
+
+
+def test_second_writer_in_the_same_process_is_refused(tmp_path: Path) -> None:
+    first, second = Checkpointer(tmp_path), Checkpointer(tmp_path)
+    first.save(1, {}).wait()
+    with pytest.raises(CheckpointLockedError, match=f"{tmp_path} is being written to by process "):
+        second.save(2, {})
+    assert second.load() == {}
+    first.close()
+    second.save(2, {})
+    second.close()
+
+
+def test_staging_memory_is_reused_and_grows(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for step, size in enumerate((10, 1000, 0, 100)):
+            checkpointer.save(step, torch.arange(size))
+        checkpointer.wait()
+        assert [len(checkpointer.load(step)) for step in range(4)] == [10, 1000, 0, 100]
+
+
+def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointWriteError, match="cannot be opened for saving"):
+        Checkpointer(tmp_path / "file" / "checkpoints").save(1, {})
+
+
+def test_leftover_that_cannot_be_removed_does_not_keep_the_lock(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-file").touch()
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(CheckpointWriteError, match=r"cannot be opened for saving: .*Not a directory"):
+            checkpointer.save(1, {})
+        (tmp_path / ".tmp-file").unlink()
+        checkpointer.save(1, {}).wait()
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"keep is 0; expected None \(keep all steps\) or 1 or more"):
+        Checkpointer(tmp_path, keep=0)
+    with pytest.raises(ValueError, match="max_in_flight is 0; expected 1 or more"):
+        Checkpointer(tmp_path, max_in_flight=0)
+    checkpointer = Checkpointer(tmp_path)
+    with pytest.raises(ValueError, match="step is -1; expected 0 or more"):
+        checkpointer.save(-1, {})
+    with pytest.raises(TypeError, match="step is True; expected an int"):
+        checkpointer.save(True, {})

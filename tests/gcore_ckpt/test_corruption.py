@@ -1,0 +1,169 @@
+"""Damaged, hostile and future checkpoints are refused, and the error says where."""
+
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gcore_ckpt import Checkpointer, CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, verify
+from gcore_ckpt.checksum import checksum
+from gcore_ckpt.index import decode_index
+
+DATA, INDEX = "data-00000.safetensors", "index.json"
+
+
+@pytest.fixture
+def step_dir(tmp_path: Path) -> Path:
+    state = {"w": torch.arange(6.0).view(2, 3), "b": torch.zeros(3, dtype=torch.bfloat16), "lr": 0.1, "big": 2**80}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(4, state)
+    return tmp_path / "step-00000004"
+
+
+def assert_refused(step_dir: Path, message: str, error: type[CheckpointError] = CorruptCheckpointError) -> None:
+    with pytest.raises(error, match=message):
+        Checkpointer(step_dir.parent).load()
+    with pytest.raises(error, match=message):
+        verify(step_dir.parent)
+
+
+def edit_index(step_dir: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Edits the index as a hostile writer would: with a checksum that fits."""
+    content = json.loads((step_dir / INDEX).read_text())
+    edit(content)
+    del content["checksum"]
+    first = json.dumps({name: content.pop(name) for name in ("format", "version")})[:-1]
+    body = json.dumps(content).encode()[1:]
+    (step_dir / INDEX).write_bytes(f'{first}, "checksum": "{checksum(body)}",\n'.encode() + body)
+
+
+def test_edited_index_with_a_fitting_checksum_loads(step_dir: Path) -> None:
+    edit_index(step_dir, lambda index: index["tree"]["dict"].update(lr=0.2))
+    assert Checkpointer(step_dir.parent).load()["lr"] == 0.2
+
+
+def test_every_flipped_bit_of_the_index_is_found(step_dir: Path) -> None:
+    intact = (step_dir / INDEX).read_bytes()
+    decode_index(intact, "index.json")
+    for bit in range(len(intact) * 8):
+        damaged = bytearray(intact)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CorruptCheckpointError, match=r"^index\.json: "):
+            decode_index(bytes(damaged), "index.json")
+
+
+def test_every_flipped_byte_of_the_data_file_is_found(step_dir: Path) -> None:
+    intact = (step_dir / DATA).read_bytes()
+    for position in range(len(intact)):
+        damaged = bytearray(intact)
+        damaged[position] ^= 1 << random.Random(position).randrange(8)
+        (step_dir / DATA).write_bytes(damaged)
+        with pytest.raises(CorruptCheckpointError, match=f"{DATA}: (header|tensor '[wb]') has checksum xxh3_64:"):
+            verify(step_dir.parent)
+    assert_refused(step_dir, f"{DATA}: tensor 'b' has checksum xxh3_64:")
+
+
+@pytest.mark.parametrize("size_bytes", [0, 7, 100, -1])
+def test_truncated_data_file(step_dir: Path, size_bytes: int) -> None:
+    data = (step_dir / DATA).read_bytes()
+    (step_dir / DATA).write_bytes(data[:size_bytes])
+    assert_refused(step_dir, rf"{DATA}: has \d+ bytes, expected {len(data)}")
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 90, -1])
+def test_truncated_index(step_dir: Path, size_bytes: int) -> None:
+    (step_dir / INDEX).write_bytes((step_dir / INDEX).read_bytes()[:size_bytes])
+    assert_refused(step_dir, f"{INDEX}: ")
+
+
+@pytest.mark.parametrize("name", [DATA, INDEX])
+def test_missing_file(step_dir: Path, name: str) -> None:
+    (step_dir / name).unlink()
+    assert_refused(step_dir, f"{step_dir / name}: the file is missing")
+
+
+def test_data_file_that_is_no_file(step_dir: Path) -> None:
+    (step_dir / DATA).unlink()
+    (step_dir / DATA).mkdir()
+    assert_refused(step_dir, f"{step_dir / DATA}: is no regular file")
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "a\\b", "..", "."])
+def test_file_names_that_leave_the_step(step_dir: Path, name: str) -> None:
+    def edit(index: dict[str, Any]) -> None:
+        index["tensors"]["w"]["shards"][0]["file"] = name
+        index["files"][name] = index["files"][DATA]
+
+    edit_index(step_dir, edit)
+    assert_refused(step_dir, re.escape(f"file name {name!r} is not a plain name inside the step's folder"))
+
+
+def set_shard(**fields: object) -> Callable[[dict[str, Any]], None]:
+    return lambda index: index["tensors"]["w"]["shards"][0].update(fields)
+
+
+def set_tensor(**fields: object) -> Callable[[dict[str, Any]], None]:
+    return lambda index: index["tensors"]["w"].update(fields)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda index: index.update(version=2), "format version 2 is newer than 1, the newest read here: upgrade"),
+        (lambda index: index.update(version=0), "unknown format version 0, expected 1"),
+        (lambda index: index.update(version="1"), "version is 1, expected int"),
+        (lambda index: index.update(format="zip"), "format is 'zip', expected 'gcore-ckpt'"),
+        (lambda index: index.pop("tree"), "'tree' is missing"),
+        (lambda index: index.update(tensors=[]), r"tensors is \[\], expected dict"),
+        (lambda index: index["tensors"].pop("w"), "tree: tensor 'w' is not in the index"),
+        (lambda index: index.update(tree={"set": []}), r"tree: unknown node \{'set': \[\]\}"),
+        (lambda index: index.update(tree={"float_bits": "0x00"}), "tree: float_bits '0x00' are not 64 bits"),
+        (lambda index: index.update(tree={"array": "b"}), "tree: array 'b' has dtype bfloat16, which numpy does not"),
+        (lambda index: index.update(tree=json.loads("[" * 200 + "]" * 200)), "tree: more than 100 containers inside"),
+        (set_tensor(dtype="float7"), "tensor 'w': unknown dtype 'float7', expected one of bool, "),
+        (set_tensor(shape=[2, -3]), "tensor 'w': shape is -3, expected 0 or more"),
+        (set_tensor(shape=[2, True]), "tensor 'w': shape is True, expected int"),
+        (set_shard(shape=[2, 4]), r"tensor 'w': shard of shape \(2, 4\) at \(0, 0\) is not inside the tensor's shape"),
+        (set_shard(start=[1, 0]), r"tensor 'w': shard of shape \(2, 3\) at \(1, 0\) is not inside the tensor's shape"),
+        (set_shard(start=[0]), r"tensor 'w': shard of shape \(2, 3\) at \(0,\) is not inside the tensor's shape"),
+        (set_shard(offset_bytes=0), "tensor 'w': shard at bytes 0 to 24 is outside the data of data-00000.safetensors"),
+        (
+            set_shard(offset_bytes=10**30),
+            "tensor 'w': shard at bytes 1.* is outside the data of data-00000",
+        ),
+        (
+            set_shard(file="data-00001.safetensors"),
+            "tensor 'w': shard is in 'data-00001.safetensors', which is not",
+        ),
+        (lambda index: index["tensors"]["w"].pop("dtype"), "tensor 'w': 'dtype' is missing"),
+    ],
+)
+def test_wrong_index(step_dir: Path, edit: Callable[[dict[str, Any]], None], message: str) -> None:
+    edit_index(step_dir, edit)
+    assert_refused(step_dir, f"{step_dir / INDEX}: {message}")
+
+
+def test_tensor_in_several_shards_is_not_read_yet(step_dir: Path) -> None:
+    edit_index(step_dir, lambda index: index["tensors"]["w"]["shards"].append(index["tensors"]["w"]["shards"][0]))
+    assert_refused(step_dir, "tensor 'w' has 2 shards; only whole tensors are read", CheckpointError)
+
+
+def test_index_nested_beyond_what_json_reads(step_dir: Path) -> None:
+    (step_dir / INDEX).write_text("[" * 100_000)
+    assert_refused(step_dir, f"{INDEX}: ")
+
+
+def test_step_deleted_while_it_is_opened(step_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def delete_then_decode(data: bytes, where: str) -> Any:
+        shutil.rmtree(step_dir)
+        return decode_index(data, where)
+
+    monkeypatch.setattr("gcore_ckpt.reader.decode_index", delete_then_decode)
+    with pytest.raises(CheckpointNotFoundError, match="was deleted while it was being read"):
+        Checkpointer(step_dir.parent).load()

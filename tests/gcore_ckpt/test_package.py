@@ -1,0 +1,37 @@
+"""The public face of the package: its names, its imports, its README."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gcore_ckpt
+
+README = Path(__file__).parents[2] / "packages" / "gcore-ckpt" / "README.md"
+
+
+def test_exports() -> None:
+    assert gcore_ckpt.__all__ == [
+        "CheckpointError",
+        "CheckpointLockedError",
+        "CheckpointNotFoundError",
+        "CheckpointWriteError",
+        "Checkpointer",
+        "CorruptCheckpointError",
+        "SaveHandle",
+        "State",
+        "verify",
+    ]
+    assert all(hasattr(gcore_ckpt, name) for name in gcore_ckpt.__all__)
+
+
+def test_import_loads_nothing_heavy() -> None:
+    heavy = "import sys, gcore_ckpt; print([name for name in ('torch', 'numpy', 'safetensors') if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", heavy], text=True) == "[]\n"
+
+
+def test_readme_example_runs_as_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    example = README.read_text().split("```python\n")[1].split("```")[0]
+    exec(compile(example, str(README), "exec"), {"__name__": "__main__"})

@@ -1,0 +1,256 @@
+"""What goes in comes out, to the bit."""
+
+import enum
+import math
+import struct
+import tempfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from gcore_ckpt import Checkpointer, verify
+from gcore_ckpt.dtypes import DTYPES
+
+NUMPY_DTYPES = [name for name, dtype in DTYPES.items() if dtype.in_numpy]
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    dense = torch.empty(tensor.nbytes, dtype=torch.uint8)
+    dense.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    return dense.numpy().tobytes()
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Equal in type, structure, order, dtype, shape and every bit."""
+    assert type(found) is type(expected)
+    match expected:
+        case dict():
+            assert list(found) == list(expected)
+            for key in found:
+                assert_same(found[key], expected[key])
+        case list() | tuple():
+            assert len(found) == len(expected)
+            for item, expected_item in zip(found, expected, strict=True):
+                assert_same(item, expected_item)
+        case torch.Tensor():
+            assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+            assert bits(found) == bits(expected)
+        case np.ndarray():
+            assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+            assert found.tobytes() == expected.tobytes()
+        case float():
+            assert struct.pack("d", found) == struct.pack("d", expected)
+        case _:
+            assert found == expected
+
+
+def round_trip(state: Any) -> Any:
+    with tempfile.TemporaryDirectory() as path, Checkpointer(path) as checkpointer:
+        checkpointer.save(0, state).wait()
+        verify(path)
+        return checkpointer.load()
+
+
+def storage(draw: st.DrawFn, dtype: str, count: int) -> bytearray:
+    data = draw(st.randoms(use_true_random=False)).randbytes(count * DTYPES[dtype].size_bytes)
+    return bytearray(byte & 1 for byte in data) if dtype == "bool" else bytearray(data)
+
+
+shapes = st.lists(st.integers(0, 4), max_size=4)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    dtype = draw(st.sampled_from(sorted(DTYPES)))
+    shape = draw(shapes)
+    steps = [draw(st.integers(1, 3)) for _ in shape]
+    whole = [extent * step for extent, step in zip(shape, steps, strict=True)]
+    offset = draw(st.integers(0, 3))
+    data = storage(draw, dtype, math.prod(whole) + offset + 1)
+    flat = torch.frombuffer(data, dtype=torch.uint8).view(getattr(torch, dtype))
+    tensor = flat[offset : offset + math.prod(whole)].view(whole)
+    tensor = tensor[tuple(slice(None, None, step) for step in steps)]
+    tensor = tensor.permute(draw(st.permutations(range(len(shape)))))
+    return tensor.unsqueeze(0).expand(2, *tensor.shape) if draw(st.booleans()) else tensor
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> np.ndarray[Any, np.dtype[Any]]:
+    dtype = draw(st.sampled_from(NUMPY_DTYPES))
+    shape = draw(shapes)
+    array = np.frombuffer(storage(draw, dtype, math.prod(shape)), dtype=dtype).reshape(shape)
+    steps = [slice(None, None, draw(st.sampled_from([1, -1, 2]))) for _ in shape]
+    array = array[(*steps, ...)].transpose(draw(st.permutations(range(len(shape)))))
+    array.flags.writeable = False
+    return array
+
+
+leaves = st.one_of(
+    tensors(),
+    arrays(),
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(min_value=2**50, max_value=2**200),
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.text(st.characters()),
+)
+states = st.recursive(
+    leaves,
+    lambda children: st.one_of(
+        st.lists(children, max_size=4),
+        st.lists(children, max_size=4).map(tuple),
+        st.dictionaries(st.one_of(st.text(st.characters(), max_size=4), st.sampled_from(["a", "b", "a.b"])), children),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(states)
+def test_random_states(state: Any) -> None:
+    assert_same(round_trip(state), state)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.dictionaries(st.text(st.characters(), max_size=4), st.one_of(tensors(), arrays()), max_size=6))
+def test_random_tensors_open_in_safetensors(state: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as path:
+        with Checkpointer(path) as checkpointer:
+            checkpointer.save(7, state).wait()
+            assert_same(checkpointer.load(), state)
+        stored = load_file(Path(path, "step-00000007", "data-00000.safetensors"))
+    assert sorted(map(bits, stored.values())) == sorted(
+        bits(x) if isinstance(x, torch.Tensor) else x.tobytes() for x in state.values()
+    )
+
+
+def test_data_file_has_the_names_of_the_tree(tmp_path: Path) -> None:
+    model, optim = torch.nn.Linear(3, 2), torch.ones(2, dtype=torch.bfloat16)
+    state = {"model": model.state_dict(), "optim": [{"exp_avg": optim}], "a.b": np.arange(3), "a": {"b": np.zeros(2)}}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(12, state)
+    with safe_open(tmp_path / "step-00000012" / "data-00000.safetensors", "pt") as file:
+        assert set(file.keys()) == {"model.weight", "model.bias", "optim.0.exp_avg", "a.b", "a.b#2"}
+        assert torch.equal(file.get_tensor("model.weight"), model.weight)
+        assert torch.equal(file.get_tensor("optim.0.exp_avg"), optim)
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_bare_tensor_reserved_name_and_text_that_is_not_unicode() -> None:
+    assert_same(round_trip({"\ud800": torch.arange(3), "s": "\udfff"}), {"\ud800": torch.arange(3), "s": "\udfff"})
+    assert_same(round_trip(torch.arange(3)), torch.arange(3))
+    assert_same(round_trip({"__metadata__": torch.arange(3)}), {"__metadata__": torch.arange(3)})
+
+
+def test_views_of_the_same_memory_are_stored_once_and_come_back_tied(tmp_path: Path) -> None:
+    embedding, array = torch.randn(1000, 16), np.zeros(1000)
+    state = {
+        "embed": embedding,
+        "lm_head": embedding.view(1000, 16),
+        "transposed": embedding.T,
+        "arrays": (array, array),
+    }
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, state)
+    loaded = checkpointer.load()
+    assert_same(loaded, state)
+    assert loaded["embed"] is loaded["lm_head"]
+    assert loaded["embed"] is not loaded["transposed"]
+    assert loaded["arrays"][0] is loaded["arrays"][1]
+    size_bytes = (tmp_path / "step-00000000" / "data-00000.safetensors").stat().st_size
+    assert size_bytes < 2 * embedding.nbytes + array.nbytes + 1000
+
+
+class Color(enum.IntEnum):
+    RED = 3
+
+
+class Point(NamedTuple):
+    x: int
+    y: float
+
+
+def test_subclasses_come_back_as_what_they_equal() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    state = {"o": OrderedDict(a=1), "n": Point(1, 2.0), "e": Color.RED, "f": np.float64(0.1), "p": parameter}
+    loaded = round_trip(state)
+    expected = {"o": {"a": 1}, "n": (1, 2.0), "e": 3, "f": 0.1, "p": torch.ones(2)}
+    assert_same(loaded, expected)
+
+
+def test_conjugate_view_and_numbers_too_long_for_decimal_digits() -> None:
+    tensor = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    state = {"conj": tensor, "plain": tensor.conj(), "int": -(3**20_000)}
+    assert_same(round_trip(state), {"conj": tensor.resolve_conj(), "plain": tensor.conj(), "int": -(3**20_000)})
+
+
+def test_mutation_after_save_changes_nothing(tmp_path: Path) -> None:
+    tensor, array, numbers = torch.zeros(300_000), np.zeros(1000), [1, 2]
+    with Checkpointer(tmp_path, max_in_flight=2) as checkpointer:
+        for step in range(6):
+            tensor.fill_(step)
+            array.fill(step)
+            numbers[0] = step
+            checkpointer.save(step, {"tensor": tensor, "array": array, "numbers": numbers})
+            tensor.fill_(-1)
+            array.fill(-1)
+            numbers.append(-1)
+        checkpointer.wait()
+        for step in range(6):
+            loaded = checkpointer.load(step)
+            assert (loaded["tensor"] == step).all()
+            assert (loaded["array"] == step).all()
+            assert loaded["numbers"] == [step, 2, *[-1] * step]
+
+
+cyclic: list[Any] = []
+cyclic.append(cyclic)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"optim": {"state": {0: 1}}}, r"state\['optim'\]\['state'\] has the key 0 of type int; dict keys must be str"),
+        ({"a": [{1, 2}]}, r"state\['a'\]\[0\] is a builtins.set; a state holds dict, list, tuple, torch.Tensor, "),
+        ({"a": np.float32(1)}, r"state\['a'\] is a numpy.float32; a state holds"),
+        ({"a": np.array(["x"])}, r"state\['a'\] has dtype <U1; expected one of bool, uint8, "),
+        ({"a": np.zeros(2, ">f4")}, r"state\['a'\] has dtype >f4; expected one of"),
+        ({"a": np.ma.masked_array([1])}, r"state\['a'\] is a MaskedArray; expected a plain numpy.ndarray"),
+        (
+            {"a": torch.zeros(2, device="meta")},
+            r"state\['a'\] has layout torch.strided on device meta; expected a dense",
+        ),
+        ({"a": torch.eye(2).to_sparse()}, r"state\['a'\] has layout torch.sparse_coo on device cpu; expected a dense"),
+        (
+            {"a": torch.empty(2, dtype=torch.bits8)},
+            r"has dtype torch.bits8; expected one of",
+        ),
+        ({"a": cyclic}, r"state\['a'\]\[0\]\[0\]\.\.\. nests more than 100 containers, or contains itself"),
+    ],
+)
+def test_what_cannot_be_saved_is_named(tmp_path: Path, state: Any, message: str) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises((TypeError, ValueError), match=message):
+            checkpointer.save(0, state)
+        checkpointer.save(0, {}).wait()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_on_a_cuda_device(tmp_path: Path) -> None:
+    tensor = torch.randn(1000, 64, device="cuda")
+    expected = {"x": tensor.cpu(), "strided": tensor.T[::2].cpu()}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, {"x": tensor, "strided": tensor.T[::2]})
+        tensor.zero_()
+        checkpointer.wait()
+        assert_same(checkpointer.load(), expected)

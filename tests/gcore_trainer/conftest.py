@@ -1,0 +1,38 @@
+"""Tiny models on disk, and one torch thread: two of them beside busy neighbours can be thirty times slower."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+# Importlib mode puts no test folder on the path, and `trainer_oracles` is shared by several files of this one.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from trainer_oracles import SIZES, save_model
+
+torch.set_num_threads(1)
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "qwen3": Qwen3Config(**SIZES, head_dim=24, tie_word_embeddings=False),
+}
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A random model of each architecture, as a Hugging Face folder."""
+    root = tmp_path_factory.mktemp("models")
+    return {name: save_model(config, root / name, seed=i) for i, (name, config) in enumerate(CONFIGS.items())}
+
+
+@pytest.fixture(scope="session")
+def qwen2(folders: dict[str, Path]) -> Path:
+    return folders["qwen2"]
+
+
+@pytest.fixture(scope="session")
+def llama(folders: dict[str, Path]) -> Path:
+    return folders["llama"]

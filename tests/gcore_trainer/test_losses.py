@@ -1,0 +1,141 @@
+"""Token losses against the same formulas in float64 numpy, written case by case."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+from numpy.typing import NDArray
+
+from gcore_trainer import KLPenalty, LossAggMode
+from gcore_trainer.losses import aggregation_weights, kl_penalty, ppo_clip_loss
+
+Array = NDArray[np.float64]
+
+log_probs = st.floats(-8.0, 0.0)
+tokens = st.lists(st.tuples(log_probs, log_probs, st.floats(-3.0, 3.0)), min_size=1, max_size=20)
+
+
+def columns(rows: list[tuple[float, float, float]]) -> tuple[Array, Array, Array]:
+    table = np.array(rows, np.float64)
+    return table[:, 0], table[:, 1], table[:, 2]
+
+
+def one_token_loss(ratio: float, advantage: float, low: float, high: float, c: float | None) -> float:
+    if advantage >= 0:
+        return -advantage * min(ratio, 1 + high)
+    weight = max(ratio, 1 - low)
+    return -advantage * (weight if c is None else min(weight, c))
+
+
+@given(
+    rows=tokens,
+    low=st.floats(0.0, 1.0),
+    high=st.floats(0.0, 2.0),
+    c=st.none() | st.floats(1.01, 5.0),
+)
+def test_ppo_clip(rows: list[tuple[float, float, float]], low: float, high: float, c: float | None) -> None:
+    # A bound below 1 - low or above it by rounding only would leave open which of the two clips is reported.
+    new, old, advantages = columns(rows)
+    ratio = np.exp(new - old)
+    for bound in (1 - low, 1 + high, *([] if c is None else [c])):
+        assume((np.abs(ratio - bound) > 1e-6).all() or bound in (1 - low, 1 + high))
+    result = ppo_clip_loss(
+        torch.from_numpy(new),
+        torch.from_numpy(old),
+        torch.from_numpy(advantages),
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        clip_ratio_c=c,
+    )
+    expected = [one_token_loss(r, a, low, high, c) for r, a in zip(ratio, advantages, strict=True)]
+    assert_allclose(result.ratio.numpy(), ratio, rtol=1e-12)
+    assert_allclose(result.loss.numpy(), expected, rtol=1e-10, atol=1e-12)
+    if c is not None:
+        assert_allclose(result.clipped_lower.numpy(), (advantages < 0) & (ratio > c))
+
+
+@given(rows=tokens)
+def test_the_gradient_is_cut_exactly_where_the_clip_is_reported(rows: list[tuple[float, float, float]]) -> None:
+    new, old, advantages = columns(rows)
+    ratio = np.exp(new - old)
+    assume((np.abs(ratio[:, None] - [0.8, 1.28, 3.0]) > 1e-9).all())
+    assume((np.abs(advantages) > 1e-9).all())
+    log_probs = torch.from_numpy(new).requires_grad_()
+    result = ppo_clip_loss(
+        log_probs,
+        torch.from_numpy(old),
+        torch.from_numpy(advantages),
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.28,
+        clip_ratio_c=3.0,
+    )
+    (gradient,) = torch.autograd.grad(result.loss.sum(), log_probs)
+    cut = (result.clipped | result.clipped_lower).numpy()
+    assert_allclose(cut, np.where(advantages > 0, ratio > 1.28, (ratio < 0.8) | (ratio > 3.0)))
+    assert_allclose(gradient.numpy(), np.where(cut, 0.0, -advantages * ratio), rtol=1e-10)
+
+
+@given(rows=tokens)
+def test_kl_penalties(rows: list[tuple[float, float, float]]) -> None:
+    p, q, _ = columns(rows)
+    expected: dict[KLPenalty, Array] = {
+        "k1": p - q,
+        "k2": 0.5 * (p - q) ** 2,
+        "k3": np.exp(q) / np.exp(p) - 1 - np.log(np.exp(q) / np.exp(p)),
+    }
+    for kind, values in expected.items():
+        result = kl_penalty(torch.from_numpy(p), torch.from_numpy(q), kind)
+        assert_allclose(result.numpy(), values, rtol=1e-9, atol=1e-12)
+
+
+@given(rows=tokens)
+def test_the_gradient_of_k3(rows: list[tuple[float, float, float]]) -> None:
+    """d/d log p of q/p - 1 - log(q/p) is 1 - q/p."""
+    p, q, _ = columns(rows)
+    log_probs = torch.from_numpy(p).requires_grad_()
+    (gradient,) = torch.autograd.grad(kl_penalty(log_probs, torch.from_numpy(q), "k3").sum(), log_probs)
+    assert_allclose(gradient.numpy(), 1 - np.exp(q - p), rtol=1e-10, atol=1e-12)
+
+
+def test_k3_is_unbiased() -> None:
+    """The mean of each estimator's value over p is KL(p || q): exactly for k1 and k3."""
+    p, q = (torch.randn(2, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).log_softmax(-1)
+    exact = (p.exp() * (p - q)).sum()
+    for kind in ("k1", "k3"):
+        torch.testing.assert_close((p.exp() * kl_penalty(p, q, kind)).sum(), exact, rtol=1e-12, atol=0.0)
+
+
+def test_extreme_ratios_stay_finite() -> None:
+    far, near = torch.tensor([-1000.0, 0.0]), torch.tensor([0.0, -1000.0])
+    loss = ppo_clip_loss(far, near, torch.ones(2), clip_ratio_low=0.2, clip_ratio_high=0.28).loss
+    assert loss.isfinite().all()
+    assert kl_penalty(far, near, "k3").isfinite().all()
+
+
+masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@given(masks=masks, seed=st.integers(0, 1000))
+def test_aggregation(mode: LossAggMode, masks: list[list[bool]], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    losses: list[Any] = [rng.normal(size=len(m)) for m in masks]
+    kept = [loss[np.array(m)] for loss, m in zip(losses, masks, strict=True)]
+    match mode:
+        case "token-mean":
+            joined = np.concatenate(kept)
+            expected = joined.mean() if joined.size else 0.0
+        case "seq-mean-token-sum":
+            expected = np.mean([x.sum() for x in kept])
+        case "seq-mean-token-mean":
+            expected = np.mean([x.mean() if x.size else 0.0 for x in kept])
+        case "seq-mean-token-sum-norm":
+            expected = np.mean([x.sum() / 13 for x in kept])
+    weights = aggregation_weights([np.array(m) for m in masks], mode, max_response_length=13)
+    assert all(w.dtype == np.float32 for w in weights)
+    total = sum((w * loss).sum() for w, loss in zip(weights, losses, strict=True))
+    assert_allclose(total, expected, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,146 @@
+"""Log-probabilities and entropies of packed micro-batches against transformers' plain forward, a sample at a time."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trainer_oracles import SIZES, Group, groups, load_padded, make_samples, padded_scores, save_model
+from transformers import (
+    BloomConfig,
+    Gemma2Config,
+    GptOssConfig,
+    MambaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3NextConfig,
+)
+
+from gcore_trainer import BatchError, ConfigError, UnsupportedModelError
+from gcore_trainer.packed_model import PackedModel
+
+_loaded: dict[Path, tuple[PackedModel, Any]] = {}
+
+
+def load(path: Path) -> tuple[PackedModel, Any]:
+    if path not in _loaded:
+        _loaded[path] = PackedModel.from_pretrained(path), load_padded(path)
+    return _loaded[path]
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama", "qwen3"])
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=groups,
+    share_prefix=st.booleans(),
+    temperature=st.sampled_from([1.0, 0.6, 1.7]),
+    seed=st.integers(0, 10**6),
+)
+def test_scores_are_those_of_a_plain_forward(
+    folders: dict[str, Path],
+    architecture: str,
+    lengths: list[Group],
+    share_prefix: bool,
+    temperature: float,
+    seed: int,
+) -> None:
+    packed, plain = load(folders[architecture])
+    packed.share_prefix, packed.temperature = share_prefix, temperature
+    samples = make_samples(lengths, seed=seed)
+    with torch.no_grad():
+        actual = packed.score(samples)
+        expected = [padded_scores(plain, [s], temperature=temperature) for s in samples]
+    log_probs = torch.cat([e.log_probs_BR[0] for e in expected])
+    torch.testing.assert_close(actual.log_probs, log_probs, rtol=0, atol=1e-5)
+    entropies = torch.cat([e.entropies_BR[0] for e in expected])
+    torch.testing.assert_close(actual.entropies, entropies, rtol=0, atol=1e-5)
+    for array, sample, e in zip(packed.log_probs([samples])[0], samples, expected, strict=True):
+        assert array.dtype == np.float32
+        np.testing.assert_allclose(array, e.log_probs_BR[0, : sample.response_ids.size], rtol=0, atol=1e-5)
+
+
+def test_distributions_of_the_tiny_models_are_not_flat(folders: dict[str, Path]) -> None:
+    """What makes the comparisons above and in the other files say something."""
+    samples = make_samples([Group(8, [20] * 8)], seed=0)
+    for path in folders.values():
+        with torch.no_grad():
+            entropies = load(path)[0].score(samples).entropies
+        assert 0.5 < entropies.mean() < 0.85 * np.log(96)
+        assert entropies.std() > 0.1
+
+
+def test_a_prompt_shared_by_the_batch_saves_its_tokens(qwen2: Path) -> None:
+    samples = make_samples([Group(30, [10, 10, 10])], seed=0)
+    packed = PackedModel.from_pretrained(qwen2)
+    unshared = PackedModel.from_pretrained(qwen2, share_prefix=False)
+    with torch.no_grad():
+        assert packed.score(samples).num_computed_tokens == 30 + 3 * 9
+        assert unshared.score(samples).num_computed_tokens == 3 * 39
+
+
+def test_micro_batches_are_scored_one_by_one(qwen2: Path) -> None:
+    a, b, c = make_samples([Group(5, [4, 9]), Group(3, [2])], seed=0)
+    packed, _ = load(qwen2)
+    apart, together = packed.log_probs([[a], [b, c]]), packed.log_probs([[a, b, c]])
+    assert [len(x) for x in apart] == [1, 2]
+    for x, y in zip([*apart[0], *apart[1]], together[0], strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_temperature_out_of_bounds_is_refused(qwen2: Path, temperature: float) -> None:
+    with pytest.raises(ConfigError, match="^temperature is "):
+        PackedModel.from_pretrained(qwen2, temperature=temperature)
+
+
+def test_a_model_with_ordinary_attention_is_refused(qwen2: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'eager'.*'gcore_packed' is needed"):
+        PackedModel(load_padded(qwen2))
+
+
+def test_a_window_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
+    config = MistralConfig(**SIZES, sliding_window=16)
+    path = save_model(config, tmp_path, seed=0)
+    packed, plain = load(path)
+    fits = make_samples([Group(8, [9, 5])], seed=0)  # the last token is no input: 8 + 9 - 1 fit
+    with torch.no_grad():
+        expected = padded_scores(plain, fits)
+        actual = packed.score(fits)
+    torch.testing.assert_close(actual.log_probs.sum(), expected.log_probs_BR.sum(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(BatchError, match=r"17 tokens.*sliding_window of 16"):
+        packed.log_probs([make_samples([Group(8, [10])], seed=0)])
+
+
+MOE: dict[str, Any] = {"num_experts_per_tok": 2, "head_dim": 16}
+UNSUPPORTED: dict[str, tuple[PreTrainedConfig, str]] = {
+    "alibi": (BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=96), "0 of the 2 layers of 'bloom'"),
+    "state space": (MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=96), "linear_attention"),
+    "hybrid": (
+        Qwen3NextConfig(
+            **SIZES,
+            **MOE,
+            num_experts=4,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            layer_types=["linear_attention", "full_attention"],
+        ),
+        "linear_attention",
+    ),
+    "sinks": (GptOssConfig(**SIZES, **MOE, num_local_experts=4), "'s_aux'"),
+    "soft cap": (Gemma2Config(**{**SIZES, "pad_token_id": 0}, head_dim=16), "'softcap'"),
+}
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_what_packed_attention_does_not_compute_is_refused(tmp_path: Path, kind: str) -> None:
+    config, message = UNSUPPORTED[kind]
+    path = save_model(config, tmp_path, seed=0)
+    with pytest.raises(UnsupportedModelError, match=message):
+        PackedModel.from_pretrained(path).log_probs([make_samples([Group(4, [3, 5])], seed=0)])

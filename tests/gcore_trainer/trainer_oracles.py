@@ -1,0 +1,191 @@
+"""What the trainer is compared with: transformers on padded batches, and losses written out again.
+
+Shapes: B sequences, L padded tokens of prompt and response, R padded response tokens, V vocabulary.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from gcore_trainer import MicroBatch, OptimizerConfig, PolicyLossConfig, Sample
+from gcore_trainer.packed_model import PackedModel
+from gcore_trainer.torch_trainer import TorchTrainer
+
+VOCAB_SIZE = 96
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+}
+
+
+def save_model(config: PreTrainedConfig, path: Path, *, seed: int) -> Path:
+    """A model whose next-token distributions are neither flat nor certain."""
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(path)
+    return path
+
+
+def load_padded(path: Path) -> Any:
+    """The model as transformers alone runs it: attention written out, masks for the padding."""
+    model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    return model
+
+
+@dataclass(frozen=True)
+class Group:
+    """Lengths of a prompt and of its responses."""
+
+    prompt_length: int
+    response_lengths: list[int]
+
+
+groups = st.lists(
+    st.builds(Group, st.integers(1, 40), st.lists(st.integers(1, 40), min_size=1, max_size=5)), min_size=1, max_size=4
+)
+
+
+def make_samples(groups: Iterable[Group], *, seed: int) -> list[Sample]:
+    """Samples in random order, with every per-token array; old log-probs are set by `off_policy`."""
+    rng = np.random.default_rng(seed)
+    samples: list[Sample] = []
+    for group in groups:
+        prompt = rng.integers(0, VOCAB_SIZE, group.prompt_length)
+        for length in group.response_lengths:
+            mask = rng.random(length) < 0.8
+            samples.append(
+                Sample(
+                    prompt_ids=prompt,
+                    response_ids=rng.integers(0, VOCAB_SIZE, length),
+                    response_mask=mask if mask.any() else None,
+                    advantages=np.full(length, rng.normal(), np.float32),
+                )
+            )
+    return [samples[i] for i in rng.permutation(len(samples))]
+
+
+def off_policy(samples: list[Sample], packed: PackedModel, *, seed: int, scale: float = 0.4) -> list[Sample]:
+    """The samples as an older policy wrote them: ratios off 1, and a reference policy somewhere near."""
+    rng = np.random.default_rng(seed)
+
+    def near(log_probs: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return (log_probs + rng.normal(0, scale, log_probs.shape)).astype(np.float32)
+
+    (log_probs,) = packed.log_probs([samples])
+    return [
+        replace(s, old_log_probs=near(x), ref_log_probs=near(x), rollout_log_probs=near(x))
+        for s, x in zip(samples, log_probs, strict=True)
+    ]
+
+
+def split(samples: list[Sample], *, seed: int) -> list[MicroBatch]:
+    """Random micro-batches, of one sample or more."""
+    rng = np.random.default_rng(seed)
+    ends = np.flatnonzero(rng.random(len(samples) - 1) < 0.4) + 1
+    bounds = [0, *ends.tolist(), len(samples)]
+    return [samples[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+@dataclass(frozen=True)
+class PaddedScores:
+    log_probs_BR: torch.Tensor  # noqa: N815 - shapes live in names
+    entropies_BR: torch.Tensor  # noqa: N815
+    mask_BR: torch.Tensor  # noqa: N815
+
+
+def padded_scores(model: Any, samples: list[Sample], *, temperature: float = 1.0) -> PaddedScores:
+    """Every sample with its own copy of the prompt, padded on the right to the longest."""
+    sequences = [torch.from_numpy(np.concatenate([s.prompt_ids, s.response_ids])) for s in samples]
+    ids_BL = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    seen_BL = torch.nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in sequences], batch_first=True)
+    log_probs_BLV = (model(input_ids=ids_BL, attention_mask=seen_BL).logits / temperature).log_softmax(-1)
+    log_probs: list[torch.Tensor] = []
+    entropies: list[torch.Tensor] = []
+    for sample, log_probs_LV in zip(samples, log_probs_BLV, strict=True):
+        start = sample.prompt_ids.size - 1
+        log_probs_RV = log_probs_LV[start : start + sample.response_ids.size]
+        log_probs.append(log_probs_RV.gather(1, torch.from_numpy(sample.response_ids)[:, None])[:, 0])
+        entropies.append(torch.distributions.Categorical(logits=log_probs_RV).entropy())
+    return PaddedScores(
+        log_probs_BR=torch.nn.utils.rnn.pad_sequence(log_probs, batch_first=True),
+        entropies_BR=torch.nn.utils.rnn.pad_sequence(entropies, batch_first=True),
+        mask_BR=torch.nn.utils.rnn.pad_sequence([torch.from_numpy(_mask(s)) for s in samples], batch_first=True).float(),
+    )
+
+
+def padded_loss(model: Any, samples: list[Sample], config: PolicyLossConfig, *, temperature: float = 1.0) -> torch.Tensor:
+    """The policy loss in the papers' words: rows are sequences, none is left out."""
+    scores = padded_scores(model, samples, temperature=temperature)
+    log_probs_BR = scores.log_probs_BR
+    advantages_BR = _rows([s.advantages for s in samples], log_probs_BR.detach())
+    ratio_BR = (log_probs_BR - _rows([s.old_log_probs for s in samples], log_probs_BR.detach())).exp()
+    clipped_BR = ratio_BR.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
+    objective_BR = torch.min(ratio_BR * advantages_BR, clipped_BR * advantages_BR)
+    if config.clip_ratio_c is not None:
+        bounded_BR = torch.max(objective_BR, config.clip_ratio_c * advantages_BR)
+        objective_BR = torch.where(advantages_BR < 0, bounded_BR, objective_BR)
+    loss_BR = -objective_BR - config.entropy_coeff * scores.entropies_BR
+    if config.kl_loss_coef:
+        log_ratio_BR = _rows([s.ref_log_probs for s in samples], log_probs_BR.detach()) - log_probs_BR
+        kl_BR = {"k1": -log_ratio_BR, "k2": log_ratio_BR**2 / 2, "k3": log_ratio_BR.exp() - log_ratio_BR - 1}
+        loss_BR = loss_BR + config.kl_loss_coef * kl_BR[config.kl_loss_type]
+    mask_BR = scores.mask_BR
+    sums_B = (loss_BR * mask_BR).sum(1)
+    match config.loss_agg_mode:
+        case "token-mean":
+            return sums_B.sum() / mask_BR.sum()
+        case "seq-mean-token-sum":
+            return sums_B.mean()
+        case "seq-mean-token-mean":
+            return (sums_B / mask_BR.sum(1).clamp(min=1)).mean()
+        case "seq-mean-token-sum-norm":
+            return sums_B.mean() / config.max_response_length
+
+
+def packed_gradients(
+    packed: PackedModel, micro_batches: list[MicroBatch], config: PolicyLossConfig
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Policy loss and gradients of one `TorchTrainer.train_step` that changes nothing."""
+    optimizer = OptimizerConfig(lr=1e-30, grad_clip=float("inf"))
+    metrics = TorchTrainer(packed, optimizer=optimizer, policy_loss=config).train_step(micro_batches)
+    loss = metrics["actor/pg_loss"] + config.kl_loss_coef * metrics.get("actor/kl_loss", 0.0)
+    return loss, gradients(packed.model)
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Copies of the gradients, which are then cleared."""
+    result = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return result
+
+
+def deviation(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest difference of any entry, over the largest entry: relative to the scale of the whole gradient."""
+    assert actual.keys() == expected.keys()
+    scale = max(g.abs().max().item() for g in expected.values())
+    return max((actual[name] - g).abs().max().item() for name, g in expected.items()) / scale
+
+
+def _mask(sample: Sample) -> np.ndarray[Any, Any]:
+    return np.ones(sample.response_ids.size, np.bool_) if sample.response_mask is None else sample.response_mask
+
+
+def _rows(arrays: list[Any], default_BR: torch.Tensor) -> torch.Tensor:
+    if arrays[0] is None:
+        return default_BR
+    return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(a) for a in arrays], batch_first=True)
