@@ -38,11 +38,9 @@ def one_token_loss(ratio: float, advantage: float, low: float, high: float, c: f
     c=st.none() | st.floats(1.01, 5.0),
 )
 def test_ppo_clip(rows: list[tuple[float, float, float]], low: float, high: float, c: float | None) -> None:
-    # A bound below 1 - low or above it by rounding only would leave open which of the two clips is reported.
     new, old, advantages = columns(rows)
     ratio = np.exp(new - old)
-    for bound in (1 - low, 1 + high, *([] if c is None else [c])):
-        assume((np.abs(ratio - bound) > 1e-6).all() or bound in (1 - low, 1 + high))
+    assume(c is None or (np.abs(ratio - c) > 1e-9).all())  # which side rounding takes is nobody's business
     result = ppo_clip_loss(
         torch.from_numpy(new),
         torch.from_numpy(old),
@@ -101,9 +99,9 @@ def test_the_gradient_of_k3(rows: list[tuple[float, float, float]]) -> None:
     assert_allclose(gradient.numpy(), 1 - np.exp(q - p), rtol=1e-10, atol=1e-12)
 
 
-def test_k3_is_unbiased() -> None:
-    """The mean of each estimator's value over p is KL(p || q): exactly for k1 and k3."""
-    p, q = (torch.randn(2, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).log_softmax(-1)
+def test_k1_and_k3_are_unbiased() -> None:
+    """Their mean over p is KL(p || q)."""
+    p, q = torch.randn(2, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     exact = (p.exp() * (p - q)).sum()
     for kind in ("k1", "k3"):
         torch.testing.assert_close((p.exp() * kl_penalty(p, q, kind)).sum(), exact, rtol=1e-12, atol=0.0)

@@ -25,9 +25,7 @@ def test_the_readme_example_learns(tmp_path: Path) -> None:
 
 
 def test_importing_is_light(tmp_path: Path) -> None:
-    loaded = run(
-        "import sys, gcore_trainer; print(sorted({name.partition('.')[0] for name in sys.modules}))", tmp_path
-    )
+    loaded = run("import sys, gcore_trainer; print(sorted({name.partition('.')[0] for name in sys.modules}))", tmp_path)
     for heavy in ("torch", "transformers", "safetensors", "trl"):
         assert f"'{heavy}'" not in loaded
 

@@ -41,9 +41,13 @@ def save_model(config: PreTrainedConfig, path: Path, *, seed: int) -> Path:
     return path
 
 
-def load_padded(path: Path) -> Any:
-    """The model as transformers alone runs it: attention written out, masks for the padding."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+def load_padded(path: Path, *, dtype: torch.dtype = torch.float32) -> Any:
+    """The model as transformers alone runs it, with masks for the padding.
+
+    Attention is written out in float32, where transformers does softmax in float32 whatever the dtype.
+    """
+    attention = "eager" if dtype == torch.float32 else "sdpa"
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
     return model
 
 
@@ -124,11 +128,15 @@ def padded_scores(model: Any, samples: list[Sample], *, temperature: float = 1.0
     return PaddedScores(
         log_probs_BR=torch.nn.utils.rnn.pad_sequence(log_probs, batch_first=True),
         entropies_BR=torch.nn.utils.rnn.pad_sequence(entropies, batch_first=True),
-        mask_BR=torch.nn.utils.rnn.pad_sequence([torch.from_numpy(_mask(s)) for s in samples], batch_first=True).float(),
+        mask_BR=torch.nn.utils.rnn.pad_sequence(
+            [torch.from_numpy(_mask(s)) for s in samples], batch_first=True
+        ).float(),
     )
 
 
-def padded_loss(model: Any, samples: list[Sample], config: PolicyLossConfig, *, temperature: float = 1.0) -> torch.Tensor:
+def padded_loss(
+    model: Any, samples: list[Sample], config: PolicyLossConfig, *, temperature: float = 1.0
+) -> torch.Tensor:
     """The policy loss in the papers' words: rows are sequences, none is left out."""
     scores = padded_scores(model, samples, temperature=temperature)
     log_probs_BR = scores.log_probs_BR

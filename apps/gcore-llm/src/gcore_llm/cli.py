@@ -111,8 +111,8 @@ def parse_train(args: Sequence[str]) -> TrainConfig:
     base = merge(base, from_file, source=str(chosen.config))
     description = (
         "Train by GRPO with dynamic sampling.\n\n"
-        f"--recipe {{{','.join(sorted(RECIPES))}}}: settings to begin with (default: own_data with --model, else embedded). "
-        "--config FILE.toml: settings over these, under the same names ([actor.optim] lr = 1e-6). "
+        f"--recipe {{{','.join(sorted(RECIPES))}}}: settings to begin with; default: own_data with --model, else "
+        "embedded. --config FILE.toml: settings over these, under the same names ([actor.optim] lr = 1e-6). "
         "Options go over both."
     )
     return tyro.cli(

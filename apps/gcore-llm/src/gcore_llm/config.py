@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gcore_trainer import OptimizerConfig, PolicyLossConfig
-
 from gcore_llm.errors import UserError
+from gcore_trainer import OptimizerConfig, PolicyLossConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +86,9 @@ class RolloutConfig:
         _at_least("rollout.n", self.n, 2)
         _at_least("rollout.max_num_seqs", self.max_num_seqs, 1)
         if not self.temperature > 0:
-            raise UserError(f"rollout.temperature is {self.temperature}: above 0 is needed, greedy samples never differ")
+            raise UserError(
+                f"rollout.temperature is {self.temperature}: above 0 is needed, greedy samples never differ"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +189,9 @@ class TrainConfig:
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise UserError(f"name is {self.name!r}: a plain folder name is needed")
         if self.data.train_files and self.task.name:
-            raise UserError(f"data.train_files and task.name={self.task.name!r} are both set: one source of prompts is needed")
+            raise UserError(
+                f"data.train_files and task.name={self.task.name!r} are both set: one source of prompts is needed"
+            )
 
 
 def _at_least(field_name: str, value: int, lowest: int) -> None:

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 
 from gcore_controller import Collectives, StageTimer
-from gcore_rollout import SamplingParams
-
 from gcore_llm.generate import generate_groups
 from gcore_llm.groups import Group
 from gcore_llm.prompts import Prompt
 from gcore_llm.roles import Sampler
+from gcore_rollout import SamplingParams
 
 _SEED = 20_250_729
 _NUM_SHOWN = 16

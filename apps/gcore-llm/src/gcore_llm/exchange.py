@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 import numpy as np
-from gcore_controller import Collectives
-from gcore_placement import TransformerWorkload, balance, micro_batches
 
+from gcore_controller import Collectives
 from gcore_llm.groups import Group
+from gcore_placement import TransformerWorkload, balance, micro_batches
 
 
 def group_cost(workload: TransformerWorkload, group: Group) -> float:

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Sequence
 
 import numpy as np
-from gcore_controller import StageTimer
-from gcore_rollout import Completion, Request, SamplingParams
-from gcore_rollout.rewards import score
 
+from gcore_controller import StageTimer
 from gcore_llm.groups import Group, Response
 from gcore_llm.prompts import Prompt
 from gcore_llm.roles import Sampler
+from gcore_rollout import Completion, Request, SamplingParams
+from gcore_rollout.rewards import score
 
 
 async def generate_groups(
@@ -38,14 +38,14 @@ async def generate_groups(
         for ticket, prompt in prompts
     ]
     responses: dict[str, list[Response | None]] = {request.request_id: [None] * n for request in requests}
-    scoring: list[asyncio.Task[None]] = []
 
     async def place(completion: Completion) -> None:
-        responses[completion.request_id][completion.index] = await _scored(sampler, by_id[completion.request_id], completion)
+        responses[completion.request_id][completion.index] = await _scored(
+            sampler, by_id[completion.request_id], completion
+        )
 
     with timer.stage("gen"):
-        async for completion in sampler.policy.generate(requests):
-            scoring.append(asyncio.create_task(place(completion)))
+        scoring = [asyncio.create_task(place(c)) async for c in sampler.policy.generate(requests)]
     with timer.stage("reward"):
         try:
             await asyncio.gather(*scoring)

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from gcore_trainer import Sample, grpo_advantages
 from numpy.typing import NDArray
 
 from gcore_llm.config import AlgorithmConfig
+from gcore_trainer import Sample, grpo_advantages
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -5,8 +5,6 @@ from typing import Any
 
 from gcore_ckpt import Checkpointer
 from gcore_controller import InlineCollectives, InlineGroup, StageTimer
-from gcore_rollout import Engine, Request, SamplingParams
-
 from gcore_llm.config import TrainConfig
 from gcore_llm.errors import UserError
 from gcore_llm.evaluate import Evaluation, evaluate
@@ -15,6 +13,7 @@ from gcore_llm.roles import Sampler, build_engine, build_reward, build_tokenizer
 from gcore_llm.run_folder import RunFolder
 from gcore_llm.settings import resolve
 from gcore_llm.train import load_prompts
+from gcore_rollout import Engine, Request, SamplingParams
 
 
 async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
@@ -26,7 +25,9 @@ async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
     torch.set_num_threads(config.threads)
     model = Path(config.model) if config.model else run.model
     if not model.is_dir():
-        raise UserError(f"{path} has no model yet: gcore-llm train is still warming it up, or was stopped before it had")
+        raise UserError(
+            f"{path} has no model yet: gcore-llm train is still warming it up, or was stopped before it had"
+        )
     tokenizer = build_tokenizer(model)
     engine = build_engine(config, model, tokenizer)
     checkpointer = Checkpointer(run.checkpoints)
@@ -37,9 +38,7 @@ async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
     return config, tokenizer, engine, saved["step"]
 
 
-async def sample_run(
-    path: Path, prompt: str, *, n: int, temperature: float, max_tokens: int, seed: int
-) -> list[str]:
+async def sample_run(path: Path, prompt: str, *, n: int, temperature: float, max_tokens: int, seed: int) -> list[str]:
     """Complete a prompt ``n`` times."""
     config, tokenizer, engine, _ = await _latest_policy(path)
     text = render(prompt, tokenizer, config.data, "prompt")

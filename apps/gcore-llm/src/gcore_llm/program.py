@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+
 from gcore_controller import Context, DynamicSampler, Harvest, seconds_by_stage
 from gcore_controller.prompts import PromptLoader
-from gcore_placement import TransformerWorkload
-from gcore_rollout import SamplingParams
-from gcore_trainer import MicroBatch, Sample
-
 from gcore_llm.config import TrainConfig
 from gcore_llm.evaluate import Evaluation, evaluate
 from gcore_llm.exchange import exchange, split_in_micro_batches
@@ -20,6 +17,9 @@ from gcore_llm.generate import generate_groups
 from gcore_llm.groups import Group
 from gcore_llm.prompts import Prompt, PromptSets
 from gcore_llm.roles import Roles
+from gcore_placement import TransformerWorkload
+from gcore_rollout import SamplingParams
+from gcore_trainer import MicroBatch, Sample
 
 State = dict[str, Any]
 
@@ -144,7 +144,9 @@ class _Controller:
         num_updates = -(-num_groups // size)
         with ctx.timer.stage("prepare"):
             samples = [g.samples(config.algorithm) for g in share]
-            updates = [self._micro_batches(share, samples, range(i, len(share), num_updates)) for i in range(num_updates)]
+            updates = [
+                self._micro_batches(share, samples, range(i, len(share), num_updates)) for i in range(num_updates)
+            ]
             updates = self._with_scores(updates, num_updates * config.actor.ppo_epochs)
         metrics: dict[str, float] = {}
         with ctx.timer.stage("train"):

@@ -43,7 +43,9 @@ def read_rows(path: str) -> list[dict[str, Any]]:
         raise UserError(f"data file {path} does not exist")
     match file.suffix:
         case ".jsonl":
-            rows = [_parsed(line, f"{path}:{n}") for n, line in enumerate(file.read_text().splitlines(), 1) if line.strip()]
+            rows = [
+                _parsed(line, f"{path}:{n}") for n, line in enumerate(file.read_text().splitlines(), 1) if line.strip()
+            ]
         case ".parquet":
             import pyarrow.parquet
 

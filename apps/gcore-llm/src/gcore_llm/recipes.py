@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-from gcore_trainer import OptimizerConfig, PolicyLossConfig
-
 from gcore_llm.config import (
     ActorConfig,
     DataConfig,
@@ -13,6 +11,7 @@ from gcore_llm.config import (
     TrainerConfig,
     WarmupConfig,
 )
+from gcore_trainer import OptimizerConfig, PolicyLossConfig
 
 
 def embedded() -> TrainConfig:

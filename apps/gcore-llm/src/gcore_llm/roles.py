@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gcore_rollout import Engine
-from gcore_rollout.rewards import MathVerifyReward, ReasoningGymReward, RewardFunction, load_reward
-
 from gcore_llm.config import TrainConfig
 from gcore_llm.errors import UserError
+from gcore_rollout import Engine
+from gcore_rollout.rewards import MathVerifyReward, ReasoningGymReward, RewardFunction, load_reward
 
 if TYPE_CHECKING:
     from gcore_trainer.packed_model import PackedModel
@@ -44,8 +43,12 @@ def build_tokenizer(path: Path) -> Any:
         raise UserError(f"model is {str(path)!r}: a Hugging Face folder with config.json is needed")
     from transformers import AutoTokenizer
 
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")):
-        raise UserError(f"model folder {path} has no tokenizer: tokenizer.json (save_pretrained of the tokenizer) is needed")
+    if not any(
+        (path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    ):
+        raise UserError(
+            f"model folder {path} has no tokenizer: tokenizer.json (save_pretrained of the tokenizer) is needed"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (ValueError, OSError) as error:
@@ -81,7 +84,9 @@ def build_engine(config: TrainConfig, model: Path, tokenizer: Any) -> Engine:
 
     dtype: torch.dtype = getattr(torch, config.dtype)
     generation = model / "generation_config.json"
-    eos = eos_token_ids(tokenizer, json.loads((generation if generation.is_file() else model / "config.json").read_text()))
+    eos = eos_token_ids(
+        tokenizer, json.loads((generation if generation.is_file() else model / "config.json").read_text())
+    )
     if config.rollout.engine == "vllm":
         from gcore_rollout.vllm_engine import VLLMEngine
 
@@ -102,6 +107,7 @@ def build_engine(config: TrainConfig, model: Path, tokenizer: Any) -> Engine:
 def build_packed_model(config: TrainConfig, model: Path) -> "PackedModel":
     """The policy as the trainer runs it."""
     import torch
+
     from gcore_trainer.packed_model import PackedModel
 
     return PackedModel.from_pretrained(

@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,13 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.errors import UserError
 from gcore_llm.settings import differences, merge, read_toml, to_toml
 
-_MAY_CHANGE = ("trainer.total_training_steps", "trainer.save_freq", "trainer.test_freq", "trainer.max_ckpt_to_keep", "resume")
+_MAY_CHANGE = (
+    "trainer.total_training_steps",
+    "trainer.save_freq",
+    "trainer.test_freq",
+    "trainer.max_ckpt_to_keep",
+    "resume",
+)
 """Settings that a resumed run may be given anew."""
 
 
@@ -40,7 +45,9 @@ class RunFolder:
         """
         folder = cls(Path(path))
         if not folder.config.is_file():
-            raise UserError(f"{path} is not a run's folder: it has no config.toml; gcore-llm train makes one under runs/")
+            raise UserError(
+                f"{path} is not a run's folder: it has no config.toml; gcore-llm train makes one under runs/"
+            )
         return folder
 
     def load_config(self) -> TrainConfig:
@@ -93,7 +100,7 @@ def write_atomically(target: Path, write: Callable[[Path], object]) -> None:
     write(partial)
     if target.is_dir():
         shutil.rmtree(target)
-    os.replace(partial, target)
+    partial.replace(target)
 
 
 def append_json(path: Path, row: dict[str, Any]) -> None:

@@ -87,7 +87,9 @@ def resolve(config: TrainConfig) -> TrainConfig:
 def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
     """Fields that differ, as ``name: old -> new``."""
     a, b = (dict(_flat(dataclasses.asdict(c), "")) for c in (old, new))
-    return [f"{name}: {a.get(name)} -> {b.get(name)}" for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
+    return [
+        f"{name}: {a.get(name)} -> {b.get(name)}" for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)
+    ]
 
 
 def _flat(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:

@@ -10,9 +10,6 @@ from typing import Any
 
 from gcore_ckpt import Checkpointer
 from gcore_controller import run_inline
-from gcore_placement import TransformerWorkload
-from gcore_rollout.rewards import RewardFunction, score
-
 from gcore_llm.config import TrainConfig
 from gcore_llm.display import Display
 from gcore_llm.errors import UserError
@@ -27,6 +24,8 @@ from gcore_llm.settings import resolve
 from gcore_llm.tasks import load_task
 from gcore_llm.tiny_model import make_tiny_model
 from gcore_llm.warmup import warm_up
+from gcore_placement import TransformerWorkload
+from gcore_rollout.rewards import RewardFunction, score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +53,16 @@ def train(config: TrainConfig, display: Display) -> Result:
         raise UserError("model is not set: a local Hugging Face folder is needed with data.train_files")
     reward = build_reward(config)
     if config.model:
-        tokenizer = build_tokenizer(Path(config.model))
+        model = Path(config.model)
+        tokenizer = build_tokenizer(model)
         prompts = load_prompts(config, tokenizer)
         asyncio.run(_try_reward(reward, prompts))
-    run = open_run(config)
-    display.say(f"run folder: {run.path}")
-    model = Path(config.model) if config.model else run.model
-    if not config.model:
+        run = open_run(config)
+        display.say(f"run folder: {run.path}")
+    else:
+        run = open_run(config)
+        display.say(f"run folder: {run.path}")
+        model = run.model
         tokenizer, prompts = _embedded(config, run, display)
     if prompts.num_too_long:
         display.say(f"left out {prompts.num_too_long} prompts longer than {config.data.max_prompt_length} tokens")
@@ -115,14 +117,7 @@ def _train(
         if first_step >= total:
             return
         roles = build_roles(config, model, tokenizer, reward)
-        controllers: list[State] | None = None
         if saved:
-            controllers = saved["controllers"]
-            if len(controllers) != config.controllers:
-                raise UserError(
-                    f"controllers is {config.controllers}: the checkpoint was taken with {len(controllers)}, "
-                    "resume with as many"
-                )
             roles.trainer.load_state(saved["trainer"])
         display.phase("training", total=total, done=first_step)
         with MetricsWriter(run, last_step=first_step, tensorboard=config.trainer.tensorboard) as writer:
@@ -133,7 +128,7 @@ def _train(
                 workload=TransformerWorkload.from_config(json.loads((model / "config.json").read_text())),
                 recorder=recorder,
                 first_step=first_step,
-                controllers=controllers,
+                controllers=saved["controllers"] if saved else None,
             )
             try:
                 asyncio.run(_run(job, roles))

@@ -1,13 +1,11 @@
-"""Supervised warm-up of the embedded model, up to the accuracy at which reinforcement learning has something to build on."""
+"""Supervised warm-up of the embedded model, until reinforcement learning has something to build on."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gcore_controller import InlineCollectives, InlineGroup, StageTimer
-from gcore_trainer import OptimizerConfig, PolicyLossConfig, Sample
-from gcore_trainer.torch_trainer import TorchTrainer
 
+from gcore_controller import InlineCollectives, InlineGroup, StageTimer
 from gcore_llm.config import TrainConfig
 from gcore_llm.display import Display
 from gcore_llm.errors import UserError
@@ -16,6 +14,8 @@ from gcore_llm.prompts import PromptSets
 from gcore_llm.roles import Sampler, build_engine, build_packed_model, build_reward
 from gcore_llm.run_folder import RunFolder, append_json, write_atomically, write_jsonl
 from gcore_llm.tasks import WORKED_EXAMPLES
+from gcore_trainer import OptimizerConfig, PolicyLossConfig, Sample
+from gcore_trainer.torch_trainer import TorchTrainer
 
 
 async def warm_up(
@@ -28,14 +28,14 @@ async def warm_up(
     """
     if config.task.name not in WORKED_EXAMPLES:
         known = ", ".join(WORKED_EXAMPLES)
-        raise UserError(f"task.name is {config.task.name!r}: warming up needs worked examples, there are some for {known}")
+        raise UserError(
+            f"task.name is {config.task.name!r}: warming up needs worked examples, there are some for {known}"
+        )
     worked = WORKED_EXAMPLES[config.task.name]
     samples = [_example(tokenizer, p.token_ids, worked(p.row)) for p in prompts.train]
     optimizer = OptimizerConfig(lr=config.warmup.lr, betas=(0.9, 0.95), lr_warmup_steps=50)
     trainer = TorchTrainer(build_packed_model(config, initial), optimizer=optimizer, policy_loss=PolicyLossConfig())
-    sampler = Sampler(
-        policy=build_engine(config, initial, tokenizer), reward=build_reward(config), tokenizer=tokenizer
-    )
+    sampler = Sampler(policy=build_engine(config, initial, tokenizer), reward=build_reward(config), tokenizer=tokenizer)
     write_jsonl(run.warmup, [])
     display.phase("warm-up (supervised)", total=config.warmup.max_steps)
     order = np.random.default_rng(config.seed)

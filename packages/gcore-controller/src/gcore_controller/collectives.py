@@ -118,7 +118,7 @@ class InlineCollectives:
 
     async def all_to_all(self, parts: Sequence[T]) -> list[T]:
         if len(parts) != self.world_size:
-            raise ValueError(f"parts has {len(parts)} entries: one for each of the {self.world_size} controllers is needed")
+            raise ValueError(f"parts has {len(parts)} entries: one for each of {self.world_size} controllers is needed")
         return [sent[self._rank] for sent in await self._meet("all_to_all", parts)]
 
     async def barrier(self) -> None:

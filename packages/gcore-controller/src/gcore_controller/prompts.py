@@ -1,4 +1,4 @@
-"""Resumable prompt loading: every prompt once an epoch, in an order that depends only on the seed, sliced by controller."""
+"""Resumable prompt loading: every prompt once an epoch, in an order fixed by the seed, sliced by controller."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar

@@ -1,7 +1,7 @@
 """Stage timers: which stage of a step a controller is in, at every moment."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class StageTimer:
         self._spans: list[Span] = []
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str) -> Generator[None]:
         """Attribute the time inside the block to ``name``."""
         self._switch()
         self._stack.append(name)

@@ -24,8 +24,10 @@ class MathVerifyReward:
     def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
         del prompt
         if self._answer_key not in row:
-            raise RewardError(f"the row has no {self._answer_key!r}: math-verify compares with it; it has {sorted(row)}")
+            raise RewardError(
+                f"the row has no {self._answer_key!r} for math-verify to compare with: it has {sorted(row)}"
+            )
         # Its own time-outs use SIGALRM, which works in the main thread alone and would break the event loop's timers.
-        gold = self._library.parse(f"${row[self._answer_key]}$", parsing_timeout=None)
-        answer = self._library.parse(completion, parsing_timeout=None)
-        return float(self._library.verify(gold, answer, timeout_seconds=None))
+        gold = self._library.parse(f"${row[self._answer_key]}$", parsing_timeout=0)
+        answer = self._library.parse(completion, parsing_timeout=0)
+        return float(self._library.verify(gold, answer, timeout_seconds=0))

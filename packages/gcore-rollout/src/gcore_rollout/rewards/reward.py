@@ -8,7 +8,7 @@ from typing import Any
 from gcore_rollout.errors import RewardError
 
 RewardFunction = Callable[[str, str, Mapping[str, Any]], float | Awaitable[float]]
-"""``reward(prompt, completion, row)``: the prompt's text, the completion's text, and the data set's row. May be async."""
+"""``reward(prompt, completion, row)``: both texts, and the data set's row. May be async."""
 
 
 async def score(reward: RewardFunction, *, prompt: str, completion: str, row: Mapping[str, Any]) -> float:

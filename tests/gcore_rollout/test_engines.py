@@ -1,0 +1,345 @@
+"""What every engine promises, whatever runs behind it."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_oracles import (
+    EOS_TOKEN_IDS,
+    MAX_LENGTH,
+    VLLM_IMPORT_WARNINGS,
+    VOCAB_SIZE,
+    TinyModel,
+    collect,
+    errors,
+    first_then_abandon,
+    make_engine,
+    make_request,
+    reference_after_swap,
+    until_sampled,
+)
+from gcore_rollout import Engine
+from gcore_rollout.errors import RequestError, RolloutError
+
+pytestmark = VLLM_IMPORT_WARNINGS
+
+MAX_NUM_SEQS = 8
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An engine that runs the ``old`` weights of ``model`` when a test starts."""
+
+    engine: Engine
+    model: TinyModel
+
+    async def update(self, model: Any) -> int:
+        version = self.engine.weight_version + 1
+        await self.engine.update_weights(model.state_dict().items(), version=version)
+        return version
+
+
+@pytest.fixture(scope="module", params=["hf", "vllm"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def tied_engine(kind: str, tied: TinyModel) -> Iterator[Engine]:
+    engine = make_engine(kind, tied, max_num_seqs=MAX_NUM_SEQS)
+    yield engine
+    asyncio.run(engine.close())
+
+
+@pytest.fixture(scope="module")
+def untied_engine(kind: str, untied: TinyModel) -> Iterator[Engine]:
+    engine = make_engine(kind, untied, max_num_seqs=MAX_NUM_SEQS)
+    yield engine
+    asyncio.run(engine.close())
+
+
+@pytest.fixture
+async def subject(tied_engine: Engine, tied: TinyModel) -> Subject:
+    subject = Subject(tied_engine, tied)
+    await subject.update(tied.old)
+    return subject
+
+
+@pytest.fixture
+async def untied_subject(untied_engine: Engine, untied: TinyModel) -> Subject:
+    subject = Subject(untied_engine, untied)
+    await subject.update(untied.old)
+    return subject
+
+
+@pytest.fixture(params=["tied", "untied"])
+def either_subject(request: pytest.FixtureRequest, subject: Subject, untied_subject: Subject) -> Subject:
+    return subject if request.param == "tied" else untied_subject
+
+
+async def test_every_completion_comes_once(subject: Subject) -> None:
+    requests = [make_request(f"r{n}", 3 + n, n=n, max_tokens=4 + n) for n in (1, 5, 2, 11)]
+    found = await collect(subject.engine, *requests)
+    assert sorted(found) == sorted((r.request_id, i) for r in requests for i in range(r.n))
+    limits = {r.request_id: r.sampling.max_tokens for r in requests}
+    for c in found.values():
+        assert 1 <= len(c.token_ids) <= limits[c.request_id]
+        assert c.token_ids.shape == c.log_probs.shape == c.weight_versions.shape
+        assert (c.token_ids.dtype, c.log_probs.dtype, c.weight_versions.dtype) == (np.int64, np.float32, np.int32)
+        assert set(c.weight_versions) == {subject.engine.weight_version}
+        assert c.token_ids.min() >= 0
+        assert c.token_ids.max() < VOCAB_SIZE
+
+
+async def test_no_requests_no_completions(subject: Subject) -> None:
+    assert await collect(subject.engine) == {}
+
+
+async def test_short_completions_do_not_wait_for_long_ones(subject: Subject) -> None:
+    requests = [make_request("long", 4, max_tokens=200), make_request("short", 4, max_tokens=1)]
+    first = await first_then_abandon(subject.engine, requests)
+    assert first.request_id == "short"
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 0.0])
+async def test_log_probs_are_those_of_transformers(subject: Subject, temperature: float) -> None:
+    """At the temperature that was sampled with, and at 1 for greedy tokens."""
+    requests = [make_request(f"r{length}", length, n=2, temperature=temperature) for length in (1, 7, 40, 150)]
+    found = await collect(subject.engine, *requests)
+    assert max(errors(subject.model.old, requests, found)) < TOLERANCE
+
+
+async def test_temperatures_may_be_mixed(subject: Subject) -> None:
+    requests = [make_request(f"r{t}", 9, n=2, temperature=t) for t in (0.0, 0.5, 1.0, 1.5)]
+    found = await collect(subject.engine, *requests)
+    assert max(errors(subject.model.old, requests, found)) < TOLERANCE
+
+
+async def test_finish_reasons(subject: Subject) -> None:
+    """A completion ends with its first end-of-sequence token, which it includes, or at its limit."""
+    found = await collect(subject.engine, make_request("r", 5, n=48, max_tokens=30))
+    for c in found.values():
+        ends = np.isin(c.token_ids, EOS_TOKEN_IDS)
+        assert not ends[:-1].any()
+        assert c.finish_reason == ("stop" if ends[-1] else "length")
+        assert ends[-1] or len(c.token_ids) == 30
+    assert {c.finish_reason for c in found.values()} == {"stop", "length"}
+    assert {int(c.token_ids[-1]) for c in found.values() if c.finish_reason == "stop"} == set(EOS_TOKEN_IDS)
+
+
+async def test_greedy_equals_generate(subject: Subject) -> None:
+    requests = [make_request(f"r{length}", length, max_tokens=24, temperature=0.0) for length in (1, 6, 33)]
+    found = await collect(subject.engine, *requests)
+    for r in requests:
+        prompt = torch.tensor([r.prompt_token_ids])
+        expected = subject.model.old.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=24,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=EOS_TOKEN_IDS,
+        )
+        assert found[r.request_id, 0].token_ids.tolist() == expected[0, prompt.shape[1] :].tolist()
+
+
+async def test_seeds(subject: Subject) -> None:
+    request = make_request("r", 6, n=4, seed=3)
+    first, again, other = [
+        await collect(subject.engine, r) for r in (request, request, replace(request, seed=request.seed + 1))
+    ]
+    tokens = [c.token_ids.tolist() for c in first.values()]
+    assert tokens == [again[key].token_ids.tolist() for key in first]
+    assert all(a != b for a, b in pairwise(tokens))
+    assert tokens != [other[key].token_ids.tolist() for key in first]
+
+
+async def test_concurrent_calls_get_their_own(subject: Subject) -> None:
+    calls = [[make_request(f"{call}{i}", 3 + i, n=3, max_tokens=5 + 4 * call) for i in range(2)] for call in range(4)]
+    results = await asyncio.gather(*(collect(subject.engine, *requests) for requests in calls))
+    for requests, found in zip(calls, results, strict=True):
+        assert {key[0] for key in found} == {r.request_id for r in requests}
+        assert len(found) == 6
+        assert max(errors(subject.model.old, requests, found)) < TOLERANCE
+
+
+async def test_more_samples_than_slots(subject: Subject) -> None:
+    requests = [make_request(f"r{i}", 2 + i, n=1 + i % 7, max_tokens=4 + i) for i in range(12)]
+    found = await collect(subject.engine, *requests)
+    assert len(found) == sum(r.n for r in requests)
+    assert max(errors(subject.model.old, requests, found)) < TOLERANCE
+
+
+async def test_new_weights_take_effect(either_subject: Subject) -> None:
+    """For a prompt long enough that its keys and values were cached with the old weights, too."""
+    engine, model = either_subject.engine, either_subject.model
+    requests = [make_request("short", 5, n=2), make_request("long", 300, n=2)]
+    assert max(errors(model.old, requests, await collect(engine, *requests))) < TOLERANCE
+    version = await either_subject.update(model.new)
+    found = await collect(engine, *requests)
+    assert engine.weight_version == engine.stats().weight_version == version
+    assert all(set(c.weight_versions) == {version} for c in found.values())
+    assert max(errors(model.new, requests, found)) < TOLERANCE
+    assert min(errors(model.old, requests, found)) > 0.1
+
+
+async def test_update_copies(either_subject: Subject) -> None:
+    """The tensors handed over are the caller's again when `update_weights` returns, and may have had gradients."""
+    weights = {name: tensor.clone().requires_grad_() for name, tensor in either_subject.model.new.state_dict().items()}
+    version = either_subject.engine.weight_version + 1
+    await either_subject.engine.update_weights(weights.items(), version=version)
+    for tensor in weights.values():
+        tensor.detach().fill_(float("nan"))
+    request = make_request("r", 9, n=2)
+    found = await collect(either_subject.engine, request)
+    assert max(errors(either_subject.model.new, [request], found)) < TOLERANCE
+
+
+async def test_tied_head_may_be_left_out(subject: Subject) -> None:
+    weights = subject.model.new.state_dict()
+    del weights["lm_head.weight"]
+    await subject.engine.update_weights(weights.items(), version=subject.engine.weight_version + 1)
+    request = make_request("r", 9, n=2)
+    assert max(errors(subject.model.new, [request], await collect(subject.engine, request))) < TOLERANCE
+
+
+async def test_update_in_mid_generation(either_subject: Subject) -> None:
+    """Each token carries the version that made it, over the keys and values computed until then."""
+    engine, model = either_subject.engine, either_subject.model
+    before = engine.weight_version
+    request = make_request("r", 140, n=3, max_tokens=60, temperature=0.9)
+    late = make_request("late", 140, n=2)
+    late = replace(late, prompt_token_ids=request.prompt_token_ids)
+    running = asyncio.create_task(collect(engine, request))
+    await until_sampled(engine, 25)
+    after = await either_subject.update(model.new)
+    # The same prompt as samples still running: their keys and values are of no use to it.
+    found_late = await collect(engine, late)
+    assert max(errors(model.new, [late], found_late)) < TOLERANCE
+    crossed = 0
+    for c in (await running).values():
+        num_old = int((c.weight_versions == before).sum())
+        assert c.weight_versions.tolist() == [before] * num_old + [after] * (len(c.token_ids) - num_old)
+        expected = reference_after_swap(model.old, model.new, request, c.token_ids, num_old)
+        np.testing.assert_allclose(c.log_probs, expected, atol=TOLERANCE, rtol=0)
+        crossed += num_old < len(c.token_ids)
+    assert crossed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.norm.weight": None}, r"missing names \['model.norm.weight'\]"),
+        ({"model.layers.1.mlp.up_proj.weight": None}, "missing names"),
+        ({"model.extra": torch.zeros(1)}, r"unknown names \['model.extra'\]"),
+        ({"model.norm.weight": torch.zeros(3)}, r"'model.norm.weight' has shape \(3,\): the model has \(128,\)"),
+    ],
+)
+async def test_bad_weights_change_nothing(
+    either_subject: Subject, change: dict[str, torch.Tensor | None], message: str
+) -> None:
+    engine, model = either_subject.engine, either_subject.model
+    version = engine.weight_version
+    weights = {**model.new.state_dict(), **change}
+    with pytest.raises(ValueError, match=message):
+        await engine.update_weights([(k, v) for k, v in weights.items() if v is not None], version=version + 1)
+    assert engine.weight_version == version
+    request = make_request("r", 9)
+    assert max(errors(model.old, [request], await collect(engine, request))) < TOLERANCE
+
+
+async def test_versions_must_grow(subject: Subject) -> None:
+    version = subject.engine.weight_version
+    with pytest.raises(ValueError, match=f"version is {version}: it must be above the present {version}"):
+        await subject.engine.update_weights(subject.model.new.state_dict().items(), version=version)
+    request = make_request("r", 9)
+    assert max(errors(subject.model.old, [request], await collect(subject.engine, request))) < TOLERANCE
+
+
+async def test_abandoned_samples_free_the_engine(subject: Subject) -> None:
+    requests = [make_request("short", 4, max_tokens=1), make_request("long", 4, n=3 * MAX_NUM_SEQS, max_tokens=400)]
+    other = make_request("other", 5, n=4, max_tokens=40)
+    kept = asyncio.create_task(collect(subject.engine, other))
+    await first_then_abandon(subject.engine, requests)
+    found = await kept
+    assert len(found) == 4
+    assert max(errors(subject.model.old, [other], found)) < TOLERANCE
+    await asyncio.sleep(0)
+    stats = subject.engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+
+
+async def test_cancelled_consumer_frees_the_engine(subject: Subject) -> None:
+    running = asyncio.create_task(collect(subject.engine, make_request("r", 4, n=20, max_tokens=400)))
+    await until_sampled(subject.engine, 5)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert len(await collect(subject.engine, make_request("next", 4))) == 1
+    stats = subject.engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "message"),
+    [
+        (MAX_LENGTH, 1, f"needs {MAX_LENGTH} prompt \\+ 1 completion tokens = {MAX_LENGTH + 1}"),
+        (3, MAX_LENGTH, f"the model takes at most {MAX_LENGTH}"),
+    ],
+)
+async def test_too_long_requests_are_refused(subject: Subject, length: int, max_tokens: int, message: str) -> None:
+    good = make_request("good", 3)
+    with pytest.raises(RequestError, match=message):
+        await collect(subject.engine, good, make_request("bad", length, max_tokens=max_tokens))
+    assert subject.engine.stats().num_waiting == 0
+
+
+async def test_longest_request_is_served(subject: Subject) -> None:
+    request = make_request("r", MAX_LENGTH - 2, max_tokens=2)
+    assert max(errors(subject.model.old, [request], await collect(subject.engine, request))) < TOLERANCE
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB_SIZE])
+async def test_unknown_prompt_tokens_are_refused(subject: Subject, token: int) -> None:
+    request = replace(make_request("r", 3), prompt_token_ids=(4, token, 7))
+    with pytest.raises(RequestError, match=f"'r' has prompt tokens from .*the model knows 0 to {VOCAB_SIZE - 1}"):
+        await collect(subject.engine, request)
+
+
+async def test_stats(subject: Subject) -> None:
+    engine = subject.engine
+    before = engine.stats()
+    request = make_request("r", 10, n=MAX_NUM_SEQS, max_tokens=50)
+    queued = [make_request(f"queued{i}", 20, max_tokens=5) for i in range(3)]
+    running = asyncio.create_task(collect(engine, request, *queued))
+    await until_sampled(engine, 1)
+    during = engine.stats()
+    assert (during.num_running, during.num_waiting) == (MAX_NUM_SEQS, 3)
+    found = await running
+    after = engine.stats()
+    assert (after.num_running, after.num_waiting) == (0, 0)
+    assert after.prompt_tokens - before.prompt_tokens == 10 + 3 * 20
+    assert after.completion_tokens - before.completion_tokens == sum(len(c.token_ids) for c in found.values())
+    assert after.weight_version == engine.weight_version
+
+
+async def test_closing(kind: str, tied: TinyModel) -> None:
+    """A new engine has version 0; closing it ends what it generates and what it could."""
+    engine = make_engine(kind, tied)
+    assert engine.weight_version == 0
+    found = await collect(engine, make_request("r", 4))
+    assert set(found["r", 0].weight_versions) == {0}
+    running = asyncio.create_task(collect(engine, make_request("r", 4, n=3, max_tokens=400)))
+    await until_sampled(engine, 5)
+    await engine.close()
+    with pytest.raises(RolloutError, match="closed while generating"):
+        await running
+    with pytest.raises(RolloutError, match="closed"):
+        await collect(engine, make_request("r", 4))
+    await engine.close()
