@@ -10,11 +10,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+
 from gcore_rollout import Completion, Engine, Request, SamplingParams
 from gcore_rollout.hf_engine import HFEngine
 from gcore_rollout.vllm_engine import VLLMEngine
-from numpy.typing import NDArray
-from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 VOCAB_SIZE = 96
 MAX_LENGTH = 512

@@ -23,6 +23,7 @@ from engine_oracles import (
     reference_after_swap,
     until_sampled,
 )
+
 from gcore_rollout import Engine
 from gcore_rollout.errors import RequestError, RolloutError
 

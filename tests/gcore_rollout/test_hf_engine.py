@@ -1,19 +1,57 @@
 """What the `hf` engine promises beyond the rest: a request's result does not depend on what else is in the batch."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from engine_oracles import TinyModel, collect, make_request
+import torch
+from engine_oracles import TinyModel, collect, errors, make_request
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    GPT2Config,
+    Lfm2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
 from gcore_rollout import Request
 from gcore_rollout.errors import UnsupportedModelError
 from gcore_rollout.hf_engine import HFEngine
-from transformers import BloomConfig, BloomForCausalLM
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def _save(config: PreTrainedConfig, path: Path) -> Any:
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(path)
+    return model
 
 
 def _crowd() -> list[Request]:
     return [
-        make_request(f"c{i}", 1 + 13 * i, n=1 + i % 3, max_tokens=5 + 7 * i, temperature=0.5 * (i % 4)) for i in range(9)
+        make_request(f"c{i}", 1 + 13 * i, n=1 + i % 3, max_tokens=5 + 7 * i, temperature=0.5 * (i % 4))
+        for i in range(9)
     ]
 
 
@@ -23,7 +61,9 @@ async def test_result_does_not_depend_on_the_batch(tied: TinyModel, max_num_seqs
     request = make_request("r", 21, n=3, max_tokens=40, temperature=0.8, seed=5)
     alone = await collect(HFEngine.from_pretrained(tied.path), request)
     crowd = _crowd()
-    found = await collect(HFEngine.from_pretrained(tied.path, max_num_seqs=max_num_seqs), *crowd[:4], request, *crowd[4:])
+    found = await collect(
+        HFEngine.from_pretrained(tied.path, max_num_seqs=max_num_seqs), *crowd[:4], request, *crowd[4:]
+    )
     for key, expected in alone.items():
         assert found[key].token_ids.tolist() == expected.token_ids.tolist()
         assert found[key].finish_reason == expected.finish_reason
@@ -53,3 +93,43 @@ async def test_eos_token_ids_may_be_given(tied: TinyModel) -> None:
 def test_no_slots_are_refused(tied: TinyModel) -> None:
     with pytest.raises(ValueError, match="max_num_seqs is 0: at least 1 is needed"):
         HFEngine.from_pretrained(tied.path, max_num_seqs=0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SIZES),
+        Qwen3Config(**SIZES),
+        Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+        MistralConfig(**SIZES, sliding_window=None),
+        GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=256, initializer_range=0.15),
+    ],
+    ids=lambda config: config.model_type,
+)
+async def test_architectures(config: PreTrainedConfig, tmp_path: Path) -> None:
+    model = _save(config, tmp_path)
+    requests = [make_request(f"r{i}", 3 + 20 * i, n=2, temperature=0.7, max_tokens=20) for i in range(3)]
+    found = await collect(HFEngine.from_pretrained(tmp_path, max_num_seqs=4), *requests)
+    assert max(errors(model, requests, found)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BloomConfig(vocab_size=96, hidden_size=32, n_layer=1, n_head=2),
+        Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_models_with_other_layers_are_refused(config: PreTrainedConfig, tmp_path: Path) -> None:
+    _save(config, tmp_path)
+    with pytest.raises(UnsupportedModelError, match=f"'{config.model_type}' does not run all its layers through"):
+        HFEngine.from_pretrained(tmp_path)
+
+
+async def test_capped_attention_is_refused(tmp_path: Path) -> None:
+    _save(Gemma2Config(**SIZES), tmp_path)
+    engine = HFEngine.from_pretrained(tmp_path)
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError, match="caps its attention logits"):
+            await collect(engine, make_request("r", 5))

@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(0 if args else 2)
     command, rest = args[0], args[1:]
     if command not in _COMMANDS:
-        raise SystemExit(f"gcore-llm: unknown command {command!r}: {', '.join(_COMMANDS)} are known")
+        print(f"gcore-llm: error: unknown command {command!r}: {', '.join(_COMMANDS)} are known", file=sys.stderr)
+        raise SystemExit(2)
     _set_environment()
     try:
         _COMMANDS[command](rest)

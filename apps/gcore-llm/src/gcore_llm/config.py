@@ -20,6 +20,10 @@ class TaskConfig:
     num_val: int = 256
     """Held-out problems to generate."""
 
+    def __post_init__(self) -> None:
+        for name in ("num_train", "num_val"):
+            _at_least(f"task.{name}", getattr(self, name), 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -67,6 +71,11 @@ class WarmupConfig:
     """Stop as soon as sampled answers reach this accuracy on held-out problems."""
     test_freq: int = 25
     """Updates between two such checks."""
+
+    def __post_init__(self) -> None:
+        _at_least("warmup.max_steps", self.max_steps, 0)
+        for name in ("batch_size", "test_freq"):
+            _at_least(f"warmup.{name}", getattr(self, name), 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,7 @@ class Display:
         self._table: RenderableType = ""
         self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True)
         self._last_line_s = 0.0
+        self._held_out = "-"
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
@@ -61,12 +62,18 @@ class Display:
         self._table = f"loss {loss:.3f}   held-out accuracy {accuracy:.3f}"
         self._line(f"warm-up {step}: loss {loss:.3f}, held-out accuracy {accuracy:.3f}")
 
+    def evaluated(self, step: int, *, greedy: float, sampled: float) -> None:
+        """Scores on held-out prompts."""
+        self._held_out = f"{greedy:.3f}"
+        self.say(f"step {step}: held-out score {greedy:.3f} greedy, {sampled:.3f} sampled")
+
     def stepped(self, step: int, metrics: dict[str, float]) -> None:
         """A training step, under its metrics' names in metrics.jsonl."""
         self._progress.update(self._task, completed=step)
         table = Table.grid(padding=(0, 3))
         cells = [
             ("reward", f"{metrics.get('critic/score/mean', float('nan')):.3f}"),
+            ("held-out", self._held_out),
             ("accepted", f"{metrics.get('sampling/acceptance', 0.0):.0%}"),
             ("length", f"{metrics.get('response_length/mean', 0.0):.1f}"),
             ("tokens/s", f"{metrics.get('perf/throughput', 0.0):,.0f}"),

@@ -1,12 +1,32 @@
 """Between sampling and training: an even share of simulated work for every controller, in micro-batches that fit."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from gcore_controller import Collectives
 from gcore_llm.groups import Group
 from gcore_placement import TransformerWorkload, balance, micro_batches
+
+
+def workload_of(model: Path) -> TransformerWorkload:
+    """The cost model of a Hugging Face folder's architecture; of a mixture of experts, its active part."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    heads: int = config.num_attention_heads
+    dense: int = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    active_experts: int = getattr(config, "num_experts_per_tok", None) or 1
+    return TransformerWorkload(
+        hidden_size=config.hidden_size,
+        intermediate_size=active_experts * (getattr(config, "moe_intermediate_size", None) or dense),
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocab_size=config.vocab_size,
+    )
 
 
 def group_cost(workload: TransformerWorkload, group: Group) -> float:

@@ -24,7 +24,7 @@ async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
     config = resolve(run.load_config())
     torch.set_num_threads(config.threads)
     model = Path(config.model) if config.model else run.model
-    if not model.is_dir():
+    if not config.model and not model.is_dir():
         raise UserError(
             f"{path} has no model yet: gcore-llm train is still warming it up, or was stopped before it had"
         )

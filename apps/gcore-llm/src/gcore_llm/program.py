@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from gcore_llm.prompts import Prompt, PromptSets
 from gcore_llm.roles import Roles
 from gcore_placement import TransformerWorkload
 from gcore_rollout import SamplingParams
-from gcore_trainer import MicroBatch, Sample
+from gcore_trainer import MicroBatch
 
 State = dict[str, Any]
 
@@ -28,6 +29,10 @@ class Recorder(Protocol):
     """Where rank 0 leaves what happened."""
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
+
+    def updating(self) -> AbstractContextManager[None]:
+        """The part of a step from the policy's first update to `reached`."""
+        ...
 
     def stepped(self, step: int, metrics: dict[str, float]) -> None: ...
 
@@ -46,8 +51,15 @@ class Job:
     recorder: Recorder
     first_step: int
     """Steps already made."""
+    is_evaluated: bool
+    """Whether the evaluation after them, if one is due, is recorded already."""
     controllers: list[State] | None
     """The controllers' states to resume from, by rank."""
+
+
+def is_evaluation_due(config: TrainConfig, step: int) -> bool:
+    """Whether the policy is evaluated after this step."""
+    return step % config.trainer.test_freq == 0 or step == config.trainer.total_training_steps
 
 
 def rlhf_program(job: Job) -> Callable[[Context[Roles]], Any]:
@@ -55,10 +67,12 @@ def rlhf_program(job: Job) -> Callable[[Context[Roles]], Any]:
 
     async def program(ctx: Context[Roles]) -> None:
         controller = _Controller(ctx, job)
-        if job.first_step == 0:
-            await controller.evaluate(0)
+        if not job.is_evaluated:
+            await controller.evaluate(job.first_step)
         for step in range(job.first_step + 1, job.config.trainer.total_training_steps + 1):
             await controller.step(step)
+            if is_evaluation_due(job.config, step):
+                await controller.evaluate(step)
 
     return program
 
@@ -114,16 +128,14 @@ class _Controller:
         metrics = await self._sampling_metrics(harvest)
         with ctx.timer.stage("prepare"):
             share = await exchange(harvest.groups, workload=self._job.workload, group=ctx.group)
-        if harvest.num_groups:
-            metrics |= await self._train(step, share, harvest.num_groups)
-        metrics |= self._timings(time.perf_counter() - start_s, metrics)
-        if ctx.rank == 0:
-            self._job.recorder.stepped(step, metrics)
-        if step % config.trainer.test_freq == 0 or step == config.trainer.total_training_steps:
-            await self.evaluate(step)
-        states = await ctx.group.all_gather(self._state())
-        if ctx.rank == 0:
-            self._job.recorder.reached(step, states)
+        with self._job.recorder.updating():
+            if harvest.num_groups:
+                metrics |= await self._train(step, share, harvest.num_groups)
+            metrics |= self._timings(time.perf_counter() - start_s, metrics)
+            states = await ctx.group.all_gather(self._state())
+            if ctx.rank == 0:
+                self._job.recorder.stepped(step, metrics)
+                self._job.recorder.reached(step, states)
 
     async def _sample_wave(self, count: int) -> list[Group]:
         groups = await generate_groups(
@@ -143,10 +155,9 @@ class _Controller:
         size = config.actor.ppo_mini_batch_size or num_groups
         num_updates = -(-num_groups // size)
         with ctx.timer.stage("prepare"):
-            samples = [g.samples(config.algorithm) for g in share]
-            updates = [
-                self._micro_batches(share, samples, range(i, len(share), num_updates)) for i in range(num_updates)
-            ]
+            tickets = sorted(t for part in await ctx.group.all_gather([g.ticket for g in share]) for t in part)
+            update_of = {ticket: i % num_updates for i, ticket in enumerate(tickets)}
+            updates = [self._micro_batches([g for g in share if update_of[g.ticket] == u]) for u in range(num_updates)]
             updates = self._with_scores(updates, num_updates * config.actor.ppo_epochs)
         metrics: dict[str, float] = {}
         with ctx.timer.stage("train"):
@@ -162,12 +173,12 @@ class _Controller:
             await ctx.group.barrier()
         return metrics
 
-    def _micro_batches(self, share: list[Group], samples: list[list[Sample]], members: range) -> list[MicroBatch]:
-        chosen = [share[i] for i in members]
+    def _micro_batches(self, groups: list[Group]) -> list[MicroBatch]:
+        samples = [g.samples(self._config.algorithm) for g in groups]
         pairs = split_in_micro_batches(
-            chosen, workload=self._job.workload, max_tokens=self._config.actor.ppo_max_token_len
+            groups, workload=self._job.workload, max_tokens=self._config.actor.ppo_max_token_len
         )
-        return [[samples[members[g]][i] for g, i in batch] for batch in pairs]
+        return [[samples[g][i] for g, i in batch] for batch in pairs]
 
     def _with_scores(self, updates: list[list[MicroBatch]], num_passes: int) -> list[list[MicroBatch]]:
         """Add the log-probs that the loss needs from the trainer or the reference."""

@@ -36,20 +36,26 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     """Rows of a JSONL or Parquet file.
 
     Raises:
-        UserError: missing, unknown ending, broken line, no rows.
+        UserError: missing, unknown ending, unreadable, broken line, no rows.
     """
     file = Path(path)
     if not file.is_file():
         raise UserError(f"data file {path} does not exist")
     match file.suffix:
         case ".jsonl":
-            rows = [
-                _parsed(line, f"{path}:{n}") for n, line in enumerate(file.read_text().splitlines(), 1) if line.strip()
-            ]
+            try:
+                # Not splitlines: JSON strings may hold the other characters that it takes for line ends.
+                lines = file.read_text("utf-8").split("\n")
+            except UnicodeDecodeError as error:
+                raise UserError(f"data file {path} is not UTF-8: {error}") from None
+            rows = [_parsed(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
         case ".parquet":
             import pyarrow.parquet
 
-            rows = pyarrow.parquet.read_table(file).to_pylist()
+            try:
+                rows = pyarrow.parquet.read_table(file).to_pylist()
+            except pyarrow.ArrowException as error:
+                raise UserError(f"data file {path} is not Parquet: {error}") from None
         case _:
             raise UserError(f"data file {path} ends in {file.suffix!r}: .jsonl or .parquet is needed")
     if not rows:

@@ -15,17 +15,15 @@ from gcore_trainer import OptimizerConfig, PolicyLossConfig
 
 
 def embedded() -> TrainConfig:
-    """Minutes on two cores, no GPU, no network: a tiny model learns sums of two to four digits, step by step."""
+    """Minutes on two cores, no GPU, no network: a tiny model learns to work out one-digit sums."""
     return TrainConfig(
-        task=TaskConfig(name="chain_sum", params={"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1}),
+        task=TaskConfig(name="chain_sum", params={"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}),
         answer_after="=",
-        data=DataConfig(train_batch_size=32, max_prompt_length=16, max_response_length=40),
+        data=DataConfig(train_batch_size=32, max_prompt_length=16, max_response_length=32),
         warmup=WarmupConfig(max_steps=500),
         rollout=RolloutConfig(n=8, max_num_seqs=512),
-        actor=ActorConfig(
-            optim=OptimizerConfig(lr=5e-4, betas=(0.9, 0.99)), loss=PolicyLossConfig(), ppo_max_token_len=16_384
-        ),
-        trainer=TrainerConfig(total_training_steps=200),
+        actor=ActorConfig(optim=OptimizerConfig(lr=2e-4), loss=PolicyLossConfig(), ppo_max_token_len=16_384),
+        trainer=TrainerConfig(total_training_steps=300),
     )
 
 

@@ -2,21 +2,32 @@
 
 import string
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
-def make_tiny_model(path: Path, *, seed: int) -> None:
-    """Write config, random weights and tokenizer to ``path``."""
-    import torch
+def tiny_tokenizer() -> "PreTrainedTokenizerFast":
+    """One token per printable character."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *string.printable])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
-    ).save_pretrained(path)
+    )
+
+
+def make_tiny_model(path: Path, *, seed: int) -> None:
+    """Write config, random weights and tokenizer to ``path``."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tiny_tokenizer().save_pretrained(path)
     config = Qwen2Config(
         vocab_size=128,
         hidden_size=128,

@@ -1,9 +1,9 @@
 """`gcore-llm train`: from a config to a finished run's folder."""
 
 import asyncio
-import json
 import math
 import shutil
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,18 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.display import Display
 from gcore_llm.errors import UserError
 from gcore_llm.evaluate import Evaluation
+from gcore_llm.exchange import workload_of
+from gcore_llm.interrupt import Interrupt
 from gcore_llm.metrics import MetricsWriter
-from gcore_llm.program import Job, State, rlhf_program
+from gcore_llm.program import Job, State, is_evaluation_due, rlhf_program
 from gcore_llm.prompts import PromptSets, load_files
 from gcore_llm.report import write_report
 from gcore_llm.roles import Roles, build_reward, build_roles, build_tokenizer
 from gcore_llm.run_folder import RunFolder, open_run, read_jsonl, write_atomically, write_jsonl
 from gcore_llm.settings import resolve
 from gcore_llm.tasks import load_task
-from gcore_llm.tiny_model import make_tiny_model
-from gcore_llm.warmup import warm_up
-from gcore_placement import TransformerWorkload
+from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
+from gcore_llm.warmup import require_worked_examples, warm_up
 from gcore_rollout.rewards import RewardFunction, score
 
 
@@ -53,21 +54,23 @@ def train(config: TrainConfig, display: Display) -> Result:
         raise UserError("model is not set: a local Hugging Face folder is needed with data.train_files")
     reward = build_reward(config)
     if config.model:
-        model = Path(config.model)
-        tokenizer = build_tokenizer(model)
-        prompts = load_prompts(config, tokenizer)
-        asyncio.run(_try_reward(reward, prompts))
-        run = open_run(config)
-        display.say(f"run folder: {run.path}")
+        tokenizer = build_tokenizer(Path(config.model))
     else:
+        require_worked_examples(config.task.name)
+        tokenizer = tiny_tokenizer()
+    prompts = load_prompts(config, tokenizer)
+    # One event loop for all of it: a user's async reward may keep what belongs to the loop of its first call.
+    with asyncio.Runner() as runner:
+        runner.run(_try_reward(reward, prompts))
         run = open_run(config)
         display.say(f"run folder: {run.path}")
-        model = run.model
-        tokenizer, prompts = _embedded(config, run, display)
-    if prompts.num_too_long:
-        display.say(f"left out {prompts.num_too_long} prompts longer than {config.data.max_prompt_length} tokens")
-    display.say(f"{len(prompts.train):,} training prompts, {len(prompts.val):,} held out")
-    _train(config, run, model, tokenizer, prompts, reward, display)
+        if prompts.num_too_long:
+            display.say(f"left out {prompts.num_too_long} prompts longer than {config.data.max_prompt_length} tokens")
+        display.say(f"{len(prompts.train):,} training prompts, {len(prompts.val):,} held out")
+        if not config.model and not run.model.is_dir():
+            _warm_up(config, run, tokenizer, prompts, runner, display)
+        model = Path(config.model) if config.model else run.model
+        _train(config, run, model, tokenizer, prompts, reward, runner, display)
     return _finish(run)
 
 
@@ -86,17 +89,14 @@ async def _try_reward(reward: RewardFunction, prompts: PromptSets) -> None:
     await score(reward, prompt=first.text, completion="", row=first.row)
 
 
-def _embedded(config: TrainConfig, run: RunFolder, display: Display) -> tuple[Any, PromptSets]:
-    """Tokenizer and prompts of the embedded model, which is made and warmed up if the run has none yet."""
-    if not run.model.is_dir():
-        initial = run.path / "initial-model"
-        write_atomically(initial, lambda path: make_tiny_model(path, seed=config.seed))
-        tokenizer = build_tokenizer(initial)
-        prompts = load_prompts(config, tokenizer)
-        asyncio.run(warm_up(config, run, initial, prompts, tokenizer, display))
-        shutil.rmtree(initial)
-    tokenizer = build_tokenizer(run.model)
-    return tokenizer, load_prompts(config, tokenizer)
+def _warm_up(
+    config: TrainConfig, run: RunFolder, tokenizer: Any, prompts: PromptSets, runner: asyncio.Runner, display: Display
+) -> None:
+    """Make the embedded model and warm it up."""
+    initial = run.path / "initial-model"
+    write_atomically(initial, lambda path: make_tiny_model(path, seed=config.seed))
+    runner.run(warm_up(config, run, initial, prompts, tokenizer, display))
+    shutil.rmtree(initial)
 
 
 def _train(
@@ -106,44 +106,60 @@ def _train(
     tokenizer: Any,
     prompts: PromptSets,
     reward: RewardFunction,
+    runner: asyncio.Runner,
     display: Display,
 ) -> None:
     with Checkpointer(run.checkpoints, keep=config.trainer.max_ckpt_to_keep) as checkpointer:
         saved = checkpointer.load() if checkpointer.steps() else None
         first_step: int = saved["step"] if saved else 0
         total = config.trainer.total_training_steps
+        if first_step >= total and run.export.is_dir():
+            display.say(f"complete: {first_step} steps are done, more need a higher trainer.total_training_steps")
+            return
         if saved:
             display.say(f"resuming after step {first_step} of {total}")
-        if first_step >= total:
-            return
+        shutil.rmtree(run.export, ignore_errors=True)
         roles = build_roles(config, model, tokenizer, reward)
         if saved:
             roles.trainer.load_state(saved["trainer"])
         display.phase("training", total=total, done=first_step)
         with MetricsWriter(run, last_step=first_step, tensorboard=config.trainer.tensorboard) as writer:
-            recorder = _Recorder(config, run, roles, checkpointer, writer, display)
+            interrupt = Interrupt()
+            recorder = _Recorder(config, run, roles, checkpointer, writer, display, interrupt)
             job = Job(
                 config=config,
                 prompts=prompts,
-                workload=TransformerWorkload.from_config(json.loads((model / "config.json").read_text())),
+                workload=workload_of(model),
                 recorder=recorder,
                 first_step=first_step,
+                is_evaluated=_is_evaluated(config, run, first_step),
                 controllers=saved["controllers"] if saved else None,
             )
             try:
-                asyncio.run(_run(job, roles))
-            except BaseException:
+                runner.run(_run(job, roles, interrupt))
+            except BaseException as error:
                 recorder.save_last()
+                if isinstance(error, asyncio.CancelledError):
+                    raise KeyboardInterrupt from None
                 raise
         checkpointer.wait()
     write_atomically(run.export, lambda path: _export(roles, path))
 
 
-async def _run(job: Job, roles: Roles) -> None:
+def _is_evaluated(config: TrainConfig, run: RunFolder, step: int) -> bool:
+    if step and not is_evaluation_due(config, step):
+        return True
+    return step > 0 and any(r["step"] == step and "val/greedy/score/mean" in r for r in read_jsonl(run.metrics))
+
+
+async def _run(job: Job, roles: Roles, interrupt: Interrupt) -> None:
     if job.first_step:
         await roles.policy.update_weights(roles.trainer.export_weights(), version=job.first_step)
+    main = asyncio.current_task()
+    assert main is not None
     try:
-        await run_inline(rlhf_program(job), roles=roles, world_size=job.config.controllers)
+        with interrupt.cancels(main):
+            await run_inline(rlhf_program(job), roles=roles, world_size=job.config.controllers)
     finally:
         await roles.policy.close()
 
@@ -164,6 +180,7 @@ class _Recorder:
         checkpointer: Checkpointer,
         writer: MetricsWriter,
         display: Display,
+        interrupt: Interrupt,
     ) -> None:
         self._config = config
         self._run = run
@@ -171,15 +188,17 @@ class _Recorder:
         self._checkpointer = checkpointer
         self._writer = writer
         self._display = display
+        self._interrupt = interrupt
         self._unsaved: tuple[int, int, list[State]] | None = None
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         self._writer.write(step, evaluation.metrics())
-        self._display.say(
-            f"step {step}: held-out score {evaluation.greedy:.3f} greedy, {evaluation.sampled:.3f} sampled"
-        )
+        self._display.evaluated(step, greedy=evaluation.greedy, sampled=evaluation.sampled)
         name = "before" if step == 0 else "after"
         write_jsonl(self._run.samples / f"{name}.jsonl", evaluation.samples)
+
+    def updating(self) -> AbstractContextManager[None]:
+        return self._interrupt.held_back()
 
     def stepped(self, step: int, metrics: dict[str, float]) -> None:
         self._writer.write(step, metrics)

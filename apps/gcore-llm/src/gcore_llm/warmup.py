@@ -18,19 +18,20 @@ from gcore_trainer import OptimizerConfig, PolicyLossConfig, Sample
 from gcore_trainer.torch_trainer import TorchTrainer
 
 
+def require_worked_examples(task: str) -> None:
+    """
+    Raises:
+        UserError: the embedded model cannot be warmed up on this task.
+    """
+    if task not in WORKED_EXAMPLES:
+        known = ", ".join(WORKED_EXAMPLES)
+        raise UserError(f"task.name is {task!r}: warming up needs worked examples, there are some for {known}")
+
+
 async def warm_up(
     config: TrainConfig, run: RunFolder, initial: Path, prompts: PromptSets, tokenizer: Any, display: Display
 ) -> None:
-    """Make ``run.model``: the model in ``initial``, fine-tuned on the task's worked examples.
-
-    Raises:
-        UserError: the task has no worked examples.
-    """
-    if config.task.name not in WORKED_EXAMPLES:
-        known = ", ".join(WORKED_EXAMPLES)
-        raise UserError(
-            f"task.name is {config.task.name!r}: warming up needs worked examples, there are some for {known}"
-        )
+    """Make ``run.model``: the model in ``initial``, fine-tuned on the task's worked examples."""
     worked = WORKED_EXAMPLES[config.task.name]
     samples = [_example(tokenizer, p.token_ids, worked(p.row)) for p in prompts.train]
     optimizer = OptimizerConfig(lr=config.warmup.lr, betas=(0.9, 0.95), lr_warmup_steps=50)

@@ -136,17 +136,16 @@ class HFEngine:
         """
         slot_attention.register()
         config = AutoConfig.from_pretrained(path)
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=dtype, attn_implementation=slot_attention.ATTENTION_NAME
-            )
-        except ValueError as error:
-            if "attention" not in str(error).lower():
-                raise
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=slot_attention.ATTENTION_NAME
+        )
+        # transformers itself ignores an attention that the model never calls, and the samples would mix.
+        others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if not model.is_backend_compatible() or others:
             raise UnsupportedModelError(
-                f"{config.model_type!r} does not use transformers' attention interface: the hf engine cannot run it, "
-                "the vllm engine may"
-            ) from error
+                f"{config.model_type!r} does not run all its layers through transformers' attention interface: "
+                "the hf engine cannot run it, the vllm engine may"
+            )
         if eos_token_ids is None:
             eos = model.generation_config.eos_token_id
             eos_token_ids = [eos] if isinstance(eos, int) else list(eos or [])

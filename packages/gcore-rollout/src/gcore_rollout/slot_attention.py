@@ -14,6 +14,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from gcore_rollout.errors import UnsupportedModelError
+
 ATTENTION_NAME = "gcore_slots"
 
 
@@ -132,8 +134,15 @@ def _forward(
     *,
     slots: Prefill | Decode,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
+    if softcap is not None or s_aux is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} caps its attention logits or has attention sinks: the hf engine has neither, "
+            "the vllm engine may"
+        )
     layer = module.layer_idx
     assert isinstance(layer, int)
     return slots.attend(layer, query, key, value, scaling), None

@@ -168,6 +168,8 @@ class VLLMEngine:
                 logprobs_mode="processed_logprobs",
                 # A batch in flight while the weights change would be labelled with the new version.
                 async_scheduling=False,
+                # On CPU a seeded prompt cut in chunks ends in "CPU Generator does not use offset".
+                enable_chunked_prefill=False if on_cpu else None,
             )
             try:
                 config = args.create_engine_config()
@@ -243,9 +245,10 @@ class VLLMEngine:
         self._fail_all(RolloutError("the engine was closed while generating"))
         self._engine = None
         VLLMEngine._num_live -= 1
-        last = VLLMEngine._num_live == 0 and VLLMEngine._made_process_group
-        _shut_down(engine, process_group=last)
-        VLLMEngine._made_process_group &= not last
+        is_last = VLLMEngine._num_live == 0
+        _shut_down(engine, is_last=is_last, made_process_group=VLLMEngine._made_process_group)
+        if is_last:
+            VLLMEngine._made_process_group = False
         del engine
         gc.collect()
 
@@ -456,15 +459,23 @@ def _check_head_size(config: "VllmConfig") -> None:
         raise UnsupportedModelError(f"head dimension is {model.get_head_size()}: vLLM on CPU takes {sizes}")
 
 
-def _shut_down(engine: "LLMEngine", *, process_group: bool) -> None:
+def _shut_down(engine: "LLMEngine", *, is_last: bool, made_process_group: bool) -> None:
+    from vllm.distributed import parallel_state
+
     client: Any = engine.engine_core
-    if process_group:
+    if is_last and made_process_group:
         client.shutdown()
         return
-    # vLLM's own shutdown, now or when collected, would destroy the default process group that others still use.
+    # vLLM's own shutdown, now or when collected, would destroy a default process group that others still use.
     client._finalizer.detach()
     client.engine_core.model_executor.shutdown()
     client.engine_core.scheduler.shutdown()
+    if is_last:
+        # Its groups hang on the default one: a later engine must not find them when their owner has destroyed that.
+        groups: Any = parallel_state
+        groups.destroy_model_parallel()
+        groups._WORLD.destroy()
+        groups._WORLD = None
 
 
 def _repack_head(model: torch.nn.Module) -> None:

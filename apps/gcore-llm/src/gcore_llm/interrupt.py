@@ -1,0 +1,48 @@
+"""Ctrl-C that never hits half a step."""
+
+import asyncio
+import signal
+from collections.abc import Generator
+from contextlib import contextmanager
+
+
+class Interrupt:
+    """Cancels a task on the first Ctrl-C, at a moment when the last finished step can still be saved.
+
+    The second one is Python's own `KeyboardInterrupt`, there and then.
+    """
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[None] | None = None
+        self._num_holding = 0
+        self._is_requested = False
+
+    @contextmanager
+    def cancels(self, task: "asyncio.Task[None]") -> Generator[None]:
+        """Cancel ``task``, one of the running loop, if Ctrl-C is pressed inside the block."""
+        self._task = task
+        task.get_loop().add_signal_handler(signal.SIGINT, self._request)
+        try:
+            yield
+        finally:
+            task.get_loop().remove_signal_handler(signal.SIGINT)
+
+    @contextmanager
+    def held_back(self) -> Generator[None]:
+        """Let Ctrl-C wait until all such blocks are left."""
+        self._num_holding += 1
+        try:
+            yield
+        finally:
+            self._num_holding -= 1
+            self._cancel_if_requested()
+
+    def _request(self) -> None:
+        assert self._task is not None
+        self._task.get_loop().remove_signal_handler(signal.SIGINT)
+        self._is_requested = True
+        self._cancel_if_requested()
+
+    def _cancel_if_requested(self) -> None:
+        if self._is_requested and not self._num_holding and self._task is not None:
+            self._task.cancel()

@@ -1,0 +1,129 @@
+"""What is vLLM's alone: how it is found, what it leaves in the process, and keys and values computed again."""
+
+import ast
+import asyncio
+import gc
+import os
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_oracles import (
+    VLLM_IMPORT_WARNINGS,
+    TinyModel,
+    collect,
+    errors,
+    make_engine,
+    make_request,
+    make_tiny_model,
+    reference_log_probs,
+    until_sampled,
+)
+
+from gcore_rollout import vllm_engine
+from gcore_rollout.errors import MissingExtraError, RequestError, UnsupportedModelError
+from gcore_rollout.vllm_engine import VLLMEngine
+
+pytestmark = VLLM_IMPORT_WARNINGS
+
+
+def test_importing_the_module_does_not_import_vllm() -> None:
+    module = ast.parse(Path(vllm_engine.__file__).read_text())
+    names = [alias.name for node in module.body if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in module.body if isinstance(node, ast.ImportFrom)]
+    assert "transformers" in names
+    assert not any(name.split(".")[0] == "vllm" for name in names)
+
+
+def test_missing_extra(tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'gcore-rollout\[vllm\]'"):
+        VLLMEngine.from_pretrained(tied.path)
+
+
+def test_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"no model\.safetensors"):
+        VLLMEngine.from_pretrained(tmp_path)
+
+
+def test_no_sequences_are_refused(tied: TinyModel) -> None:
+    with pytest.raises(ValueError, match="max_num_seqs is 0: at least 1 is needed"):
+        VLLMEngine.from_pretrained(tied.path, max_num_seqs=0)
+
+
+def test_unsupported_head_dimension_is_refused(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path, tie=True, num_heads=8)
+    with pytest.raises(UnsupportedModelError, match="head dimension is 16: vLLM on CPU takes"):
+        VLLMEngine.from_pretrained(model.path)
+
+
+async def test_process_is_left_as_it_was(tied: TinyModel) -> None:
+    """And several engines may live in it, whichever is closed first."""
+
+    def state() -> tuple[object, ...]:
+        return (
+            torch.get_rng_state().tolist(),
+            repr(np.random.get_state()),
+            random.getstate(),
+            torch.get_num_threads(),
+            torch.set_num_threads,
+            gc.get_freeze_count(),
+            [os.environ.get(name) for name in ("LD_PRELOAD", "LD_LIBRARY_PATH", "LOCAL_WORLD_SIZE")],
+        )
+
+    before = state()
+    requests = [make_request("r", 5, n=3)]
+    first, second = make_engine("vllm", tied), make_engine("vllm", tied)
+    assert max(errors(tied.old, requests, await collect(first, *requests))) < 1e-5
+    assert state() == before
+    assert torch.distributed.is_initialized()
+    await first.close()
+    assert max(errors(tied.old, requests, await collect(second, *requests))) < 1e-5
+    await second.close()
+    assert not torch.distributed.is_initialized()
+    assert state() == before
+
+
+async def test_process_group_of_others_stays(tied: TinyModel, tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        engine = make_engine("vllm", tied)
+        await collect(engine, make_request("r", 3))
+        await engine.close()
+        del engine
+        gc.collect()
+        torch.distributed.all_reduce(torch.ones(1))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+async def test_kv_computed_again(tied: TinyModel) -> None:
+    """After an update, tokens are drawn from what the new weights alone would say; prompts cross a cache block."""
+    engine = make_engine("vllm", tied, recompute_kv=True)
+    request = make_request("r", 140, n=3, max_tokens=60)
+    running = asyncio.create_task(collect(engine, request))
+    await until_sampled(engine, 30)
+    await engine.update_weights(tied.new.state_dict().items(), version=1)
+    for c in (await running).values():
+        assert c.weight_versions.tolist() == sorted(c.weight_versions)
+        for version, model in ((0, tied.old), (1, tied.new)):
+            mine = c.weight_versions == version
+            expected = reference_log_probs(model, request, c.token_ids)
+            np.testing.assert_allclose(c.log_probs[mine], expected[mine], atol=1e-5, rtol=0)
+    await engine.close()
+
+
+async def test_more_prompt_tokens_than_fit_in_one_step_and_in_the_cache(tied: TinyModel) -> None:
+    """Prompts wait for the next step whole; samples are thrown out for want of memory and computed again."""
+    engine = VLLMEngine.from_pretrained(tied.path, kv_cache_memory_bytes=3 << 20, eos_token_ids=[])
+    requests = [make_request(f"r{i}", 120, n=2, max_tokens=40) for i in range(10)]
+    found = await collect(engine, *requests)
+    assert len(found) == 20
+    assert max(errors(tied.old, requests, found)) < 1e-5
+    # vLLM would sample at 0.01.
+    with pytest.raises(RequestError, match=r"'cold' has temperature 0.001: vLLM takes 0 \(greedy\) or 0.01 to 2.0"):
+        await collect(engine, make_request("cold", 3, temperature=0.001))
+    await engine.close()
