@@ -9,7 +9,7 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.errors import UserError
 from gcore_llm.evaluate import Evaluation, evaluate
 from gcore_llm.prompts import render, tokenize
-from gcore_llm.roles import Sampler, build_engine, build_reward, build_tokenizer
+from gcore_llm.roles import Sampler, build_engine, build_reward, build_tokenizer, check_model
 from gcore_llm.run_folder import RunFolder
 from gcore_llm.settings import resolve
 from gcore_llm.train import load_prompts
@@ -28,6 +28,7 @@ async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
         raise UserError(
             f"{path} has no model yet: gcore-llm train is still warming it up, or was stopped before it had"
         )
+    check_model(model)
     tokenizer = build_tokenizer(model)
     engine = build_engine(config, model, tokenizer)
     checkpointer = Checkpointer(run.checkpoints)

@@ -85,11 +85,19 @@ def render(value: object, tokenizer: Any, data: DataConfig, where: str) -> str:
         if data.apply_chat_template == "never" or tokenizer.chat_template is None:
             return value
         value = [{"role": "user", "content": value}]
-    if not isinstance(value, list) or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value):
+    if not _are_messages(value):
         raise UserError(f"{where} is {value!r:.80}: text, or a list of messages with role and content, is needed")
     if tokenizer.chat_template is None:
         raise UserError(f"{where} is a list of chat messages: the model's tokenizer has no chat template to render it")
     return tokenizer.apply_chat_template(value, add_generation_prompt=True, tokenize=False)
+
+
+def _are_messages(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+    )
 
 
 def tokenize(texts_and_rows: Iterable[tuple[str, Mapping[str, Any]]], tokenizer: Any) -> list[Prompt]:

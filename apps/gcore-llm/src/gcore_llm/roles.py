@@ -33,14 +33,29 @@ class Roles(Sampler):
     """Scores under the initial policy; only where the loss has a KL term."""
 
 
+def check_model(path: Path) -> None:
+    """
+    Raises:
+        UserError: not a Hugging Face folder with weights, or of an architecture that transformers does not know.
+    """
+    if not (path / "config.json").is_file():
+        raise UserError(f"model is {str(path)!r}: a Hugging Face folder with config.json is needed")
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(path)
+    except (ValueError, OSError) as error:
+        raise UserError(f"model folder {path} has a config.json that does not load: {error}") from None
+    if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
+        raise UserError(f"model folder {path} has no weights: model.safetensors is needed")
+
+
 def build_tokenizer(path: Path) -> Any:
     """The model folder's tokenizer.
 
     Raises:
-        UserError: no such folder, no config.json, no tokenizer, no end-of-sequence token.
+        UserError: it has none, or one that does not load or has no end-of-sequence token.
     """
-    if not (path / "config.json").is_file():
-        raise UserError(f"model is {str(path)!r}: a Hugging Face folder with config.json is needed")
     from transformers import AutoTokenizer
 
     if not any(
@@ -51,8 +66,11 @@ def build_tokenizer(path: Path) -> Any:
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (ValueError, OSError) as error:
-        raise UserError(f"model folder {path} has a tokenizer that does not load: {error}") from None
+    except Exception as error:
+        # The parsers behind it raise whatever they stumble over.
+        raise UserError(
+            f"model folder {path} has a tokenizer that does not load: {type(error).__name__}: {error}"
+        ) from error
     if tokenizer.eos_token_id is None:
         raise UserError(f"model folder {path}: its tokenizer has no eos_token, so no response could end")
     return tokenizer

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from gcore_ckpt import Checkpointer
 from gcore_llm.config import TrainConfig
 from gcore_llm.errors import UserError
 from gcore_llm.settings import differences, merge, read_toml, to_toml
@@ -72,7 +73,7 @@ def open_run(config: TrainConfig) -> RunFolder:
     """The folder for this config, locked: that of the run it resumes, or a new one.
 
     Raises:
-        UserError: the run of this name has other settings, or is in use.
+        UserError: the run of this name has other settings and something to resume, or is in use.
     """
     folder = RunFolder(Path(config.runs_dir) / config.name)
     if config.resume == "never":
@@ -81,7 +82,7 @@ def open_run(config: TrainConfig) -> RunFolder:
             number += 1
             folder = RunFolder(Path(config.runs_dir) / f"{config.name}-{number}")
     folder.lock()
-    if folder.config.is_file():
+    if folder.config.is_file() and (folder.model.is_dir() or Checkpointer(folder.checkpoints).steps()):
         changed = [d for d in differences(folder.load_config(), config) if not d.startswith(_MAY_CHANGE)]
         if changed:
             raise UserError(

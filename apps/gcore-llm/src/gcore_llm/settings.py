@@ -79,8 +79,12 @@ def resolve(config: TrainConfig) -> TrainConfig:
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"device is {device!r}: this machine has no CUDA device, cpu would work")
+    try:
+        parsed = torch.device(device)
+    except RuntimeError:
+        raise UserError(f"device is {device!r}: cpu, cuda, cuda:NUMBER or auto is needed") from None
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device is {device!r}: this machine has {torch.cuda.device_count()} CUDA devices")
     return dataclasses.replace(config, threads=config.threads or len(os.sched_getaffinity(0)), device=device)
 
 

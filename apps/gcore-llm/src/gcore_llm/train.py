@@ -20,7 +20,7 @@ from gcore_llm.metrics import MetricsWriter
 from gcore_llm.program import Job, State, is_evaluation_due, rlhf_program
 from gcore_llm.prompts import PromptSets, load_files
 from gcore_llm.report import write_report
-from gcore_llm.roles import Roles, build_reward, build_roles, build_tokenizer
+from gcore_llm.roles import Roles, build_reward, build_roles, build_tokenizer, check_model
 from gcore_llm.run_folder import RunFolder, open_run, read_jsonl, write_atomically, write_jsonl
 from gcore_llm.settings import resolve
 from gcore_llm.tasks import load_task
@@ -54,6 +54,7 @@ def train(config: TrainConfig, display: Display) -> Result:
         raise UserError("model is not set: a local Hugging Face folder is needed with data.train_files")
     reward = build_reward(config)
     if config.model:
+        check_model(Path(config.model))
         tokenizer = build_tokenizer(Path(config.model))
     else:
         require_worked_examples(config.task.name)

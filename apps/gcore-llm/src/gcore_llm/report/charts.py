@@ -1,0 +1,159 @@
+"""The page's charts, as Plotly's traces."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from gcore_llm.report.run import EVALUATIONS, Row, Run, number, series
+from gcore_llm.report.text import amount, duration
+
+Trace: TypeAlias = dict[str, object]
+
+
+MAX_POINTS = 800
+"""Points of one line: more than the page has pixels for only makes the file large."""
+
+
+STAGES = ("gen", "reward", "prepare", "train", "sync")
+
+
+Y_AXES: dict[str, Row] = {
+    "sampling/acceptance": {"range": [0, 1.04]},
+    "response_length/mean": {"rangemode": "tozero"},
+    "perf/throughput": {"rangemode": "tozero", "tickformat": "~s"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One chart. `traces` and `y_axis` are Plotly's; a colour in them is a CSS variable, resolved on the page."""
+
+    title: str
+    unit: str
+    traces: list[Trace]
+    y_axis: Row
+    legend: list[tuple[str, str, str]]
+    """Mark (a class of the page), colour, text."""
+    last: str = ""
+
+
+def mean_window(num_points: int) -> int:
+    """Steps in a moving mean: a twelfth of the run, made odd; 1, which smooths nothing, below 24 steps."""
+    return num_points // 12 | 1
+
+
+def _moving_mean(values: Sequence[float]) -> list[float]:
+    """Centred. Towards either end the window shrinks to a third: whole it would flatten a trend there, single steps
+    would show noise as one."""
+    count, half = len(values), mean_window(len(values)) // 2
+    index = np.arange(count)
+    reach = np.maximum(np.minimum(half, np.minimum(index, index[::-1])), half // 3)
+    start, end = np.maximum(index - reach, 0), np.minimum(index + reach + 1, count)
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    return ((total[end] - total[start]) / (end - start)).tolist()
+
+
+def _points(steps: Sequence[float], values: Sequence[float]) -> Trace:
+    """x and y of a trace: means over runs of neighbouring steps where there are more than `MAX_POINTS`."""
+    x, y = (np.asarray(column, dtype=float) for column in (steps, values))
+    if len(x) > MAX_POINTS:
+        x, y = (np.array([part.mean() for part in np.array_split(column, MAX_POINTS)]) for column in (x, y))
+    return {"x": [float(f"{step:.6g}") for step in x], "y": [float(f"{value:.5g}") for value in y]}
+
+
+def _line(color: str, steps: Sequence[float], values: Sequence[float]) -> list[Trace]:
+    """Every step in a thin line and their moving mean in a bold one; in a short run the steps alone, marked."""
+    window = mean_window(len(steps))
+    raw: Trace = {"name": "raw", "hovertemplate": "%{y:.4~g}"} | _points(steps, values)
+    bold = {"color": color, "width": 2.25}
+    if window == 1:
+        return [raw | {"mode": "lines+markers", "line": bold, "marker": {"color": color, "size": 5}}]
+    mean = {"name": f"mean of {window} steps", "mode": "lines", "line": bold, "hovertemplate": "%{y:.4~g}"}
+    thin: Trace = {"mode": "lines", "line": {"color": color, "width": 1}, "opacity": 0.45}
+    return [raw | thin, mean | _points(steps, _moving_mean(values))]
+
+
+def reward_panel(run: Run) -> Panel | None:
+    steps, rewards = series(run.metrics, "critic/score/mean")
+    traces = _line("--blue", steps, rewards) if steps else []
+    window = mean_window(len(steps))
+    legend = [("bold", "--blue", "reward" if window == 1 else f"reward, mean of {window} steps")] if steps else []
+    if window > 1:
+        legend.append(("thin", "--blue", "reward, each step"))
+    seen = list(rewards)
+    marks = {"greedy": ("--orange", "circle"), "sampled": ("--teal", "diamond-open")}
+    for kind, key in EVALUATIONS.items():
+        at, scores = series(run.metrics, key)
+        if not at:
+            continue
+        color, symbol = marks[kind]
+        size, width = (9, 2) if len(at) <= 40 else (5, 1)
+        marker = {"color": color, "symbol": symbol, "size": size, "line": {"width": width, "color": color}}
+        trace: Trace = {"name": f"held-out, {kind}", "mode": "markers", "marker": marker, "cliponaxis": False}
+        traces.append(trace | {"hovertemplate": "%{y:.4~g}"} | _points(at, scores))
+        legend.append((symbol, color, f"held-out, {kind}"))
+        seen += scores
+    if not seen:
+        return None
+    y_axis: Row = {"range": [0, 1.03]} if min(seen) >= 0 and max(seen) <= 1 else {}
+    return Panel(
+        title="Reward per step", unit="mean score of the step's samples", traces=traces, y_axis=y_axis, legend=legend
+    )
+
+
+def signal_panel(rows: Sequence[Row], title: str, key: str, unit: str) -> Panel | None:
+    steps, values = series(rows, key)
+    if not steps:
+        return None
+    traces = _line("--blue", steps, values)
+    legend: list[tuple[str, str, str]] = []
+    if key == "response_length/mean" and (longest := series(rows, "response_length/max"))[0]:
+        line = {"color": "--orange", "width": 1}
+        traces.insert(0, {"name": "longest", "mode": "lines", "line": line, "opacity": 0.6} | _points(*longest))
+        legend = [("bold", "--blue", "mean"), ("thin", "--orange", "longest")]
+    return Panel(
+        title=title,
+        unit=unit,
+        traces=traces,
+        y_axis=Y_AXES.get(key, {}),
+        legend=legend,
+        last=amount(values[-1]),
+    )
+
+
+def _stage_times(rows: Sequence[Row]) -> dict[str, list[float]]:
+    """Seconds of every stage in every row that has a step time; stages we do not know by name are summed as 'other'."""
+    times = {stage: [0.0] * len(rows) for stage in (*STAGES, "other")}
+    for index, row in enumerate(rows):
+        for key, value in row.items():
+            stage = key.removeprefix("timing_s/")
+            if key.startswith("timing_s/") and stage != "step" and (seconds := number(value)) is not None:
+                times[stage if stage in STAGES else "other"][index] += seconds
+    return {stage: seconds for stage, seconds in times.items() if any(seconds)}
+
+
+def stage_panel(run: Run) -> Panel | None:
+    rows = [row for row in run.metrics if number(row.get("timing_s/step")) is not None]
+    if not rows:
+        return None
+    steps, whole = series(rows, "timing_s/step")
+    traces: list[Trace] = []
+    legend: list[tuple[str, str, str]] = []
+    for stage, seconds in _stage_times(rows).items():
+        color = f"--{stage}"
+        trace: Trace = {"name": stage, "stackgroup": "stages", "line": {"width": 0, "color": color}}
+        traces.append(trace | {"fillcolor": color, "hovertemplate": "%{y:.3~s}s"} | _points(steps, seconds))
+        legend.append(("box", color, f"{stage} {sum(seconds) / max(sum(whole), 1e-12):.0%}"))
+    line = {"color": "--ink", "width": 1}
+    step: Trace = {"name": "whole step", "mode": "lines", "line": line, "hovertemplate": "%{y:.3~s}s"}
+    traces.append(step | _points(steps, whole))
+    return Panel(
+        title="Where the time of a step goes",
+        unit="seconds, stages stacked; where stages overlap, the stack is higher than the whole step",
+        traces=traces,
+        y_axis={"rangemode": "tozero", "ticksuffix": " s"},
+        legend=[*legend, ("bold", "--ink", "whole step")],
+        last=duration(whole[-1]),
+    )

@@ -1,0 +1,79 @@
+"""The page that shows a run: `report.html`, one file that opens from disk, without a network.
+
+How it looks is in `page.html.j2`.
+"""
+
+import os
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+
+from gcore_llm.report.charts import MAX_POINTS, mean_window, reward_panel, signal_panel, stage_panel
+from gcore_llm.report.run import Run, read_run, series
+from gcore_llm.report.summary import paired_samples, reward_seen, samples_seen, tiles, warmup_seen
+
+SIGNALS = (
+    ("Policy loss", "actor/pg_loss", "clipped objective, no unit"),
+    ("Gradient norm", "actor/grad_norm", "L2 norm"),
+    ("Entropy of the policy", "actor/entropy", "nats per token"),
+    ("KL to the sampling policy", "actor/ppo_kl", "nats per token"),
+    ("Engine-trainer mismatch", "training/rollout_probs_diff_mean", "mean difference of probabilities"),
+    ("Response length", "response_length/mean", "tokens"),
+    ("Acceptance of sampling", "sampling/acceptance", "share of groups kept"),
+    ("Waves of sampling", "sampling/waves", "waves per step"),
+    ("Throughput", "perf/throughput", "tokens/s"),
+)
+
+
+MAX_SAMPLES = 32
+
+
+def write_report(run_dir: Path) -> Path:
+    """Writes `report.html` of the run in `run_dir`, whole or not at all; an earlier one is replaced.
+
+    The run may be finished, in progress or just started: what is not there yet is said on the page.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        FileNotFoundError: `run_dir` is not a run's folder.
+    """
+    page = _render(read_run(run_dir))
+    path = run_dir / "report.html"
+    temporary = run_dir / f".report.html.{os.getpid()}"
+    try:
+        temporary.write_text(page, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _render(run: Run) -> str:
+    """The page, with Plotly's code in it."""
+    # Wanted only here, while the command line imports this module at every start.
+    from jinja2 import Environment, StrictUndefined
+    from plotly.offline import get_plotlyjs
+
+    source = files("gcore_llm").joinpath("report/page.html.j2").read_text(encoding="utf-8")
+    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    samples = paired_samples(run)
+    return template.from_string(source).render(
+        run=run,
+        tiles=tiles(run),
+        reward=reward_panel(run),
+        reward_seen=reward_seen(run),
+        warmup=signal_panel(run.warmup, "Warm-up loss", "sft/loss", "cross-entropy, nats per token"),
+        warmup_seen=warmup_seen(run),
+        stages=stage_panel(run),
+        signals=[panel for signal in SIGNALS if (panel := signal_panel(run.metrics, *signal))],
+        unrecorded=[title for title, key, _ in SIGNALS if not series(run.metrics, key)[0]],
+        window=mean_window(len(series(run.metrics, "critic/score/mean")[0])),
+        is_thinned=len(run.metrics) > MAX_POINTS,
+        samples=samples[:MAX_SAMPLES],
+        samples_left_out=max(0, len(samples) - MAX_SAMPLES),
+        samples_seen=samples_seen(samples),
+        drawn=datetime.now(UTC),
+        plotly_js=get_plotlyjs(),
+    )

@@ -1,0 +1,128 @@
+"""What a run's folder holds, read so that a run in progress, or one cut short, can be shown too."""
+
+import json
+import math
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypeAlias, cast
+
+Row: TypeAlias = dict[str, object]
+
+
+EVALUATIONS = {"greedy": "val/greedy/score/mean", "sampled": "val/sampled/score/mean"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run's folder holds by now. A row is one step; `notes` say what could not be read."""
+
+    name: str
+    config: str
+    total_steps: int | None
+    metrics: list[Row]
+    warmup: list[Row]
+    before: list[Row]
+    after: list[Row]
+    written: datetime | None
+    notes: list[str]
+
+    @property
+    def steps_done(self) -> int:
+        return step_of(self.metrics[-1]) if self.metrics else 0
+
+    @property
+    def has_paired_samples(self) -> bool:
+        """Whether samples before and after answer the same prompts, so that they may stand side by side."""
+        return all(old["prompt"] == new["prompt"] for old, new in zip(self.before, self.after, strict=False))
+
+
+def read_run(run_dir: Path) -> Run:
+    signs = ("config.toml", "metrics.jsonl", "warmup.jsonl")
+    if not any((run_dir / name).is_file() for name in signs):
+        raise FileNotFoundError(f"{run_dir} is not a run's folder: expected one of {', '.join(signs)} in it")
+    notes: list[str] = []
+    config, total_steps = _read_config(run_dir / "config.toml", notes)
+    metrics = run_dir / "metrics.jsonl"
+    has_metrics = metrics.is_file() and metrics.stat().st_size > 0
+    return Run(
+        name=run_dir.resolve().name,
+        config=config,
+        total_steps=total_steps,
+        metrics=_by_step(_read_rows(metrics, "step", notes)),
+        warmup=_by_step(_read_rows(run_dir / "warmup.jsonl", "step", notes)),
+        before=_read_rows(run_dir / "samples" / "before.jsonl", "prompt", notes),
+        after=_read_rows(run_dir / "samples" / "after.jsonl", "prompt", notes),
+        written=datetime.fromtimestamp(metrics.stat().st_mtime, UTC) if has_metrics else None,
+        notes=notes,
+    )
+
+
+def _read_config(path: Path, notes: list[str]) -> tuple[str, int | None]:
+    if not path.is_file():
+        notes.append("config.toml is not there: the settings and the number of steps to go are unknown.")
+        return "", None
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        trainer = tomllib.loads(text).get("trainer")
+    except tomllib.TOMLDecodeError as error:
+        notes.append(f"config.toml is not valid TOML ({error}): the number of steps to go is unknown.")
+        return text, None
+    total = cast(Row, trainer).get("total_training_steps") if isinstance(trainer, dict) else None
+    return text, total if isinstance(total, int) and total > 0 else None
+
+
+def _read_rows(path: Path, required: str, notes: list[str]) -> list[Row]:
+    """The objects of a jsonl file that have the field `required`; the file may be absent.
+
+    The last line may be half written; any other unreadable one is noted.
+    """
+    if not path.is_file():
+        return []
+    rows: list[Row] = []
+    unreadable: list[int] = []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row: object = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and required in row:
+            rows.append(cast(Row, row))
+        elif number < len(lines):
+            unreadable.append(number)
+    if unreadable:
+        shown = ", ".join(map(str, unreadable[:5])) + (", ..." if len(unreadable) > 5 else "")
+        notes.append(f"{path.name}: {len(unreadable)} unreadable line(s) left out (line {shown}).")
+    return rows
+
+
+def _by_step(rows: list[Row]) -> list[Row]:
+    """One row a step, ascending. A run that resumed writes steps again: what it rolled back is dropped."""
+    kept: list[Row] = []
+    for row in rows:
+        while kept and step_of(kept[-1]) > step_of(row):
+            kept.pop()
+        if kept and step_of(kept[-1]) == step_of(row):
+            kept[-1] = kept[-1] | row
+        else:
+            kept.append(row)
+    return kept
+
+
+def step_of(row: Row) -> int:
+    return cast(int, row["step"])
+
+
+def number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def series(rows: Sequence[Row], key: str) -> tuple[list[float], list[float]]:
+    """The steps at which `key` is a finite number, and its values there."""
+    points = [(step_of(row), value) for row in rows if (value := number(row.get(key))) is not None]
+    return [float(step) for step, _ in points], [value for _, value in points]
