@@ -36,5 +36,5 @@ def test_a_group_without_a_signal_has_none() -> None:
 
 @pytest.mark.parametrize("bad", [[], [[1.0, 2.0]], [1.0, math.nan], [1.0, math.inf], 1.0])
 def test_scores_that_cannot_be_compared_are_refused(bad: list[float]) -> None:
-    with pytest.raises(BatchError, match="^scores is "):
+    with pytest.raises(BatchError, match=r"^scores is "):
         grpo_advantages(bad)

@@ -73,7 +73,7 @@ def test_per_token_arrays_are_as_long_as_the_response(field: str) -> None:
 
 def test_a_mask_is_of_booleans() -> None:
     mask: Any = np.array([1, 0, 1])
-    with pytest.raises(BatchError, match="^response_mask has dtype int64"):
+    with pytest.raises(BatchError, match=r"^response_mask has dtype int64"):
         Sample(prompt_ids=ids(2), response_ids=ids(3), response_mask=mask)
 
 

@@ -16,7 +16,8 @@ from gcore_trainer.losses import aggregation_weights, kl_penalty, ppo_clip_loss
 Array = NDArray[np.float64]
 
 log_probs = st.floats(-8.0, 0.0)
-tokens = st.lists(st.tuples(log_probs, log_probs, st.floats(-3.0, 3.0)), min_size=1, max_size=20)
+advantages = st.integers(-3000, 3000).map(lambda n: n / 1000)  # no subnormals: which clip they hit is rounding's choice
+tokens = st.lists(st.tuples(log_probs, log_probs, advantages), min_size=1, max_size=20)
 
 
 def columns(rows: list[tuple[float, float, float]]) -> tuple[Array, Array, Array]:
@@ -61,7 +62,7 @@ def test_the_gradient_is_cut_exactly_where_the_clip_is_reported(rows: list[tuple
     new, old, advantages = columns(rows)
     ratio = np.exp(new - old)
     assume((np.abs(ratio[:, None] - [0.8, 1.28, 3.0]) > 1e-9).all())
-    assume((np.abs(advantages) > 1e-9).all())
+    assume(advantages.all())
     log_probs = torch.from_numpy(new).requires_grad_()
     result = ppo_clip_loss(
         log_probs,

@@ -171,7 +171,7 @@ def test_loss_and_gradients(
     ours = samples if has_old_log_probs else [replace(s, old_log_probs=None) for s in samples]
     actual_loss, actual = packed_gradients(packed, split(ours, seed=0), config)
     assert actual_loss == pytest.approx(loss.item(), rel=1e-6, abs=1e-6)
-    assert deviation(actual, expected) < 1e-6
+    assert deviation(actual, expected) < 3e-6  # TRL's fused head computes in float32, we in the model's float64
 
 
 @pytest.mark.parametrize(("scale_rewards", "norm_adv_by_std_in_grpo"), [("group", True), ("none", False)])

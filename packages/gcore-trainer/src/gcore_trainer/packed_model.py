@@ -20,7 +20,7 @@ _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScores:
-    """Of the N response tokens of a micro-batch, in the samples' order. All shape [N], float32 or the model's float64."""
+    """Of the N response tokens of a micro-batch, in the samples' order. All shape [N], in float32 at least."""
 
     log_probs: torch.Tensor
     entropies: torch.Tensor

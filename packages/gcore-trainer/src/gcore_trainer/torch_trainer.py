@@ -44,11 +44,12 @@ class TorchTrainer:
             parameter.grad = torch.zeros_like(parameter)
         self._step = 0
         self._nonfinite_steps = 0
-        packed.model.train()
+        # Dropout would make every ratio to the sampling policy noise.
+        packed.model.eval()
 
     @property
     def step(self) -> int:
-        """Updates made so far."""
+        """Steps taken so far, those skipped for their gradient included."""
         return self._step
 
     def train_step(self, micro_batches: list[MicroBatch]) -> dict[str, float]:
