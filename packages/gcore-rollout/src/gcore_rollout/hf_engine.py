@@ -1,9 +1,8 @@
 """The `hf` engine: any transformers causal LM, continuously batched over key-value slots, in this process."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from dataclasses import dataclass, field
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,36 +12,19 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from gcore_rollout import slot_attention
+from gcore_rollout.calls import Call, WaitingLine, check_request, check_weights
 from gcore_rollout.engine import EngineStats
-from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
+from gcore_rollout.errors import RolloutError, UnsupportedModelError
 from gcore_rollout.sampling import sample_seeds, sample_tokens, uniforms
 from gcore_rollout.slot_attention import Decode, Prefill, SlotCache
 from gcore_rollout.types import Completion, FinishReason, Request
-
-
-@dataclass(eq=False)
-class _Call:
-    """One `generate` call: where its completions go, and how many are still to come."""
-
-    pending: int
-    finished: asyncio.Queue[Completion | BaseException] = field(default_factory=asyncio.Queue)
-    abandoned: bool = False
-
-
-@dataclass(eq=False)
-class _Waiting:
-    """Samples ``next_index..n-1`` of a request that have no slot yet."""
-
-    call: _Call
-    request: Request
-    next_index: int = 0
 
 
 class _Rows:
     """State of the live samples as arrays, slot i in row i, so a step's bookkeeping is a few vector operations."""
 
     def __init__(self, num_rows: int) -> None:
-        self.owners: list[tuple[_Call, Request, int]] = []
+        self.owners: list[tuple[Call, Request, int]] = []
         self.seeds = np.zeros(num_rows, np.uint64)
         self.temperatures = np.zeros(num_rows, np.float32)
         self.prompt_lengths = np.zeros(num_rows, np.int64)
@@ -108,7 +90,7 @@ class HFEngine:
         self._max_num_seqs = max_num_seqs
         self._cache = SlotCache(num_layers=model.config.num_hidden_layers)
         self._rows = _Rows(max_num_seqs)
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting = WaitingLine()
         self._version = 0
         self._prompt_tokens = 0
         self._completion_tokens = 0
@@ -160,7 +142,7 @@ class HFEngine:
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
             num_running=len(self._rows),
-            num_waiting=sum(w.request.n - w.next_index for w in self._waiting),
+            num_waiting=len(self._waiting),
             weight_version=self._version,
         )
 
@@ -169,20 +151,13 @@ class HFEngine:
         if self._closed:
             raise RolloutError("generate was called on a closed engine")
         for request in requests:
-            self._check(request)
-        call = _Call(pending=sum(r.n for r in requests))
-        self._waiting.extend(_Waiting(call, r) for r in requests)
+            check_request(request, max_length=self._max_length, vocab_size=self._vocab_size)
+        call = self._waiting.join(requests)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
-        try:
-            while call.pending:
-                item = await call.finished.get()
-                if isinstance(item, BaseException):
-                    raise item
-                call.pending -= 1
-                yield item
-        finally:
-            call.abandoned = True
+        async with aclosing(call.completions()) as completions:
+            async for completion in completions:
+                yield completion
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """See `Engine.update_weights`. Unknown or missing names and wrong shapes are refused before any copy."""
@@ -190,7 +165,10 @@ class HFEngine:
             raise ValueError(f"version is {version}: it must be above the present {self._version}")
         own: dict[str, torch.Tensor] = self._model.state_dict(keep_vars=True)
         new = dict(weights)
-        _check_weights(own, new)
+        # Tied parameters are one tensor under several names, any one of which will do.
+        given = {own[name].data_ptr() for name in new.keys() & own.keys()}
+        tied = frozenset(name for name, tensor in own.items() if name not in new and tensor.data_ptr() in given)
+        check_weights({name: tuple(tensor.shape) for name, tensor in own.items()}, new, optional=tied)
         for name, tensor in new.items():
             own[name].data.copy_(tensor, non_blocking=True)
         self._version = version
@@ -204,20 +182,6 @@ class HFEngine:
         self._rows = _Rows(0)
         self._cache = SlotCache(num_layers=0)
 
-    def _check(self, request: Request) -> None:
-        prompt, max_tokens = request.prompt_token_ids, request.sampling.max_tokens
-        need = len(prompt) + max_tokens
-        if need > self._max_length:
-            raise RequestError(
-                f"request {request.request_id!r} needs {len(prompt)} prompt + {max_tokens} completion tokens = {need}: "
-                f"the model takes at most {self._max_length}"
-            )
-        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
-            raise RequestError(
-                f"request {request.request_id!r} has prompt tokens from {min(prompt)} to {max(prompt)}: "
-                f"the model knows 0 to {self._vocab_size - 1}"
-            )
-
     async def _drive(self) -> None:
         try:
             while self._waiting or len(self._rows):
@@ -227,8 +191,7 @@ class HFEngine:
             self._fail_all(error)
 
     def _fail_all(self, error: Exception) -> None:
-        calls = {w.call for w in self._waiting} | {call for call, _, _ in self._rows.owners}
-        self._waiting.clear()
+        calls = self._waiting.clear() | {call for call, _, _ in self._rows.owners}
         self._rows.owners.clear()
         for call in calls:
             call.finished.put_nowait(error)
@@ -247,8 +210,7 @@ class HFEngine:
             self._retire()
 
     def _drop_abandoned(self) -> None:
-        if any(w.call.abandoned for w in self._waiting):
-            self._waiting = deque(w for w in self._waiting if not w.call.abandoned)
+        self._waiting.drop_abandoned()
         self._release(np.array([i for i, (call, _, _) in enumerate(self._rows.owners) if call.abandoned], np.int64))
 
     def _admit(self) -> torch.Tensor | None:
@@ -257,21 +219,15 @@ class HFEngine:
         first = len(rows)
         prompts: list[tuple[int, ...]] = []
         slot_prompts: list[int] = []
-        while self._waiting and len(rows) < self._max_num_seqs:
-            waiting = self._waiting[0]
-            request, start = waiting.request, waiting.next_index
-            stop = min(request.n, start + self._max_num_seqs - len(rows))
-            waiting.next_index = stop
-            if stop == request.n:
-                self._waiting.popleft()
-            slots = slice(len(rows), len(rows) + stop - start)
-            rows.seeds[slots] = sample_seeds(request.seed, np.arange(start, stop))
+        for call, request, indices in self._waiting.admit(self._max_num_seqs - first):
+            slots = slice(len(rows), len(rows) + len(indices))
+            rows.seeds[slots] = sample_seeds(request.seed, np.array(indices))
             rows.temperatures[slots] = request.sampling.temperature
             rows.prompt_lengths[slots] = len(request.prompt_token_ids)
             rows.num_sampled[slots] = 0
             rows.max_tokens[slots] = request.sampling.max_tokens
-            rows.owners.extend((waiting.call, request, i) for i in range(start, stop))
-            slot_prompts.extend([len(prompts)] * (stop - start))
+            rows.owners.extend((call, request, i) for i in indices)
+            slot_prompts.extend([len(prompts)] * len(indices))
             prompts.append(request.prompt_token_ids)
         if not prompts:
             return None
@@ -394,14 +350,3 @@ def _longest_sequence(config: PreTrainedConfig) -> int:
     if window and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         longest = min(longest, window)
     return longest
-
-
-def _check_weights(own: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> None:
-    unknown = sorted(new.keys() - own.keys())
-    updated = {own[name].data_ptr() for name in new.keys() & own.keys()}
-    missing = sorted(name for name, tensor in own.items() if name not in new and tensor.data_ptr() not in updated)
-    if unknown or missing:
-        raise ValueError(f"weights do not match the model: unknown names {unknown[:3]}, missing names {missing[:3]}")
-    for name, tensor in new.items():
-        if tensor.shape != own[name].shape:
-            raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}: the model has {tuple(own[name].shape)}")

@@ -2,26 +2,32 @@
 
 import asyncio
 import gc
-import json
-import os
-import random
-from collections import deque
-from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from transformers import AutoConfig, GenerationConfig
 
+from gcore_rollout.calls import Call, WaitingLine, check_request, check_weights
 from gcore_rollout.engine import EngineStats
-from gcore_rollout.errors import MissingExtraError, RequestError, RolloutError, UnsupportedModelError
+from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
 from gcore_rollout.sampling import sample_seeds
 from gcore_rollout.types import Completion, Request
+from gcore_rollout.vllm_process import (
+    check_head_size,
+    checkpoint_shapes,
+    import_vllm,
+    process_state_kept,
+    repack_head,
+    set_environment,
+    shut_down,
+)
+from gcore_rollout.vllm_process import (
+    eos_token_ids as declared_eos_token_ids,
+)
 
 if TYPE_CHECKING:
     from vllm import LLMEngine, RequestOutput, SamplingParams
@@ -33,23 +39,6 @@ _TIED_HEAD = "lm_head.weight"
 # vLLM draws from a clamped or refused temperature outside these bounds.
 _TEMPERATURES = (0.01, 2.0)
 _CPU_KV_CACHE_BYTES = 1 << 30
-
-
-@dataclass(eq=False)
-class _Call:
-    """One `generate` call: where its completions go, and how many are still to come."""
-
-    pending: int
-    finished: asyncio.Queue[Completion | Exception] = field(default_factory=asyncio.Queue)
-
-
-@dataclass(eq=False)
-class _Waiting:
-    """Samples ``next_index..n-1`` of a request that vLLM has not been given yet."""
-
-    call: _Call
-    request: Request
-    next_index: int = 0
 
 
 class VLLMEngine:
@@ -100,8 +89,8 @@ class VLLMEngine:
         self._shapes = {name: shape for name, shape in shapes.items() if not (self._tied and name == _TIED_HEAD)}
         self._eos = list(eos_token_ids)
         self._recompute_kv = recompute_kv
-        self._waiting: deque[_Waiting] = deque()
-        self._running: dict[str, tuple[_Call, Request, int]] = {}
+        self._waiting = WaitingLine()
+        self._running: dict[str, tuple[Call, Request, int]] = {}
         self._sample_ids = count()
         self._version = 0
         self._prompt_tokens = 0
@@ -141,18 +130,18 @@ class VLLMEngine:
         path = Path(path)
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs is {max_num_seqs}: at least 1 is needed")
-        shapes = _checkpoint_shapes(path)
+        shapes = checkpoint_shapes(path)
         if eos_token_ids is None:
-            eos_token_ids = _eos_token_ids(path)
+            eos_token_ids = declared_eos_token_ids(path)
         on_cpu = not torch.cuda.is_available()
         eager = on_cpu if enforce_eager is None else enforce_eager
         if kv_cache_memory_bytes is None and on_cpu:
             kv_cache_memory_bytes = _CPU_KV_CACHE_BYTES
-        _set_environment()
+        set_environment()
         # With compilation off while vLLM is imported, its `torch.compile`d helpers stay plain functions: on CPU the
         # first log-probs would wait 10 to 30 s for one of them.
-        with _process_state_kept(), torch._dynamo.config.patch(disable=on_cpu and eager):  # pyright: ignore[reportPrivateUsage]
-            _import_vllm()
+        with process_state_kept(), torch._dynamo.config.patch(disable=on_cpu and eager):  # pyright: ignore[reportPrivateUsage]
+            import_vllm()
             from vllm import EngineArgs
 
             args = EngineArgs(
@@ -177,7 +166,7 @@ class VLLMEngine:
                 if "architectures" not in str(error):
                     raise
                 raise UnsupportedModelError(f"vLLM cannot run {path}: {error}") from error
-            _check_head_size(config)
+            check_head_size(config)
             return cls(config, shapes=shapes, eos_token_ids=eos_token_ids, recompute_kv=recompute_kv)
 
     @property
@@ -190,7 +179,7 @@ class VLLMEngine:
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._finished_tokens + self._tokens_sampled(self._running),
             num_running=len(self._running),
-            num_waiting=sum(w.request.n - w.next_index for w in self._waiting),
+            num_waiting=len(self._waiting),
             weight_version=self._version,
         )
 
@@ -199,19 +188,15 @@ class VLLMEngine:
         self._open()
         for request in requests:
             self._check(request)
-        call = _Call(pending=sum(r.n for r in requests))
-        self._waiting.extend(_Waiting(call, r) for r in requests)
+        call = self._waiting.join(requests)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
         try:
-            while call.pending:
-                item = await call.finished.get()
-                if isinstance(item, Exception):
-                    raise item
-                call.pending -= 1
-                yield item
+            async with aclosing(call.completions()) as completions:
+                async for completion in completions:
+                    yield completion
         finally:
-            if call.pending:
+            if call.abandoned:
                 self._abandon(call)
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
@@ -224,12 +209,12 @@ class VLLMEngine:
         if version <= self._version:
             raise ValueError(f"version is {version}: it must be above the present {self._version}")
         new = {name: tensor.detach() for name, tensor in weights}
-        self._check_weights(new)
+        check_weights(self._shapes, new, optional=frozenset({_TIED_HEAD} if self._tied else ()))
         if self._tied:
             new.pop(_TIED_HEAD, None)
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": new.items()})
         if self._tied and self._on_cpu:
-            engine.apply_model(_repack_head)
+            engine.apply_model(repack_head)
         self._version = version
         engine.engine_core.set_weight_version(str(version))
         if self._recompute_kv:
@@ -246,7 +231,7 @@ class VLLMEngine:
         self._engine = None
         VLLMEngine._num_live -= 1
         is_last = VLLMEngine._num_live == 0
-        _shut_down(engine, is_last=is_last, made_process_group=VLLMEngine._made_process_group)
+        shut_down(engine, is_last=is_last, made_process_group=VLLMEngine._made_process_group)
         if is_last:
             VLLMEngine._made_process_group = False
         del engine
@@ -258,35 +243,14 @@ class VLLMEngine:
         return self._engine
 
     def _check(self, request: Request) -> None:
-        prompt, sampling = request.prompt_token_ids, request.sampling
-        need = len(prompt) + sampling.max_tokens
-        if need > self._max_length:
-            raise RequestError(
-                f"request {request.request_id!r} needs {len(prompt)} prompt + {sampling.max_tokens} completion tokens "
-                f"= {need}: the model takes at most {self._max_length}"
-            )
-        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
-            raise RequestError(
-                f"request {request.request_id!r} has prompt tokens from {min(prompt)} to {max(prompt)}: "
-                f"the model knows 0 to {self._vocab_size - 1}"
-            )
+        check_request(request, max_length=self._max_length, vocab_size=self._vocab_size)
+        sampling = request.sampling
         low, high = _TEMPERATURES
         if sampling.temperature != 0 and not low <= sampling.temperature <= high:
             raise RequestError(
                 f"request {request.request_id!r} has temperature {sampling.temperature}: "
                 f"vLLM takes 0 (greedy) or {low} to {high}"
             )
-
-    def _check_weights(self, new: dict[str, torch.Tensor]) -> None:
-        unknown = sorted(new.keys() - self._shapes.keys() - ({_TIED_HEAD} if self._tied else set()))
-        missing = sorted(self._shapes.keys() - new.keys())
-        if unknown or missing:
-            raise ValueError(
-                f"weights do not match the model: unknown names {unknown[:3]}, missing names {missing[:3]}"
-            )
-        for name, shape in self._shapes.items():
-            if new[name].shape != shape:
-                raise ValueError(f"weight {name!r} has shape {tuple(new[name].shape)}: the model has {shape}")
 
     async def _drive(self) -> None:
         try:
@@ -307,20 +271,14 @@ class VLLMEngine:
 
     def _admit(self, engine: "LLMEngine") -> None:
         """Hand waiting samples to vLLM while there is room."""
-        while self._waiting and len(self._running) < self._max_num_seqs:
-            waiting = self._waiting[0]
-            request, start = waiting.request, waiting.next_index
-            stop = min(request.n, start + self._max_num_seqs - len(self._running))
-            waiting.next_index = stop
-            if stop == request.n:
-                self._waiting.popleft()
-            if start == 0:
+        for call, request, indices in self._waiting.admit(self._max_num_seqs - len(self._running)):
+            if indices.start == 0:
                 self._prompt_tokens += len(request.prompt_token_ids)
             prompt = _prompt(request, self._version)
-            seeds = sample_seeds(request.seed, np.arange(start, stop))
-            for index, seed in zip(range(start, stop), seeds.tolist(), strict=True):
+            seeds = sample_seeds(request.seed, np.array(indices))
+            for index, seed in zip(indices, seeds.tolist(), strict=True):
                 sample_id = str(next(self._sample_ids))
-                self._running[sample_id] = (waiting.call, request, index)
+                self._running[sample_id] = (call, request, index)
                 engine.add_request(sample_id, prompt, _sampling_params(request, seed, self._eos))
 
     def _finish(self, output: "RequestOutput") -> None:
@@ -344,13 +302,12 @@ class VLLMEngine:
             )
         )
 
-    def _abandon(self, call: _Call) -> None:
-        self._waiting = deque(w for w in self._waiting if w.call is not call)
+    def _abandon(self, call: Call) -> None:
+        self._waiting.drop_abandoned()
         self._abort([sample_id for sample_id, (owner, _, _) in self._running.items() if owner is call])
 
     def _fail_all(self, error: Exception) -> None:
-        calls = {w.call for w in self._waiting} | {call for call, _, _ in self._running.values()}
-        self._waiting.clear()
+        calls = self._waiting.clear() | {call for call, _, _ in self._running.values()}
         self._abort(list(self._running))
         for call in calls:
             call.finished.put_nowait(error)
@@ -397,116 +354,3 @@ def _sampling_params(request: Request, seed: int, eos_token_ids: list[int]) -> "
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
-
-
-def _import_vllm() -> None:
-    try:
-        import vllm  # noqa: F401  # pyright: ignore[reportUnusedImport]
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise MissingExtraError("vllm", "vllm") from error
-
-
-def _set_environment() -> None:
-    """What vLLM reads from the environment alone, before it is imported."""
-    # The engine runs here, not in a child: new weights are handed over in memory, and steps follow our loop.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # No telemetry from somebody's training run.
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    # Its notes on every start are not ours to print; a level that was asked for stays.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
-
-@contextmanager
-def _process_state_kept() -> Generator[None]:
-    """Undo what starting vLLM does to the process and does not need afterwards."""
-    numpy_state = np.random.get_state()
-    random_state = random.getstate()
-    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    was_frozen = gc.get_freeze_count() > 0
-    # Children would inherit the preloaded libraries; a launcher's worker would take the world size for its own.
-    names = ("LD_PRELOAD", "LD_LIBRARY_PATH", "LOCAL_WORLD_SIZE")
-    variables = {name: os.environ.get(name) for name in names}
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        np.random.set_state(numpy_state)
-        random.setstate(random_state)
-        torch.set_num_threads = set_num_threads
-        if torch.get_num_threads() != num_threads:
-            torch.set_num_threads(num_threads)
-        if not was_frozen:
-            gc.unfreeze()
-        for name, value in variables.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def _check_head_size(config: "VllmConfig") -> None:
-    """vLLM's CPU attention would refuse other sizes, but only at the first step."""
-    model = config.model_config
-    if config.device_config.device_type != "cpu" or model.use_mla:
-        return
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if model.get_head_size() not in sizes:
-        raise UnsupportedModelError(f"head dimension is {model.get_head_size()}: vLLM on CPU takes {sizes}")
-
-
-def _shut_down(engine: "LLMEngine", *, is_last: bool, made_process_group: bool) -> None:
-    from vllm.distributed import parallel_state
-
-    client: Any = engine.engine_core
-    if is_last and made_process_group:
-        client.shutdown()
-        return
-    # vLLM's own shutdown, now or when collected, would destroy a default process group that others still use.
-    client._finalizer.detach()
-    client.engine_core.model_executor.shutdown()
-    client.engine_core.scheduler.shutdown()
-    if is_last:
-        # Its groups hang on the default one: a later engine must not find them when their owner has destroyed that.
-        groups: Any = parallel_state
-        groups.destroy_model_parallel()
-        groups._WORLD.destroy()
-        groups._WORLD = None
-
-
-def _repack_head(model: torch.nn.Module) -> None:
-    """Pack a tied head's weight again: on CPU vLLM reloads the embedding and leaves the head's packed copy stale."""
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-
-
-def _checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        files: list[str] = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    elif (folder / "model.safetensors").exists():
-        files = ["model.safetensors"]
-    else:
-        raise UnsupportedModelError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        with safe_open(folder / file, framework="pt") as tensors:
-            shapes.update((name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
-    return shapes
-
-
-def _eos_token_ids(folder: Path) -> list[int]:
-    try:
-        generation = GenerationConfig.from_pretrained(folder)
-    except OSError:
-        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))
-    eos: int | list[int] | None = generation.eos_token_id
-    return [eos] if isinstance(eos, int) else list(eos or [])
