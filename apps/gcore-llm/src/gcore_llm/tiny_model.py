@@ -1,4 +1,4 @@
-"""The embedded model: a character-level Qwen2 of 0.8 million parameters, as a real Hugging Face folder."""
+"""The embedded model: a character-level Qwen3 of 0.8 million parameters, as a real Hugging Face folder."""
 
 import string
 from pathlib import Path
@@ -25,16 +25,18 @@ def tiny_tokenizer() -> "PreTrainedTokenizerFast":
 def make_tiny_model(path: Path, *, seed: int) -> None:
     """Write config, random weights and tokenizer to ``path``."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tiny_tokenizer().save_pretrained(path)
-    config = Qwen2Config(
+    # Not Qwen2: transformers puts that family's own pre-tokenizer in the place of any other as it loads a folder.
+    config = Qwen3Config(
         vocab_size=128,
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=32,
         max_position_embeddings=512,
         pad_token_id=0,
         bos_token_id=None,
@@ -43,4 +45,4 @@ def make_tiny_model(path: Path, *, seed: int) -> None:
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        Qwen2ForCausalLM(config).save_pretrained(path)
+        Qwen3ForCausalLM(config).save_pretrained(path)

@@ -1,0 +1,46 @@
+"""Importing a package, or asking an app for help, loads nothing heavy."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {
+    "datasets",
+    "diffusers",
+    "math_verify",
+    "megatron",
+    "pandas",
+    "plotly",
+    "pyarrow",
+    "ray",
+    "reasoning_gym",
+    "scipy",
+    "sglang",
+    "tensorboard",
+    "torch",
+    "torchdata",
+    "transformers",
+    "trl",
+    "vllm",
+}
+FOR_APPS = {"pydantic", "rich", "tyro"}
+
+MUST_NOT_LOAD = {
+    "gcore_placement": HEAVY | FOR_APPS,
+    "gcore_controller": HEAVY | FOR_APPS | {"numpy"},
+    "gcore_ckpt": HEAVY | FOR_APPS | {"numpy", "safetensors"},
+    "gcore_trainer": HEAVY | FOR_APPS | {"safetensors"},
+    "gcore_rollout": HEAVY | FOR_APPS | {"safetensors"},
+    "gcore_rollout.rewards": HEAVY | FOR_APPS | {"safetensors"},
+    "gcore_llm.cli": HEAVY,
+    "gcore_llm.recipes": HEAVY,
+    "gcore_bench.cli": HEAVY,
+}
+
+
+@pytest.mark.parametrize("module", MUST_NOT_LOAD)
+def test_import_is_light(module: str) -> None:
+    program = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    loaded = set(subprocess.check_output([sys.executable, "-c", program], text=True).split())
+    assert not loaded & MUST_NOT_LOAD[module]

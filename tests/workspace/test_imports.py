@@ -1,0 +1,160 @@
+"""Who may import whom. Every rule looks at all source files by their syntax, nothing is imported."""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from house import APPS, DISTRIBUTIONS, PACKAGES, Distribution, imports, parse, relative
+
+APPS_MAY_IMPORT = {
+    "gcore_llm": set[str](),
+    "gcore_bench": {"gcore_llm"},
+}
+"""Apps on top of each app's own code; packages are open to all of them."""
+
+ADAPTERS = {
+    "vllm": [
+        "packages/gcore-rollout/src/gcore_rollout/vllm_engine.py",
+        "packages/gcore-rollout/src/gcore_rollout/vllm_process.py",
+        "apps/gcore-bench/src/gcore_bench/grpo/trl_weight_sync.py",
+    ],
+    "reasoning_gym": ["packages/gcore-rollout/src/gcore_rollout/rewards/reasoning_gym.py"],
+    "math_verify": ["packages/gcore-rollout/src/gcore_rollout/rewards/math_verify.py"],
+    "trl": ["apps/gcore-bench/src/gcore_bench/grpo/"],
+    "sglang": [],
+    "diffusers": [],
+    "megatron": [],
+    "ray": [],
+}
+"""The one file or folder of a distribution that may import each library with a life of its own."""
+
+ONLY_IN_APPS = ["pydantic", "tyro", "tomllib", "tomli_w", "argparse", "rich", "gcore_llm", "gcore_bench"]
+
+USED_THROUGH_ANOTHER = {
+    "tensorboard": "torch.utils.tensorboard",
+    "reasoning-gym": "gcore_rollout.rewards",
+    "math-verify": "gcore_rollout.rewards",
+}
+"""Dependencies that a distribution installs for a module which imports them on its behalf."""
+
+
+def by_name(distribution: Distribution) -> str:
+    return distribution.name
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=by_name)
+def test_a_package_imports_no_other_of_ours(package: Distribution) -> None:
+    wrong = [
+        f"{relative(path)}:{i.line} imports {i.module}"
+        for path in package.files()
+        for i in imports(path)
+        if i.top.startswith("gcore_") and i.top != package.module
+    ]
+    assert not wrong, "declare a Protocol, and let the app hand the object over"
+
+
+@pytest.mark.parametrize("app", APPS, ids=by_name)
+def test_an_app_imports_packages_and_the_apps_it_may(app: Distribution) -> None:
+    allowed = {app.module} | {p.module for p in PACKAGES} | APPS_MAY_IMPORT[app.module]
+    wrong = [
+        f"{relative(path)}:{i.line} imports {i.module}"
+        for path in app.files()
+        for i in imports(path)
+        if i.top.startswith("gcore_") and i.top not in allowed
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("library", ADAPTERS)
+def test_a_library_is_imported_only_where_it_is_adapted(library: str) -> None:
+    wrong = [
+        f"{relative(path)}:{i.line} imports {i.module}"
+        for d in DISTRIBUTIONS
+        for path in d.files()
+        for i in imports(path)
+        if i.top == library and not relative(path).startswith(tuple(ADAPTERS[library]))
+    ]
+    assert not wrong, f"{library} is adapted in {ADAPTERS[library] or 'no file yet: add the new one to ADAPTERS'}"
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=by_name)
+def test_packages_take_dataclasses_and_parse_nothing(package: Distribution) -> None:
+    wrong = [
+        f"{relative(path)}:{i.line} imports {i.module}"
+        for path in package.files()
+        for i in imports(path)
+        if i.top in ONLY_IN_APPS
+    ]
+    assert not wrong, "only apps parse and print"
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=by_name)
+def test_no_private_name_of_another_distribution_is_used(distribution: Distribution) -> None:
+    assert not [use for path in distribution.files() for use in private_uses(path, distribution)]
+
+
+def private_uses(path: Path, distribution: Distribution) -> Iterator[str]:
+    for i in imports(path):
+        parts = [*i.module.split("."), i.name]
+        foreign = i.top.startswith("gcore_") and i.top != distribution.module
+        if foreign and any(is_private(part) for part in parts):
+            yield f"{relative(path)}:{i.line} imports {'.'.join(filter(None, parts))}"
+    elsewhere = {name for d in DISTRIBUTIONS if d != distribution for name in private_names(d)}
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Attribute) and node.attr in elsewhere - private_names(distribution):
+            yield f"{relative(path)}:{node.lineno} reaches for .{node.attr}"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@cache
+def private_names(distribution: Distribution) -> set[str]:
+    """Private functions, classes, variables and attributes that a distribution defines."""
+    names: set[str] = set()
+    for path in distribution.files():
+        for node in ast.walk(parse(path)):
+            match node:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                    names.add(name)
+                case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                    names.add(name)
+                case _:
+                    pass
+    return {name for name in names if is_private(name)}
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=by_name)
+def test_what_is_imported_is_declared_and_nothing_else(distribution: Distribution) -> None:
+    project = distribution.project
+    declared = {name_of(line) for line in project["dependencies"]}
+    optional = {name_of(line) for lines in distribution.extras.values() for line in lines}
+    tops = {i.top for path in distribution.files() for i in imports(path)}
+    imported = {top.replace("_", "-") for top in tops - set(sys.stdlib_module_names) - {distribution.module}}
+    # The app's two vLLMs (CPU and CUDA) are dependency groups of the workspace, of which one can be installed.
+    needless = {"vllm"} if not distribution.is_package else set[str]()
+    missing = imported - declared - optional - needless
+    assert not missing, f"add to [project] dependencies of {distribution.name}: {sorted(missing)}"
+    unused = declared - imported - USED_THROUGH_ANOTHER.keys()
+    assert not unused, f"take out of [project] dependencies of {distribution.name}: {sorted(unused)}"
+
+
+def name_of(requirement: str) -> str:
+    return re.split(r"[\s\[<>=!~;]", requirement, maxsplit=1)[0]
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=by_name)
+def test_a_missing_extra_names_one_that_exists(package: Distribution) -> None:
+    """`MissingExtraError(module, extra)`, wherever it is raised."""
+    for path in package.files():
+        for node in ast.walk(parse(path)):
+            match node:
+                case ast.Call(func=ast.Name(id="MissingExtraError"), args=[ast.Constant(), ast.Constant(value=extra)]):
+                    assert extra in package.extras, f"{relative(path)}:{node.lineno}"
+                case _:
+                    pass

@@ -1,0 +1,239 @@
+"""What READMEs and CONTRIBUTING.md tell a reader to run does run."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from house import APPS, READMES, ROOT, fenced_blocks, names_of_tests, relative
+
+from gcore_llm.config import TrainConfig
+
+DOCUMENTS = [*READMES, ROOT / "CONTRIBUTING.md"]
+
+HERE = "tests/workspace/test_readmes.py"
+WHEELS = "tests/workspace/test_wheels.py"
+
+CHECKED_ELSEWHERE = {
+    r"pip install uv": ".ci/run",
+    r"uv sync": ".ci/run",
+    r"uv run ruff check": ".ci/run",
+    r"uv run ruff format --check": ".ci/run",
+    r"uv run basedpyright": ".ci/run",
+    r"uv run pytest": ".ci/run",
+    r"uv run pytest tests/\w+": f"{HERE}::test_named_test_folders_exist",
+    r"\.ci/run": "tests/workspace/test_repository.py::test_the_ci_script_can_be_run",
+    r"pip install '?gcore-\w+(\[[\w,-]+\])?'?": f"{WHEELS}::test_a_package_installs_alone_and_imports",
+    r"(uv run )?gcore-llm train --model PATH .*": f"{HERE}::test_shell_commands_run",
+    r"(uv run )?gcore-bench grpo( --.*)?": "tests/apps/test_bench.py::test_bench_measures_gcore_and_trl",
+}
+"""Commands that are not run here, and what runs them: the CI script, which holds the very words, or a test."""
+
+SHORTENED = {
+    "gcore-llm train": "--warmup.max-steps 2 --trainer.total-training-steps 1 --data.train-batch-size 4 --rollout.n 2 "
+    "--task.num-train 512 --task.num-val 16",
+}
+"""Commands that take minutes, and the options that make them short here, so that those after them find their run."""
+
+CHECKED_CLOSELY = {"gcore-llm train": "tests/apps/test_train.py::test_embedded_run_folder"}
+"""For each shortened command, the test that looks at what it leaves behind."""
+
+RUN_HERE = r"(uv run )?(gcore-llm (train|sample|eval|report)|python|cat|head|ls|mkdir|tensorboard --help)\b.*"
+
+ADVICE = (
+    "is neither known nor run: if it takes seconds and needs nothing, let RUN_HERE match it; "
+    "otherwise put it in CHECKED_ELSEWHERE with the CI step or the test that runs it"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One command of a shell block, here-documents and continued lines included."""
+
+    text: str
+    where: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One Python block."""
+
+    code: str
+    where: str
+
+
+def examples() -> Iterator[Example]:
+    for document in DOCUMENTS:
+        for label, content, line in fenced_blocks(document.read_text()):
+            if label == "python":
+                yield Example(code=content, where=f"{relative(document)}:{line}")
+
+
+def commands(document: Path) -> list[Command]:
+    """Every command of a document's shell blocks, and of unlabelled blocks that begin like one."""
+    found: list[Command] = []
+    for label, content, first_line in fenced_blocks(document.read_text()):
+        if label not in ("bash", "sh", "shell", "console") and not (
+            not label and re.match(r"\s*(\$ |pip |uv |gcore-)", content)
+        ):
+            continue
+        lines = content.splitlines()
+        if any(line.startswith("$ ") for line in lines):
+            lines = [line.removeprefix("$ ") if line.startswith("$ ") else "" for line in lines]
+        found += [
+            Command(text=text, where=f"{relative(document)}:{first_line + number}")
+            for number, text in split_commands(lines)
+        ]
+    return found
+
+
+def split_commands(lines: list[str]) -> Iterator[tuple[int, str]]:
+    """First line number and text of each command; comments are left out."""
+    number = 0
+    while number < len(lines):
+        first, text = number, lines[number]
+        number += 1
+        while text.endswith("\\") and number < len(lines):
+            text = text[:-1] + lines[number].lstrip()
+            number += 1
+        if here := re.search(r"<<\s*'?(\w+)'?", text):
+            while number < len(lines):
+                text += "\n" + lines[number]
+                number += 1
+                if lines[number - 1] == here[1]:
+                    break
+        else:
+            text = re.sub(r"(^|\s+)#.*", "", text).strip()
+        if text:
+            yield first, text
+
+
+def checked_elsewhere(command: Command) -> str | None:
+    return next((where for pattern, where in CHECKED_ELSEWHERE.items() if re.fullmatch(pattern, command.text)), None)
+
+
+def is_run_here(command: Command) -> bool:
+    known = re.fullmatch(RUN_HERE, command.text, flags=re.DOTALL) is not None
+    return known and checked_elsewhere(command) is None
+
+
+def by_path(document: Path) -> str:
+    return relative(document)
+
+
+@pytest.mark.parametrize("example", list(examples()), ids=lambda e: e.where)
+def test_python_examples_run(example: Example, tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(example.code)
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    result = subprocess.run(
+        [sys.executable, "-W", "default", script], cwd=folder, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Warning" not in result.stderr
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=by_path)
+def test_shell_commands_are_all_checked(document: Path) -> None:
+    unknown = [
+        f"{command.where}: {command.text!r} {ADVICE}"
+        for command in commands(document)
+        if checked_elsewhere(command) is None and not is_run_here(command)
+    ]
+    assert not unknown, "\n".join(unknown)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=by_path)
+def test_shell_commands_run(document: Path, tmp_path: Path) -> None:
+    """All that are not checked elsewhere, in the document's order and in one empty folder."""
+    script: list[str] = []
+    for command in commands(document):
+        if is_run_here(command):
+            text = command.text.removeprefix("uv run ")
+            script.append(f"{text} {SHORTENED.get(text, '')}".strip())
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    result = subprocess.run(
+        ["bash", "-euxo", "pipefail", "-c", "\n".join(script)],
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("pattern", CHECKED_ELSEWHERE)
+def test_what_is_checked_elsewhere_is_checked_there(pattern: str) -> None:
+    file, _, test = CHECKED_ELSEWHERE[pattern].partition("::")
+    if test:
+        assert test in names_of_tests(ROOT / file)
+    else:
+        assert re.search(rf"(^|step |\|\| step ){pattern}$", (ROOT / file).read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", SHORTENED)
+def test_what_is_shortened_is_checked_closely_elsewhere(command: str) -> None:
+    file, _, test = CHECKED_CLOSELY[command].partition("::")
+    assert test in names_of_tests(ROOT / file)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=by_path)
+def test_named_test_folders_exist(document: Path) -> None:
+    for name in re.findall(r"pytest (tests/\w+)", document.read_text()):
+        assert (ROOT / name).is_dir()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=by_path)
+def test_links_lead_somewhere(document: Path) -> None:
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", document.read_text(), flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", prose)
+    local = [target for target in targets if "://" not in target]
+    assert not [target for target in local if not (document.parent / target).exists()]
+
+
+def test_the_table_of_settings_is_true() -> None:
+    """`| `name` | default | meaning |`, in the README of gcore-llm."""
+    [app] = [a for a in APPS if a.name == "gcore-llm"]
+    text = (app.folder / "README.md").read_text().partition("## Settings")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([\w.]+)` \| ([^|]*) \|", text, flags=re.MULTILINE)
+    assert len(rows) > 10
+    for name, default in rows:
+        value: Any = TrainConfig()
+        for part in name.split("."):
+            assert part in {f.name for f in dataclasses.fields(value)}, name
+            value = getattr(value, part)
+        assert default.strip() == as_shown(value), name
+
+
+def as_shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "" if value in ("", (), None) else f"`{value}`"
+
+
+def test_commands_are_told_apart() -> None:
+    lines = [
+        "# first",
+        "uv run a \\",
+        "  --b 1  # why",
+        "",
+        "cat > f <<'EOF'",
+        "x # kept",
+        "EOF",
+        "uv run c",
+    ]
+    assert list(split_commands(lines)) == [
+        (1, "uv run a --b 1"),
+        (4, "cat > f <<'EOF'\nx # kept\nEOF"),
+        (7, "uv run c"),
+    ]

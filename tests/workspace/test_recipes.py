@@ -1,0 +1,20 @@
+"""Every shipped recipe builds, and survives being written down and read again."""
+
+import tomllib
+
+import pytest
+
+from gcore_llm.config import TrainConfig
+from gcore_llm.recipes import RECIPES
+from gcore_llm.settings import merge, to_toml
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_round_trips_through_toml(name: str) -> None:
+    config = RECIPES[name]()
+    assert merge(TrainConfig(), tomllib.loads(to_toml(config)), source=name) == config
+
+
+def test_a_recipe_is_named_after_its_function() -> None:
+    assert {name: recipe.__name__ for name, recipe in RECIPES.items()} == {name: name for name in RECIPES}
+    assert not [name for name, recipe in RECIPES.items() if not recipe.__doc__]
