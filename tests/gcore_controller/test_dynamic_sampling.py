@@ -1,4 +1,5 @@
-import asyncio
+"""Dynamic sampling: exact quotas, of groups that do not depend on how many controllers there are."""
+
 from dataclasses import dataclass
 
 import pytest
@@ -6,94 +7,141 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gcore_controller import Context, DynamicSampler, Harvest, run_inline
-from gcore_controller.prompts import PromptLoader
+from gcore_controller.prompts import ShardedSampler
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     ticket: int
-    step: int
 
 
-Step = tuple[list[int], Harvest[_Group]]
+@dataclass
+class Steps:
+    """What one controller saw over some steps."""
+
+    harvests: list[Harvest[Group]]
+    surplus: list[list[int]]
+    """Tickets carried over, after each step."""
+    states: list[dict[str, object]]
 
 
-def _sample_steps(accepts: set[int], *, world_size: int, quota: int, steps: int, max_waves: int) -> list[Step]:
-    """Each step's chosen tickets, and the harvest as rank 0 saw it; prompts whose row is in ``accepts`` have signal."""
+async def sample(
+    accepted: list[bool], quotas: list[int], *, world_size: int, max_waves: int = 50, interrupted: bool = False
+) -> list[Steps]:
+    """Harvest a step for each quota; a ticket carries a signal as ``accepted`` says, over and over."""
 
-    async def program(ctx: Context[None]) -> list[Harvest[_Group]]:
-        loader = PromptLoader(range(64), seed=1, rank=ctx.rank, world_size=ctx.world_size)
-        sampler: DynamicSampler[_Group] = DynamicSampler(group=ctx.group, max_waves=max_waves)
-        harvests: list[Harvest[_Group]] = []
-        for step in range(steps):
+    async def program(ctx: Context[None]) -> Steps:
+        next_ticket = ctx.rank
+        sampler: DynamicSampler[Group] = DynamicSampler(group=ctx.group, max_waves=max_waves)
 
-            async def wave(count: int, step: int = step) -> list[_Group]:
-                # The last rank is the fastest.
-                for _ in range(ctx.world_size - ctx.rank):
-                    await asyncio.sleep(0)
-                return [_Group(ticket, step) for ticket, row in loader.take(count) if row in accepts]
+        async def wave(count: int) -> list[Group]:
+            nonlocal next_ticket
+            tickets = range(next_ticket, next_ticket + count * world_size, world_size)
+            next_ticket += count * world_size
+            return [Group(t) for t in tickets if accepted[t % len(accepted)]]
 
-            harvests.append(await sampler.harvest(quota, wave))
-        return harvests
+        seen = Steps(harvests=[], surplus=[], states=[])
+        for quota in quotas:
+            if interrupted:
+                state = sampler.state(lambda group: group.ticket)
+                sampler = DynamicSampler(group=ctx.group, max_waves=max_waves)
+                sampler.load_state(state, Group)
+            seen.harvests.append(await sampler.harvest(quota, wave))
+            seen.surplus.append([g.ticket for g in sampler.surplus])
+            seen.states.append(sampler.state(lambda group: group.ticket))
+        return seen
 
-    by_rank = asyncio.run(run_inline(program, roles=None, world_size=world_size))
+    return await run_inline(program, roles=None, world_size=world_size)
+
+
+def chosen(everyones: list[Steps]) -> list[list[int]]:
+    """Tickets of each step, over all controllers."""
     return [
-        (sorted(g.ticket for h in harvests for g in h.groups), harvests[0]) for harvests in zip(*by_rank, strict=True)
+        sorted(g.ticket for seen in everyones for g in seen.harvests[step].groups)
+        for step in range(len(everyones[0].harvests))
     ]
 
 
-@settings(max_examples=40)
-@given(
-    accepts=st.sets(st.integers(0, 63), min_size=8),
-    quota=st.integers(1, 24),
-    steps=st.integers(1, 4),
-    max_waves=st.integers(1, 20),
-)
-def test_the_same_groups_for_any_number_of_controllers(
-    accepts: set[int], quota: int, steps: int, max_waves: int
-) -> None:
-    alone = _sample_steps(accepts, world_size=1, quota=quota, steps=steps, max_waves=max_waves)
-    used: set[int] = set()
-    for tickets, harvest in alone:
-        assert harvest.num_groups == len(tickets) <= quota
-        assert len(tickets) == quota or harvest.num_waves == max_waves
-        assert not used & set(tickets)
-        used |= set(tickets)
+patterns = st.lists(st.booleans(), min_size=1, max_size=40).filter(any)
+quota_lists = st.lists(st.integers(1, 40), min_size=1, max_size=4)
+
+
+@given(patterns, quota_lists)
+@settings(max_examples=60, deadline=None)
+async def test_the_same_groups_for_any_number_of_controllers(accepted: list[bool], quotas: list[int]) -> None:
+    alone = await sample(accepted, quotas, world_size=1, max_waves=10_000)
+    tickets = [t for t in range(100_000) if accepted[t % len(accepted)]]
+    expected: list[list[int]] = []
+    for quota in quotas:
+        expected.append(tickets[:quota])
+        tickets = tickets[quota:]
+    assert chosen(alone) == expected, "each step takes the oldest groups with a signal: none is skipped or used twice"
     for world_size in (2, 4, 8):
-        spread = _sample_steps(accepts, world_size=world_size, quota=quota, steps=steps, max_waves=max_waves)
-        assert [tickets for tickets, _ in spread] == [tickets for tickets, _ in alone]
-        assert [h.num_sampled for _, h in spread] == [h.num_sampled for _, h in alone]
+        everyones = await sample(accepted, quotas, world_size=world_size, max_waves=10_000)
+        assert chosen(everyones) == expected
+        for seen in everyones:
+            for harvest, one in zip(seen.harvests, alone[0].harvests, strict=True):
+                assert (harvest.num_groups, harvest.num_waves) == (one.num_groups, one.num_waves)
+                assert (harvest.num_sampled, harvest.num_kept) == (one.num_sampled, one.num_kept)
 
 
-def test_surplus_is_used_first_and_the_oldest_come_first() -> None:
-    [(first, _), (second, harvest)] = _sample_steps(set(range(64)), world_size=1, quota=5, steps=2, max_waves=3)
-    assert first == [0, 1, 2, 3, 4]
-    assert second == [5, 6, 7, 8, 9]
-    # A wave is eight prompts: three were left over, and one more wave gives the other two.
-    assert [g.step for g in harvest.groups] == [0, 0, 0, 1, 1]
-    assert harvest.num_waves == 1
+@given(patterns, quota_lists, st.sampled_from([1, 4]), st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+async def test_a_short_harvest_is_all_there_is(
+    accepted: list[bool], quotas: list[int], world_size: int, max_waves: int
+) -> None:
+    everyones = await sample(accepted, quotas, world_size=world_size, max_waves=max_waves)
+    carried = 0
+    for step, (quota, tickets) in enumerate(zip(quotas, chosen(everyones), strict=True)):
+        harvest = everyones[0].harvests[step]
+        surplus = [t for seen in everyones for t in seen.surplus[step]]
+        assert harvest.num_groups == len(tickets) <= quota
+        assert harvest.num_waves <= max_waves
+        assert harvest.num_groups == quota or (harvest.num_waves == max_waves and not surplus)
+        assert len(tickets) + len(surplus) == carried + harvest.num_kept
+        assert not tickets or not surplus or max(tickets) < min(surplus)
+        carried = len(surplus)
 
 
-def test_no_signal_at_all_ends_at_the_cap_with_nothing() -> None:
-    [(tickets, harvest)] = _sample_steps(set(), world_size=2, quota=4, steps=1, max_waves=3)
-    assert tickets == []
-    assert (harvest.num_groups, harvest.num_kept, harvest.num_waves) == (0, 0, 3)
-    assert harvest.num_sampled == 3 * 8
+@given(patterns, quota_lists, st.sampled_from([1, 4]))
+@settings(max_examples=40, deadline=None)
+async def test_state_round_trip(accepted: list[bool], quotas: list[int], world_size: int) -> None:
+    whole = await sample(accepted, quotas, world_size=world_size)
+    resumed = await sample(accepted, quotas, world_size=world_size, interrupted=True)
+    assert [seen.harvests for seen in resumed] == [seen.harvests for seen in whole]
+    assert [seen.states for seen in resumed] == [seen.states for seen in whole]
 
 
-def test_state_round_trip() -> None:
-    async def program(ctx: Context[None]) -> None:
-        loader = PromptLoader(range(64), seed=1)
-        sampler: DynamicSampler[_Group] = DynamicSampler(group=ctx.group, max_waves=3)
+async def test_surplus_is_used_before_anything_is_sampled() -> None:
+    [seen] = await sample([True], [3, 5], world_size=1)
+    first, second = seen.harvests
+    assert ([g.ticket for g in first.groups], seen.surplus[0]) == ([0, 1, 2], [3, 4, 5, 6, 7])
+    assert [g.ticket for g in second.groups] == [3, 4, 5, 6, 7]
+    assert (second.num_waves, second.num_sampled) == (0, 0)
 
-        async def wave(count: int) -> list[_Group]:
-            return [_Group(ticket, 0) for ticket, row in loader.take(count) if row % 3]
 
-        await sampler.harvest(6, wave)
-        state = sampler.state(lambda g: [g.ticket, g.step])
-        again: DynamicSampler[_Group] = DynamicSampler(group=ctx.group, max_waves=3)
-        again.load_state(state, lambda pair: _Group(*pair))
-        assert again.surplus == sampler.surplus
-        assert again.acceptance == pytest.approx(sampler.acceptance, abs=0)
+async def test_nothing_has_a_signal() -> None:
+    for seen in await sample([False], [8, 8], world_size=2, max_waves=3):
+        assert all((h.groups, h.num_groups, h.num_waves, h.num_kept) == ([], 0, 3, 0) for h in seen.harvests)
+        # However poor the acceptance rate, a wave is never much larger than a step.
+        assert all(h.num_sampled == 3 * 8 for h in seen.harvests)
 
-    asyncio.run(run_inline(program, roles=None))
+
+async def test_waves_follow_the_acceptance_rate() -> None:
+    """With one prompt in four accepted, a later step asks for what it needs in fewer waves than the first."""
+    [seen] = await sample([True, False, False, False], [16] * 12, world_size=1)
+    assert all(h.num_groups == 16 for h in seen.harvests)
+    assert seen.states[-1]["acceptance"] == pytest.approx(0.25, abs=0.05)
+
+
+async def test_a_number_of_controllers_that_divides_nothing() -> None:
+    everyones = await sample([True, False], [10, 10], world_size=3)
+    assert [len(tickets) for tickets in chosen(everyones)] == [10, 10]
+
+
+def test_tickets_are_places_in_the_loaders_order() -> None:
+    """The sampler above counts tickets as the loader does."""
+    order = ShardedSampler(10, seed=0, rank=0, world_size=1)
+    second_of_three = ShardedSampler(10, seed=0, rank=1, world_size=3)
+    rows = iter(second_of_three)
+    assert [next(rows) for _ in range(3)] == [order.row(ticket) for ticket in (1, 4, 7)]

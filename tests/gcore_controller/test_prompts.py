@@ -1,3 +1,7 @@
+"""Prompt order: fixed by the seed, whatever the number of controllers and however often it is resumed."""
+
+from itertools import islice
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -5,65 +9,88 @@ from hypothesis import strategies as st
 from gcore_controller.errors import StateError
 from gcore_controller.prompts import PromptLoader, ShardedSampler
 
-
-@given(num_rows=st.integers(1, 40), seed=st.integers(0, 5), world_size=st.integers(1, 5), draws=st.integers(1, 30))
-def test_controllers_together_draw_what_one_would(num_rows: int, seed: int, world_size: int, draws: int) -> None:
-    rows = [f"row {i}" for i in range(num_rows)]
-    alone = PromptLoader(rows, seed=seed).take(draws * world_size)
-    together = [
-        drawn
-        for rank in range(world_size)
-        for drawn in PromptLoader(rows, seed=seed, rank=rank, world_size=world_size).take(draws)
-    ]
-    assert sorted(together) == alone
-    assert [ticket for ticket, _ in alone] == list(range(draws * world_size))
+sizes = st.integers(1, 30)
+seeds = st.integers(0, 2**31)
 
 
-@given(num_rows=st.integers(1, 40), seed=st.integers(0, 5), num_epochs=st.integers(1, 4))
+def drawn(num_rows: int, seed: int, world_size: int, per_controller: int) -> dict[int, int]:
+    """Ticket to row, over all controllers."""
+    found: dict[int, int] = {}
+    for rank in range(world_size):
+        sampler = ShardedSampler(num_rows, seed=seed, rank=rank, world_size=world_size)
+        for i, row in enumerate(islice(sampler, per_controller)):
+            assert sampler.row(rank + i * world_size) == row
+            found[rank + i * world_size] = row
+    return found
+
+
+@given(sizes, seeds, st.integers(1, 8), st.integers(0, 20))
+def test_controllers_share_out_one_order(num_rows: int, seed: int, world_size: int, per_controller: int) -> None:
+    alone = drawn(num_rows, seed, 1, world_size * per_controller)
+    assert drawn(num_rows, seed, world_size, per_controller) == alone
+
+
+@given(sizes, seeds, st.integers(1, 4))
 def test_every_row_once_an_epoch(num_rows: int, seed: int, num_epochs: int) -> None:
-    loader = PromptLoader(range(num_rows), seed=seed)
-    orders: list[list[int]] = []
-    for _ in range(num_epochs):
-        orders.append([row for _, row in loader.take(num_rows)])
-        assert sorted(orders[-1]) == list(range(num_rows))
-    assert loader.epoch == num_epochs
-    if num_rows > 20 and num_epochs > 1:
-        assert orders[0] != orders[1]
+    rows = list(islice(ShardedSampler(num_rows, seed=seed, rank=0, world_size=1), num_rows * num_epochs))
+    for epoch in range(num_epochs):
+        assert sorted(rows[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
+
+
+def test_epochs_and_seeds_differ_in_order() -> None:
+    first, second = (list(islice(ShardedSampler(50, seed=s, rank=0, world_size=1), 100)) for s in (0, 1))
+    assert first[:50] != second[:50]
+    assert first[:50] != first[50:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loader_gives_tickets_and_their_rows(num_workers: int) -> None:
+    names = [f"row {i}" for i in range(7)]
+    order = ShardedSampler(7, seed=5, rank=0, world_size=1)
+    taken: dict[int, str] = {}
+    for rank in range(3):
+        loader = PromptLoader(names, seed=5, rank=rank, world_size=3, num_workers=num_workers)
+        taken |= dict(loader.take(2) + loader.take(3))
+        assert loader.epoch == 15 / 7
+    assert taken == {ticket: names[order.row(ticket)] for ticket in range(15)}
 
 
 @given(
-    taken=st.lists(st.integers(0, 7), max_size=5),
-    world_size=st.integers(1, 3),
-    new_world_size=st.integers(1, 3),
-    num_workers=st.sampled_from([0, 2]),
+    sizes,
+    seeds,
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.lists(st.integers(0, 3), max_size=4).map(lambda counts: [4 * c for c in counts]),
 )
-def test_resumes_from_its_state_with_any_number_of_controllers(
-    taken: list[int], world_size: int, new_world_size: int, num_workers: int
+def test_a_resumed_loader_goes_on_in_the_same_order(
+    num_rows: int, seed: int, before: int, after: int, draws: list[int]
 ) -> None:
-    rows = list(range(17))
-    loaders = [PromptLoader(rows, seed=3, rank=r, world_size=world_size) for r in range(world_size)]
-    for count in taken:
-        for loader in loaders:
-            loader.take(count)
-    assert all(loader.state() == loaders[0].state() for loader in loaders)
-    drawn = sum(taken) * world_size
-    expected = PromptLoader(rows, seed=3).take(drawn + 4 * new_world_size)[drawn:]
-    resumed: list[tuple[int, int]] = []
-    for rank in range(new_world_size):
-        loader = PromptLoader(rows, seed=3, rank=rank, world_size=new_world_size, num_workers=num_workers)
-        loader.load_state(loaders[0].state())
-        resumed += loader.take(4)
-    assert sorted(resumed) == expected
+    """With another number of controllers too: the position is one number, the same on all of them."""
+    rows = list(range(num_rows))
+    loaders = [PromptLoader(rows, seed=seed, rank=rank, world_size=before) for rank in range(before)]
+    taken = [pair for loader in loaders for count in draws for pair in loader.take(count // before)]
+    [state] = {tuple(sorted(loader.state().items())) for loader in loaders}
+    resumed = [PromptLoader(rows, seed=seed, rank=rank, world_size=after) for rank in range(after)]
+    for loader in resumed:
+        loader.load_state(dict(state))
+        taken += loader.take(8 // after)
+    order = ShardedSampler(num_rows, seed=seed, rank=0, world_size=1)
+    assert sorted(taken) == [(ticket, order.row(ticket)) for ticket in range(sum(draws) + 8)]
 
 
 def test_a_state_of_other_data_is_refused() -> None:
-    state = PromptLoader(range(10), seed=0).state()
-    with pytest.raises(StateError, match="num_rows=10: this data set has num_rows=11"):
-        PromptLoader(range(11), seed=0).load_state(state)
-    with pytest.raises(StateError, match="seed=0: this data set has seed=1"):
-        PromptLoader(range(10), seed=1).load_state(state)
+    loader = PromptLoader([1, 2, 3], seed=0)
+    loader.take(2)
+    expected = loader.state()
+    for state, message in (
+        (PromptLoader([1, 2], seed=0).state(), "the saved position has num_rows=2: this data set has num_rows=3"),
+        (PromptLoader([1, 2, 3], seed=9).state(), "the saved position has seed=9: this data set has seed=0"),
+    ):
+        with pytest.raises(StateError, match=message):
+            loader.load_state(state)
+        assert loader.state() == expected, "a refused state changes nothing"
 
 
-def test_no_rows_is_an_error() -> None:
-    with pytest.raises(ValueError, match="num_rows is 0"):
-        ShardedSampler(0, seed=0, rank=0, world_size=1)
+def test_no_rows() -> None:
+    with pytest.raises(ValueError, match="num_rows is 0: a data set needs at least one row"):
+        PromptLoader([], seed=0)

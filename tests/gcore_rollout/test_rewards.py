@@ -1,90 +1,165 @@
-import math
-from collections.abc import Mapping
+"""Rewards: what is loaded, what is called, and what is said when either goes wrong."""
+
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gcore_rollout.errors import RewardError
+from gcore_rollout.errors import MissingExtraError, RewardError
 from gcore_rollout.rewards import MathVerifyReward, ReasoningGymReward, import_reasoning_gym, load_reward, score
 
-
-async def _score(reward: Any) -> float:
-    return await score(reward, prompt="2+3=", completion="5", row={"answer": "5"})
+ROW: dict[str, Any] = {"answer": 4}
 
 
-async def test_plain_and_async_functions_are_called_with_prompt_completion_and_row() -> None:
-    def plain(prompt: str, completion: str, row: Mapping[str, Any]) -> bool:
-        return prompt == "2+3=" and completion == row["answer"]
-
-    async def later(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-        return 0.25 + plain(prompt, completion, row)
-
-    assert await _score(plain) == 1.0
-    assert await _score(later) == 1.25
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [(math.nan, "returned nan"), (math.inf, "returned inf"), ("high", "returned 'high'"), (None, "returned None")],
-)
-async def test_a_score_that_is_no_finite_number_is_an_error(value: object, message: str) -> None:
-    def reward(prompt: str, completion: str, row: object) -> object:
-        return value
-
-    with pytest.raises(RewardError, match=rf"reward 'reward' on prompt '2\+3=', completion '5': {message}"):
-        await _score(reward)
-
-
-async def test_a_reward_that_raises_is_an_error_that_says_so() -> None:
-    def reward(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-        return row["missing"]
-
-    with pytest.raises(RewardError, match="KeyError: 'missing'"):
-        await _score(reward)
-
-
-def test_load_reward(tmp_path: Path) -> None:
+def saved(tmp_path: Path, source: str) -> Path:
     file = tmp_path / "mine.py"
-    file.write_text("def length(prompt, completion, row):\n    return float(len(completion))\n")
-    assert load_reward(f"{file}:length")("", "abc", {}) == 3.0
+    file.write_text(source)
+    return file
+
+
+async def test_a_function_from_a_file(tmp_path: Path) -> None:
+    """The file is a module like any other: it may define dataclasses and import from the standard library."""
+    source = (
+        "from dataclasses import dataclass\n\n@dataclass\nclass Judge:\n    weight: float\n\n"
+        "JUDGE = Judge(0.5)\n\ndef reward(prompt, completion, row):\n"
+        "    return JUDGE.weight * (completion == f'{prompt}{row[\"answer\"]}')\n"
+    )
+    reward = load_reward(f"{saved(tmp_path, source)}:reward")
+    assert await score(reward, prompt="2+2=", completion="2+2=4", row=ROW) == 0.5
+    assert await score(reward, prompt="2+2=", completion="5", row=ROW) == 0.0
+
+
+async def test_an_async_function(tmp_path: Path) -> None:
+    source = "import asyncio\n\nasync def reward(p, c, r):\n    await asyncio.sleep(0)\n    return len(c)\n"
+    reward = load_reward(f"{saved(tmp_path, source)}:reward")
+    assert await score(reward, prompt="", completion="abc", row=ROW) == 3.0
+
+
+@pytest.mark.parametrize("spec", ["mine.py", "mine:reward", "mine.py:", "mine.py:1st", "", "package.module:reward"])
+def test_bad_form(spec: str) -> None:
+    with pytest.raises(RewardError, match=r"PATH\.py:function is needed"):
+        load_reward(spec)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=r"no such file .*nowhere\.py"):
+        load_reward(f"{tmp_path / 'nowhere.py'}:reward")
 
 
 @pytest.mark.parametrize(
-    ("content", "spec", "message"),
+    ("source", "message"),
     [
-        (None, "mine.py:f", "no such file"),
-        ("", "mine.py", "PATH.py:function is needed"),
-        ("", "mine.txt:f", "PATH.py:function is needed"),
-        ("def g(p, c, r): return 0.0", "mine.py:f", r"has no function 'f', it has \['g'\]"),
-        ("import nothing_of_this_name", "mine.py:f", "does not import: ModuleNotFoundError"),
-        ("f = 3", "mine.py:f", "has no function 'f'"),
+        ("import quux_of_no_package", "does not import: ModuleNotFoundError: No module named 'quux_of_no_package'"),
+        ("def reward(:", "does not import: SyntaxError: "),
+        ("1 / 0", "does not import: ZeroDivisionError: division by zero"),
+        ("def score(p, c, r): return 0\n_hidden = score", r"has no function 'reward', it has \['score'\]"),
+        ("reward = 3", r"has no function 'reward', it has \[\]"),
     ],
 )
-def test_load_reward_errors(tmp_path: Path, content: str | None, spec: str, message: str) -> None:
-    if content is not None:
-        (tmp_path / "mine.py").write_text(content)
+def test_a_file_that_does_not_give_the_function(tmp_path: Path, source: str, message: str) -> None:
     with pytest.raises(RewardError, match=message):
-        load_reward(str(tmp_path / spec))
+        load_reward(f"{saved(tmp_path, source)}:reward")
 
 
-def test_reasoning_gym_gives_full_marks_or_none() -> None:
-    entry = import_reasoning_gym().create_dataset("chain_sum", size=1, seed=1)[0]
-    answer = entry["answer"]
-    whole, last = ReasoningGymReward(), ReasoningGymReward(answer_after="=")
-    assert whole("", answer, {"entry": entry}) == 1.0
-    assert whole("", f"1+1={answer}", {"entry": entry}) == 0.0
-    assert last("", f"1+1= {answer} ", {"entry": entry}) == 1.0
-    # The library gives partial marks to whatever contains the answer.
-    assert whole("", f"{answer}0", {"entry": entry}) == 0.0
-    with pytest.raises(RewardError, match="no 'entry'"):
-        whole("", answer, {"answer": answer})
+@pytest.mark.parametrize("value", [1, True, 0.25, -3.0])
+async def test_numbers(value: float) -> None:
+    number = await score(lambda *_: value, prompt="", completion="", row=ROW)
+    assert number == float(value)
+    assert type(number) is float
 
 
-def test_math_verify_compares_values() -> None:
-    reward = MathVerifyReward()
-    assert reward("", r"so it is \boxed{\frac{1}{2}}", {"answer": "0.5"}) == 1.0
-    assert reward("", "so it is 3", {"answer": "4"}) == 0.0
-    assert MathVerifyReward(answer_key="gold")("", r"\boxed{7}", {"gold": 7}) == 1.0
-    with pytest.raises(RewardError, match=r"no 'answer' .* it has \['gold'\]"):
-        reward("", "7", {"gold": 7})
+@pytest.mark.parametrize("value", [None, "good", [1.0], {}, float("nan"), float("inf"), -float("inf")])
+async def test_what_is_not_one_finite_number(value: Any) -> None:
+    def judge(*_: object) -> Any:
+        return value
+
+    with pytest.raises(RewardError, match=r"reward 'judge' on prompt '2\+2=', completion '5': returned .* is needed"):
+        await score(judge, prompt="2+2=", completion="5", row=ROW)
+
+
+async def test_what_a_reward_raises_comes_with_the_texts() -> None:
+    def judge(prompt: str, completion: str, row: Any) -> float:
+        del prompt, completion
+        return row["gold"]
+
+    prompt, completion = "beginning " + "p" * 100, "c" * 100 + " end"
+    with pytest.raises(
+        RewardError, match=r"reward 'judge' on prompt 'p{80}', completion 'c{80}': KeyError: 'gold'"
+    ) as e:
+        await score(judge, prompt=prompt, completion=completion, row=ROW)
+    assert isinstance(e.value.__cause__, KeyError)
+
+    async def late(prompt: str, completion: str, row: Any) -> float:
+        del prompt, completion, row
+        raise OSError("no judge")
+
+    with pytest.raises(RewardError, match=r"reward 'late' .* OSError: no judge"):
+        await score(late, prompt="", completion="", row=ROW)
+
+
+@pytest.fixture(scope="module")
+def sums() -> Any:
+    task = import_reasoning_gym().create_dataset("chain_sum", size=5, seed=0, min_terms=2, max_terms=3)
+    return list(task)
+
+
+def test_reasoning_gym_full_marks_only(sums: Any) -> None:
+    reward = ReasoningGymReward()
+    for entry in sums:
+        row = {"entry": entry}
+        answer = entry["answer"]
+        assert reward("", answer, row) == 1.0
+        assert reward("", f" {answer}\n", row) == 1.0
+        assert reward("", f"{answer}0", row) == 0.0
+        assert reward("", f"it is {answer}, I think", row) == 0.0, "the library itself gives part of the marks"
+        assert reward("", "", row) == 0.0
+
+
+def test_reasoning_gym_reads_what_follows_the_last_mark(sums: Any) -> None:
+    reward = ReasoningGymReward(answer_after="=")
+    row = {"entry": sums[0]}
+    answer = sums[0]["answer"]
+    assert reward("", f"1+2=3={answer}", row) == 1.0
+    assert reward("", f"{answer}=9999", row) == 0.0
+    assert reward("", answer, row) == 1.0, "without the mark the whole completion is the answer"
+
+
+def test_reasoning_gym_needs_its_own_entry() -> None:
+    with pytest.raises(RewardError, match="the row has no 'entry': reasoning-gym's own entry is needed under 'entry'"):
+        ReasoningGymReward()("", "4", ROW)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("4", 4, 1.0),
+        ("so the answer is $\\frac{1}{2}$", "0.5", 1.0),
+        ("\\boxed{x^2+2x+1}", "(x+1)^2", 1.0),
+        ("5", "4", 0.0),
+        ("", "4", 0.0),
+        ("no idea", "4", 0.0),
+    ],
+)
+def test_math_verify(completion: str, answer: object, expected: float) -> None:
+    assert MathVerifyReward()("", completion, {"answer": answer}) == expected
+
+
+def test_math_verify_answer_column() -> None:
+    assert MathVerifyReward(answer_key="gold")("", "4", {"gold": "4"}) == 1.0
+    with pytest.raises(
+        RewardError, match=r"the row has no 'gold' for math-verify to compare with: it has \['answer'\]"
+    ):
+        MathVerifyReward(answer_key="gold")("", "4", {"answer": "4"})
+
+
+@pytest.mark.parametrize(
+    ("module", "make", "extra"),
+    [("math_verify", MathVerifyReward, "math-verify"), ("reasoning_gym", ReasoningGymReward, "reasoning-gym")],
+)
+def test_a_missing_extra_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, module: str, make: Any, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError, match=rf"pip install 'gcore-rollout\[{extra}\]'"):
+        make()

@@ -1,0 +1,67 @@
+"""The `gcore-bench` command."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import tyro
+from rich.console import Console
+
+from gcore_bench.grpo.errors import BenchError
+from gcore_bench.grpo.options import GrpoOptions
+
+_USAGE = """usage: gcore-bench COMMAND [options]
+
+Every claim gcore makes, measured beside a peer or a physical limit.
+
+commands:
+  grpo   GRPO steps under gcore and under TRL's GRPOTrainer: the same task, model, batch and step count
+
+gcore-bench COMMAND --help documents every option.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command; wrong input, or a contender that fails, ends it with exit code 2 and one message."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(_USAGE, end="")
+        raise SystemExit(0 if args else 2)
+    if args[0] != "grpo":
+        raise SystemExit(f"gcore-bench: unknown command {args[0]!r}: grpo is known")
+    try:
+        _grpo(args[1:])
+    except BenchError as error:
+        print(f"gcore-bench: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _grpo(args: Sequence[str]) -> None:
+    options = tyro.cli(GrpoOptions, args=args, prog="gcore-bench grpo")
+    from gcore_bench.grpo.rounds import run_rounds
+    from gcore_bench.grpo.summary import summarise
+    from gcore_bench.grpo.table import notes, table
+    from gcore_bench.grpo.workload import WORKLOADS
+
+    # A table is not worth much folded into 80 columns, which is what rich assumes of a file or a pipe.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    results: list[dict[str, object]] = []
+    names = list(WORKLOADS) if options.workload == "all" else [options.workload]
+    for name in names:
+        runs = run_rounds(WORKLOADS[name], options, say=console.print)
+        summary = summarise(runs)
+        console.print(table(WORKLOADS[name], summary))
+        results.append({"workload": name, "summary": asdict(summary), "runs": [asdict(r) for r in runs]})
+    for note in notes(options):
+        console.print(note, soft_wrap=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps({"options": _plain(options), "workloads": results}, indent=1) + "\n")
+
+
+def _plain(options: GrpoOptions) -> dict[str, object]:
+    return {name: value if isinstance(value, int | tuple) else str(value) for name, value in asdict(options).items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""GRPO steps under gcore and under TRL, on the same workloads."""

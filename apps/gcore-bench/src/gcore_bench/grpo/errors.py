@@ -1,0 +1,5 @@
+"""What the command line shows without a traceback."""
+
+
+class BenchError(Exception):
+    """Wrong options, or a contender that failed."""

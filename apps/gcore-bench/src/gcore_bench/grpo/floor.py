@@ -1,0 +1,95 @@
+"""A physical limit: a step's matrix products alone, at their real shapes, on this machine and under its present load.
+
+No attention, no norms, no sampling, no optimizer, no bookkeeping; no padding, and a group's prompt computed once.
+Whoever multiplies the same weights with the same tokens in the same number of passes cannot be faster.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from gcore_bench.grpo.measure import StepClock, StepFigures
+from gcore_bench.grpo.workload import PROMPT_LENGTH, Workload
+
+
+def run(workload: Workload, model: Path, *, lengths: Sequence[int], steps: int, threads: int) -> list[StepFigures]:
+    """Make the matrix products of ``steps`` steps whose responses have these ``lengths``."""
+    torch.set_num_threads(threads)
+    weights = _Weights.random(json.loads((model / "config.json").read_text()))
+    figures: list[StepFigures] = []
+    clock = StepClock()
+    for _ in range(steps):
+        clock.lap()
+        _generate(weights, lengths, num_prompts=workload.train_batch_size)
+        gen_s, gen_cpu_s = clock.lap()
+        _train(weights, lengths, num_prompts=workload.train_batch_size)
+        train_s, train_cpu_s = clock.lap()
+        figures.append(
+            StepFigures(
+                wall_s=gen_s + train_s,
+                cpu_s=gen_cpu_s + train_cpu_s,
+                gen_s=gen_s,
+                reward_s=0.0,
+                train_s=train_s,
+                score=0.0,
+                lengths=list(lengths),
+            )
+        )
+    return figures
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weights:
+    layers: list[torch.Tensor]
+    """[out, in] of every matrix of every layer."""
+    head: torch.Tensor
+
+    @classmethod
+    def random(cls, config: dict[str, Any]) -> "_Weights":
+        width, inner = config["hidden_size"], config["intermediate_size"]
+        kv_width = width // config["num_attention_heads"] * config["num_key_value_heads"]
+        shapes = [(width, width), (kv_width, width), (kv_width, width), (width, width)]
+        shapes += [(inner, width), (inner, width), (width, inner)]
+        return cls(
+            layers=[torch.randn(shape) for _ in range(config["num_hidden_layers"]) for shape in shapes],
+            head=torch.randn(config["vocab_size"], width),
+        )
+
+
+@torch.inference_mode()
+def _generate(weights: _Weights, lengths: Sequence[int], *, num_prompts: int) -> None:
+    """Prompts once, then one pass for every further token of the responses still alive."""
+    passes = [(num_prompts * PROMPT_LENGTH, num_prompts)]
+    passes += [(alive, alive) for t in range(1, max(lengths)) if (alive := sum(n > t for n in lengths))]
+    for num_tokens, num_logits in passes:
+        for weight in weights.layers:
+            linear(_inputs(num_tokens, weight.shape[1]), weight)
+        linear(_inputs(num_logits, weights.head.shape[1]), weights.head)
+
+
+@torch.inference_mode()
+def _train(weights: _Weights, lengths: Sequence[int], *, num_prompts: int) -> None:
+    """Forward, and both products of the backward pass."""
+    num_inner = sum(n - 1 for n in lengths)
+    passes = [(num_prompts * PROMPT_LENGTH + num_inner, w) for w in weights.layers]
+    passes.append((num_prompts + num_inner, weights.head))
+    for num_tokens, weight in passes:
+        inputs, gradient = (_inputs(num_tokens, width) for width in reversed(weight.shape))
+        linear(inputs, weight)
+        torch.mm(gradient, weight)
+        torch.mm(gradient.T, inputs)
+
+
+_buffers: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def _inputs(num_tokens: int, width: int) -> torch.Tensor:
+    key = (num_tokens, width)
+    if key not in _buffers:
+        _buffers[key] = torch.randn(key)
+    return _buffers[key]

@@ -1,0 +1,119 @@
+"""gcore: the app's own program under the inline runtime, watched from outside."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from gcore_bench.grpo.measure import StepClock, StepFigures, TimedReward
+from gcore_bench.grpo.settings import load_train_prompts, train_config
+from gcore_bench.grpo.workload import Workload
+from gcore_controller import run_inline
+from gcore_llm.evaluate import Evaluation
+from gcore_llm.exchange import workload_of
+from gcore_llm.program import Job, State, rlhf_program
+from gcore_llm.roles import Roles, build_reward, build_roles, build_tokenizer
+from gcore_llm.settings import resolve
+from gcore_rollout import Completion, Engine, EngineStats, Request
+
+
+def run(
+    workload: Workload, model: Path, *, engine: Literal["hf", "vllm"], steps: int, threads: int, seed: int
+) -> list[StepFigures]:
+    """Make ``steps`` steps and return the figures of each."""
+    config = resolve(train_config(workload, engine=engine, steps=steps, threads=threads, seed=seed))
+    torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    tokenizer = build_tokenizer(model)
+    reward = TimedReward(build_reward(config))
+    roles = build_roles(config, model, tokenizer, reward)
+    watched = _WatchedEngine(roles.policy)
+    recorder = _Recorder(watched, reward)
+    job = Job(
+        config=config,
+        prompts=load_train_prompts(config, tokenizer),
+        workload=workload_of(model),
+        recorder=recorder,
+        first_step=0,
+        is_evaluated=True,
+        controllers=None,
+    )
+    asyncio.run(_run(job, replace(roles, policy=watched)))
+    return recorder.steps
+
+
+async def _run(job: Job, roles: Roles) -> None:
+    try:
+        await run_inline(rlhf_program(job), roles=roles)
+    finally:
+        await roles.policy.close()
+
+
+class _WatchedEngine:
+    """An engine that notes the lengths of its completions."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.lengths: list[int] = []
+
+    @property
+    def weight_version(self) -> int:
+        return self._engine.weight_version
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
+        async for completion in self._engine.generate(requests):
+            self.lengths.append(completion.token_ids.size)
+            yield completion
+
+    async def update_weights(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
+        await self._engine.update_weights(weights, version=version)
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+class _Recorder:
+    """Collects the figures of every step."""
+
+    def __init__(self, engine: _WatchedEngine, reward: TimedReward) -> None:
+        self.steps: list[StepFigures] = []
+        self._engine = engine
+        self._reward = reward
+        self._metrics: dict[str, float] = {}
+        self._clock = StepClock()
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        raise AssertionError(f"step {step} evaluated the policy: {evaluation}")
+
+    def updating(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def stepped(self, step: int, metrics: dict[str, float]) -> None:
+        del step
+        self._metrics = metrics
+
+    def reached(self, step: int, controllers: list[State]) -> None:
+        del step, controllers
+        wall_s, cpu_s = self._clock.lap()
+        reward_s, score = self._reward.drain()
+        # The app scores completions while others are still being generated: those seconds lie inside its gen stage.
+        gen_s = sum(self._metrics.get(f"timing_s/{stage}", 0.0) for stage in ("gen", "reward", "sync")) - reward_s
+        self.steps.append(
+            StepFigures(
+                wall_s=wall_s,
+                cpu_s=cpu_s,
+                gen_s=gen_s,
+                reward_s=reward_s,
+                train_s=self._metrics["timing_s/train"],
+                score=score,
+                lengths=self._engine.lengths,
+            )
+        )
+        self._engine.lengths = []

@@ -1,0 +1,60 @@
+"""The two workloads: what every contender has to do in a step."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gcore_bench.grpo import digit_reward
+
+PROMPT_LENGTH = 4
+"""Of every prompt, in tokens, which are characters: ``7+8=``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One task at one size."""
+
+    name: str
+    description: str
+    model: Literal["warmed_up", "long_tailed"]
+    reward: str
+    """As in the app's `TrainConfig.reward`; empty: the task's verifier."""
+    max_response_length: int
+    steps: int
+    """Measured steps of a run."""
+    train_batch_size: int = 32
+    """Prompts a step."""
+    n: int = 8
+    """Responses a prompt."""
+    lr: float = 1e-5
+    """So low that response lengths stay what they are throughout a run."""
+    max_grad_norm: float = 1.0
+    trl_micro_batches: int = 1
+    """In how many parts TRL trains on a step's completions: what was fastest for it. gcore packs by tokens."""
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.train_batch_size * self.n
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload(
+            name="short",
+            description="sums of two digits, answers of about 3 tokens",
+            model="warmed_up",
+            reward="",
+            max_response_length=6,
+            steps=30,
+        ),
+        Workload(
+            name="long",
+            description="long-tailed answers of up to 256 tokens",
+            model="long_tailed",
+            reward=f"{digit_reward.__file__}:share_of_even_digits",
+            max_response_length=256,
+            steps=6,
+            trl_micro_batches=8,
+        ),
+    )
+}

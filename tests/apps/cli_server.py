@@ -1,0 +1,78 @@
+"""Run by the `cli` fixture: forks a `gcore-llm` process per request line and answers its pid.
+
+The heavy imports are done once, so that a command costs what it does and not what it imports.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from gcore_llm.cli import main
+from gcore_rollout.rewards import import_reasoning_gym
+
+HEAVY = (
+    "gcore_llm.inspect_run",
+    "gcore_llm.report",
+    "gcore_llm.train",
+    "gcore_rollout.hf_engine",
+    "gcore_trainer.torch_trainer",
+    "torch.utils.tensorboard",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+
+
+def run(argv: list[str]) -> int:
+    """As the console script does it: the exit code, with what Python would print on the way out."""
+    try:
+        main(argv)
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def child(folder: Path, cwd: str, argv: list[str]) -> None:
+    for stream, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(cwd)
+    code = run(argv)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    (folder / "code").write_text(str(code))
+    os._exit(code)
+
+
+def reap() -> None:
+    """Forget the dead: not before the next request, so that whoever asked for them could still open them."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def serve() -> None:
+    import_reasoning_gym()
+    for module in HEAVY:
+        importlib.import_module(module)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's to handle, which then closes stdin
+    for line in sys.stdin:
+        folder, cwd, argv = json.loads(line)
+        reap()
+        pid = os.fork()
+        if pid == 0:
+            child(Path(folder), cwd, argv)
+        print(pid, flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,132 @@
+"""Runs of the command line, and what they leave behind, for the tests of this folder."""
+
+import json
+import os
+import select
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+TIMEOUT_S = 240.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """How a command ended; ``code`` is -9 if it was killed."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Command:
+    """A running `gcore-llm` process."""
+
+    def __init__(self, pid: int, folder: Path) -> None:
+        self.pid = pid
+        self._folder = folder
+        self._pidfd = os.pidfd_open(pid)
+
+    @property
+    def out(self) -> str:
+        return (self._folder / "out").read_text() if (self._folder / "out").exists() else ""
+
+    def send(self, number: signal.Signals) -> None:
+        signal.pidfd_send_signal(self._pidfd, number)
+
+    def has_ended(self, timeout_s: float = 0.0) -> bool:
+        return bool(select.select([self._pidfd], [], [], timeout_s)[0])
+
+    def wait(self) -> Finished:
+        if not self.has_ended(TIMEOUT_S):
+            self.send(signal.SIGKILL)
+            pytest.fail(f"the command did not end in {TIMEOUT_S} s: {self.out}")
+        os.close(self._pidfd)
+        code = self._folder / "code"
+        return Finished(
+            code=int(code.read_text()) if code.exists() else -9, out=self.out, err=(self._folder / "err").read_text()
+        )
+
+
+class Server:
+    """Forks commands from a process that has imported what they need."""
+
+    def __init__(self, requests: IO[str], replies: IO[str], logs: Path) -> None:
+        self._requests = requests
+        self._replies = replies
+        self._logs = logs
+        self._count = 0
+
+    def start(self, cwd: Path, *args: object) -> Command:
+        self._count += 1
+        folder = self._logs / str(self._count)
+        folder.mkdir()
+        print(json.dumps([str(folder), str(cwd), [str(a) for a in args]]), file=self._requests, flush=True)
+        return Command(int(self._replies.readline()), folder)
+
+
+class Cli:
+    """`gcore-llm` in one working folder."""
+
+    def __init__(self, server: Server, cwd: Path) -> None:
+        self._server = server
+        self.cwd = cwd
+
+    def start(self, *args: object) -> Command:
+        return self._server.start(self.cwd, *args)
+
+    def __call__(self, *args: object) -> Finished:
+        """Run a command to its end, however that is."""
+        return self.start(*args).wait()
+
+    def ok(self, *args: object) -> str:
+        """Run a command that must succeed and say nothing on stderr; its output."""
+        finished = self(*args)
+        assert (finished.code, finished.err) == (0, ""), finished
+        return finished.out
+
+    def refused(self, *args: object) -> str:
+        """Run a command that must end with exit code 2 and one message; that message."""
+        finished = self(*args)
+        assert finished.code == 2, finished
+        assert "Traceback" not in finished.err
+        return finished.err
+
+
+def option_set(args: list[str], name: str, value: str) -> list[str]:
+    """The arguments with another value of an option that they hold."""
+    i = args.index(name)
+    return [*args[:i], name, value, *args[i + 2 :]]
+
+
+def write_rows(path: Path, rows: Iterable[object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_rows(path: Path) -> list[Any]:
+    """The complete lines of a file that may still be written to."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def reproducible(row: dict[str, float]) -> dict[str, float]:
+    """A row of metrics without what a clock gave."""
+    return {k: v for k, v in row.items() if not k.startswith("timing_s/") and k != "perf/throughput"}
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    return [reproducible(row) for row in read_rows(run / "metrics.jsonl")]
+
+
+def step_rows(run: Path) -> list[dict[str, float]]:
+    """The rows of training steps."""
+    return [row for row in read_rows(run / "metrics.jsonl") if "sampling/waves" in row]
+
+
+def val_rows(run: Path) -> list[dict[str, float]]:
+    """The rows of held-out evaluations."""
+    return [row for row in read_rows(run / "metrics.jsonl") if "val/greedy/score/mean" in row]
