@@ -18,6 +18,8 @@ _MAY_CHANGE = (
     "trainer.test_freq",
     "trainer.max_ckpt_to_keep",
     "resume",
+    "threads",
+    "device",
 )
 """Settings that a resumed run may be given anew."""
 

@@ -1,5 +1,6 @@
 """Mathematical equality of the final answer with the row's, as a reward."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,9 @@ class MathVerifyReward:
             import math_verify
         except ImportError as error:
             raise MissingExtraError("math_verify", "math-verify") from error
+        # It warns at every call that its time-out is off.
+        for name in ("math_verify.parser", "math_verify.grader"):
+            logging.getLogger(name).setLevel(logging.ERROR)
         self._library = math_verify
         self._answer_key = answer_key
 

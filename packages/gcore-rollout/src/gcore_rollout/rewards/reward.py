@@ -26,7 +26,8 @@ async def score(reward: RewardFunction, *, prompt: str, completion: str, row: Ma
     except Exception as error:
         raise RewardError(f"{where}: {type(error).__name__}: {error}") from error
     try:
-        number = float(value)
+        # A string would pass through float(), but a reward returns one by mistake.
+        number = float(value + 0.0)
     except (TypeError, ValueError):
         raise RewardError(f"{where}: returned {value!r}, one number is needed") from None
     if not math.isfinite(number):
