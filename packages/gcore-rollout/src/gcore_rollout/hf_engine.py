@@ -15,7 +15,6 @@ from gcore_rollout import slot_attention
 from gcore_rollout.calls import Call, WaitingLine, check_request, check_weights
 from gcore_rollout.engine import EngineStats
 from gcore_rollout.errors import RolloutError, UnsupportedModelError
-from gcore_rollout.onednn_linear import use_onednn
 from gcore_rollout.sampling import sample_seeds, sample_tokens, uniforms
 from gcore_rollout.slot_attention import Decode, Prefill, SlotCache
 from gcore_rollout.types import Completion, FinishReason, Request
@@ -132,9 +131,7 @@ class HFEngine:
         if eos_token_ids is None:
             eos = model.generation_config.eos_token_id
             eos_token_ids = [eos] if isinstance(eos, int) else list(eos or [])
-        model.to(device)
-        use_onednn(model)
-        return cls(model, eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs)
+        return cls(model.to(device), eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs)
 
     @property
     def weight_version(self) -> int:

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from gcore_trainer import packed_attention
 from gcore_trainer.errors import ConfigError, UnsupportedModelError
-from gcore_trainer.onednn_linear import use_onednn
 from gcore_trainer.packed_attention import PackedPlan
 from gcore_trainer.packing import PackedBatch, pack
 from gcore_trainer.types import MicroBatch
@@ -80,9 +79,7 @@ class PackedModel:
         model: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=packed_attention.ATTENTION_NAME
         )
-        model.to(device)
-        use_onednn(model)
-        return cls(model, temperature=temperature, share_prefix=share_prefix)
+        return cls(model.to(device), temperature=temperature, share_prefix=share_prefix)
 
     def score(self, samples: MicroBatch, *, entropy_grad: bool = False) -> TokenScores:
         """Forward pass over one micro-batch; differentiable in `TokenScores.log_probs`.
