@@ -69,7 +69,7 @@ async def test_numbers(value: float) -> None:
     assert type(number) is float
 
 
-@pytest.mark.parametrize("value", [None, "good", [1.0], {}, float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("value", [None, "good", "0.5", [1.0], {}, float("nan"), float("inf"), -float("inf")])
 async def test_what_is_not_one_finite_number(value: Any) -> None:
     def judge(*_: object) -> Any:
         return value

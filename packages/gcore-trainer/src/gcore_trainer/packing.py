@@ -65,39 +65,45 @@ def pack(samples: list[Sample], *, share_prefix: bool = True) -> PackedBatch:
         by_prompt.setdefault(key, []).append(i)
 
     pieces: list[NDArray[np.int64]] = []
-    positions: list[NDArray[np.int64]] = []
     segments: list[_Segment] = []
-    places: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * len(samples)
+    # Where the token before a response stands, and where the response's own inputs begin.
+    before = np.empty(len(samples), np.int64)
+    begins = np.empty(len(samples), np.int64)
     total = 0
-
-    def add(tokens: NDArray[np.int64], first_position: int, parent: _Segment | None) -> _Segment:
-        nonlocal total
-        segment = _Segment(total, tokens.size, parent)
-        if tokens.size:
-            pieces.append(tokens)
-            positions.append(np.arange(first_position, first_position + tokens.size))
-            segments.append(segment)
-            total += tokens.size
-        return segment
-
     for members in by_prompt.values():
         prompt = samples[members[0]].prompt_ids
+        pieces.append(prompt)
+        before[members] = total + prompt.size - 1
         if len(members) == 1:
-            inputs = samples[members[0]].response_ids[:-1]
-            whole = add(np.concatenate([prompt, inputs]), 0, None)
-            places[members[0]] = whole.start + prompt.size - 1 + np.arange(inputs.size + 1)
+            [i] = members
+            inputs = samples[i].response_ids[:-1]
+            pieces.append(inputs)
+            begins[i] = total + prompt.size
+            segments.append(_Segment(total, prompt.size + inputs.size))
+            total += prompt.size + inputs.size
             continue
-        root = add(prompt, 0, None)
+        root = _Segment(total, prompt.size)
+        segments.append(root)
+        total += prompt.size
         for i in members:
             inputs = samples[i].response_ids[:-1]
-            branch = add(inputs, prompt.size, root)
-            places[i] = np.append(root.start + prompt.size - 1, branch.start + np.arange(inputs.size))
+            begins[i] = total
+            if inputs.size:
+                pieces.append(inputs)
+                segments.append(_Segment(total, inputs.size, root))
+                total += inputs.size
 
-    predict_index, target_place = np.unique(np.concatenate(places), return_inverse=True)
+    starts, lengths = _bounds(segments)
+    first_positions = np.array([s.parent.length if s.parent else 0 for s in segments])
+    response_lengths = np.array([s.response_ids.size for s in samples])
+    ends = np.cumsum(response_lengths)
+    places = np.repeat(begins - 1 - (ends - response_lengths), response_lengths) + np.arange(ends[-1])
+    places[ends - response_lengths] = before
+    predict_index, target_place = np.unique(places, return_inverse=True)
     buckets, unpack_index = _bucketed(segments, total)
     return PackedBatch(
         input_ids=np.concatenate(pieces),
-        positions=np.concatenate(positions),
+        positions=np.arange(total) - np.repeat(starts - first_positions, lengths),
         buckets=buckets,
         unpack_index=unpack_index,
         predict_index=predict_index,

@@ -23,7 +23,7 @@ class GrpoOptions:
     """Measured steps of a run; 0: the workload's own number."""
     warmup_steps: int = 3
     """Steps before those, left out of every figure."""
-    threads: int = 2
+    threads: int = 1
     """Threads of matrix products, the same for every contender."""
     seed: int = 0
     """Seed of prompts and samples."""
