@@ -28,6 +28,7 @@ def write(cli: Cli, name: str, text: str) -> str:
         (["--rollout.temperature", "0"], "rollout.temperature is 0.0: above 0 is needed"),
         (["--data.train-batch-size", "0"], "data.train_batch_size is 0: 1 or more is needed"),
         (["--trainer.test-freq", "0"], "trainer.test_freq is 0"),
+        (["--actor.ppo-max-token-len", "47"], "at least data.max_prompt_length + data.max_response_length = "),
         (["--warmup.test-freq", "0"], "warmup.test_freq is 0"),
         (["--task.num-val", "0"], "task.num_val is 0"),
         (["--actor.optim.lr", "-1"], "lr is -1.0: a finite number above 0 is needed"),

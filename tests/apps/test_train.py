@@ -240,7 +240,8 @@ def test_variants(cli: Cli, own_args: list[str], options: list[str]) -> None:
 
 
 def test_small_micro_batches_change_nothing(cli: Cli, trained: Path, own_args: list[str]) -> None:
-    cli.ok(*own_args, "--actor.ppo-max-token-len", "20", "--rollout.max-num-seqs", "5")
+    small = ["--data.max-prompt-length", "12", "--actor.ppo-max-token-len", "20", "--rollout.max-num-seqs", "5"]
+    cli.ok(*own_args, *small)
     for row, expected in zip(step_rows(cli.cwd / "runs/default"), step_rows(trained), strict=True):
         for name in ("critic/score/mean", "actor/pg_loss", "actor/entropy", "actor/grad_norm", "response_length/mean"):
             assert row[name] == pytest.approx(expected[name], abs=1e-4), name

@@ -45,7 +45,7 @@ def _grpo(args: Sequence[str]) -> None:
     from gcore_bench.grpo.workload import WORKLOADS
 
     # A table is not worth much folded into 80 columns, which is what rich assumes of a file or a pipe.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     results: list[dict[str, object]] = []
     names = list(WORKLOADS) if options.workload == "all" else [options.workload]
     for name in names:

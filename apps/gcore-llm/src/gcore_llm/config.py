@@ -197,6 +197,12 @@ class TrainConfig:
         _at_least("threads", self.threads, 0)
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise UserError(f"name is {self.name!r}: a plain folder name is needed")
+        longest = self.data.max_prompt_length + self.data.max_response_length
+        if self.actor.ppo_max_token_len < longest:
+            raise UserError(
+                f"actor.ppo_max_token_len is {self.actor.ppo_max_token_len}: at least data.max_prompt_length + "
+                f"data.max_response_length = {longest} is needed, so that every sample fits a micro-batch"
+            )
         if self.data.train_files and self.task.name:
             raise UserError(
                 f"data.train_files and task.name={self.task.name!r} are both set: one source of prompts is needed"

@@ -65,7 +65,9 @@ def split_in_micro_batches(
     costs: list[float] = []
     for g, group in enumerate(groups):
         lengths = group.lengths
-        for part in micro_batches(lengths, max_tokens=max(1, max_tokens - group.prompt_ids.size)):
+        room = max(1, max_tokens - group.prompt_ids.size)
+        whole = [np.arange(lengths.size)]
+        for part in whole if lengths.sum() <= room else micro_batches(lengths, max_tokens=room):
             units.append([(g, i) for i in part.tolist()])
             tokens.append(group.prompt_ids.size + int(lengths[part].sum()))
             costs.append(float(workload.group_flops(group.prompt_ids.size, lengths[part])))

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 if TYPE_CHECKING:
     from gcore_rollout.rewards import RewardFunction
 
@@ -17,7 +15,7 @@ class StepFigures:
 
     wall_s: float
     cpu_s: float
-    """Of all threads and child processes."""
+    """Of all threads; no contender computes in another process."""
     gen_s: float
     """Generation, with tokenizing, detokenizing and the transfer of new weights to the engine."""
     reward_s: float
@@ -39,7 +37,6 @@ class StepClock:
     """Wall and CPU seconds between one call of `lap` and the next."""
 
     def __init__(self) -> None:
-        self._process = psutil.Process()
         self._wall_s, self._cpu_s = self._now()
 
     def lap(self) -> tuple[float, float]:
@@ -48,9 +45,7 @@ class StepClock:
         return self._wall_s - before_wall_s, self._cpu_s - before_cpu_s
 
     def _now(self) -> tuple[float, float]:
-        # Our own CPU seconds at the clock's resolution; those of children, where there are any, in hundredths.
-        children_s = sum(sum(p.cpu_times()[:2]) for p in self._process.children(recursive=True))
-        return time.perf_counter(), time.process_time() + children_s
+        return time.perf_counter(), time.process_time()
 
 
 class TimedReward:

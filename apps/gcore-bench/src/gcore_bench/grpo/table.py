@@ -13,11 +13,11 @@ def table(workload: Workload, summary: Summary) -> Table:
     """One workload: a row a contender, the floor, and gcore's ratio to each peer."""
     shown = Table(
         title=f"{workload.name}: {workload.description}, {workload.samples_per_step} completions a step",
-        caption=f"seconds are medians of {summary.lines[0].num_steps} steps; load of the machine {summary.load:.1f}",
+        caption=f"medians of {summary.lines[0].num_steps} steps; load of the machine {summary.load:.1f}",
         title_justify="left",
         caption_justify="left",
     )
-    shown.add_column("")
+    shown.add_column("", no_wrap=True)
     columns = ("samples/s", "step s", *(f"{s} s" for s in _STAGES), "CPU s", "peak MB", "length mean/max", "score")
     for column in columns:
         shown.add_column(column, justify="right")
@@ -25,7 +25,7 @@ def table(workload: Workload, summary: Summary) -> Table:
         shown.add_row(line.contender, *_cells(line), f"{line.score:.3f}")
     if summary.floor is not None:
         shown.add_section()
-        shown.add_row("floor: its matrix products", *_cells(summary.floor), "")
+        shown.add_row("floor", *_cells(summary.floor), "")
     for ours, ratios in summary.speed_ratios.items():
         shown.add_section()
         for peer, ratio in ratios.items():
@@ -50,7 +50,8 @@ def notes(options: GrpoOptions) -> list[str]:
     lines = [
         f"{options.threads} threads, {options.warmup_steps} first steps of every run left out, "
         f"{options.rounds} alternating rounds, a process for each run.",
-        "gen holds tokenizing, detokenizing and the weights' way to the engine, other advantages and bookkeeping.",
+        "gen holds tokenizing, detokenizing and the weights' way to the engine, other advantages and bookkeeping; "
+        "floor is the matrix products of a step alone.",
     ]
     if "trl-vllm" in options.contenders:
         lines.append(
