@@ -55,7 +55,8 @@ def notes(options: GrpoOptions) -> list[str]:
     ]
     if "trl-vllm" in options.contenders:
         lines.append(
-            "trl-vllm runs with its weight transfer corrected: as published, vLLM on CPU goes on sampling from the "
-            "initial policy. Its importance-sampling correction is off, which saves it a forward pass a step."
+            "trl-vllm runs with its weight transfer corrected: as published it fails on CPU with this vLLM. It samples "
+            "in bfloat16, since TRL gives vLLM no dtype; the others use float32. Its importance-sampling correction is "
+            "off, which saves it a forward pass a step."
         )
     return lines

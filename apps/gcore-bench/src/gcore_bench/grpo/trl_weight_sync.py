@@ -1,4 +1,4 @@
-"""The one correction that TRL needs here: its new weights do not reach vLLM's packed CPU kernels."""
+"""The one correction that TRL needs here: new weights for vLLM's packed CPU kernels."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 def make_sync_correct(generation: Any) -> None:
     """Let a `VLLMGeneration` reload weights through vLLM's own `reload_weights`, which packs them again.
 
-    As published it calls ``load_weights`` on the model: on CPU vLLM has by then packed the weights for its matrix
-    products and goes on with the packed ones, so every step would sample from the initial policy.
+    As published it calls ``load_weights`` on the model: on CPU vLLM has by then replaced the parameters by copies
+    packed for its matrix products, which that function cannot load (AttributeError: no ``weight_loader``).
     """
 
     def sync_weights() -> None:
