@@ -28,6 +28,7 @@ def import_vllm() -> None:
         MissingExtraError: it is not installed.
     """
     try:
+        # Only whether it is there is asked; what is used of it is imported where it is used.
         import vllm  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ModuleNotFoundError as error:
         if error.name != "vllm":
@@ -128,6 +129,7 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(folder / file, framework="pt") as tensors:
+            # A safetensors file has keys(), but cannot be iterated.
             shapes.update((name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
     return shapes
 
