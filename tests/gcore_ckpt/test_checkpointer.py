@@ -1,13 +1,13 @@
 """Saving in the background, errors, retention and the lock, in one process."""
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import gcore_ckpt.checkpointer
 from gcore_ckpt import (
     Checkpointer,
     CheckpointError,
@@ -15,22 +15,24 @@ from gcore_ckpt import (
     CheckpointNotFoundError,
     CheckpointWriteError,
 )
-from gcore_ckpt.writer import write_step
+from gcore_ckpt.local_storage import LocalStorage
 
 
 class Gate:
-    """Stands in for `write_step`: each write waits until `open`, and fails for the steps in `failing`."""
+    """Holds each commit back until `opened` is set, and fails those of the steps in `failing`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
         self.failing: set[int] = set()
-        monkeypatch.setattr(gcore_ckpt.checkpointer, "write_step", self._write)
+        commit = LocalStorage.commit
 
-    def _write(self, path: Path, step: int, staged: Any) -> None:
-        assert self.opened.wait(10)
-        if step in self.failing:
-            raise OSError(f"no space for {step}")
-        write_step(path, step, staged)
+        def gated(storage: LocalStorage, attempt: str, step: int, index: bytes, sizes: Mapping[str, int]) -> None:
+            assert self.opened.wait(10)
+            if step in self.failing:
+                raise OSError(f"no space for {step}")
+            commit(storage, attempt, step, index, sizes)
+
+        monkeypatch.setattr(LocalStorage, "commit", gated)
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ def test_lock_dies_with_the_writer_not_with_its_forked_children(fork_server: For
             checkpointer.save(3, {}).wait()
     finally:
         os.kill(int(child_pid), signal.SIGKILL)
-    assert error == "this Checkpointer was opened before a fork: make a new one in the child process"
+    assert error == "this Checkpointer was used before a fork: make a new one in the child process"
 
 
 def test_full_disk_is_reported_and_leaves_the_last_step(fork_server: ForkServer, tmp_path: Path) -> None:

@@ -1,110 +1,163 @@
-"""Saves and loads the steps of one folder. Torch is imported by the first save or load, not with the package."""
+"""Saves and loads the steps of one path. Torch is imported by the first save or load, not with the package."""
 
 import os
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from queue import SimpleQueue
+from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self
 
-from gcore_ckpt.directory import Step, committed_steps, create_directory, remove_leftovers, remove_step
+from gcore_ckpt.agreement import all_succeed, root_decides
 from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
+from gcore_ckpt.group import Group, ProcessGroupArgument, open_group
 from gcore_ckpt.handle import SaveHandle
-from gcore_ckpt.lock import WriterLock
-from gcore_ckpt.reader import open_step
+from gcore_ckpt.reader import Step, find_step, open_step
+from gcore_ckpt.retention import Retention
+from gcore_ckpt.storage import open_storage
 from gcore_ckpt.tree import State
-from gcore_ckpt.writer import write_step
 
 if TYPE_CHECKING:
-    from gcore_ckpt.staging import StagedState, StagingBuffer
+    import torch
+
+    from gcore_ckpt.pipeline import SavePipeline
+
+_THREADS = min(8, os.cpu_count() or 1)
 
 
 class Checkpointer:
-    """The checkpoints in one folder: one process at a time saves to it, any number read from it.
+    """The checkpoints under one path: one process group at a time saves to it, any number of processes read from it.
 
     The first `save` creates the folder, takes its lock and removes what a dead writer left half done; reading needs no
-    lock and changes nothing. Use it from one thread; close it, or use it as a context manager, to let the next writer
-    in. A program that ends without closing it still finishes the saves in flight.
+    lock and changes nothing. In a group, every rank makes the same calls in the same order. Use it from one thread;
+    close it, or use it as a context manager, to let the next writer in. A program that ends without closing it still
+    finishes the saves in flight.
 
     Args:
-        path: The folder.
+        path: A folder that all ranks see, or a URL such as `s3://bucket/folder`.
         keep: After each commit, delete the lowest committed steps until this many are left, never the one just
             committed. None keeps all.
-        max_in_flight: Saves that may be waiting to be written. Each holds host memory of the size of the state, which
-            is kept for the next; when all are taken, `save` waits for the oldest to end.
+        keep_every: Steps that are multiples of this stay for good.
+        max_in_flight: Saves that may be waiting to be written. When there are that many, `save` waits for the oldest.
+        staging: `"full"`: a save returns once all is copied, and holds host memory of the size of what this rank
+            writes, which is kept for the next. `"chunked"`: two buffers of 128 MiB in all, and a save returns when
+            nearly all is written.
+        incremental: Whether data that are the same as in the step before are hard-linked from it.
+        process_group: The ranks that save and load together: `"world"` for those of `torch.distributed`, where it is
+            initialised; a group of it; None for this process alone.
+        timeout_s: How long ranks wait for one another. The death of a rank's process is noticed at once.
 
     Raises:
-        ValueError: `keep` or `max_in_flight` is below 1.
+        ValueError: An argument is out of its range.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, keep: int | None = None, max_in_flight: int = 1) -> None:
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep is {keep}; expected None (keep all steps) or 1 or more")
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        keep_every: int | None = None,
+        max_in_flight: int = 1,
+        staging: Literal["full", "chunked"] = "full",
+        incremental: bool = False,
+        process_group: ProcessGroupArgument = "world",
+        timeout_s: float = 600.0,
+    ) -> None:
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight is {max_in_flight}; expected 1 or more")
-        self._path = Path(path)
-        self._keep = keep
+        if staging not in ("full", "chunked"):
+            raise ValueError(f"staging is {staging!r}; expected 'full' or 'chunked'")
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s is {timeout_s}; expected more than 0")
+        if isinstance(process_group, str) and process_group != "world":  # pyright: ignore[reportUnnecessaryComparison]
+            raise ValueError(f"process_group is {process_group!r}; expected 'world', None or a process group")
+        self._storage = open_storage(path)
+        self._retention = Retention(keep=keep, keep_every=keep_every)
         self._max_in_flight = max_in_flight
-        self._lock: WriterLock | None = None
-        self._buffers: SimpleQueue[StagingBuffer] = SimpleQueue()
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gcore-ckpt")  # so steps commit in order
+        self._staging: Literal["full", "chunked"] = staging
+        self._incremental = incremental
+        self._process_group: ProcessGroupArgument = process_group
+        self._timeout_s = timeout_s
+        self._group: Group | None = None
+        self._pipeline: SavePipeline | None = None
         self._handles: list[SaveHandle] = []
         self._closed = False
+        self._pid: int | None = None
 
     def save(self, step: int, state: State) -> SaveHandle:
         """Starts to save `state`; on return it is copied out of live memory, and the caller may change it.
 
-        Tensors come back dense on the CPU, parameters as plain tensors; views of the same memory are stored once.
-
         Args:
             step: Number of the step, 0 or more, not committed or in flight yet.
-            state: Nested dict (with str keys), list and tuple of `torch.Tensor` (dense, of any device), `numpy.ndarray`
-                (of a native bool, integer, float or complex type), None, bool, int, float and str. Subclasses of the
-                containers and small values come back as the plain type they compare equal to.
+            state: Nested dict (with str or int keys), list and tuple of `torch.Tensor` (dense, of any device),
+                `DTensor`, `Shard`, Megatron's `ShardedTensor`, `numpy.ndarray` (of a native bool, integer, float or
+                complex type), None, bool, int, float and str. In a group, a plain tensor or array is the same on all
+                ranks that have it, and so are small values; `PerRank` wraps what is not.
 
         Raises:
             TypeError, ValueError: `step` or a leaf of `state` cannot be saved; the message has its path.
             CheckpointWriteError: The step exists; or an earlier save failed and nobody has waited for its handle, in
-                which case this step was not saved and `save` may be called again.
-            CheckpointLockedError: Another writer has the folder open for saving.
-            CheckpointError: The checkpointer is closed, or was opened before a fork.
+                which case this step was not saved and `save` may be called again; or another rank refused.
+            CheckpointLockedError: Another writer has the path open for saving.
+            CheckpointError: The checkpointer is closed, or was used before a fork.
         """
-        _check_step(step)
-        self._open_for_saving()
-        self._raise_uncollected()
-        if step in (handle.step for handle in self._handles) or step in self.steps():
-            raise CheckpointWriteError(f"{self._path} already holds step {step}; a committed step is never overwritten")
-        buffer = self._buffers.get()
-        try:
+        pipeline = self._open_pipeline()
+        while len(in_flight := [handle for handle in self._handles if not handle.done()]) >= self._max_in_flight:
+            in_flight[0].join()
+
+        def check() -> None:
+            _check_step(step)
             self._raise_uncollected()
-            staged = buffer.stage(state)
-            future = self._executor.submit(self._write, step, staged)
-        except BaseException:
-            self._buffers.put(buffer)
-            raise
-        future.add_done_callback(lambda _: self._buffers.put(buffer))
-        handle = SaveHandle(step, future)
+            if step in (handle.step for handle in self._handles):
+                raise CheckpointWriteError(f"step {step} is being saved to {self._storage} already")
+
+        handle = SaveHandle(step, pipeline.save(step, state, check))
         self._handles.append(handle)
         return handle
 
-    def load(self, step: Step = "latest") -> State:
-        """The state of a committed step, in host memory; saves in flight are not seen.
+    def load(
+        self,
+        template: State = None,
+        *,
+        step: Step = "latest",
+        only: Sequence[str] | None = None,
+        device: "str | torch.device" = "cpu",
+        mmap: bool = False,
+    ) -> State:
+        """The state of a committed step; saves in flight are not seen. In a group, all ranks load or none does.
 
         Args:
+            template: What to fill: a tree like the saved one, or of a part of its dicts. Its tensors, of any sharding,
+                dtype and device, are filled in place; tensors on the meta device are made anew on `device`; small
+                values and None are replaced by what was saved. None loads everything, every tensor whole.
             step: Number of the step; `"latest"` is the highest committed one.
+            only: Without a template: the dotted paths to load, such as `["model"]`.
+            device: Where new tensors are made.
+            mmap: Without a template: tensors that lie whole in a file are views of it, read when they are touched and
+                not checked against their checksums. Writing to one changes memory, never the file.
 
         Raises:
-            CheckpointNotFoundError: The step is not committed, or was deleted while it was being opened.
-            CorruptCheckpointError: It is not what was saved, with the file and the tensor; nothing is returned of it.
+            CheckpointNotFoundError: The step is not committed, or was deleted meanwhile.
+            CheckpointMismatchError: It does not hold what is asked for; nothing was filled.
+            CorruptCheckpointError: It is not what was saved, with the file and the tensor. A template that was being
+                filled then holds rubbish.
+            CheckpointError: Another rank failed.
         """
-        from gcore_ckpt.restore import restore
+        from gcore_ckpt.load import load_step
 
-        with open_step(self._path, step) as reader:
-            return restore(reader)
+        if template is not None and (only is not None or mmap):
+            raise ValueError("only and mmap are for loading without a template; expected one or the other")
+        if isinstance(template, bool | int | float | str):
+            raise TypeError(f"template is {template!r}; expected a tree of tensors (a step is given as step=...)")
+        group = self._open_group()
+        found = root_decides(group, lambda: find_step(self._storage, step))
+
+        def load() -> State:
+            with open_step(self._storage, found) as reader:
+                return load_step(reader, group, template, only=only, device=device, mmap=mmap)
+
+        return all_succeed(group, load)
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
-        return committed_steps(self._path)
+        return self._storage.steps()
 
     def wait(self) -> None:
         """Waits until all saves have ended.
@@ -117,16 +170,19 @@ class Checkpointer:
         self._raise_uncollected()
 
     def close(self) -> None:
-        """Waits until all saves have ended and lets the next writer in. Closing again does nothing.
+        """Waits until all saves have ended and lets the next writer in. Loading goes on; closing again does nothing.
 
         Raises:
             CheckpointWriteError: A save failed, and nobody has waited for its handle; it is closed all the same.
         """
-        self._closed = True
-        self._executor.shutdown()
-        self._buffers = SimpleQueue()
-        if self._lock is not None:
-            self._lock.release()
+        if not self._closed and self._pid in (None, os.getpid()):
+            self._closed = True
+            if self._pipeline is not None:
+                self._pipeline.close()
+                self._pipeline = None
+            if self._group is not None:
+                self._group.close()
+                self._group = None
         self._raise_uncollected()
 
     def __enter__(self) -> Self:
@@ -142,29 +198,32 @@ class Checkpointer:
                 raise
             exc.add_note(f"and a checkpoint was lost: {error}")
 
-    def _open_for_saving(self) -> None:
+    def _open_group(self) -> Group:
+        if self._pid not in (None, os.getpid()):
+            raise CheckpointError("this Checkpointer was used before a fork: make a new one in the child process")
+        if self._group is None:
+            self._pid = os.getpid()
+            self._group = open_group(self._process_group, self._timeout_s)
+        return self._group
+
+    def _open_pipeline(self) -> "SavePipeline":
         if self._closed:
-            raise CheckpointError(f"the Checkpointer of {self._path} is closed")
-        if self._lock is None:
-            from gcore_ckpt.staging import StagingBuffer
+            raise CheckpointError(f"the Checkpointer of {self._storage} is closed")
+        group = self._open_group()
+        if self._pipeline is None:
+            from gcore_ckpt.pipeline import SaveOptions, SavePipeline
 
-            self._lock = _take_over(self._path)
-            for _ in range(self._max_in_flight):
-                self._buffers.put(StagingBuffer())
-        self._lock.require_owner()
-
-    def _write(self, step: int, staged: "StagedState") -> None:
-        try:
-            write_step(self._path, step, staged)
-            self._delete_oldest(step)
-        except Exception as error:
-            raise CheckpointWriteError(f"saving step {step} to {self._path} failed: {error}") from error
-
-    def _delete_oldest(self, committed: int) -> None:
-        if self._keep is not None:
-            others = [step for step in self.steps() if step != committed]
-            for step in others[: max(0, len(others) + 1 - self._keep)]:
-                remove_step(self._path, step)
+            options = SaveOptions(
+                retention=self._retention,
+                max_in_flight=self._max_in_flight,
+                staging=self._staging,
+                incremental=self._incremental,
+                threads=_THREADS,
+            )
+            # Two threads must not share the messages of a group.
+            writing = open_group(self._process_group, self._timeout_s)
+            self._pipeline = SavePipeline(self._storage, group, writing, options)
+        return self._pipeline
 
     def _raise_uncollected(self) -> None:
         ended = [handle for handle in self._handles if handle.done()]
@@ -174,19 +233,6 @@ class Checkpointer:
             for error in errors[1:]:
                 errors[0].add_note(f"and {error}")
             raise errors[0]
-
-
-def _take_over(path: Path) -> WriterLock:
-    try:
-        lock = WriterLock(create_directory(path))
-        try:
-            remove_leftovers(path)
-        except BaseException:
-            lock.release()
-            raise
-    except OSError as error:
-        raise CheckpointWriteError(f"{path} cannot be opened for saving: {error}") from error
-    return lock
 
 
 def _check_step(step: int) -> None:

@@ -1,65 +1,106 @@
-"""Where tensors lie in a data file, and the safetensors header that says so.
+"""Where boxes lie in the data files of a rank, and the safetensors headers that say so.
 
-The header is written here rather than by the safetensors library because the staged bytes already lie in file order:
-offsets are known before anything is written, and a save is one sequential write of memory that is not copied again.
+The headers are written here rather than by the safetensors library because they are known before the first byte is
+copied: memory is staged as it will lie in the file, and a file is one write of it.
 """
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from gcore_ckpt.boxes import Box
 from gcore_ckpt.dtypes import DTYPES
+from gcore_ckpt.plan import HeldBox
+
+_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorSpec:
-    """Element type (a name in `DTYPES`) and global shape of a tensor."""
+class PlacedBox:
+    """A box in a data file.
 
-    dtype: str
-    shape: tuple[int, ...]
+    Attributes:
+        number: Which of the rank's boxes it is a part of.
+        held: The box itself.
+        offset_bytes: Start of its bytes from the start of the file.
+    """
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of the tensor's data."""
-        return math.prod(self.shape) * DTYPES[self.dtype].size_bytes
+    number: int
+    held: HeldBox
+    offset_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Offset of each tensor from the start of the data, in file order, and the size of the data (bytes)."""
+class FileLayout:
+    """A data file before it has data: its header and the places of its boxes."""
 
-    offsets: Mapping[str, int]
+    header: bytes
+    boxes: tuple[PlacedBox, ...]
     size_bytes: int
 
 
-def place(tensors: Mapping[str, TensorSpec]) -> Placement:
-    """Places tensors without gaps, as safetensors demands.
+def lay_out(boxes: Mapping[int, HeldBox], max_file_bytes: int | None = None) -> list[FileLayout]:
+    """Places boxes in data files without gaps, as safetensors demands.
 
-    The widest elements come first, so that all are aligned; tensors of one dtype lie side by side.
+    The widest elements come first, so that all are aligned. Boxes that do not fit into a file are cut across their
+    outermost dimension.
+
+    Args:
+        boxes: The boxes to write, by number.
+        max_file_bytes: Largest file, its header not counted; None puts all into one.
     """
-    offsets: dict[str, int] = {}
+    files: list[list[tuple[int, HeldBox]]] = [[]]
+    free_bytes = max_file_bytes
+    for number, held in sorted(boxes.items(), key=lambda item: _order(item[1].dtype)):
+        item_bytes = DTYPES[held.dtype].size_bytes
+        parts = [held.box] if max_file_bytes is None else held.box.split(max_file_bytes // item_bytes)
+        for part in (held.part(box) for box in parts):
+            if max_file_bytes is not None and free_bytes is not None:
+                if part.size_bytes > free_bytes and files[-1]:
+                    files.append([])
+                    free_bytes = max_file_bytes
+                free_bytes -= part.size_bytes
+            files[-1].append((number, part))
+    return [lay_out_file(file) for file in files if file]
+
+
+def lay_out_file(boxes: Sequence[tuple[int, HeldBox]]) -> FileLayout:
+    """Places boxes in one data file, in their order."""
+    header = safetensors_header([held for _, held in boxes])
+    placed: list[PlacedBox] = []
+    end = len(header)
+    for number, held in boxes:
+        placed.append(PlacedBox(number=number, held=held, offset_bytes=end))
+        end += held.size_bytes
+    return FileLayout(header=header, boxes=tuple(placed), size_bytes=end)
+
+
+def safetensors_header(boxes: Sequence[HeldBox]) -> bytes:
+    """All that precedes the data in a safetensors file: the length, then JSON padded so that data are aligned.
+
+    A box that is a whole tensor has the tensor's name, a part has its box behind it: `weight[0:4, 0:8]`.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for key in sorted(tensors, key=lambda key: _order(tensors[key].dtype)):
-        offsets[key] = end
-        end += tensors[key].size_bytes
-    return Placement(offsets=offsets, size_bytes=end)
+    for held in boxes:
+        dtype = DTYPES[held.dtype]
+        code, shape = dtype.safetensors, held.box.shape
+        if code is None:
+            code, shape = "U8", (*shape, dtype.size_bytes)
+        offsets = [end, end + held.size_bytes]
+        entries[_entry_name(held, entries)] = {"dtype": code, "shape": shape, "data_offsets": offsets}
+        end += held.size_bytes
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-(len(header) + 8) % _ALIGNMENT_BYTES)
+    return len(header).to_bytes(8, "little") + header
+
+
+def _entry_name(held: HeldBox, taken: Mapping[str, object]) -> str:
+    name = held.name if held.box == Box.whole(held.shape) else f"{held.name}{held.box}"
+    while name in taken:  # safetensors' own "__metadata__", or a tensor that is called like another's part
+        name += "#"
+    return name
 
 
 def _order(dtype: str) -> tuple[int, str]:
     return -DTYPES[dtype].size_bytes, dtype
-
-
-def safetensors_header(tensors: Mapping[str, TensorSpec], placement: Placement) -> bytes:
-    """All that precedes the data in a safetensors file: the length, then JSON padded to a multiple of 8 bytes."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for key, start in placement.offsets.items():
-        spec = tensors[key]
-        dtype = DTYPES[spec.dtype]
-        code, shape = dtype.safetensors, spec.shape
-        if code is None:
-            code, shape = "U8", (*shape, dtype.size_bytes)
-        entries[key] = {"dtype": code, "shape": shape, "data_offsets": [start, start + spec.size_bytes]}
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header

@@ -17,6 +17,10 @@ class CorruptCheckpointError(CheckpointError):
     """A committed step is damaged, or written in a form this version does not read."""
 
 
+class CheckpointMismatchError(CheckpointError):
+    """A step does not hold what it is asked for: a name, a shape, a type, values of as many ranks."""
+
+
 class CheckpointWriteError(CheckpointError):
     """A save failed, or was refused because its step is there already; what was committed before is intact."""
 

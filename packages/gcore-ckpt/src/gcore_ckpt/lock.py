@@ -6,7 +6,7 @@ import socket
 import weakref
 from pathlib import Path
 
-from gcore_ckpt.errors import CheckpointError, CheckpointLockedError
+from gcore_ckpt.errors import CheckpointLockedError
 
 LOCK_FILE = ".lock"
 
@@ -35,11 +35,6 @@ class WriterLock:
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._file.flush()
         _held.add(self)
-
-    def require_owner(self) -> None:
-        """Raises `CheckpointError` in a process that was forked from the one that took the lock."""
-        if self._file.closed:
-            raise CheckpointError("this Checkpointer was opened before a fork: make a new one in the child process")
 
     def release(self) -> None:
         """Lets the next writer in."""

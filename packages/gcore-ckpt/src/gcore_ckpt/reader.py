@@ -1,111 +1,129 @@
-"""Opens a committed step and hands out its tensors' bytes, each checked against its checksum."""
+"""Opens a committed step and hands out the bytes of its shards, each block checked against its checksum."""
 
-import os
-from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from io import FileIO
-from pathlib import Path
+from typing import Literal, TypeAlias
 
-from gcore_ckpt.checksum import checksum
-from gcore_ckpt.directory import Step, find_step, step_name
-from gcore_ckpt.dtypes import DTYPES
-from gcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
-from gcore_ckpt.index import INDEX_FILE, DataFile, Index, decode_index
-from gcore_ckpt.tree import ArrayKind, State, decode
+from gcore_ckpt.checksum import DIGITS, block_count, checksum, digest
+from gcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from gcore_ckpt.index import DataFile, Index, StoredShard, decode_index
+from gcore_ckpt.storage import StepFiles, Storage, step_name
+
+Step: TypeAlias = int | Literal["latest"]
+
+_READ_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReader:
-    """An open step. Its files stay readable while it is open, also if retention deletes the step meanwhile."""
+    """An open step.
 
-    directory: Path
+    Attributes:
+        where: Its path, for messages.
+        index: What it holds.
+        files: Its open files.
+    """
+
+    where: str
     index: Index
-    files: Mapping[str, FileIO]
+    files: StepFiles
 
-    def decode_tree(self, array: Callable[[ArrayKind, str], object]) -> State:
-        """The tree of the step, with what `array` makes of each key in it.
+    def read_blocks(self, name: str, shard: StoredShard, first: int, buffer: memoryview) -> None:
+        """Fills `buffer` with whole blocks of a shard, from block `first` on, and checks them.
 
         Raises:
-            CorruptCheckpointError: The tree is not one, or refers to what the index does not have.
+            CorruptCheckpointError: They are not what was saved; `buffer` then holds rubbish.
+            CheckpointNotFoundError: The step was deleted meanwhile.
+        """
+        self.read(name, shard, first * shard.block_bytes, buffer)
+        if shard.checksums is None:
+            return
+        for number in range(block_count(len(buffer), shard.block_bytes)):
+            start = number * shard.block_bytes
+            found = digest(buffer[start : start + shard.block_bytes])
+            expected = shard.checksums[(first + number) * DIGITS :][:DIGITS]
+            if found != expected:
+                raise CorruptCheckpointError(
+                    f"{self.where}/{shard.file}: tensor {name!r} has checksum {found} in block {first + number} "
+                    f"of its shard {shard.box}, expected {expected}"
+                )
+
+    def read(self, name: str, shard: StoredShard, start: int, buffer: memoryview) -> None:
+        """Fills `buffer` from byte `start` of a shard, unchecked.
+
+        Raises:
+            CorruptCheckpointError: The file ends before.
+            CheckpointNotFoundError: The step was deleted meanwhile.
         """
         try:
-            return decode(self.index.tree, partial(self._checked, array))
-        except ValueError as error:
-            raise CorruptCheckpointError(f"{self.directory / INDEX_FILE}: tree: {error}") from error
+            count = self.files.read_into(shard.file, shard.offset_bytes + start, buffer)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(f"{self.where} was deleted while it was being read") from error
+        if count < len(buffer):
+            raise CorruptCheckpointError(f"{self.where}/{shard.file}: ends within tensor {name!r}")
 
-    def _checked(self, array: Callable[[ArrayKind, str], object], kind: ArrayKind, key: str) -> object:
-        entry = self.index.tensors.get(key)
-        if entry is None:
-            raise ValueError(f"{kind} {key!r} is not in the index")
-        if kind == "array" and not DTYPES[entry.dtype].in_numpy:
-            raise ValueError(f"array {key!r} has dtype {entry.dtype}, which numpy does not have")
-        return array(kind, key)
 
-    def read_into(self, key: str, buffer: memoryview) -> None:
-        """Fills `buffer`, of the tensor's size in bytes, with the tensor `key`.
+def block_runs(shard: StoredShard, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Blocks `first` to `last` (one past the end) in runs of about the size that is best to read at once."""
+    step = max(1, _READ_BYTES // shard.block_bytes)
+    for start in range(first, last, step):
+        yield start, min(start + step, last)
 
-        Raises:
-            CorruptCheckpointError: The bytes are not what was saved; `buffer` then holds rubbish.
-        """
-        (shard,) = self.index.tensors[key].shards
-        path = self.directory / shard.file
-        file = self.files[shard.file]
-        file.seek(shard.offset_bytes)
-        if _read_fully(file, buffer) < len(buffer):
-            raise CorruptCheckpointError(f"{path}: ends within tensor {key!r}")
-        found = checksum(buffer)
-        if found != shard.checksum:
-            raise CorruptCheckpointError(f"{path}: tensor {key!r} has checksum {found}, expected {shard.checksum}")
+
+def find_step(storage: Storage, step: Step) -> int:
+    """The number of a committed step; `"latest"` is the highest.
+
+    Raises:
+        CheckpointNotFoundError: It is not there.
+    """
+    steps = storage.steps()
+    if not steps:
+        raise CheckpointNotFoundError(f"{storage} holds no committed step")
+    if step == "latest":
+        return steps[-1]
+    if step not in steps:
+        raise CheckpointNotFoundError(f"{storage} holds no step {step!r}; its committed steps are {steps}")
+    return step
 
 
 @contextmanager
-def open_step(path: Path, step: Step) -> Generator[StepReader]:
+def open_step(storage: Storage, step: int) -> Generator[StepReader]:
     """Opens a committed step and checks all but the tensors' bytes.
 
     Raises:
         CheckpointNotFoundError: The step is not committed, or was deleted while it was being opened.
         CorruptCheckpointError: Its index or the layout of a file is not what was saved.
     """
-    directory = path / step_name(find_step(path, step))
-    with ExitStack() as stack:
-        try:
-            index_path = directory / INDEX_FILE
-            index = decode_index(index_path.read_bytes(), str(index_path))
-            files = {name: stack.enter_context(_open(directory / name, file)) for name, file in index.files.items()}
-        except FileNotFoundError as error:
-            if not directory.is_dir():
-                raise CheckpointNotFoundError(f"{directory} was deleted while it was being read") from error
-            raise CorruptCheckpointError(f"{error.filename}: the file is missing") from error
-        for key, entry in index.tensors.items():
-            if [shard.shape for shard in entry.shards] != [entry.shape]:
-                count = len(entry.shards)
-                raise CheckpointError(f"{index_path}: tensor {key!r} has {count} shards; only whole tensors are read")
-        yield StepReader(directory=directory, index=index, files=files)
+    where = f"{storage}/{step_name(step)}"
+    try:
+        with storage.open_step(step) as files:
+            try:
+                index = decode_index(files.read_index(), f"{where}/index.json")
+                for name, file in index.files.items():
+                    _open(files, where, name, file)
+            except FileNotFoundError as error:
+                if step not in storage.steps():
+                    raise CheckpointNotFoundError(f"{where} was deleted while it was being read") from error
+                raise CorruptCheckpointError(f"{error.filename or error}: the file is missing") from error
+            yield StepReader(where=where, index=index, files=files)
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"{where} was deleted while it was being read") from error
 
 
-@contextmanager
-def _open(path: Path, expected: DataFile) -> Generator[FileIO]:
-    if path.exists() and not path.is_file():  # opening a pipe would wait for ever
-        raise CorruptCheckpointError(f"{path}: is no regular file")
-    with path.open("rb", buffering=0) as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        if size_bytes != expected.size_bytes:
-            raise CorruptCheckpointError(f"{path}: has {size_bytes} bytes, expected {expected.size_bytes}")
-        header = bytearray(expected.header_size_bytes)
-        _read_fully(file, memoryview(header))
-        found = checksum(bytes(header))
-        if found != expected.header_checksum:
-            raise CorruptCheckpointError(f"{path}: header has checksum {found}, expected {expected.header_checksum}")
-        yield file
-
-
-def _read_fully(file: FileIO, buffer: memoryview) -> int:
-    size_bytes = 0
-    while size_bytes < len(buffer):
-        count = file.readinto(buffer[size_bytes:])
-        if not count:
-            break
-        size_bytes += count
-    return size_bytes
+def _open(files: StepFiles, where: str, name: str, expected: DataFile) -> None:
+    try:
+        size_bytes = files.open(name)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{where}/{name}: {error}") from error
+    if size_bytes != expected.size_bytes:
+        raise CorruptCheckpointError(f"{where}/{name}: has {size_bytes} bytes, expected {expected.size_bytes}")
+    if expected.header_checksum is None:
+        return
+    header = bytearray(expected.header_size_bytes)
+    files.read_into(name, 0, memoryview(header))
+    found = checksum(bytes(header))
+    if found != expected.header_checksum:
+        raise CorruptCheckpointError(
+            f"{where}/{name}: header has checksum {found}, expected {expected.header_checksum}"
+        )

@@ -1,146 +1,153 @@
-"""Copies a live state into host memory, the only part of a save that its caller waits for."""
+"""Copies live memory into host memory, the only part of a save that its caller waits for."""
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, TypeAlias, cast
+from queue import SimpleQueue
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
 
-from gcore_ckpt.data_file import Placement, TensorSpec, place
+from gcore_ckpt.arena import Arena, page_aligned
+from gcore_ckpt.boxes import Box
+from gcore_ckpt.data_file import FileLayout, PlacedBox
 from gcore_ckpt.dtypes import DTYPES
-from gcore_ckpt.tree import Node, State, StatePath, describe, encode
+from gcore_ckpt.leaves import TORCH_DTYPES, Holdings, NumpyArray
+from gcore_ckpt.workers import Workers
 
-_NumpyArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+Staging: TypeAlias = Literal["full", "chunked"]
 
-_TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
-_TORCH_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
-_NUMPY_NAMES = {np.dtype(name): name for name, dtype in DTYPES.items() if dtype.in_numpy}
+CHUNK_BYTES = 128 << 20
+"""Size of each of the two host buffers of chunked staging."""
+
+_JOB_BYTES = 16 << 20
+_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_Copy: TypeAlias = tuple[NumpyArray, NumpyArray]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagedState:
-    """A state that no longer depends on live memory: its tree, and its tensors' bytes as they will lie in the file."""
+class StagedFile:
+    """A data file in host memory.
 
-    tree: Node
-    tensors: Mapping[str, TensorSpec]
-    placement: Placement
+    Attributes:
+        layout: Its header and places.
+        data: All its bytes; page-aligned.
+        release: Gives the memory back, once it is written.
+    """
+
+    layout: FileLayout
     data: memoryview
+    release: Callable[[], None]
 
 
-class StagingBuffer:
-    """Host memory for one save at a time, kept from save to save; pinned once a state on a CUDA device comes by."""
+class Stager:
+    """Host memory for the saves in flight.
 
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._pinned = False
+    Args:
+        staging: `"full"` holds each save whole, so that a save returns after one copy. `"chunked"` holds two pieces of
+            `CHUNK_BYTES`, so that a save returns when all but the last two pieces are written.
+        max_in_flight: Saves that may be held at once.
+        workers: Threads that copy.
+    """
 
-    def stage(self, state: State) -> StagedState:
-        """Copies `state`; it is valid until the next call. The caller may change `state` as soon as this returns.
+    def __init__(self, staging: Staging, max_in_flight: int, workers: Workers) -> None:
+        self._staging = staging
+        self._workers = workers
+        self._arenas: SimpleQueue[Arena] = SimpleQueue()
+        for _ in range(max_in_flight if staging == "full" else 2):
+            self._arenas.put(Arena())
 
-        Raises:
-            TypeError, ValueError: The state cannot be saved, with the path of the offending leaf.
+    @property
+    def max_file_bytes(self) -> int | None:
+        """Largest data file that fits into a buffer."""
+        return CHUNK_BYTES if self._staging == "chunked" else None
+
+    def stage(self, files: Sequence[FileLayout], holdings: Holdings) -> Iterator[StagedFile]:
+        """Copies the boxes of each file, in order; waits where no memory is free.
+
+        Once the iterator has ended, `holdings` are not needed any more.
         """
-        leaves = _Leaves()
-        tree = encode(state, leaves.add)
-        placement = place(leaves.specs)
-        self._reserve(placement.size_bytes, pinned=any(tensor.is_cuda for tensor in leaves.tensors.values()))
-        self._copy(leaves, placement)
-        data = self._buffer.numpy().data[: placement.size_bytes]
-        return StagedState(tree=tree, tensors=leaves.specs, placement=placement, data=data)
+        groups = [files] if self._staging == "full" else [[file] for file in files]
+        for group in groups:
+            yield from self._stage_together(group, holdings)
 
-    def _reserve(self, size_bytes: int, *, pinned: bool) -> None:
-        if len(self._buffer) < size_bytes or (pinned and not self._pinned):
-            self._pinned = self._pinned or pinned
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old memory goes before the new comes
-            self._buffer = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+    def _stage_together(self, files: Sequence[FileLayout], holdings: Holdings) -> Iterator[StagedFile]:
+        starts = [0]
+        for file in files:
+            starts.append(page_aligned(starts[-1] + file.size_bytes))
+        arena = self._arenas.get()
+        try:
+            on_cuda = any(isinstance(data, torch.Tensor) and data.is_cuda for data in holdings.data)
+            memory = arena.reserve(starts[-1], pinned=on_cuda)
+            pieces = [memory[start : start + file.size_bytes] for start, file in zip(starts, files, strict=False)]
+            self._copy(files, pieces, holdings)
+        except BaseException:
+            self._arenas.put(arena)
+            raise
+        if not files:
+            self._arenas.put(arena)
+        waiting = list(files)
+
+        def release() -> None:
+            waiting.pop()
+            if not waiting:
+                self._arenas.put(arena)
+
+        for file, piece in zip(files, pieces, strict=True):
+            yield StagedFile(layout=file, data=piece.data, release=release)
 
     @torch.no_grad()
-    def _copy(self, leaves: "_Leaves", placement: Placement) -> None:
+    def _copy(self, files: Sequence[FileLayout], pieces: Sequence[NumpyArray], holdings: Holdings) -> None:
+        copies: list[_Copy] = []
         streams: set[torch.cuda.Stream] = set()
-        for dtype, run in groupby(placement.offsets, key=lambda key: leaves.specs[key].dtype):
-            for key, target in self._targets(dtype, {key: leaves.specs[key] for key in run}, placement):
-                if key in leaves.arrays:
-                    np.copyto(target.numpy(), leaves.arrays[key])
-                    continue
-                source = leaves.tensors[key]
-                target.copy_(source, non_blocking=source.is_cuda)
-                if source.is_cuda:
-                    streams.add(torch.cuda.current_stream(source.device))
+        for file, piece in zip(files, pieces, strict=True):
+            piece[: len(file.header)] = np.frombuffer(file.header, np.uint8)
+            for placed in file.boxes:
+                source = holdings.data[placed.number]
+                whole = holdings.boxes[placed.number].box
+                slices = placed.held.box.relative_to(whole).slices() if placed.held.box != whole else ()
+                target = piece[placed.offset_bytes :][: placed.held.size_bytes]
+                if isinstance(source, torch.Tensor) and source.device.type != "cpu":
+                    typed = torch.from_numpy(target).view(TORCH_DTYPES[placed.held.dtype])
+                    typed.view(placed.held.box.shape).copy_(source[slices], non_blocking=True)
+                    if source.is_cuda:
+                        streams.add(torch.cuda.current_stream(source.device))
+                else:
+                    copies.append(_as_plain_arrays(target, source, slices, placed))
+        self._workers.run(_in_jobs(copies))
         for stream in streams:
             stream.synchronize()
 
-    def _targets(
-        self, dtype: str, specs: Mapping[str, TensorSpec], placement: Placement
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The places of the tensors of one dtype, which lie side by side: one view for all is what keeps them cheap."""
-        start = placement.offsets[next(iter(specs))]
-        end = start + sum(spec.size_bytes for spec in specs.values())
-        flat = self._buffer[start:end].view(_TORCH_DTYPES[dtype])
-        parts = flat.split([math.prod(spec.shape) for spec in specs.values()])
-        for (key, spec), part in zip(specs.items(), parts, strict=True):
-            yield key, part.view(spec.shape)
+
+def _as_plain_arrays(
+    target: NumpyArray, source: torch.Tensor | NumpyArray, slices: tuple[slice, ...], placed: PlacedBox
+) -> _Copy:
+    """Both sides as numpy arrays of one type and shape, which numpy copies without the GIL, whatever the strides."""
+    if isinstance(source, torch.Tensor):
+        source = source.detach().resolve_conj().resolve_neg()
+        size_bytes = DTYPES[placed.held.dtype].size_bytes
+        source = source.view(_AS_INTEGERS[size_bytes]).numpy() if size_bytes in _AS_INTEGERS else source.numpy()
+    array = source[slices] if slices else source
+    return target.view(array.dtype).reshape(placed.held.box.shape), array
 
 
-class _Leaves:
-    """Collects the tensors and arrays of a state under unique keys; views of the same memory share one key."""
-
-    def __init__(self) -> None:
-        self.specs: dict[str, TensorSpec] = {}
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.arrays: dict[str, _NumpyArray] = {}
-        self._key_of_view: dict[tuple[object, ...], str] = {}
-
-    def add(self, leaf: object, path: StatePath) -> Node | None:
-        """Encodes a tensor or an array; None for anything else."""
-        if isinstance(leaf, torch.Tensor):
-            return {"tensor": self._add_tensor(leaf, path)}
-        if isinstance(leaf, np.ndarray):
-            return {"array": self._add_array(cast("_NumpyArray", leaf), path)}
-        return None
-
-    def _add_tensor(self, tensor: torch.Tensor, path: StatePath) -> str:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            raise TypeError(
-                f"{describe(path)} is a {type(tensor).__name__}; expected a plain torch.Tensor or Parameter"
-            )
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            found = f"layout {tensor.layout} on device {tensor.device}"
-            raise TypeError(f"{describe(path)} has {found}; expected a dense tensor that holds data")
-        dtype, shape = _TORCH_NAMES.get(tensor.dtype), tuple(tensor.shape)
-        if dtype is None:
-            raise _dtype_error(path, tensor.dtype, _TORCH_NAMES.values())
-        view = (tensor.data_ptr(), tensor.device, dtype, shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-        if view not in self._key_of_view:
-            key = self._new_key(view, TensorSpec(dtype=dtype, shape=shape), path)
-            self.tensors[key] = tensor
-        return self._key_of_view[view]
-
-    def _add_array(self, array: _NumpyArray, path: StatePath) -> str:
-        if type(array) not in (np.ndarray, np.memmap):
-            raise TypeError(f"{describe(path)} is a {type(array).__name__}; expected a plain numpy.ndarray")
-        dtype = _NUMPY_NAMES.get(array.dtype)
-        if dtype is None:
-            raise _dtype_error(path, array.dtype, _NUMPY_NAMES.values())
-        view = ("array", array.__array_interface__["data"][0], dtype, array.shape, array.strides)
-        if view not in self._key_of_view:
-            key = self._new_key(view, TensorSpec(dtype=dtype, shape=array.shape), path)
-            self.arrays[key] = array
-        return self._key_of_view[view]
-
-    def _new_key(self, view: tuple[object, ...], spec: TensorSpec, path: StatePath) -> str:
-        # UTF-8 cannot hold the lone surrogates that a Python str may, and safetensors is UTF-8.
-        name = ".".join(map(str, path)).encode("utf-8", "backslashreplace").decode() or "state"
-        key, count = name, 1
-        while key in self.specs or key == "__metadata__":  # {"a.b": x, "a": {"b": y}}, and safetensors' reserved name
-            count += 1
-            key = f"{name}#{count}"
-        self.specs[key] = spec
-        self._key_of_view[view] = key
-        return key
+def _in_jobs(copies: Sequence[_Copy]) -> Iterator[Callable[[], None]]:
+    """Jobs of about the same size: large copies cut in pieces, small ones many together."""
+    job: list[_Copy] = []
+    size_bytes = 0
+    for target, source in copies:
+        for box in Box.whole(target.shape).split(_JOB_BYTES // target.itemsize):
+            whole = box.shape == target.shape
+            job.append((target, source) if whole else (target[box.slices()], source[box.slices()]))
+            size_bytes += box.size * target.itemsize
+            if size_bytes >= _JOB_BYTES:
+                yield lambda job=job: _copy_all(job)
+                job, size_bytes = [], 0
+    if job:
+        yield lambda job=job: _copy_all(job)
 
 
-def _dtype_error(path: StatePath, dtype: object, accepted: Iterable[str]) -> TypeError:
-    return TypeError(f"{describe(path)} has dtype {dtype}; expected one of {', '.join(accepted)}")
+def _copy_all(copies: Sequence[_Copy]) -> None:
+    for target, source in copies:
+        np.copyto(target, source)

@@ -1,0 +1,176 @@
+"""The ranks that save and load together: bytes to and from the root, and a clear error when one of them dies.
+
+Point-to-point messages rather than collectives, so that the death of one rank is seen by the root at once, and told to
+all others, instead of leaving them in a call that nobody completes.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+from gcore_ckpt.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+ProcessGroupArgument: TypeAlias = "ProcessGroup | Literal['world'] | None"
+
+
+class LostRankError(CheckpointError):
+    """A rank of the group died or did not answer in time."""
+
+
+class Group(Protocol):
+    """Ranks 0 (the root) to `size - 1`."""
+
+    rank: int
+    size: int
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """The payloads of all ranks, at the root; an empty list elsewhere.
+
+        Raises:
+            LostRankError: At the root: some ranks are gone. It has heard all others.
+        """
+        ...
+
+    def scatter(self, payloads: Sequence[bytes]) -> bytes:
+        """This rank's payload; the root gives all of them, the others none.
+
+        Raises:
+            LostRankError: Away from the root: it is gone.
+        """
+        ...
+
+    def close(self) -> None:
+        """Frees what the group holds; it is not used any more."""
+        ...
+
+
+class Alone:
+    """A group of this process."""
+
+    rank = 0
+    size = 1
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """This process' payload."""
+        return [payload]
+
+    def scatter(self, payloads: Sequence[bytes]) -> bytes:
+        """This process' payload."""
+        return payloads[0]
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class TorchGroup:
+    """The ranks of a `torch.distributed` group, over gloo on the host, whatever the backend of that group.
+
+    All its ranks create it together.
+    """
+
+    def __init__(self, process_group: "ProcessGroup", timeout_s: float) -> None:
+        import torch.distributed as dist
+
+        group = dist.new_group(
+            dist.get_process_group_ranks(process_group),
+            timeout=timedelta(seconds=timeout_s),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
+        self._timeout_s = timeout_s
+        self.rank = dist.get_rank(process_group)
+        self.size = dist.get_world_size(process_group)
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Receives from every rank in turn."""
+        if self.rank != 0:
+            self._send(payload, 0)
+            return []
+        received = [payload]
+        lost: list[str] = []
+        for rank in range(1, self.size):
+            try:
+                received.append(self._receive(rank))
+            except LostRankError as error:
+                lost.append(str(error))
+        if lost:
+            raise LostRankError("; ".join(lost))
+        return received
+
+    def scatter(self, payloads: Sequence[bytes]) -> bytes:
+        """Sends to every rank that is still there."""
+        if self.rank != 0:
+            return self._receive(0)
+        for rank, payload in enumerate(payloads[1:], start=1):
+            try:
+                self._send(payload, rank)
+            except LostRankError:  # gather has told, or the next one will
+                continue
+        return payloads[0]
+
+    def close(self) -> None:
+        """Closes the connections, unless torch.distributed has already."""
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+    def _send(self, payload: bytes, rank: int) -> None:
+        import torch
+
+        message = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0)
+        self._checked(rank, lambda: self._transfer("send", torch.tensor([len(payload)]), rank))
+        if payload:
+            self._checked(rank, lambda: self._transfer("send", message, rank))
+
+    def _receive(self, rank: int) -> bytes:
+        import torch
+
+        size = torch.empty(1, dtype=torch.int64)
+        self._checked(rank, lambda: self._transfer("recv", size, rank))
+        message = torch.empty(int(size), dtype=torch.uint8)
+        if len(message):
+            self._checked(rank, lambda: self._transfer("recv", message, rank))
+        return message.numpy().tobytes()
+
+    def _transfer(self, kind: Literal["send", "recv"], tensor: "torch.Tensor", rank: int) -> None:
+        import torch.distributed as dist
+
+        if kind == "send":
+            dist.send(tensor, group=self._group, group_dst=rank)
+        else:
+            dist.recv(tensor, group=self._group, group_src=rank)
+
+    def _checked(self, rank: int, transfer: Callable[[], None]) -> None:
+        try:
+            transfer()
+        except RuntimeError as error:
+            raise LostRankError(
+                f"rank {rank} of {self.size} died or did not answer within {self._timeout_s:g} s"
+            ) from error
+
+
+def open_group(process_group: ProcessGroupArgument, timeout_s: float) -> Group:
+    """The group to save and load with: that of torch.distributed where there is one.
+
+    Raises:
+        ValueError: This process is not in `process_group`.
+    """
+    if process_group is None:
+        return Alone()
+    import torch.distributed as dist
+
+    if process_group == "world":
+        if not (dist.is_available() and dist.is_initialized()):
+            return Alone()
+        process_group = dist.group.WORLD
+    assert process_group is not None
+    if dist.get_rank(process_group) < 0:
+        raise ValueError("process_group does not contain this process; expected a group of which it is a rank")
+    return Alone() if dist.get_world_size(process_group) == 1 else TorchGroup(process_group, timeout_s)

@@ -1,0 +1,64 @@
+"""A few threads for work that leaves the GIL alone: copying, hashing, reading and writing of large blocks."""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import TypeAlias
+
+Job: TypeAlias = Callable[[], object]
+
+
+class Workers:
+    """Runs jobs on `count` threads, which are started by the first call.
+
+    The threads are daemons of our own because an executor refuses work once the interpreter has begun to exit, which is
+    when a save that is still in flight must be able to finish.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count = count
+        self._name = name
+        self._lock = Lock()
+        self._queue: SimpleQueue[tuple[Job, Future[None]] | None] | None = None
+
+    def run(self, jobs: Iterable[Job]) -> None:
+        """Runs all jobs and waits for them. Raises the error of the first that failed, after all have ended."""
+        futures = [self.submit(job) for job in jobs]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+    def submit(self, job: Job) -> Future[None]:
+        """Runs one job in the background."""
+        future: Future[None] = Future()
+        self._started().put((job, future))
+        return future
+
+    def close(self) -> None:
+        """Ends the threads once what was submitted is done; the next call starts them again."""
+        with self._lock:
+            if self._queue is not None:
+                for _ in range(self._count):
+                    self._queue.put(None)
+            self._queue = None
+
+    def _started(self) -> "SimpleQueue[tuple[Job, Future[None]] | None]":
+        with self._lock:
+            if self._queue is None:
+                self._queue = SimpleQueue()
+                for number in range(self._count):
+                    Thread(target=_work, args=(self._queue,), name=f"{self._name}-{number}", daemon=True).start()
+            return self._queue
+
+
+def _work(queue: "SimpleQueue[tuple[Job, Future[None]] | None]") -> None:
+    while (item := queue.get()) is not None:
+        job, future = item
+        try:
+            job()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        del item, job, future  # a thread that waits for work must not keep the last tensor alive
