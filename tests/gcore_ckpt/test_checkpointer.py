@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -121,13 +120,13 @@ def test_lost_checkpoint_does_not_hide_the_error_of_the_training_loop(tmp_path: 
 def test_existing_step_is_refused(tmp_path: Path, gate: Gate) -> None:
     with Checkpointer(tmp_path, max_in_flight=2) as checkpointer:
         checkpointer.save(1, "first")
-        with pytest.raises(CheckpointWriteError, match="already holds step 1"):
+        with pytest.raises(CheckpointWriteError, match=f"step 1 is being saved to {tmp_path} already"):
             checkpointer.save(1, "second")
         gate.opened.set()
         checkpointer.wait()
         with pytest.raises(CheckpointWriteError, match="already holds step 1"):
             checkpointer.save(1, "second")
-        assert checkpointer.load(1) == "first"
+        assert checkpointer.load(step=1) == "first"
 
 
 def test_keep_deletes_the_lowest_steps_but_never_the_new_one(tmp_path: Path) -> None:
@@ -143,6 +142,14 @@ def test_keep_deletes_the_lowest_steps_but_never_the_new_one(tmp_path: Path) -> 
         assert checkpointer.steps() == [5, 30, 40, 50, 60]
 
 
+def test_keep_every_keeps_multiples_for_good(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep=2, keep_every=100) as checkpointer:
+        for step in range(50, 400, 50):
+            checkpointer.save(step, step)
+        checkpointer.wait()
+        assert checkpointer.steps() == [100, 200, 300, 350]
+
+
 def test_steps_are_committed_folders_in_numeric_order(tmp_path: Path) -> None:
     assert Checkpointer(tmp_path / "none").steps() == []
     with Checkpointer(tmp_path) as checkpointer:
@@ -153,7 +160,7 @@ def test_steps_are_committed_folders_in_numeric_order(tmp_path: Path) -> None:
             (tmp_path / name).mkdir()
         (tmp_path / "step-00000004").touch()
         assert checkpointer.steps() == [7, 123456789]
-        assert checkpointer.load("latest") == 123456789
+        assert checkpointer.load(step="latest") == 123456789
 
 
 def test_steps_that_are_not_there(tmp_path: Path) -> None:
@@ -163,7 +170,7 @@ def test_steps_that_are_not_there(tmp_path: Path) -> None:
     with checkpointer:
         checkpointer.save(2, {})
     with pytest.raises(CheckpointNotFoundError, match=r"holds no step 1; its committed steps are \[2\]"):
-        checkpointer.load(1)
+        checkpointer.load(step=1)
 
 
 def test_opening_for_saving_removes_leftovers_and_reading_does_not(tmp_path: Path) -> None:
@@ -193,7 +200,7 @@ def test_staging_memory_is_reused_and_grows(tmp_path: Path) -> None:
         for step, size in enumerate((10, 1000, 0, 100)):
             checkpointer.save(step, torch.arange(size))
         checkpointer.wait()
-        assert [len(checkpointer.load(step)) for step in range(4)] == [10, 1000, 0, 100]
+        assert [len(checkpointer.load(step=step)) for step in range(4)] == [10, 1000, 0, 100]
 
 
 def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -214,10 +221,26 @@ def test_leftover_that_cannot_be_removed_does_not_keep_the_lock(tmp_path: Path) 
 def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"keep is 0; expected None \(keep all steps\) or 1 or more"):
         Checkpointer(tmp_path, keep=0)
+    with pytest.raises(ValueError, match="keep_every is 0; expected None or 1 or more"):
+        Checkpointer(tmp_path, keep=1, keep_every=0)
+    with pytest.raises(ValueError, match="keep_every is 10 and keep is None, which keeps all steps"):
+        Checkpointer(tmp_path, keep_every=10)
     with pytest.raises(ValueError, match="max_in_flight is 0; expected 1 or more"):
         Checkpointer(tmp_path, max_in_flight=0)
+    with pytest.raises(ValueError, match="staging is 'half'; expected 'full' or 'chunked'"):
+        Checkpointer(tmp_path, staging="half")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="timeout_s is 0; expected more than 0"):
+        Checkpointer(tmp_path, timeout_s=0)
+    with pytest.raises(ValueError, match="process_group is 'all'; expected 'world', None or a process group"):
+        Checkpointer(tmp_path, process_group="all")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"'ftp://x' names no place .*: a path is a local folder, s3://"):
+        Checkpointer("ftp://x")
     checkpointer = Checkpointer(tmp_path)
     with pytest.raises(ValueError, match="step is -1; expected 0 or more"):
         checkpointer.save(-1, {})
     with pytest.raises(TypeError, match="step is True; expected an int"):
         checkpointer.save(True, {})
+    with pytest.raises(TypeError, match=r"template is 3; expected a tree of tensors \(a step is given as step=...\)"):
+        checkpointer.load(3)
+    with pytest.raises(ValueError, match="only and mmap are for loading without a template"):
+        checkpointer.load({}, only=["a"])

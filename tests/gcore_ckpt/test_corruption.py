@@ -64,9 +64,9 @@ def test_every_flipped_byte_of_the_data_file_is_found(step_dir: Path) -> None:
         damaged = bytearray(intact)
         damaged[position] ^= 1 << random.Random(position).randrange(8)
         (step_dir / DATA).write_bytes(damaged)
-        with pytest.raises(CorruptCheckpointError, match=f"{DATA}: (header|tensor '[wb]') has checksum xxh3_64:"):
+        with pytest.raises(CorruptCheckpointError, match=f"{DATA}: (header|tensor '[wb]') has checksum "):
             verify(step_dir.parent)
-    assert_refused(step_dir, f"{DATA}: tensor 'b' has checksum xxh3_64:")
+    assert_refused(step_dir, f"{DATA}: tensor 'b' has checksum ")
 
 
 @pytest.mark.parametrize("size_bytes", [0, 7, 100, -1])
@@ -115,8 +115,8 @@ def set_tensor(**fields: object) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda index: index.update(version=2), "format version 2 is newer than 1, the newest read here: upgrade"),
-        (lambda index: index.update(version=0), "unknown format version 0, expected 1"),
+        (lambda index: index.update(version=3), "format version 3 is newer than 2, the newest read here: upgrade"),
+        (lambda index: index.update(version=0), "unknown format version 0, expected 1 to 2"),
         (lambda index: index.update(version="1"), "version is 1, expected int"),
         (lambda index: index.update(format="zip"), "format is 'zip', expected 'gcore-ckpt'"),
         (lambda index: index.pop("tree"), "'tree' is missing"),
@@ -141,17 +141,21 @@ def set_tensor(**fields: object) -> Callable[[dict[str, Any]], None]:
             set_shard(file="data-00001.safetensors"),
             "tensor 'w': shard is in 'data-00001.safetensors', which is not",
         ),
+        (
+            lambda index: index["tensors"]["w"]["shards"].append(index["tensors"]["w"]["shards"][0]),
+            r"tensor 'w': its shards hold 12 elements, its shape \(2, 3\) has 6",
+        ),
+        (set_tensor(shards=[]), "tensor 'w': its shards hold 0 elements"),
+        (set_tensor(shape=[2**40, 2**20], shards=[]), "tensor 'w': its shards hold 0 elements"),
+        (set_shard(checksums=""), "tensor 'w': 0 digits of checksums do not fit 24 bytes"),
+        (lambda index: index.update(checksum_block_bytes=0), "tensor 'w': 16 digits of checksums do not fit"),
+        (lambda index: index.update(tree={"items": [[1.5, 2]]}), r"tree: unknown item \[1.5, 2\] of a dict"),
         (lambda index: index["tensors"]["w"].pop("dtype"), "tensor 'w': 'dtype' is missing"),
     ],
 )
 def test_wrong_index(step_dir: Path, edit: Callable[[dict[str, Any]], None], message: str) -> None:
     edit_index(step_dir, edit)
     assert_refused(step_dir, f"{step_dir / INDEX}: {message}")
-
-
-def test_tensor_in_several_shards_is_not_read_yet(step_dir: Path) -> None:
-    edit_index(step_dir, lambda index: index["tensors"]["w"]["shards"].append(index["tensors"]["w"]["shards"][0]))
-    assert_refused(step_dir, "tensor 'w' has 2 shards; only whole tensors are read", CheckpointError)
 
 
 def test_index_nested_beyond_what_json_reads(step_dir: Path) -> None:

@@ -15,12 +15,17 @@ def test_exports() -> None:
     assert gcore_ckpt.__all__ == [
         "CheckpointError",
         "CheckpointLockedError",
+        "CheckpointMismatchError",
         "CheckpointNotFoundError",
         "CheckpointWriteError",
         "Checkpointer",
         "CorruptCheckpointError",
+        "PerRank",
         "SaveHandle",
+        "Shard",
         "State",
+        "load",
+        "save",
         "verify",
     ]
     assert all(hasattr(gcore_ckpt, name) for name in gcore_ckpt.__all__)

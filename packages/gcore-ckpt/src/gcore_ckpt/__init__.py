@@ -16,6 +16,7 @@ from gcore_ckpt.errors import (
     CorruptCheckpointError,
 )
 from gcore_ckpt.handle import SaveHandle
+from gcore_ckpt.once import load, save
 from gcore_ckpt.tree import PerRank, State
 from gcore_ckpt.verify import verify
 
@@ -34,6 +35,8 @@ __all__ = [
     "SaveHandle",
     "Shard",
     "State",
+    "load",
+    "save",
     "verify",
 ]
 

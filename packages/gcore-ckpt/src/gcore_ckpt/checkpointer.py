@@ -140,7 +140,7 @@ class Checkpointer:
                 filled then holds rubbish.
             CheckpointError: Another rank failed.
         """
-        from gcore_ckpt.load import load_step
+        from gcore_ckpt.loader import load_step
 
         if template is not None and (only is not None or mmap):
             raise ValueError("only and mmap are for loading without a template; expected one or the other")

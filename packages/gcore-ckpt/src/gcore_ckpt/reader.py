@@ -1,14 +1,16 @@
 """Opens a committed step and hands out the bytes of its shards, each block checked against its checksum."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from gcore_ckpt.checksum import DIGITS, block_count, checksum, digest
+from gcore_ckpt.dtypes import DTYPES
 from gcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from gcore_ckpt.index import DataFile, Index, StoredShard, decode_index
+from gcore_ckpt.index import DataFile, Index, StoredShard, StoredTensor, decode_index
 from gcore_ckpt.storage import StepFiles, Storage, step_name
+from gcore_ckpt.tree import ArrayKind, Node, State, decode
 
 Step: TypeAlias = int | Literal["latest"]
 
@@ -28,6 +30,31 @@ class StepReader:
     where: str
     index: Index
     files: StepFiles
+
+    def decode_tree(
+        self,
+        node: Node,
+        array: Callable[[ArrayKind, str, StoredTensor], object],
+        per_rank: Callable[[Mapping[str, Node]], Node],
+    ) -> State:
+        """The state of the tree, or of a node in it, with what `array` makes of each stored tensor.
+
+        Raises:
+            CorruptCheckpointError: It is no tree, or refers to what the index does not have.
+        """
+
+        def checked(kind: ArrayKind, name: str) -> object:
+            stored = self.index.tensors.get(name)
+            if stored is None:
+                raise ValueError(f"{kind} {name!r} is not in the index")
+            if kind == "array" and not DTYPES[stored.dtype].in_numpy:
+                raise ValueError(f"array {name!r} has dtype {stored.dtype}, which numpy does not have")
+            return array(kind, name, stored)
+
+        try:
+            return decode(node, checked, per_rank)
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{self.where}/index.json: tree: {error}") from error
 
     def read_blocks(self, name: str, shard: StoredShard, first: int, buffer: memoryview) -> None:
         """Fills `buffer` with whole blocks of a shard, from block `first` on, and checks them.

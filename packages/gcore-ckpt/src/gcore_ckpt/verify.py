@@ -7,7 +7,6 @@ from gcore_ckpt.checksum import block_count
 from gcore_ckpt.index import StoredShard, StoredTensor
 from gcore_ckpt.reader import Step, StepReader, block_runs, find_step, open_step
 from gcore_ckpt.storage import open_storage
-from gcore_ckpt.tree import decode
 from gcore_ckpt.workers import Job, Workers
 
 _THREADS = 4
@@ -31,11 +30,7 @@ def verify(
     workers = Workers(_THREADS, "gcore-ckpt-read")
     try:
         with open_step(storage, find_step(storage, step)) as reader:
-            decode(
-                reader.index.tree,
-                lambda kind, name: (kind, reader.index.tensors[name]),
-                lambda nodes: next(iter(nodes.values())),
-            )
+            reader.decode_tree(reader.index.tree, lambda _, name, __: name, lambda nodes: next(iter(nodes.values())))
             jobs = (
                 job
                 for name, tensor in reader.index.tensors.items()

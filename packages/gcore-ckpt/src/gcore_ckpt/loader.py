@@ -9,8 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from gcore_ckpt.boxes import Box
-from gcore_ckpt.dtypes import DTYPES
-from gcore_ckpt.errors import CheckpointMismatchError, CorruptCheckpointError
+from gcore_ckpt.errors import CheckpointMismatchError
 from gcore_ckpt.group import Group
 from gcore_ckpt.index import StoredTensor
 from gcore_ckpt.leaves import TORCH_DTYPES, NumpyArray
@@ -24,7 +23,6 @@ from gcore_ckpt.tree import (
     PerRank,
     State,
     StatePath,
-    decode,
     describe,
     dict_fields,
     tensor_name,
@@ -108,10 +106,7 @@ class Loader:
         return state
 
     def _decoded(self, node: Node) -> State:
-        try:
-            return decode(node, self._new, self._own)
-        except ValueError as error:
-            raise CorruptCheckpointError(f"{self.reader.where}/index.json: tree: {error}") from error
+        return self.reader.decode_tree(node, self._new, self._own)
 
     def _own(self, nodes: Mapping[str, Node]) -> Node:
         if len(nodes) != self.size or str(self.rank) not in nodes:
@@ -121,24 +116,15 @@ class Loader:
             )
         return nodes[str(self.rank)]
 
-    def _new(self, kind: ArrayKind, name: str) -> object:
+    def _new(self, kind: ArrayKind, name: str, stored: StoredTensor) -> object:
         if (kind, name) not in self._fresh:
-            stored = self._stored(name)
-            if kind == "array" and not DTYPES[stored.dtype].in_numpy:
-                raise ValueError(f"array {name!r} has dtype {stored.dtype}, which numpy does not have")
-            mapped = self._mapped(stored) if self.mmap else None
-            tensor = _new_tensor(stored, self.device if kind == "tensor" else torch.device("cpu"))
-            if mapped is not None:
-                tensor = mapped
-            elif stored.size_bytes:
-                self._requests.append(Request(name=name, box=Box.whole(stored.shape), target=tensor))
+            tensor = self._mapped(stored) if self.mmap else None
+            if tensor is None:
+                tensor = _new_tensor(stored, self.device if kind == "tensor" else torch.device("cpu"))
+                if stored.size_bytes:
+                    self._requests.append(Request(name=name, box=Box.whole(stored.shape), target=tensor))
             self._fresh[kind, name] = tensor if kind == "tensor" else _as_array(tensor, stored)
         return self._fresh[kind, name]
-
-    def _stored(self, name: str) -> StoredTensor:
-        if name not in self.reader.index.tensors:
-            raise ValueError(f"tensor {name!r} is not in the index")
-        return self.reader.index.tensors[name]
 
     def _mapped(self, stored: StoredTensor) -> torch.Tensor | None:
         """The tensor in its file, where it lies whole in one; written to, it becomes memory of its own."""

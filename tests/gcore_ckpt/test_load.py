@@ -1,0 +1,225 @@
+"""What a load can ask for in one process: templates, parts, other dtypes, views of the file, older formats."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gcore_ckpt
+from gcore_ckpt import Checkpointer, CheckpointMismatchError, PerRank, Shard, verify
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 20))
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(3, 40)).sum().backward()
+    optim.step()
+    state = {"model": model.state_dict(), "optim": optim.state_dict(), "step": 7, "array": np.arange(5)}
+    gcore_ckpt.save(tmp_path / "ckpt", state, step=3)
+    return tmp_path / "ckpt"
+
+
+def test_a_template_is_filled_in_place(saved: Path) -> None:
+    whole = gcore_ckpt.load(saved)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 20))
+    array = np.zeros(5, np.int64)
+    template = {"model": model.state_dict(), "step": None, "array": array}
+    loaded = gcore_ckpt.load(saved, template)
+    assert loaded["array"] is array
+    assert (array == np.arange(5)).all()
+    assert loaded["step"] == 7
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, whole["model"][name])
+        assert loaded["model"][name].data_ptr() == parameter.data_ptr()
+
+
+def test_an_optimizer_goes_on_as_if_nothing_had_happened(saved: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 20))
+    optim = torch.optim.AdamW(model.parameters(), lr=0.5)
+    optim.load_state_dict(gcore_ckpt.load(saved)["optim"])
+    assert optim.param_groups[0]["lr"] == 0.1
+    assert sorted(optim.state_dict()["state"]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float32])
+def test_another_dtype_and_strides(saved: Path, dtype: torch.dtype) -> None:
+    expected = gcore_ckpt.load(saved)["model"]["0.weight"]
+    target = torch.zeros(40, 30, dtype=dtype).T
+    gcore_ckpt.load(saved, {"model": {"0.weight": target}})
+    assert torch.equal(target, expected.to(dtype))
+
+
+def test_a_box_of_a_tensor(saved: Path) -> None:
+    expected = gcore_ckpt.load(saved)["model"]["0.weight"]
+    for rows, columns in ((slice(0, 30), slice(0, 40)), (slice(3, 9), slice(0, 40)), (slice(29, 30), slice(5, 33))):
+        tensor = torch.zeros(expected[rows, columns].shape)
+        shard = Shard(global_shape=(30, 40), offset=(rows.start, columns.start), tensor=tensor)
+        loaded = gcore_ckpt.load(saved, {"model": {"0.weight": shard}})
+        assert loaded["model"]["0.weight"] is shard
+        assert torch.equal(tensor, expected[rows, columns])
+
+
+def test_parts_by_their_paths(saved: Path) -> None:
+    whole = gcore_ckpt.load(saved)
+    assert set(gcore_ckpt.load(saved, only=["model", "step"])) == {"model", "step"}
+    part = gcore_ckpt.load(saved, only=["optim.state", "model.0.bias"])
+    assert list(part["model"]) == ["0.bias"]
+    assert list(part["optim"]["state"]) == [0, 1, 2, 3]
+    assert torch.equal(part["optim"]["state"][2]["exp_avg"], whole["optim"]["state"][2]["exp_avg"])
+    with pytest.raises(
+        CheckpointMismatchError, match="holds nothing under 'modle'; it holds model, optim, step, array"
+    ):
+        gcore_ckpt.load(saved, only=["modle", "step"])
+
+
+def test_meta_tensors_are_made_anew(saved: Path) -> None:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 20))
+    state = gcore_ckpt.load(saved, {"model": model.state_dict()})["model"]
+    model.load_state_dict(state, assign=True)
+    assert torch.equal(model(torch.ones(40)), model(torch.ones(40)))
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_memory_mapped_tensors_are_private_views_of_the_file(saved: Path) -> None:
+    whole, mapped = gcore_ckpt.load(saved), gcore_ckpt.load(saved, mmap=True)
+    weight = mapped["model"]["0.weight"]
+    assert torch.equal(weight, whole["model"]["0.weight"])
+    weight.zero_()
+    verify(saved)
+    assert torch.equal(gcore_ckpt.load(saved)["model"]["0.weight"], whole["model"]["0.weight"])
+
+
+def test_tied_weights_that_were_saved_once_are_not_missed(tmp_path: Path) -> None:
+    weight = torch.randn(4, 3)
+    gcore_ckpt.save(tmp_path, {"embed": weight})
+    tied = torch.zeros(4, 3)
+    gcore_ckpt.load(tmp_path, {"embed": tied, "lm_head": tied})
+    assert torch.equal(tied, weight)
+    with pytest.raises(CheckpointMismatchError, match=r"does not hold state\['lm_head'\]$"):
+        gcore_ckpt.load(tmp_path, {"embed": tied, "lm_head": torch.zeros(4, 3)})
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            {"model": {"0.weight": torch.zeros(30, 41)}},
+            r"\['0.weight'\] has shape \(30, 41\) in the template, \(30, 40\)",
+        ),
+        ({"model": {"9.weight": torch.zeros(1)}}, r"does not hold state\['model'\]\['9.weight'\]"),
+        ({"model": {"0.weight": torch.zeros(30, 40).int()}}, "has dtype torch.int32 in the template, to which torch"),
+        ({"step": torch.zeros(1)}, r"state\['step'\] is a tensor in the template, no tensor in the checkpoint"),
+        ({"step": {"x": torch.zeros(1)}}, r"state\['step'\] is a dict in the template, int in the checkpoint"),
+        ({"model": [torch.zeros(1)]}, r"state\['model'\] is a sequence of 1 items in the template, dict in the"),
+        ({"step": PerRank(None)}, r"state\['step'\] is PerRank in the template and was not saved as such"),
+        (
+            {"model": {"0.bias": Shard(global_shape=(30,), offset=(9,), tensor=torch.zeros(30))}},
+            r"is a Shard of shape \(30,\) at \(9,\), which is not inside the global shape \(30,\)",
+        ),
+    ],
+)
+def test_a_template_that_does_not_fit_is_refused_before_anything_is_filled(
+    saved: Path, template: Any, message: str
+) -> None:
+    untouched = torch.full((20,), -1.0)
+    first = {"model": {"1.bias": untouched}} if isinstance(template.get("model"), dict) else {}
+    whole = {**template, "model": {**first["model"], **template["model"]}} if first else template
+    with pytest.raises(CheckpointMismatchError, match=message):
+        gcore_ckpt.load(saved, whole)
+    assert (untouched == -1).all()
+
+
+def test_values_of_each_rank_need_as_many_ranks(tmp_path: Path) -> None:
+    gcore_ckpt.save(tmp_path, {"rng": PerRank({"seed": torch.arange(3)}), "x": 1})
+    assert torch.equal(gcore_ckpt.load(tmp_path)["rng"]["seed"], torch.arange(3))
+    target = torch.zeros(3, dtype=torch.int64)
+    gcore_ckpt.load(tmp_path, {"rng": PerRank({"seed": target})})
+    assert torch.equal(target, torch.arange(3))
+
+
+@pytest.mark.parametrize("size", [1, 1_000_003, 3_000_000])
+def test_blocks_at_the_edges_of_a_box(tmp_path: Path, size: int) -> None:
+    """Boxes that begin and end inside, before and behind the blocks that have a checksum each."""
+    data = torch.arange(size)
+    gcore_ckpt.save(tmp_path, {"x": data})
+    block = (4 << 20) // data.itemsize
+    edges = sorted({0, 1, block - 1, block, block + 1, 2 * block, size - 1, size} & set(range(size + 1)))
+    for first in edges:
+        for last in (edge for edge in edges if edge > first):
+            target = torch.zeros(last - first, dtype=torch.int64)
+            gcore_ckpt.load(tmp_path, {"x": Shard(global_shape=(size,), offset=(first,), tensor=target)})
+            assert torch.equal(target, data[first:last])
+
+
+def test_chunked_staging_saves_the_same_with_less_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gcore_ckpt.staging.CHUNK_BYTES", 10_000)
+    state = {"a": torch.randn(100, 77), "b": torch.randn(20_002)[::2], "c": torch.arange(3), "d": torch.randn(50, 60).T}
+    with Checkpointer(tmp_path, staging="chunked") as checkpointer:
+        for step in range(2):
+            checkpointer.save(step, state).wait()
+        sizes = [path.stat().st_size for path in (tmp_path / "step-00000001").glob("*.safetensors")]
+        assert len(sizes) > 5
+        assert max(sizes) < 12_000
+        loaded = checkpointer.load()
+    verify(tmp_path)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+
+
+def test_incremental_saves_link_what_has_not_changed(tmp_path: Path) -> None:
+    base, lora = torch.randn(200, 100), torch.randn(10)
+    state = {"base": base, "lora": lora}
+    with Checkpointer(tmp_path, incremental=True, keep=2) as checkpointer:
+        for step in range(4):
+            lora.fill_(step)
+            checkpointer.save(step, state | {"step": step}).wait()
+        for step in (2, 3):
+            loaded = checkpointer.load(step=step)
+            verify(tmp_path, step)
+            assert torch.equal(loaded["base"], base)
+            assert (loaded["lora"] == step).all()
+    folder = tmp_path / "step-00000003"
+    assert {path.name for path in folder.glob("*.safetensors")} == {
+        "step-00000000-data-00000.safetensors",
+        "data-00000.safetensors",
+    }
+    assert (folder / "step-00000000-data-00000.safetensors").stat().st_nlink == 2
+    assert (folder / "data-00000.safetensors").stat().st_size < 1000
+    with Checkpointer(tmp_path, incremental=True) as checkpointer:  # a new process builds on what it finds
+        base.add_(1)
+        checkpointer.save(9, state).wait()
+        assert {path.name for path in (tmp_path / "step-00000009").glob("*.safetensors")} == {"data-00000.safetensors"}
+        assert torch.equal(checkpointer.load()["base"], base)
+
+
+def test_an_incremental_save_builds_on_no_damaged_step(tmp_path: Path) -> None:
+    state = {"base": torch.randn(200, 100)}
+    with Checkpointer(tmp_path, incremental=True) as checkpointer:
+        checkpointer.save(1, state).wait()
+    index = tmp_path / "step-00000001" / "index.json"
+    index.write_bytes(index.read_bytes()[:-9])
+    with Checkpointer(tmp_path, incremental=True) as checkpointer:
+        checkpointer.save(2, state).wait()
+    verify(tmp_path)
+
+
+def test_format_version_1() -> None:
+    verify(GOLDEN / "version-1")
+    state = gcore_ckpt.load(GOLDEN / "version-1")
+    assert torch.equal(state["w"], torch.arange(6.0).view(2, 3))
+    assert state["tied"] is state["w"]
+    assert torch.equal(state["b"], torch.tensor([1, -2, 3], dtype=torch.bfloat16))
+    assert state["a"].dtype == np.uint16
+    assert (state["a"] == np.arange(4)).all()
+    assert state["empty"].shape == (0, 2)
+    assert torch.equal(state["z"], torch.tensor([1 + 2j]))
+    assert state["list"] == [1, 2**80, (None, True, float("inf"))]
+    assert state["lr"] == 0.1
+    row = torch.zeros(1, 2)
+    gcore_ckpt.load(GOLDEN / "version-1", {"w": Shard(global_shape=(2, 3), offset=(1, 1), tensor=row)})
+    assert torch.equal(row, torch.tensor([[4.0, 5.0]]))
