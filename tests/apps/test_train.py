@@ -220,6 +220,11 @@ def test_any_number_of_controllers_gives_the_same_run(cli: Cli, own_args: list[s
         ["--actor.loss.loss-agg-mode", "seq-mean-token-mean", "--dtype", "bfloat16"],
         ["--actor.loss.loss-agg-mode", "seq-mean-token-sum-norm", "--data.num-workers", "2"],
         ["--controllers", "4", "--data.train-batch-size", "4", "--actor.ppo-mini-batch-size", "1"],
+        ["--algorithm.adv-estimator", "dr_grpo", "--actor.loss.loss-mode", "cispo", "--actor.ppo-epochs", "2"],
+        ["--algorithm.adv-estimator", "rloo", "--actor.loss.loss-mode", "gspo", "--actor.ppo-epochs", "2"],
+        ["--algorithm.adv-estimator", "reinforce_plus_plus_baseline", "--actor.loss.loss-mode", "sapo"],
+        ["--algorithm.adv-estimator", "reinforce_plus_plus", "--algorithm.gamma", "0.9", "--controllers", "2"],
+        ["--actor.loss.kl-loss-coef", "0.1", "--actor.loss.kl-loss-type", "k3+"],
     ],
     ids=lambda options: " ".join(options),
 )

@@ -10,6 +10,16 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 from gcore_trainer import BatchError, grpo_advantages
+from gcore_trainer.advantages import (
+    GroupEstimator,
+    discounted_returns,
+    gae,
+    group_advantages,
+    moments,
+    remax_advantages,
+    rloo_advantages,
+    whiten,
+)
 
 scores = st.lists(st.floats(-100, 100), min_size=2, max_size=20)
 
@@ -38,3 +48,70 @@ def test_a_group_without_a_signal_has_none() -> None:
 def test_scores_that_cannot_be_compared_are_refused(bad: list[float]) -> None:
     with pytest.raises(BatchError, match=r"^scores is "):
         grpo_advantages(bad)
+
+
+@given(scores=scores)
+def test_rloo_compares_with_the_others(scores: list[float]) -> None:
+    n = len(scores)
+    expected = [score - (math.fsum(scores) - score) / (n - 1) for score in scores]
+    assert_allclose(rloo_advantages(scores), expected, rtol=1e-5, atol=1e-4)
+    assert rloo_advantages([0.5]).tolist() == [0.0]
+
+
+def test_remax_compares_with_the_greedy_response() -> None:
+    assert_allclose(remax_advantages([1.0, 0.0, 0.25], 0.5), [0.5, -0.5, -0.25])
+    with pytest.raises(BatchError, match=r"^scores is "):
+        remax_advantages([1.0], math.nan)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("grpo", [-1.0 / 2**0.5, 1.0 / 2**0.5]),
+        ("dr_grpo", [-0.5, 0.5]),
+        ("reinforce_plus_plus_baseline", [-0.5, 0.5]),
+        ("rloo", [-1.0, 1.0]),
+    ],
+)
+def test_estimators_by_name(estimator: GroupEstimator, expected: list[float]) -> None:
+    assert_allclose(group_advantages([0.0, 1.0], estimator), expected, rtol=1e-5)
+
+
+tokens = st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5), st.booleans()), min_size=1, max_size=12)
+
+
+@given(rows=tokens, gamma=st.floats(0, 1), lam=st.floats(0, 1))
+def test_gae_is_the_weighted_sum_of_td_errors(rows: list[tuple[float, float, bool]], gamma: float, lam: float) -> None:
+    """A_t = sum_l (gamma lam)^l delta_{t+l}, over the tokens of the policy alone."""
+    rewards, values = (np.array([row[i] for row in rows], np.float64) for i in (0, 1))
+    mask = np.array([row[2] for row in rows])
+    advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    r, v = rewards[mask], values[mask]
+    deltas = r + gamma * np.append(v, 0.0)[1:] - v
+    expected = [sum((gamma * lam) ** i * d for i, d in enumerate(deltas[t:])) for t in range(len(deltas))]
+    assert_allclose(advantages[mask], expected, rtol=1e-9, atol=1e-9)
+    assert_allclose(returns[mask], np.array(expected) + v, rtol=1e-9, atol=1e-9)
+    assert not advantages[~mask].any()
+    assert not returns[~mask].any()
+
+
+@given(rows=tokens, gamma=st.floats(0, 1))
+def test_returns_without_a_critic_are_gae_of_zero_values(rows: list[tuple[float, float, bool]], gamma: float) -> None:
+    rewards, mask = np.array([row[0] for row in rows]), np.array([row[2] for row in rows])
+    expected, _ = gae(rewards, np.zeros(len(rows)), mask, gamma=gamma, lam=1.0)
+    assert_allclose(discounted_returns(rewards, mask, gamma=gamma), expected, rtol=1e-9, atol=1e-9)
+
+
+@given(parts=st.lists(tokens, min_size=1, max_size=4))
+def test_whitening_knows_the_whole_batch_by_its_moments(parts: list[list[tuple[float, float, bool]]]) -> None:
+    values = [np.array([row[0] for row in part]) for part in parts]
+    masks = [np.array([row[2] for row in part]) for part in parts]
+    batch = sum((moments([v], [m]) for v, m in zip(values, masks, strict=True)), np.zeros(3))
+    assert_allclose(batch, moments(values, masks), rtol=1e-12, atol=1e-12)
+    joined = np.concatenate([v[m] for v, m in zip(values, masks, strict=True)])
+    for value, mask in zip(values, masks, strict=True):
+        whitened = whiten(value, mask, batch)
+        assert not whitened[~mask].any()
+        if joined.size > 1:
+            expected = (value - joined.mean()) / np.sqrt(joined.var(ddof=1) + 1e-8)
+            assert_allclose(whitened[mask], expected[mask], rtol=1e-4, atol=1e-4)

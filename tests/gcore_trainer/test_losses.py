@@ -11,7 +11,8 @@ from numpy.testing import assert_allclose
 from numpy.typing import NDArray
 
 from gcore_trainer import KLPenalty, LossAggMode
-from gcore_trainer.losses import aggregation_weights, kl_penalty, ppo_clip_loss
+from gcore_trainer.losses import aggregation_weights, kl_penalty
+from gcore_trainer.policy_losses import ppo_clip_loss
 
 Array = NDArray[np.float64]
 
@@ -98,6 +99,19 @@ def test_the_gradient_of_k3(rows: list[tuple[float, float, float]]) -> None:
     log_probs = torch.from_numpy(p).requires_grad_()
     (gradient,) = torch.autograd.grad(kl_penalty(log_probs, torch.from_numpy(q), "k3").sum(), log_probs)
     assert_allclose(gradient.numpy(), 1 - np.exp(q - p), rtol=1e-10, atol=1e-12)
+
+
+@given(rows=tokens)
+def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(rows: list[tuple[float, float, float]]) -> None:
+    p, q, _ = columns(rows)
+    kinds: dict[KLPenalty, KLPenalty] = {"k1+": "k1", "k3+": "k3"}
+    for kind, plain in kinds.items():
+        log_probs = torch.from_numpy(p).requires_grad_()
+        result = kl_penalty(log_probs, torch.from_numpy(q), kind)
+        expected = kl_penalty(torch.from_numpy(p), torch.from_numpy(q), plain)
+        assert_allclose(result.detach().numpy(), expected.numpy(), rtol=1e-9, atol=1e-9)
+        (gradient,) = torch.autograd.grad(result.sum(), log_probs)
+        assert_allclose(gradient.numpy(), p - q, rtol=1e-9, atol=1e-9)
 
 
 def test_k1_and_k3_are_unbiased() -> None:

@@ -23,6 +23,7 @@ from trainer_oracles import (
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from gcore_trainer import LossAggMode, PolicyLossConfig, Sample, grpo_advantages
+from gcore_trainer.config import LossMode
 from gcore_trainer.packed_model import PackedModel
 
 NUM_GENERATIONS = 4
@@ -172,6 +173,35 @@ def test_loss_and_gradients(
     actual_loss, actual = packed_gradients(packed, split(ours, seed=0), config)
     assert actual_loss == pytest.approx(loss.item(), rel=1e-6, abs=1e-6)
     assert deviation(actual, expected) < 3e-6  # TRL's fused head computes in float32, we in the model's float64
+
+
+TRL_SETTINGS: dict[LossMode, dict[str, Any]] = {
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02, "epsilon_high": 0.03},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.3},
+    "sapo": {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.4},
+}
+OUR_SETTINGS: dict[LossMode, PolicyLossConfig] = {
+    "gspo": PolicyLossConfig(
+        loss_mode="gspo", clip_ratio_low=0.02, clip_ratio_high=0.03, loss_agg_mode="seq-mean-token-mean"
+    ),
+    "cispo": PolicyLossConfig(loss_mode="cispo", clip_ratio_low=1.0, clip_ratio_high=0.3, loss_agg_mode="token-mean"),
+    "sapo": PolicyLossConfig(loss_mode="sapo", tau_neg=1.4, loss_agg_mode="seq-mean-token-mean"),
+}
+
+
+@pytest.mark.parametrize("mode", TRL_SETTINGS)
+def test_other_policy_losses(
+    trl: Any, llama: Path, tmp_path: Path, packed: PackedModel, samples: list[Sample], mode: LossMode
+) -> None:
+    trainer = make_trainer(trl, llama, tmp_path, samples, beta=0.0, **TRL_SETTINGS[mode])
+    inputs = make_inputs(trainer, samples)
+    inputs["old_per_token_logps"] = padded([s.old_log_probs for s in samples])
+    loss = trainer._compute_loss(trainer.model, inputs)
+    loss.backward()
+    expected = gradients(trainer.model)
+    actual_loss, actual = packed_gradients(packed, split(samples, seed=0), OUR_SETTINGS[mode])
+    assert actual_loss == pytest.approx(loss.item(), rel=1e-6, abs=1e-6)
+    assert deviation(actual, expected) < 3e-6
 
 
 @pytest.mark.parametrize(("scale_rewards", "norm_adv_by_std_in_grpo"), [("group", True), ("none", False)])

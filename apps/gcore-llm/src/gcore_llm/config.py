@@ -5,6 +5,9 @@ from typing import Literal
 
 from gcore_llm.errors import UserError
 from gcore_trainer import OptimizerConfig, PolicyLossConfig
+from gcore_trainer.advantages import GroupEstimator
+
+AdvEstimator = GroupEstimator | Literal["reinforce_plus_plus"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +107,13 @@ class RolloutConfig:
 class AlgorithmConfig:
     """From scores to advantages."""
 
-    adv_estimator: Literal["grpo"] = "grpo"
-    """How scores become advantages."""
+    adv_estimator: AdvEstimator = "grpo"
+    """How scores become advantages: against the group (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline) or against
+    the whole batch (reinforce_plus_plus)."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation; off: Dr. GRPO."""
+    """Divide by the group's standard deviation, in grpo."""
+    gamma: float = 1.0
+    """Discount per token, in reinforce_plus_plus."""
     filter_groups: bool = True
     """Dynamic sampling: drop groups whose responses all score alike and sample again."""
     max_num_gen_batches: int = 4
@@ -117,6 +123,8 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         _at_least("algorithm.max_num_gen_batches", self.max_num_gen_batches, 1)
+        if not 0 <= self.gamma <= 1:
+            raise UserError(f"algorithm.gamma is {self.gamma}: a number from 0 to 1 is needed")
 
 
 @dataclass(frozen=True, kw_only=True)

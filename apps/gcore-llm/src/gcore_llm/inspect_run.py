@@ -34,7 +34,7 @@ async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
     checkpointer = Checkpointer(run.checkpoints)
     if not checkpointer.steps():
         return config, tokenizer, engine, 0
-    saved = checkpointer.load()
+    saved = checkpointer.load(only=["step", "trainer.model"])
     await engine.update_weights(saved["trainer"]["model"].items(), version=saved["step"])
     return config, tokenizer, engine, saved["step"]
 

@@ -15,12 +15,12 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.evaluate import Evaluation, evaluate
 from gcore_llm.exchange import exchange, split_in_micro_batches
 from gcore_llm.generate import generate_groups
-from gcore_llm.groups import Group
+from gcore_llm.groups import Group, whiten_over_batch
 from gcore_llm.prompts import Prompt, PromptSets
 from gcore_llm.roles import Roles
 from gcore_placement import TransformerWorkload
 from gcore_rollout import SamplingParams
-from gcore_trainer import MicroBatch
+from gcore_trainer import MicroBatch, Sample
 
 State = dict[str, Any]
 
@@ -157,7 +157,12 @@ class _Controller:
         with ctx.timer.stage("prepare"):
             tickets = sorted(t for part in await ctx.group.all_gather([g.ticket for g in share]) for t in part)
             update_of = {ticket: i % num_updates for i, ticket in enumerate(tickets)}
-            updates = [self._micro_batches([g for g in share if update_of[g.ticket] == u]) for u in range(num_updates)]
+            samples = [g.samples(config.algorithm) for g in share]
+            await whiten_over_batch(samples, config.algorithm, ctx.group)
+            scored = list(zip(share, samples, strict=True))
+            updates = [
+                self._micro_batches([(g, s) for g, s in scored if update_of[g.ticket] == u]) for u in range(num_updates)
+            ]
             updates = self._with_scores(updates, num_updates * config.actor.ppo_epochs)
         metrics: dict[str, float] = {}
         with ctx.timer.stage("train"):
@@ -173,12 +178,13 @@ class _Controller:
             await ctx.group.barrier()
         return metrics
 
-    def _micro_batches(self, groups: list[Group]) -> list[MicroBatch]:
-        samples = [g.samples(self._config.algorithm) for g in groups]
+    def _micro_batches(self, groups: list[tuple[Group, list[Sample]]]) -> list[MicroBatch]:
         pairs = split_in_micro_batches(
-            groups, workload=self._job.workload, max_tokens=self._config.actor.ppo_max_token_len
+            [group for group, _ in groups],
+            workload=self._job.workload,
+            max_tokens=self._config.actor.ppo_max_token_len,
         )
-        return [[samples[g][i] for g, i in batch] for batch in pairs]
+        return [[groups[g][1][i] for g, i in batch] for batch in pairs]
 
     def _with_scores(self, updates: list[list[MicroBatch]], num_passes: int) -> list[list[MicroBatch]]:
         """Add the log-probs that the loss needs from the trainer or the reference."""

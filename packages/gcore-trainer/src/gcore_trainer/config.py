@@ -7,7 +7,8 @@ from typing import Literal, get_args
 from gcore_trainer.errors import ConfigError
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-KLPenalty = Literal["k1", "k2", "k3"]
+KLPenalty = Literal["k1", "k2", "k3", "k1+", "k3+"]
+LossMode = Literal["vanilla", "gspo", "cispo", "sapo"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +40,24 @@ class OptimizerConfig:
 class PolicyLossConfig:
     """The policy's loss. Names and meanings are verl's."""
 
+    loss_mode: LossMode = "vanilla"
+    """PPO's clipped ratio (vanilla), a sequence's ratio (gspo), a clipped weight (cispo), a smooth gate (sapo)."""
     clip_ratio_low: float = 0.2
     """The ratio is clipped at 1 - clip_ratio_low ..."""
     clip_ratio_high: float = 0.28
     """... and at 1 + clip_ratio_high (DAPO's clip-higher)."""
     clip_ratio_c: float | None = None
     """Dual clip: bound of the loss of a negative advantage, in advantages; above 1."""
+    tau_pos: float = 1.0
+    """SAPO: steepness of the gate where the advantage is above 0 ..."""
+    tau_neg: float = 1.05
+    """... and elsewhere."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses become one number."""
     kl_loss_coef: float = 0.0
     """Weight of the KL divergence to the reference policy in the loss; 0 needs no reference."""
     kl_loss_type: KLPenalty = "k3"
-    """Estimator of that divergence."""
+    """Estimator of that divergence; with a + its gradient is unbiased."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     max_response_length: int = 1
@@ -61,6 +68,15 @@ class PolicyLossConfig:
         _require("clip_ratio_high", self.clip_ratio_high, self.clip_ratio_high >= 0, "0 or more")
         if self.clip_ratio_c is not None:
             _require("clip_ratio_c", self.clip_ratio_c, self.clip_ratio_c > 1, "above 1, or unset")
+        _require_choice("loss_mode", self.loss_mode, get_args(LossMode))
+        _require("tau_pos", self.tau_pos, 0 < self.tau_pos < math.inf, "a finite number above 0")
+        _require("tau_neg", self.tau_neg, 0 < self.tau_neg < math.inf, "a finite number above 0")
+        _require(
+            "clip_ratio_c",
+            self.clip_ratio_c,
+            self.clip_ratio_c is None or self.loss_mode == "vanilla",
+            f"none (loss_mode is {self.loss_mode!r}, which has no dual clip)",
+        )
         _require_choice("loss_agg_mode", self.loss_agg_mode, get_args(LossAggMode))
         _require("kl_loss_coef", self.kl_loss_coef, 0 <= self.kl_loss_coef < math.inf, "a finite number, 0 or more")
         _require_choice("kl_loss_type", self.kl_loss_type, get_args(KLPenalty))

@@ -1,9 +1,8 @@
-"""Losses on response tokens: pure functions of flat tensors, one entry a token.
+"""What the loss of a batch is made of beside the policy's: aggregation over tokens, divergence from a reference.
 
 Shapes: N response tokens of any number of sequences, laid end to end.
 """
 
-from dataclasses import dataclass
 from typing import assert_never
 
 import numpy as np
@@ -45,50 +44,14 @@ def aggregation_weights(
     return [(m * s).astype(np.float32) for m, s in zip(masks, scales, strict=True)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyLoss:
-    """Clipped policy loss of every token, with what happened to its ratio. All shape [N]."""
-
-    loss: torch.Tensor
-    ratio: torch.Tensor
-    clipped: torch.Tensor
-    """True where the upper or lower clip is active, and with it the gradient cut."""
-    clipped_lower: torch.Tensor
-    """True where the dual clip of a negative advantage is active."""
-
-
-def ppo_clip_loss(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    *,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
-    clip_ratio_c: float | None = None,
-) -> PolicyLoss:
-    """PPO's clipped surrogate, per token.
-
-    max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(log_probs - old_log_probs): PPO (arXiv 1707.06347, eq. 7);
-    high > low is DAPO's clip-higher (arXiv 2503.14476, section 3.1). With ``clip_ratio_c`` > 1 and A < 0 the loss is
-    at most -A c: dual-clip PPO (arXiv 1912.09729, eq. 5).
-    """
-    ratio = torch.exp((log_probs - old_log_probs).clamp(-20.0, 20.0))
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-    loss = torch.maximum(unclipped, clipped)
-    is_clipped = clipped > unclipped
-    is_clipped_lower = torch.zeros_like(is_clipped)
-    if clip_ratio_c is not None:
-        bound = -advantages * clip_ratio_c
-        is_clipped_lower = (advantages < 0) & (loss > bound)
-        loss = torch.where(is_clipped_lower, bound, loss)
-    return PolicyLoss(loss=loss, ratio=ratio, clipped=is_clipped, clipped_lower=is_clipped_lower)
-
-
 def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLPenalty) -> torch.Tensor:
     """Per-token estimates of KL(policy || reference), shape [N] (J. Schulman, "Approximating KL divergence", 2020).
 
     k1: log p - log q;  k2: (log p - log q)^2 / 2;  k3: q/p - 1 - log(q/p), GRPO's (arXiv 2402.03300, eq. 4).
+
+    k1 and k3 estimate the divergence without bias, but their gradients do not estimate its gradient (k1's is zero in
+    expectation); k2's does, under the policy's own samples (arXiv 2510.01555). k1+ and k3+ have the value of k1 and k3
+    and the gradient of k2.
     """
     log_ratio = log_probs - ref_log_probs
     match kind:
@@ -99,5 +62,8 @@ def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLPen
         case "k3":
             negative = (-log_ratio).clamp(-20.0, 20.0)
             return negative.exp() - 1 - negative
+        case "k1+" | "k3+":
+            value = kl_penalty(log_probs.detach(), ref_log_probs, "k1" if kind == "k1+" else "k3")
+            return value + log_ratio.square() / 2 - (log_ratio.square() / 2).detach()
         case _:
             assert_never(kind)

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from gcore_trainer.config import LossAggMode, OptimizerConfig, PolicyLossConfig
 from gcore_trainer.errors import BatchError, NonFiniteGradientError, StateError
-from gcore_trainer.losses import aggregation_weights, kl_penalty, ppo_clip_loss
+from gcore_trainer.losses import aggregation_weights, kl_penalty
 from gcore_trainer.packed_model import PackedModel, TokenScores
+from gcore_trainer.policy_losses import policy_loss
 from gcore_trainer.types import MicroBatch, Sample
 
 _Loss = Callable[[TokenScores, MicroBatch, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -227,17 +228,11 @@ class TorchTrainer:
         old = current if old is None else old
         advantages = _joined([s.advantages for s in samples], like=current)
         assert advantages is not None
-        policy = ppo_clip_loss(
-            scores.log_probs,
-            old,
-            advantages,
-            clip_ratio_low=config.clip_ratio_low,
-            clip_ratio_high=config.clip_ratio_high,
-            clip_ratio_c=config.clip_ratio_c,
-        )
+        mask = torch.from_numpy(np.concatenate([_mask(s) for s in samples])).to(device)
+        lengths = [s.response_ids.size for s in samples]
+        policy = policy_loss(config, scores.log_probs, old, advantages, mask=mask, lengths=lengths)
         pg_loss = (weight_N * policy.loss).sum()
         loss = pg_loss
-        mask = torch.from_numpy(np.concatenate([_mask(s) for s in samples])).to(device)
         count = mask.float()
         sums = {
             "actor/pg_loss": pg_loss.detach(),

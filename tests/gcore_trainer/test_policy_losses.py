@@ -1,0 +1,109 @@
+"""GSPO, CISPO and SAPO against their formulas in float64 numpy, sequence by sequence; PPO's clip is in test_losses."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+from numpy.typing import NDArray
+
+from gcore_trainer import ConfigError, PolicyLossConfig
+from gcore_trainer.config import LossMode
+from gcore_trainer.policy_losses import PolicyLoss, cispo_loss, gspo_loss, policy_loss, sapo_loss
+
+Array = NDArray[np.float64]
+
+log_prob = st.floats(-8.0, 0.0)
+advantage = st.integers(-3000, 3000).map(lambda n: n / 1000)
+token = st.tuples(log_prob, log_prob, advantage, st.booleans())
+sequences = st.lists(st.lists(token, min_size=1, max_size=6), min_size=1, max_size=4)
+
+
+def columns(rows: list[list[tuple[float, float, float, bool]]]) -> tuple[Array, Array, Array, NDArray[np.bool_]]:
+    table = np.array([token for sequence in rows for token in sequence], np.float64)
+    return table[:, 0], table[:, 1], table[:, 2], table[:, 3].astype(bool)
+
+
+def gradient(loss: torch.Tensor, log_probs: torch.Tensor) -> Array:
+    return torch.autograd.grad(loss.sum(), log_probs)[0].numpy()
+
+
+@given(rows=sequences)
+def test_gspo(rows: list[list[tuple[float, float, float, bool]]]) -> None:
+    new, old, advantages, mask = columns(rows)
+    lengths = [len(sequence) for sequence in rows]
+    ratios: list[float] = []
+    for sequence in rows:
+        counted = [p - q for p, q, _, is_counted in sequence if is_counted]
+        ratios += [np.exp(sum(counted) / len(counted)) if counted else 1.0] * len(sequence)
+    ratio = np.array(ratios)
+    assume((np.abs(ratio[:, None] - [0.7, 1.3]) > 1e-9).all())
+    log_probs = torch.from_numpy(new).requires_grad_()
+    result = gspo_loss(
+        log_probs,
+        torch.from_numpy(old),
+        torch.from_numpy(advantages),
+        torch.from_numpy(mask),
+        lengths,
+        clip_ratio_low=0.3,
+        clip_ratio_high=0.3,
+    )
+    assert_allclose(result.ratio.detach().numpy(), ratio, rtol=1e-10)
+    clipped = ratio.clip(0.7, 1.3)
+    assert_allclose(result.loss.detach().numpy(), np.maximum(-advantages * ratio, -advantages * clipped), atol=1e-9)
+    cut = np.where(advantages > 0, ratio > 1.3, (ratio < 0.7) & (advantages < 0))
+    assert_allclose(result.clipped.numpy(), cut)
+    assert_allclose(gradient(result.loss, log_probs), np.where(cut, 0.0, -advantages * ratio), rtol=1e-9, atol=1e-12)
+
+
+@given(rows=sequences, low=st.floats(0.0, 1.0), high=st.floats(0.0, 5.0))
+def test_cispo(rows: list[list[tuple[float, float, float, bool]]], low: float, high: float) -> None:
+    new, old, advantages, _ = columns(rows)
+    weight = np.exp(new - old).clip(1 - low, 1 + high)
+    log_probs = torch.from_numpy(new).requires_grad_()
+    result = cispo_loss(
+        log_probs, torch.from_numpy(old), torch.from_numpy(advantages), clip_ratio_low=low, clip_ratio_high=high
+    )
+    assert_allclose(result.loss.detach().numpy(), -weight * advantages * new, rtol=1e-9, atol=1e-12)
+    assert_allclose(gradient(result.loss, log_probs), -weight * advantages, rtol=1e-9, atol=1e-12)
+
+
+@given(rows=sequences, tau_pos=st.floats(0.1, 5.0), tau_neg=st.floats(0.1, 5.0))
+def test_sapo(rows: list[list[tuple[float, float, float, bool]]], tau_pos: float, tau_neg: float) -> None:
+    new, old, advantages, _ = columns(rows)
+    ratio = np.exp(new - old)
+    tau = np.where(advantages > 0, tau_pos, tau_neg)
+    gate = 1 / (1 + np.exp(-tau * (ratio - 1)))
+    log_probs = torch.from_numpy(new).requires_grad_()
+    result = sapo_loss(log_probs, torch.from_numpy(old), torch.from_numpy(advantages), tau_pos=tau_pos, tau_neg=tau_neg)
+    # float32 in where()'s scalars would show here
+    assert_allclose(result.loss.detach().numpy(), -advantages * gate * 4 / tau, rtol=1e-9, atol=1e-9)
+    expected = -advantages * 4 * gate * (1 - gate) * ratio
+    assert_allclose(gradient(result.loss, log_probs), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["vanilla", "gspo", "cispo", "sapo"])
+def test_on_policy_every_loss_has_the_gradient_of_reinforce(mode: LossMode) -> None:
+    log_probs = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
+    result: PolicyLoss = policy_loss(
+        PolicyLossConfig(loss_mode=mode),
+        log_probs,
+        log_probs.detach(),
+        advantages,
+        mask=torch.ones(3, dtype=torch.bool),
+        lengths=[2, 1],
+    )
+    assert_allclose(gradient(result.loss, log_probs), -advantages.numpy(), rtol=1e-12)
+
+
+def test_settings_that_no_loss_reads_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"clip_ratio_c is 3\.0: none \(loss_mode is 'gspo', which has no dual clip\)"
+    ):
+        PolicyLossConfig(loss_mode="gspo", clip_ratio_c=3.0)
+    with pytest.raises(ConfigError, match="loss_mode is 'ppo': one of vanilla, gspo, cispo, sapo is needed"):
+        PolicyLossConfig(loss_mode="ppo")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="tau_neg is 0"):
+        PolicyLossConfig(tau_neg=0.0)
