@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import tyro
@@ -17,6 +17,7 @@ Every claim gcore makes, measured beside a peer or a physical limit.
 
 commands:
   grpo   GRPO steps under gcore and under TRL's GRPOTrainer: the same task, model, batch and step count
+  ckpt   saves and loads of the same state under gcore-ckpt, DCP, Orbax and others, beside the memory and the disk
 
 gcore-bench COMMAND --help documents every option.
 """
@@ -28,10 +29,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not args or args[0] in ("-h", "--help"):
         print(_USAGE, end="")
         raise SystemExit(0 if args else 2)
-    if args[0] != "grpo":
-        raise SystemExit(f"gcore-bench: unknown command {args[0]!r}: grpo is known")
+    if args[0] not in _COMMANDS:
+        raise SystemExit(f"gcore-bench: unknown command {args[0]!r}: {' and '.join(_COMMANDS)} are known")
     try:
-        _grpo(args[1:])
+        _COMMANDS[args[0]](args[1:])
     except BenchError as error:
         print(f"gcore-bench: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -44,8 +45,7 @@ def _grpo(args: Sequence[str]) -> None:
     from gcore_bench.grpo.table import notes, table
     from gcore_bench.grpo.workload import WORKLOADS
 
-    # A table is not worth much folded into 80 columns, which is what rich assumes of a file or a pipe.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    console = _console()
     results: list[dict[str, object]] = []
     names = list(WORKLOADS) if options.workload == "all" else [options.workload]
     for name in names:
@@ -62,6 +62,22 @@ def _grpo(args: Sequence[str]) -> None:
 def _plain(options: GrpoOptions) -> dict[str, object]:
     return {name: value if isinstance(value, int | tuple) else str(value) for name, value in asdict(options).items()}
 
+
+def _ckpt(args: Sequence[str]) -> None:
+    from gcore_bench.ckpt.options import CkptOptions
+
+    options = tyro.cli(CkptOptions, args=args, prog="gcore-bench ckpt")
+    from gcore_bench.ckpt.command import run
+
+    run(options, _console())
+
+
+def _console() -> Console:
+    # A table is not worth much folded into 80 columns, which is what rich assumes of a file or a pipe.
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"grpo": _grpo, "ckpt": _ckpt}
 
 if __name__ == "__main__":
     main()

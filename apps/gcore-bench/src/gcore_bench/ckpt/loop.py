@@ -1,0 +1,79 @@
+"""A training loop: how long its steps take while a save is in flight, against none."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from time import perf_counter
+
+import torch
+
+from gcore_bench.ckpt.contender import Contender, make_contender
+from gcore_bench.ckpt.figures import Figures, Spec
+from gcore_bench.ckpt.state import State, full_state, plan_state
+from gcore_bench.ckpt.timing import save_once, seconds_of, settle
+
+_STEP_S = 0.2
+_QUIET_STEPS = 10
+_WIDTH = 512
+_ADDITIONS = 10_000
+
+
+def run(spec: Spec) -> Figures:
+    """Steps of matrix products, which leave Python to others, and steps that are nothing but Python."""
+    state = full_state(plan_state(spec.size_bytes, spec.tensors))
+    contender = make_contender(spec.contender, Path(spec.root))
+    save_once(contender, 0, state)
+    seconds: dict[str, float] = {}
+    for number, (name, work) in enumerate((("matmul", _matmul()), ("python", _add)), start=1):
+        found = _steps(contender, number, state, _step_of(work))
+        if name == "matmul":
+            seconds |= {"stall": found.pop("stall"), "save": found.pop("save")}
+        seconds |= {f"{name}_quiet": found["quiet"], f"{name}_saving": found["saving"]}
+    contender.close()
+    return Figures(rows={spec.contender: seconds})
+
+
+def _steps(contender: Contender, number: int, state: State, step: Callable[[], None]) -> dict[str, float]:
+    settle()
+    quiet = [seconds_of(step) for _ in range(_QUIET_STEPS // 2)]
+    start_s = perf_counter()
+    pending = contender.save(number, state)
+    stall_s = perf_counter() - start_s
+    saving = [seconds_of(step)]
+    while not pending.done():
+        saving.append(seconds_of(step))
+    pending.wait()
+    save_s = perf_counter() - start_s
+    quiet += [seconds_of(step) for _ in range(_QUIET_STEPS - len(quiet))]
+    # The save ended somewhere within the last step.
+    return {"stall": stall_s, "save": save_s, "quiet": fmean(quiet), "saving": fmean(saving[:-1] or saving)}
+
+
+def _step_of(work: Callable[[], None]) -> Callable[[], None]:
+    """As much of ``work`` as makes a step."""
+    work()
+    repeats = 1
+    while (spent_s := seconds_of(partial(_repeat, work, repeats))) < _STEP_S / 2:
+        repeats *= 2
+    return partial(_repeat, work, max(1, round(repeats * _STEP_S / spent_s)))
+
+
+def _repeat(work: Callable[[], None], count: int) -> None:
+    for _ in range(count):
+        work()
+
+
+def _matmul() -> Callable[[], None]:
+    left, right, product = (torch.randn(_WIDTH, _WIDTH) for _ in range(3))
+
+    def multiply() -> None:
+        torch.mm(left, right, out=product)
+
+    return multiply
+
+
+def _add() -> None:
+    total = 0
+    for i in range(_ADDITIONS):
+        total += i
