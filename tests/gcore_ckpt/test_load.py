@@ -77,6 +77,11 @@ def test_parts_by_their_paths(saved: Path) -> None:
         gcore_ckpt.load(saved, only=["modle", "step"])
 
 
+def test_a_part_that_is_none_is_there(tmp_path: Path) -> None:
+    gcore_ckpt.save(tmp_path, {"a": None, "b": {"c": None, "d": 1}, "e": 2})
+    assert gcore_ckpt.load(tmp_path, only=["a", "b.c"]) == {"a": None, "b": {"c": None}}
+
+
 def test_meta_tensors_are_made_anew(saved: Path) -> None:
     with torch.device("meta"):
         model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 20))

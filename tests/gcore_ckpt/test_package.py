@@ -1,5 +1,6 @@
 """The public face of the package: its names, its imports, its README."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,10 +21,13 @@ def test_exports() -> None:
         "CheckpointWriteError",
         "Checkpointer",
         "CorruptCheckpointError",
+        "LostRankError",
         "PerRank",
         "SaveHandle",
         "Shard",
         "State",
+        "export_hf",
+        "import_dcp",
         "load",
         "save",
         "verify",
@@ -40,3 +44,9 @@ def test_readme_example_runs_as_pasted(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     example = README.read_text().split("```python\n")[1].split("```")[0]
     exec(compile(example, str(README), "exec"), {"__name__": "__main__"})
+
+
+def test_nothing_is_unpickled_but_where_dcp_is_imported() -> None:
+    folder = Path(gcore_ckpt.__file__).parent
+    unpickling = re.compile(r"\bpickle\b|\btorch\.load\b|(gather|broadcast|scatter)_object")
+    assert [path.name for path in folder.rglob("*.py") if unpickling.search(path.read_text())] == ["dcp.py"]

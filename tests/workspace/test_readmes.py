@@ -31,7 +31,9 @@ CHECKED_ELSEWHERE = {
     r"\.ci/run": "tests/workspace/test_repository.py::test_the_ci_script_can_be_run",
     r"pip install '?gcore-\w+(\[[\w,-]+\])?'?": f"{WHEELS}::test_a_package_installs_alone_and_imports",
     r"(uv run )?gcore-llm train --model PATH .*": f"{HERE}::test_shell_commands_run",
+    r"gcore-ckpt import-dcp .*": "tests/gcore_ckpt/test_cli.py::test_import_dcp",
     r"(uv run )?gcore-bench grpo( --.*)?": "tests/apps/test_bench.py::test_bench_measures_gcore_and_trl",
+    r"(uv run )?gcore-bench ckpt( --.*)?": "tests/apps/test_bench_ckpt.py::test_bench_measures_saves_and_loads",
 }
 """Commands that are not run here, and what runs them: the CI script, which holds the very words, or a test."""
 
@@ -44,7 +46,9 @@ SHORTENED = {
 CHECKED_CLOSELY = {"gcore-llm train": "tests/apps/test_train.py::test_embedded_run_folder"}
 """For each shortened command, the test that looks at what it leaves behind."""
 
-RUN_HERE = r"(uv run )?(gcore-llm (train|sample|eval|report)|python|cat|head|ls|mkdir|tensorboard --help)\b.*"
+RUN_HERE = (
+    r"(uv run )?(gcore-llm (train|sample|eval|report)|gcore-ckpt|torchrun|python|cat|head|ls|mkdir|tensorboard --help)\b.*"
+)
 
 ADVICE = (
     "is neither known nor run: if it takes seconds and needs nothing, let RUN_HERE match it; "

@@ -4,7 +4,8 @@ A save stalls the caller only for the copy out of live memory; a checkpoint exis
 ranks loads what any other number has saved.
 """
 
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib
+from typing import TYPE_CHECKING
 
 from gcore_ckpt.checkpointer import Checkpointer
 from gcore_ckpt.errors import (
@@ -14,6 +15,7 @@ from gcore_ckpt.errors import (
     CheckpointNotFoundError,
     CheckpointWriteError,
     CorruptCheckpointError,
+    LostRankError,
 )
 from gcore_ckpt.handle import SaveHandle
 from gcore_ckpt.once import load, save
@@ -21,6 +23,8 @@ from gcore_ckpt.tree import PerRank, State
 from gcore_ckpt.verify import verify
 
 if TYPE_CHECKING:
+    from gcore_ckpt.dcp import import_dcp
+    from gcore_ckpt.hugging_face import export_hf
     from gcore_ckpt.shards import Shard
 
 __all__ = [
@@ -31,19 +35,24 @@ __all__ = [
     "CheckpointWriteError",
     "Checkpointer",
     "CorruptCheckpointError",
+    "LostRankError",
     "PerRank",
     "SaveHandle",
     "Shard",
     "State",
+    "export_hf",
+    "import_dcp",
     "load",
     "save",
     "verify",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "Shard":  # it needs torch, which the package itself does not import
-        from gcore_ckpt.shards import Shard
+_NEED_TORCH = {"Shard": "gcore_ckpt.shards", "export_hf": "gcore_ckpt.hugging_face", "import_dcp": "gcore_ckpt.dcp"}
+"""Where the names are that are imported when they are first asked for, because they bring torch in."""
 
-        return Shard
+
+def __getattr__(name: str) -> object:
+    if name in _NEED_TORCH:
+        return getattr(_importlib.import_module(_NEED_TORCH[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,16 +2,37 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from gcore_ckpt import errors
 from gcore_ckpt.boxes import Box
 from gcore_ckpt.data_file import FileLayout, lay_out
-from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
+from gcore_ckpt.errors import CheckpointError, CheckpointWriteError, LostRankError
 from gcore_ckpt.group import Group
 from gcore_ckpt.plan import Assignment, HeldBox, assign
 
 T = TypeVar("T")
+
+_Message: TypeAlias = Mapping[str, Any]
+
+
+def exchange(group: Group, message: _Message, decide: Callable[[Sequence[_Message]], Sequence[_Message]]) -> _Message:
+    """The root's reply to this rank's message; `decide` makes the replies to all of all messages, at the root.
+
+    Raises:
+        LostRankError: On all ranks that are left: some are gone.
+    """
+    try:
+        payloads = group.gather(json.dumps(message, separators=(",", ":")).encode())
+    except LostRankError as error:
+        if group.rank == 0:
+            group.scatter([json.dumps({"lost": str(error)}).encode()] * group.size)
+        raise
+    replies = decide([json.loads(payload) for payload in payloads]) if payloads else []
+    reply = json.loads(group.scatter([json.dumps(reply, separators=(",", ":")).encode() for reply in replies]))
+    if "lost" in reply:
+        raise LostRankError(reply["lost"])
+    return reply
 
 
 def all_succeed(group: Group, act: Callable[[], T]) -> T:
@@ -21,21 +42,23 @@ def all_succeed(group: Group, act: Callable[[], T]) -> T:
         CheckpointError: On the ranks where `act` raised nothing: what the others raised.
     """
     result, error = attempt(act)
-    message = {"error": None if error is None else str(error)}
-    payloads = group.gather(json.dumps(message).encode())
-    failed = {rank: message for rank, p in enumerate(payloads) if (message := json.loads(p)["error"]) is not None}
-    reply = json.loads(group.scatter([json.dumps(failed).encode()] * group.size))
+
+    def collect(messages: Sequence[_Message]) -> Sequence[_Message]:
+        failed = [f"rank {rank}: {message['error']}" for rank, message in enumerate(messages) if "error" in message]
+        return [{"failed": "; ".join(failed)}] * group.size
+
+    reply = exchange(group, {} if error is None else _as_message(error), collect)
     if error is not None:
         raise error
-    if reply:
-        raise CheckpointError("; ".join(f"rank {rank}: {message}" for rank, message in reply.items()))
+    if reply["failed"]:
+        raise CheckpointError(reply["failed"])
     assert result is not None
     return result[0]
 
 
 def root_decides(group: Group, decide: Callable[[], T]) -> T:
     """What `decide` returns, or raises, at the root; a value that JSON holds."""
-    message: Mapping[str, Any] = {}
+    message: _Message = {}
     error: Exception | None = None
     if group.rank == 0:
         result, error = attempt(decide)
@@ -78,9 +101,7 @@ class SavePlanner:
         message: dict[str, Any] = {"step": step, "boxes": None} if error is None else _as_message(error)
         if boxes is not None and boxes[0] != self._boxes:
             message["boxes"] = [_plain(box) for box in boxes[0]]
-        payloads = self._group.gather(json.dumps(message, separators=(",", ":")).encode())
-        replies = self._replies([json.loads(payload) for payload in payloads]) if payloads else []
-        reply = json.loads(self._group.scatter([json.dumps(reply).encode() for reply in replies]))
+        reply = exchange(self._group, message, self._replies)
         if error is not None:
             raise error
         if "error" in reply:
@@ -91,7 +112,7 @@ class SavePlanner:
             self._files = lay_out({number: self._boxes[number] for number in reply["writes"]}, self._max_file_bytes)
         return self._files
 
-    def _replies(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def _replies(self, messages: Sequence[_Message]) -> list[_Message]:
         """The root's answer to each rank: an error, what it writes, or that it writes what it wrote before."""
         failed = {rank: message for rank, message in enumerate(messages) if "error" in message}
         if failed:
@@ -125,7 +146,7 @@ def _as_message(error: Exception | None) -> dict[str, Any]:
     return {"error": str(error), "kind": type(error).__name__}
 
 
-def _raise_again(message: Mapping[str, Any]) -> NoReturn:
+def _raise_again(message: _Message) -> NoReturn:
     """Raises what another rank raised, as the same kind of error where it is one of ours."""
     kind = getattr(errors, message["kind"], None)
     if message["kind"] in ("ValueError", "TypeError"):

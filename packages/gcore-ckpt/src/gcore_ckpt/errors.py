@@ -25,5 +25,9 @@ class CheckpointWriteError(CheckpointError):
     """A save failed, or was refused because its step is there already; what was committed before is intact."""
 
 
+class LostRankError(CheckpointError):
+    """A rank of the group died or did not answer in time. The group cannot save or load any more."""
+
+
 class CheckpointLockedError(CheckpointError):
     """Another writer holds the lock of this path."""

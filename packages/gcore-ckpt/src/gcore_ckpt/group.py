@@ -8,17 +8,13 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-from gcore_ckpt.errors import CheckpointError
+from gcore_ckpt.errors import LostRankError
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
 ProcessGroupArgument: TypeAlias = "ProcessGroup | Literal['world'] | None"
-
-
-class LostRankError(CheckpointError):
-    """A rank of the group died or did not answer in time."""
 
 
 class Group(Protocol):
@@ -74,18 +70,24 @@ class TorchGroup:
 
     def __init__(self, process_group: "ProcessGroup", timeout_s: float) -> None:
         import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store  # pyright: ignore[reportPrivateUsage]
 
-        group = dist.new_group(
-            dist.get_process_group_ranks(process_group),
-            timeout=timedelta(seconds=timeout_s),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
-        assert isinstance(group, dist.ProcessGroup)
-        self._group = group
         self._timeout_s = timeout_s
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
+        # Not dist.new_group: without the ranks outside, its name depends on how many groups a rank is in, which differs
+        # from rank to rank (Megatron's embedding groups), and a name that comes again finds the addresses of the dead.
+        name = f"gcore-ckpt/{dist.get_process_group_ranks(process_group)}"
+        store = _get_default_store()
+        count = store.add(f"{name}/{self.rank}", 1)
+        try:
+            self._group = dist.ProcessGroupGloo(
+                dist.PrefixStore(f"{name}/{count}", store), self.rank, self.size, timeout=timedelta(seconds=timeout_s)
+            )
+        except RuntimeError as error:
+            raise LostRankError(
+                f"the {self.size} ranks that save or load together did not all connect within {timeout_s:g} s: {error}"
+            ) from error
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Receives from every rank in turn."""
@@ -115,11 +117,8 @@ class TorchGroup:
         return payloads[0]
 
     def close(self) -> None:
-        """Closes the connections, unless torch.distributed has already."""
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        """Closes the connections."""
+        del self._group
 
     def _send(self, payload: bytes, rank: int) -> None:
         import torch
@@ -140,12 +139,8 @@ class TorchGroup:
         return message.numpy().tobytes()
 
     def _transfer(self, kind: Literal["send", "recv"], tensor: "torch.Tensor", rank: int) -> None:
-        import torch.distributed as dist
-
-        if kind == "send":
-            dist.send(tensor, group=self._group, group_dst=rank)
-        else:
-            dist.recv(tensor, group=self._group, group_src=rank)
+        work = self._group.send([tensor], rank, 0) if kind == "send" else self._group.recv([tensor], rank, 0)
+        work.wait()
 
     def _checked(self, rank: int, transfer: Callable[[], None]) -> None:
         try:

@@ -6,8 +6,9 @@ The file is one JSON object. Its first line holds the format, the version and a 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar, cast
+from typing import Any
 
+from gcore_ckpt import untrusted
 from gcore_ckpt.boxes import Box, overlap
 from gcore_ckpt.checksum import BLOCK_BYTES, DIGITS, PREFIX, block_count, checksum
 from gcore_ckpt.dtypes import DTYPES
@@ -16,8 +17,6 @@ from gcore_ckpt.tree import Node
 
 FORMAT = "gcore-ckpt"
 VERSION = 2
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,13 +132,16 @@ def decode_index(data: bytes, where: str) -> Index:
         CorruptCheckpointError: With `where`, the path of the file, and what is wrong in it.
     """
     try:
-        content = _expect(dict, json.loads(data), "index")
+        content = untrusted.expect(dict, json.loads(data), "index")
         version = _check_first_line(content, data)
-        block_bytes = None if version == 1 else _size(content["checksum_block_bytes"], "checksum_block_bytes")
-        files = {_plain_name(name): _data_file(file) for name, file in _member(content, "files", dict).items()}
+        block_bytes = None if version == 1 else untrusted.size(content["checksum_block_bytes"], "checksum_block_bytes")
+        files = {
+            untrusted.plain_name(name): _data_file(file)
+            for name, file in untrusted.member(content, "files", dict).items()
+        }
         tensors = {
             name: _tensor(name, fields, files, block_bytes)
-            for name, fields in _member(content, "tensors", dict).items()
+            for name, fields in untrusted.member(content, "tensors", dict).items()
         }
         return Index(
             tree=content["tree"],
@@ -147,7 +149,7 @@ def decode_index(data: bytes, where: str) -> Index:
             files=files,
             version=version,
             saved_at=str(content.get("saved_at", "")),
-            num_ranks=1 if version == 1 else _size(content["num_ranks"], "num_ranks"),
+            num_ranks=1 if version == 1 else untrusted.size(content["num_ranks"], "num_ranks"),
         )
     except (ValueError, KeyError, RecursionError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
@@ -157,7 +159,7 @@ def decode_index(data: bytes, where: str) -> Index:
 def _check_first_line(content: Mapping[str, Any], data: bytes) -> int:
     if content.get("format") != FORMAT:
         raise ValueError(f"format is {content.get('format')!r}, expected {FORMAT!r}")
-    version = _member(content, "version", int)
+    version = untrusted.member(content, "version", int)
     if version > VERSION:
         raise ValueError(f"format version {version} is newer than {VERSION}, the newest read here: upgrade {FORMAT}")
     if version < 1:
@@ -169,23 +171,25 @@ def _check_first_line(content: Mapping[str, Any], data: bytes) -> int:
 
 
 def _data_file(file: object) -> DataFile:
-    fields = _expect(dict, file, "file")
+    fields = untrusted.expect(dict, file, "file")
     return DataFile(
-        size_bytes=_size(fields["size_bytes"], "size_bytes"),
-        header_size_bytes=_size(fields["header_size_bytes"], "header_size_bytes"),
-        header_checksum=_member(fields, "header_checksum", str),
+        size_bytes=untrusted.size(fields["size_bytes"], "size_bytes"),
+        header_size_bytes=untrusted.size(fields["header_size_bytes"], "header_size_bytes"),
+        header_checksum=untrusted.member(fields, "header_checksum", str),
         writer=str(fields.get("writer", "")),
     )
 
 
 def _tensor(name: str, entry: object, files: Mapping[str, DataFile], block_bytes: int | None) -> StoredTensor:
     try:
-        fields = _expect(dict, entry, "entry")
-        dtype = _member(fields, "dtype", str)
+        fields = untrusted.expect(dict, entry, "entry")
+        dtype = untrusted.member(fields, "dtype", str)
         if dtype not in DTYPES:
             raise ValueError(f"unknown dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
-        shape = _sizes(fields["shape"], "shape")
-        shards = tuple(_shard(shard, dtype, shape, files, block_bytes) for shard in _member(fields, "shards", list))
+        shape = untrusted.shape(fields["shape"], "shape")
+        shards = tuple(
+            _shard(shard, dtype, shape, files, block_bytes) for shard in untrusted.member(fields, "shards", list)
+        )
         tensor = StoredTensor(dtype=dtype, shape=shape, shards=shards)
         check_complete(tensor)
     except ValueError as error:
@@ -212,10 +216,10 @@ def check_complete(tensor: StoredTensor) -> None:
 def _shard(
     shard: object, dtype: str, shape: tuple[int, ...], files: Mapping[str, DataFile], block_bytes: int | None
 ) -> StoredShard:
-    fields = _expect(dict, shard, "shard")
-    name = _plain_name(_member(fields, "file", str))
-    offset_bytes = _size(fields["offset_bytes"], "offset_bytes")
-    box = Box(_sizes(fields["start"], "start"), _sizes(fields["shape"], "shape"))
+    fields = untrusted.expect(dict, shard, "shard")
+    name = untrusted.plain_name(untrusted.member(fields, "file", str))
+    offset_bytes = untrusted.size(fields["offset_bytes"], "offset_bytes")
+    box = Box(untrusted.sizes(fields["start"], "start"), untrusted.sizes(fields["shape"], "shape"))
     if not box.inside(shape):
         raise ValueError(f"shard of shape {box.shape} at {box.start} is not inside the tensor's shape {shape}")
     if name not in files:
@@ -229,42 +233,14 @@ def _shard(
             f"bytes {file.header_size_bytes} to {file.size_bytes}"
         )
     if block_bytes is None:  # version 1 has one checksum for a shard
-        checksums = _member(fields, "checksum", str).removeprefix(PREFIX)
+        checksums = untrusted.member(fields, "checksum", str).removeprefix(PREFIX)
         shard_block_bytes = max(1, size_bytes)
         checksums = checksums if size_bytes else ""
     else:
-        checksums = _member(fields, "checksums", str)
+        checksums = untrusted.member(fields, "checksums", str)
         shard_block_bytes = block_bytes
     if shard_block_bytes < 1 or len(checksums) != DIGITS * block_count(size_bytes, shard_block_bytes):
         raise ValueError(f"{len(checksums)} digits of checksums do not fit {size_bytes} bytes")
     return StoredShard(
         file=name, offset_bytes=offset_bytes, box=box, block_bytes=shard_block_bytes, checksums=checksums
     )
-
-
-def _plain_name(name: str) -> str:
-    # A name of another folder would make a downloaded index read (and, once re-saved, publish) any file of its reader.
-    if name in ("", ".", "..") or any(char in name for char in "/\\\0"):
-        raise ValueError(f"file name {name!r} is not a plain name inside the step's folder")
-    return name
-
-
-def _sizes(value: object, name: str) -> tuple[int, ...]:
-    return tuple(_size(item, name) for item in _expect(list, value, name))
-
-
-def _size(value: object, name: str) -> int:
-    if _expect(int, value, name) < 0:
-        raise ValueError(f"{name} is {value}, expected 0 or more")
-    return cast("int", value)
-
-
-def _member(fields: Mapping[str, Any], name: str, kind: type[T]) -> T:
-    return _expect(kind, fields[name], name)
-
-
-def _expect(kind: type[T], value: object, name: str) -> T:
-    # By exact type: bool is an int to isinstance.
-    if type(value) is not kind:
-        raise ValueError(f"{name} is {str(value)[:80]}, expected {kind.__name__}")
-    return cast("T", value)

@@ -132,7 +132,9 @@ class _Leaves:
 
     def _new_name(self, path: StatePath) -> str:
         # UTF-8 cannot hold the lone surrogates that a Python str may, and safetensors is UTF-8.
-        plain = ".".join(map(str, path)).encode("utf-8", "backslashreplace").decode() or "state"
+        plain = ".".join(map(str, path)) or "state"
+        if not plain.isascii():
+            plain = plain.encode("utf-8", "backslashreplace").decode()
         name, count = plain, 1
         while name in self._names or name == "__metadata__":  # {"a.b": x, "a": {"b": y}}, and safetensors' own name
             count += 1

@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from gcore_ckpt.boxes import Box
 from gcore_ckpt.errors import CheckpointMismatchError
@@ -16,7 +15,7 @@ from gcore_ckpt.leaves import TORCH_DTYPES, NumpyArray
 from gcore_ckpt.local_storage import LocalFiles
 from gcore_ckpt.reader import StepReader
 from gcore_ckpt.restore import Request, fill
-from gcore_ckpt.shards import Shard, as_shard, is_megatron
+from gcore_ckpt.shards import Shard, as_shard, is_dtensor, is_megatron
 from gcore_ckpt.tree import (
     ArrayKind,
     Node,
@@ -32,6 +31,7 @@ from gcore_ckpt.workers import Workers
 
 _NAMED = 5
 _THREADS = 8
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 def load_step(
@@ -234,21 +234,18 @@ def _own_name(template: State) -> str | None:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    shard = as_shard(tensor)
+    assert shard is not None
+    local = shard.tensor
     return local.data_ptr(), local.device, tuple(local.shape), local.stride()
 
 
 def _materialised(template: State, shard: Shard) -> State:
     """What stands for a template of meta tensors once it has data."""
-    if isinstance(template, DTensor):
-        return DTensor.from_local(
-            shard.tensor,
-            template.device_mesh,
-            template.placements,
-            run_check=False,
-            shape=template.shape,
-            stride=template.stride(),
-        )
+    if isinstance(template, torch.Tensor) and is_dtensor(template):
+        from gcore_ckpt.dtensor import dtensor_like
+
+        return dtensor_like(template, shard.tensor)
     return shard if isinstance(template, Shard) else shard.tensor
 
 
@@ -259,7 +256,11 @@ def _converts(stored: torch.dtype, target: torch.dtype) -> bool:
 def _new_tensor(stored: StoredTensor, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype], device=device)
-    data = torch.empty(stored.size_bytes, dtype=torch.uint8)  # some types have no factory of their own
+    # By bytes, since some types have no factory of their own; by numpy, which asks for huge pages, as torch does not.
+    if stored.size_bytes >= _HUGE_PAGE_BYTES:
+        data = torch.from_numpy(np.empty(stored.size_bytes, np.uint8))
+    else:
+        data = torch.empty(stored.size_bytes, dtype=torch.uint8)
     return data.view(TORCH_DTYPES[stored.dtype]).view(stored.shape)
 
 
@@ -287,16 +288,15 @@ def _pruned(node: Node, only: Sequence[str], where: str) -> Node:
     wanted = list(only)
     used: set[str] = set()
 
-    def prune(node: Node, path: str) -> Node | None:
+    def prune(node: Node, path: str) -> list[Node]:
+        """What is left of a node, in a list; nothing if none of it is wanted."""
         hits = [name for name in wanted if path == name or path.startswith(f"{name}.")]
         if hits:
             used.update(hits)
-            return node
-        fields = dict_fields(node)
-        if fields is None:
-            return None
-        kept = {key: n for key, child in fields.items() if (n := prune(child, f"{path}.{key}".lstrip("."))) is not None}
-        return {"items": [[key, child] for key, child in kept.items()]} if kept else None
+            return [node]
+        fields = dict_fields(node) or {}
+        kept = [[key, n] for key, child in fields.items() for n in prune(child, f"{path}.{key}".lstrip("."))]
+        return [{"items": kept}] if kept else []
 
     pruned = prune(node, "")
     unknown = [name for name in wanted if name not in used]
@@ -306,7 +306,7 @@ def _pruned(node: Node, only: Sequence[str], where: str) -> Node:
             f"{where} holds nothing under {', '.join(map(repr, unknown))}; it holds {', '.join(names[:8])}"
             f"{', ...' if len(names) > 8 else ''}"
         )
-    return pruned if pruned is not None else {"dict": {}}
+    return pruned[0] if pruned else {"dict": {}}
 
 
 def _dotted(node: Node, path: str) -> Iterator[str]:

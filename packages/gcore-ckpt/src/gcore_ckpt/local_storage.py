@@ -13,8 +13,6 @@ from contextlib import ExitStack, contextmanager
 from io import FileIO
 from pathlib import Path
 
-import numpy as np
-
 from gcore_ckpt.lock import WriterLock
 from gcore_ckpt.storage import STEP_NAME, step_name
 from gcore_ckpt.workers import Workers
@@ -37,6 +35,11 @@ class LocalStorage:
 
     def __str__(self) -> str:
         return str(self._path)
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self._path
 
     @property
     def max_file_bytes(self) -> None:
@@ -204,6 +207,8 @@ def _create_directory(path: Path) -> None:
 
 
 def _is_aligned(data: memoryview) -> bool:
+    import numpy as np  # here, so that looking into a checkpoint loads none of it
+
     return len(data) >= _PAGE_BYTES and np.frombuffer(data, np.uint8).ctypes.data % _PAGE_BYTES == 0
 
 

@@ -9,6 +9,7 @@ from gcore_ckpt.checksum import DIGITS, block_count, checksum, digest
 from gcore_ckpt.dtypes import DTYPES
 from gcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from gcore_ckpt.index import DataFile, Index, StoredShard, StoredTensor, decode_index
+from gcore_ckpt.safetensors_folder import find_weights, open_weights
 from gcore_ckpt.storage import StepFiles, Storage, step_name
 from gcore_ckpt.tree import ArrayKind, Node, State, decode
 
@@ -98,13 +99,17 @@ def block_runs(shard: StoredShard, first: int, last: int) -> Iterator[tuple[int,
         yield start, min(start + step, last)
 
 
-def find_step(storage: Storage, step: Step) -> int:
-    """The number of a committed step; `"latest"` is the highest.
+def find_step(storage: Storage, step: Step) -> int | None:
+    """The number of a committed step; `"latest"` is the highest. None is what a Hugging Face folder holds.
 
     Raises:
         CheckpointNotFoundError: It is not there.
     """
     steps = storage.steps()
+    if not steps and find_weights(storage) is not None:
+        if step == "latest":
+            return None
+        raise CheckpointNotFoundError(f"{storage} holds safetensors files and no step {step!r}; expected 'latest'")
     if not steps:
         raise CheckpointNotFoundError(f"{storage} holds no committed step")
     if step == "latest":
@@ -115,13 +120,17 @@ def find_step(storage: Storage, step: Step) -> int:
 
 
 @contextmanager
-def open_step(storage: Storage, step: int) -> Generator[StepReader]:
-    """Opens a committed step and checks all but the tensors' bytes.
+def open_step(storage: Storage, step: int | None) -> Generator[StepReader]:
+    """Opens what `find_step` found and checks all but the tensors' bytes.
 
     Raises:
         CheckpointNotFoundError: The step is not committed, or was deleted while it was being opened.
         CorruptCheckpointError: Its index or the layout of a file is not what was saved.
     """
+    if step is None:
+        with open_weights(storage) as (where, files, index):
+            yield StepReader(where=where, index=index, files=files)
+        return
     where = f"{storage}/{step_name(step)}"
     try:
         with storage.open_step(step) as files:

@@ -1,8 +1,9 @@
 """Fills tensors from an open step: any sharding, any dtype, any device, from any that was saved."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +16,10 @@ from gcore_ckpt.reader import StepReader, block_runs
 from gcore_ckpt.workers import Job, Workers
 
 _SCRATCH_BYTES = 64 << 20
+_BATCH_BYTES = 4 << 20
+
+_SizedJob: TypeAlias = tuple[int, Job]
+"""The bytes that a job reads, and the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +44,29 @@ def fill(reader: StepReader, requests: Sequence[Request], workers: Workers) -> N
         CorruptCheckpointError: What is stored is not what was saved; targets then hold rubbish.
         CheckpointNotFoundError: The step was deleted meanwhile.
     """
-    workers.run(job for request in requests for job in _jobs(reader, request))
+    workers.run(_batches(job for request in requests for job in _jobs(reader, request)))
 
 
-def _jobs(reader: StepReader, request: Request) -> Iterator[Job]:
+def _batches(jobs: Iterable[_SizedJob]) -> Iterator[Job]:
+    """Small jobs many together: handing a job to a thread costs as much as reading a few kilobytes."""
+    batch: list[Job] = []
+    size_bytes = 0
+    for job_bytes, job in jobs:
+        batch.append(job)
+        size_bytes += job_bytes
+        if size_bytes >= _BATCH_BYTES:
+            yield lambda batch=batch: _run_all(batch)
+            batch, size_bytes = [], 0
+    if batch:
+        yield lambda: _run_all(batch)
+
+
+def _run_all(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        job()
+
+
+def _jobs(reader: StepReader, request: Request) -> Iterator[_SizedJob]:
     tensor = reader.index.tensors[request.name]
     for shard in tensor.shards:
         common = shard.box.intersect(request.box)
@@ -58,12 +82,13 @@ def _jobs(reader: StepReader, request: Request) -> Iterator[Job]:
             continue
         for part in inside.split(_SCRATCH_BYTES // tensor.itemsize):
             piece = target[part.relative_to(inside).slices()]
-            yield lambda args=(reader, request.name, tensor, shard, part, piece): _read_strided(*args)
+            args = reader, request.name, tensor, shard, part, piece
+            yield part.size * tensor.itemsize, lambda args=args: _read_strided(*args)
 
 
 def _direct_jobs(
     reader: StepReader, name: str, tensor: StoredTensor, shard: StoredShard, inside: Box, target: torch.Tensor
-) -> Iterator[Job]:
+) -> Iterator[_SizedJob]:
     """Reads adjacent elements into place; the blocks at both ends are read beside it where they hold more than that."""
     memory = target.reshape(-1).view(torch.uint8).numpy().data
     first, last = (element * tensor.itemsize for element in inside.flat_span(shard.box.shape))
@@ -85,11 +110,11 @@ def _direct_jobs(
         memory[begin - first : stop - first] = scratch[begin - start : stop - start]
 
     if first % block:
-        yield lambda: partial(first_whole - 1)
+        yield min(block, shard_bytes), lambda: partial(first_whole - 1)
     for start, end in block_runs(shard, first_whole, end_whole):
-        yield lambda start=start, end=end: whole(start, end)
+        yield min((end - start) * block, shard_bytes), lambda start=start, end=end: whole(start, end)
     if end_whole >= first_whole and end_whole * block < last:
-        yield lambda: partial(end_whole)
+        yield min(block, shard_bytes), lambda: partial(end_whole)
 
 
 @torch.no_grad()

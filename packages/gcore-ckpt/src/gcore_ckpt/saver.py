@@ -10,8 +10,8 @@ from typing import Any, cast
 from gcore_ckpt.boxes import Box
 from gcore_ckpt.checksum import BLOCK_BYTES, DIGITS, block_count, checksum, digest
 from gcore_ckpt.data_file import FileLayout, PlacedBox, lay_out_file
-from gcore_ckpt.errors import CheckpointWriteError
-from gcore_ckpt.group import Group, LostRankError
+from gcore_ckpt.errors import CheckpointWriteError, LostRankError
+from gcore_ckpt.group import Group
 from gcore_ckpt.index import (
     DataFile,
     Index,
@@ -217,8 +217,8 @@ class Saver:
             return
         error: Exception | None = None
         try:
-            payloads = self._group.gather(json.dumps(asdict(report), separators=(",", ":")).encode())
-            self._commit(attempt, step, [_Report(**json.loads(payload)) for payload in payloads])
+            others = self._group.gather(b"")[1:]
+            self._commit(attempt, step, [report, *(_Report(**json.loads(payload)) for payload in others)])
         except Exception as caught:
             self._storage.abort(attempt)
             error = caught

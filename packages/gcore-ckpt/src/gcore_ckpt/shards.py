@@ -4,18 +4,11 @@ A plain tensor is whole on every rank that has it; a `DTensor` (FSDP2, tensor pa
 the explicit `Shard` are a box of one.
 """
 
+import sys
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import (
-    _StridedShard,  # pyright: ignore[reportPrivateUsage]  # FSDP2 over tensor parallelism has no other mark
-    _StridedShardOffsetMode,  # pyright: ignore[reportPrivateUsage]
-)
 
 from gcore_ckpt.boxes import Box
 
@@ -53,71 +46,35 @@ def as_shard(leaf: object) -> Shard | None:
         ValueError: It cannot be a part of one: a box outside the global shape, a pending sum, no data.
     """
     if isinstance(leaf, Shard):
-        shard = leaf
-        if not shard.box.inside(shard.global_shape):
+        if not leaf.box.inside(leaf.global_shape):
             raise ValueError(
-                f"is a Shard of shape {tuple(shard.tensor.shape)} at {tuple(shard.offset)}, "
-                f"which is not inside the global shape {tuple(shard.global_shape)}"
+                f"is a Shard of shape {tuple(leaf.tensor.shape)} at {tuple(leaf.offset)}, "
+                f"which is not inside the global shape {tuple(leaf.global_shape)}"
             )
-        if isinstance(shard.tensor, DTensor):
+        if is_dtensor(leaf.tensor):
             raise ValueError("is a Shard that holds a DTensor; expected a plain tensor (the DTensor may stand alone)")
-        return shard
-    if isinstance(leaf, DTensor):
-        return _of_dtensor(leaf)
+        return leaf
     if isinstance(leaf, torch.Tensor):
+        if is_dtensor(leaf):
+            from gcore_ckpt.dtensor import shard_of_dtensor
+
+            return shard_of_dtensor(leaf)
         return Shard(global_shape=tuple(leaf.shape), offset=(0,) * leaf.ndim, tensor=leaf)
     if is_megatron(leaf, "ShardedTensor"):
         return _of_megatron(leaf)
     return None
 
 
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether this is a `DTensor`. Where nobody has made one, its module, which takes a second, is not imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return type(tensor) is not torch.Tensor and module is not None and isinstance(tensor, module.DTensor)
+
+
 def is_megatron(leaf: object, name: str) -> bool:
     """Whether `leaf` is one of Megatron-Core's marks in a sharded state dict; told by name, so nothing is imported."""
     kind = type(leaf)
     return kind.__name__ == name and kind.__module__.startswith("megatron.core.dist_checkpointing")
-
-
-@torch.no_grad()
-def _of_dtensor(tensor: DTensor) -> Shard:
-    local = tensor.to_local()
-    box = _box_of_dtensor(tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements))
-    if box.shape != tuple(local.shape):
-        raise ValueError(f"is a DTensor of {tuple(local.shape)} local elements, expected {box.shape} by its placements")
-    return Shard(global_shape=tuple(tensor.shape), offset=box.start, tensor=local)
-
-
-@cache
-def _box_of_dtensor(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:
-    if any(isinstance(placement, Partial) for placement in placements):
-        raise ValueError(f"is a DTensor with placements {placements}; a pending sum cannot be saved or loaded")
-    extent, start = compute_local_shape_and_global_offset(shape, mesh, placements)
-    if not start and shape:  # this rank is outside the mesh
-        return Box((0,), (0,))
-    strided = {placement.dim for placement in placements if isinstance(placement, _StridedShard)}
-    for dim in strided:
-        if not _are_adjacent(shape[dim], dim, mesh, placements):
-            raise ValueError(
-                f"is a DTensor of shape {shape} with placements {placements}, which gives this rank indices of "
-                f"dimension {dim} that are not adjacent; expected an even sharding"
-            )
-    return Box(tuple(start), tuple(extent))
-
-
-def _are_adjacent(size: int, dim: int, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> bool:
-    """Whether this rank's indices of a dimension of `size`, sharded more than once, have no gaps between them."""
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    indices = list(range(size))
-    for rank, num_chunks, placement in zip(coordinate, mesh.shape, placements, strict=True):
-        if isinstance(placement, _StridedShard) and placement.dim == dim:
-            _, offsets = placement.local_shard_size_and_offset(
-                len(indices), num_chunks, rank, _StridedShardOffsetMode.ALL
-            )
-            indices = [indices[offset] for offset in cast("list[int]", offsets)]
-        elif placement.is_shard(dim):
-            chunk = -(-len(indices) // num_chunks)
-            indices = indices[rank * chunk : (rank + 1) * chunk]
-    return not indices or indices == list(range(indices[0], indices[0] + len(indices)))
 
 
 def _of_megatron(leaf: Any) -> Shard:

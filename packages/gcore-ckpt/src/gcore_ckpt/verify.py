@@ -30,7 +30,7 @@ def verify(
     workers = Workers(_THREADS, "gcore-ckpt-read")
     try:
         with open_step(storage, find_step(storage, step)) as reader:
-            reader.decode_tree(reader.index.tree, lambda _, name, __: name, lambda nodes: next(iter(nodes.values())))
+            reader.decode_tree(reader.index.tree, lambda _, name, __: name, lambda nodes: {"dict": dict(nodes)})
             jobs = (
                 job
                 for name, tensor in reader.index.tensors.items()
