@@ -132,14 +132,36 @@ def test_existing_step_is_refused(tmp_path: Path, gate: Gate) -> None:
 def test_keep_deletes_the_lowest_steps_but_never_the_new_one(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, keep=2) as checkpointer:
         for step in (10, 20, 30):
-            checkpointer.save(step, step).wait()
+            checkpointer.save(step, step)
+        checkpointer.wait()
         assert checkpointer.steps() == [20, 30]
-        checkpointer.save(5, 5).wait()
+        checkpointer.save(5, 5)
+        checkpointer.wait()
         assert checkpointer.steps() == [5, 30]
     with Checkpointer(tmp_path, keep=6) as checkpointer:
         for step in (40, 50, 60):
-            checkpointer.save(step, step).wait()
+            checkpointer.save(step, step)
+        checkpointer.wait()
         assert checkpointer.steps() == [5, 30, 40, 50, 60]
+
+
+def test_a_step_that_cannot_be_deleted_is_reported_and_the_new_one_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(storage: LocalStorage, step: int) -> None:
+        raise OSError(f"no way to delete {step}")
+
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        checkpointer.save(1, {}).wait()
+        monkeypatch.setattr(LocalStorage, "remove", fail)
+        checkpointer.save(2, {}).wait()
+        with pytest.raises(CheckpointWriteError, match=f"step 2 is committed to {tmp_path}, but .* no way to delete 1"):
+            checkpointer.wait()
+        assert checkpointer.steps() == [1, 2]
+        monkeypatch.undo()
+        checkpointer.save(3, {})
+        checkpointer.wait()
+        assert checkpointer.steps() == [3]
 
 
 def test_keep_every_keeps_multiples_for_good(tmp_path: Path) -> None:

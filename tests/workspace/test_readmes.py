@@ -47,7 +47,8 @@ CHECKED_CLOSELY = {"gcore-llm train": "tests/apps/test_train.py::test_embedded_r
 """For each shortened command, the test that looks at what it leaves behind."""
 
 RUN_HERE = (
-    r"(uv run )?(gcore-llm (train|sample|eval|report)|gcore-ckpt|torchrun|python|cat|head|ls|mkdir|tensorboard --help)\b.*"
+    r"(uv run )?"
+    r"(gcore-llm (train|sample|eval|report)|gcore-ckpt|torchrun|python|cat|head|ls|mkdir|tensorboard --help)\b.*"
 )
 
 ADVICE = (

@@ -160,14 +160,16 @@ class Checkpointer:
         return self._storage.steps()
 
     def wait(self) -> None:
-        """Waits until all saves have ended.
+        """Waits until all saves have ended, and the steps that are not to be kept are deleted.
 
         Raises:
-            CheckpointWriteError: A save failed, and nobody has waited for its handle. Raised once.
+            CheckpointWriteError: A save failed, and nobody has waited for its handle, or a deletion did. Raised once.
         """
         for handle in self._handles:
             handle.join()
         self._raise_uncollected()
+        if self._pipeline is not None:
+            self._pipeline.wait()
 
     def close(self) -> None:
         """Waits until all saves have ended and lets the next writer in. Loading goes on; closing again does nothing.
@@ -177,12 +179,14 @@ class Checkpointer:
         """
         if not self._closed and self._pid in (None, os.getpid()):
             self._closed = True
-            if self._pipeline is not None:
-                self._pipeline.close()
-                self._pipeline = None
-            if self._group is not None:
-                self._group.close()
-                self._group = None
+            pipeline, self._pipeline = self._pipeline, None
+            group, self._group = self._group, None
+            try:
+                if pipeline is not None:
+                    pipeline.close()
+            finally:
+                if group is not None:
+                    group.close()
         self._raise_uncollected()
 
     def __enter__(self) -> Self:

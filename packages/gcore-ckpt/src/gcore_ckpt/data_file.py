@@ -13,6 +13,8 @@ from gcore_ckpt.dtypes import DTYPES
 from gcore_ckpt.plan import HeldBox
 
 _ALIGNMENT_BYTES = 64
+_FILE_BYTES = 256 << 20
+_MAX_FILES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,25 +44,29 @@ class FileLayout:
 def lay_out(boxes: Mapping[int, HeldBox], max_file_bytes: int | None = None) -> list[FileLayout]:
     """Places boxes in data files without gaps, as safetensors demands.
 
-    The widest elements come first, so that all are aligned. Boxes that do not fit into a file are cut across their
+    There are several files where there is much to write, so that the first is written while the next is copied. The
+    widest elements come first, so that all are aligned. A box that is larger than a file may be is cut across its
     outermost dimension.
 
     Args:
         boxes: The boxes to write, by number.
-        max_file_bytes: Largest file, its header not counted; None puts all into one.
+        max_file_bytes: Largest file, its header not counted; None for no limit.
     """
+    total_bytes = sum(held.size_bytes for held in boxes.values())
+    full_bytes = max(_FILE_BYTES, total_bytes // _MAX_FILES)
+    if max_file_bytes is not None:
+        full_bytes = min(full_bytes, max_file_bytes)
     files: list[list[tuple[int, HeldBox]]] = [[]]
-    free_bytes = max_file_bytes
+    used_bytes = 0
     for number, held in sorted(boxes.items(), key=lambda item: _order(item[1].dtype)):
-        item_bytes = DTYPES[held.dtype].size_bytes
-        parts = [held.box] if max_file_bytes is None else held.box.split(max_file_bytes // item_bytes)
+        itemsize = DTYPES[held.dtype].size_bytes
+        parts = [held.box] if max_file_bytes is None else held.box.split(max_file_bytes // itemsize)
         for part in (held.part(box) for box in parts):
-            if max_file_bytes is not None and free_bytes is not None:
-                if part.size_bytes > free_bytes and files[-1]:
-                    files.append([])
-                    free_bytes = max_file_bytes
-                free_bytes -= part.size_bytes
+            if files[-1] and used_bytes + part.size_bytes > full_bytes:
+                files.append([])
+                used_bytes = 0
             files[-1].append((number, part))
+            used_bytes += part.size_bytes
     return [lay_out_file(file) for file in files if file]
 
 

@@ -6,7 +6,7 @@ all others, instead of leaving them in a call that nobody completes.
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from gcore_ckpt.errors import LostRankError
 
@@ -66,10 +66,14 @@ class TorchGroup:
     """The ranks of a `torch.distributed` group, over gloo on the host, whatever the backend of that group.
 
     All its ranks create it together.
+
+    Raises:
+        LostRankError: They do not.
     """
 
     def __init__(self, process_group: "ProcessGroup", timeout_s: float) -> None:
         import torch.distributed as dist
+        from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
         from torch.distributed.distributed_c10d import _get_default_store  # pyright: ignore[reportPrivateUsage]
 
         self._timeout_s = timeout_s
@@ -81,12 +85,14 @@ class TorchGroup:
         store = _get_default_store()
         count = store.add(f"{name}/{self.rank}", 1)
         try:
-            self._group = dist.ProcessGroupGloo(
-                dist.PrefixStore(f"{name}/{count}", store), self.rank, self.size, timeout=timedelta(seconds=timeout_s)
+            # Its stubs know neither `send` nor `recv`.
+            self._group: Any = dist.ProcessGroupGloo(
+                PrefixStore(f"{name}/{count}", store), self.rank, self.size, timeout=timedelta(seconds=timeout_s)
             )
         except RuntimeError as error:
             raise LostRankError(
-                f"the {self.size} ranks that save or load together did not all connect within {timeout_s:g} s: {error}"
+                f"the {self.size} ranks that save or load together did not all connect within {timeout_s:g} s; "
+                f"process_group=None saves and loads as this process alone ({error})"
             ) from error
 
     def gather(self, payload: bytes) -> list[bytes]:

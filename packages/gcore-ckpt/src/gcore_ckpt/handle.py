@@ -20,7 +20,7 @@ class SaveHandle:
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until the step is committed.
+        """Waits until the step is committed; what retention deletes after that, `Checkpointer.wait` waits for.
 
         Raises:
             CheckpointWriteError: The save failed. The `Checkpointer` will not raise this error again.

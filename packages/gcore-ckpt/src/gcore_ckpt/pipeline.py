@@ -1,7 +1,7 @@
 """What a process keeps from its first save to its last: lock, plan, staging memory, background thread."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeAlias
@@ -51,7 +51,9 @@ class SavePipeline:
         self._stager = Stager(options.staging, options.max_in_flight, self._copiers)
         limits = [limit for limit in (storage.max_file_bytes, self._stager.max_file_bytes) if limit is not None]
         self._planner = SavePlanner(planning, min(limits, default=None))
-        self._saver = Saver(storage, writing, self._hashers, options.retention, incremental=options.incremental)
+        self._saver = Saver(storage, writing, self._hashers, incremental=options.incremental)
+        self._retention = options.retention
+        self._deletions: list[Future[None]] = []
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gcore-ckpt")  # so steps commit in order
         self._acquired = False
 
@@ -67,6 +69,7 @@ class SavePipeline:
 
         def prepare() -> tuple[HeldBox, ...]:
             check()
+            self._raise_failed_deletion()
             if self._planning.rank == 0:
                 self._acquire(step)
             held.append(collect(state, self._planning.rank))
@@ -82,16 +85,47 @@ class SavePipeline:
             staged.put(error)
             raise
         staged.put(None)
+        if self._planning.rank == 0:
+            self._deletions.append(self._executor.submit(self._delete_old_steps, step, future))
         return future
 
+    def wait(self) -> None:
+        """Waits until the steps that retention does not keep are deleted.
+
+        Raises:
+            CheckpointWriteError: They could not be.
+        """
+        wait(self._deletions)
+        self._raise_failed_deletion()
+
     def close(self) -> None:
-        """Waits until all is written and lets the next writer in."""
+        """Waits until all is written and lets the next writer in.
+
+        Raises:
+            CheckpointWriteError: Old steps could not be deleted; it is closed all the same.
+        """
         self._executor.shutdown()
         self._copiers.close()
         self._hashers.close()
         if self._acquired:
             self._storage.release()
         self._writing.close()
+        self._raise_failed_deletion()
+
+    def _delete_old_steps(self, step: int, saved: Future[None]) -> None:
+        if saved.exception() is None:
+            try:
+                self._retention.apply(self._storage, step)
+            except OSError as error:
+                raise CheckpointWriteError(
+                    f"step {step} is committed to {self._storage}, but deleting older steps failed: {error}"
+                ) from error
+
+    def _raise_failed_deletion(self) -> None:
+        ended = [deletion for deletion in self._deletions if deletion.done()]
+        self._deletions = [deletion for deletion in self._deletions if deletion not in ended]
+        for deletion in ended:
+            deletion.result()
 
     def _acquire(self, step: int) -> None:
         if not self._acquired:

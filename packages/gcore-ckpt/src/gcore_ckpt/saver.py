@@ -3,6 +3,7 @@
 import json
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, cast
@@ -21,7 +22,6 @@ from gcore_ckpt.index import (
     decode_index,
     encode_index,
 )
-from gcore_ckpt.retention import Retention
 from gcore_ckpt.staging import StagedFile
 from gcore_ckpt.storage import Storage, step_name
 from gcore_ckpt.tree import Node, merge, references
@@ -45,6 +45,16 @@ class _Report:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Written:
+    """A file that is on disk, and the checksums of its boxes, which are there once `hashed` is done."""
+
+    name: str
+    file: StagedFile
+    digests: list[str]
+    hashed: Future[None]
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Base:
     """The committed step that an incremental save builds on."""
 
@@ -60,17 +70,13 @@ class Saver:
         storage: Where to.
         group: Ranks that save together; its messages are not used for anything else meanwhile.
         workers: Threads that hash.
-        retention: What to delete after a commit.
         incremental: Whether shards that are equal in the step before are linked instead of written.
     """
 
-    def __init__(
-        self, storage: Storage, group: Group, workers: Workers, retention: Retention, *, incremental: bool
-    ) -> None:
+    def __init__(self, storage: Storage, group: Group, workers: Workers, *, incremental: bool) -> None:
         self._storage = storage
         self._group = group
         self._workers = workers
-        self._retention = retention
         self._incremental = incremental
         self._base: _Base | None = None
 
@@ -84,7 +90,7 @@ class Saver:
                 is this rank's failure.
 
         Raises:
-            CheckpointWriteError: The step is not committed, unless the message says that it is.
+            CheckpointWriteError: The step is not committed.
         """
         report = _Report(tree=tree)
         try:
@@ -127,26 +133,52 @@ class Saver:
 
     def _write_files(self, attempt: str, report: _Report, staged: Iterable[StagedFile]) -> None:
         files = iter(staged)
+        written: list[_Written] = []
         try:
             for number, file in enumerate(files):
-                try:
-                    self._write_file(attempt, number, report, file)
-                finally:
-                    file.release()
+                name = _file_name(self._group.rank, number)
+                if self._base is None:
+                    written.append(self._write_beside_hashing(attempt, name, file))
+                    if file.settled.is_set():
+                        self._report_written(report, written)
+                else:
+                    try:
+                        self._write_changed(attempt, name, report, file)
+                    finally:
+                        file.release()
+            self._report_written(report, written)
         except Exception as error:  # told to all ranks; nothing is swallowed
             report.error = str(error) or repr(error)
             for file in _quietly(files):
                 file.release()
+            for left in written:
+                left.hashed.exception()  # it reads the memory
+                left.file.release()
 
-    def _write_file(self, attempt: str, number: int, report: _Report, file: StagedFile) -> None:
-        rank = self._group.rank
-        name = f"data-{rank:05d}.safetensors" if number == 0 else f"data-{rank:05d}-{number:05d}.safetensors"
-        if self._base is None:
-            digests: list[str] = []
-            jobs = [lambda: digests.extend(self._digests(file)), lambda: self._write(attempt, name, [file.data])]
-            self._workers.run(jobs)
-            self._add_file(report, name, file.layout, digests)
-            return
+    def _write_beside_hashing(self, attempt: str, name: str, file: StagedFile) -> _Written:
+        digests: list[str] = []
+
+        def hash_settled() -> None:
+            file.settled.wait()
+            digests.extend(self._digests(file))
+
+        hashed = self._workers.submit(hash_settled)
+        try:
+            self._write(attempt, name, [file.data])
+        except BaseException:
+            hashed.exception()
+            file.release()
+            raise
+        return _Written(name=name, file=file, digests=digests, hashed=hashed)
+
+    def _report_written(self, report: _Report, written: list[_Written]) -> None:
+        while written:
+            done = written[0]
+            done.hashed.result()
+            self._add_file(report, done.name, done.file.layout, done.digests)
+            written.pop(0).file.release()
+
+    def _write_changed(self, attempt: str, name: str, report: _Report, file: StagedFile) -> None:
         digests = self._digests(file)
         changed = self._link_unchanged(report, file.layout, digests)
         if len(changed) == len(file.layout.boxes):
@@ -222,11 +254,6 @@ class Saver:
         except Exception as caught:
             self._storage.abort(attempt)
             error = caught
-        else:
-            try:
-                self._retention.apply(self._storage, step)
-            except OSError as caught:
-                error = OSError(f"step {step} is committed, but deleting older steps failed: {caught}")
         failure = None if error is None else self._failure(step, error)
         message = json.dumps({"error": None if failure is None else str(failure)}).encode()
         self._group.scatter([message] * self._group.size)
@@ -254,6 +281,10 @@ class Saver:
         prefix = f"saving step {step} to {self._storage} failed: "
         message = str(error) or repr(error)
         return CheckpointWriteError(message if message.startswith(prefix) else prefix + message)
+
+
+def _file_name(rank: int, number: int) -> str:
+    return f"data-{rank:05d}.safetensors" if number == 0 else f"data-{rank:05d}-{number:05d}.safetensors"
 
 
 def _blocks(box: PlacedBox) -> Iterator[tuple[int, int]]:

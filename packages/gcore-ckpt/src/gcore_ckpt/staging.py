@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
+from threading import Event
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -33,11 +34,14 @@ class StagedFile:
     Attributes:
         layout: Its header and places.
         data: All its bytes; page-aligned.
+        settled: Set once the caller of the save is not waiting for copies any more: until then, what can wait leaves
+            memory and processors to them.
         release: Gives the memory back, once it is written.
     """
 
     layout: FileLayout
     data: memoryview
+    settled: Event
     release: Callable[[], None]
 
 
@@ -70,51 +74,56 @@ class Stager:
         """
         groups = [files] if self._staging == "full" else [[file] for file in files]
         for group in groups:
-            yield from self._stage_together(group, holdings)
+            if group:
+                yield from self._stage_together(group, holdings)
 
     def _stage_together(self, files: Sequence[FileLayout], holdings: Holdings) -> Iterator[StagedFile]:
+        """Copies files into one arena; each is handed out, to be written, before the next is copied."""
         starts = [0]
         for file in files:
             starts.append(page_aligned(starts[-1] + file.size_bytes))
         arena = self._arenas.get()
+        held = len(files)
+
+        def release() -> None:
+            nonlocal held
+            held -= 1
+            if not held:
+                self._arenas.put(arena)
+
+        copied, settled = 0, Event()
         try:
             on_cuda = any(isinstance(data, torch.Tensor) and data.is_cuda for data in holdings.data)
             memory = arena.reserve(starts[-1], pinned=on_cuda)
-            pieces = [memory[start : start + file.size_bytes] for start, file in zip(starts, files, strict=False)]
-            self._copy(files, pieces, holdings)
-        except BaseException:
-            self._arenas.put(arena)
-            raise
-        if not files:
-            self._arenas.put(arena)
-        waiting = list(files)
-
-        def release() -> None:
-            waiting.pop()
-            if not waiting:
-                self._arenas.put(arena)
-
-        for file, piece in zip(files, pieces, strict=True):
-            yield StagedFile(layout=file, data=piece.data, release=release)
+            for start, file in zip(starts, files, strict=False):
+                piece = memory[start : start + file.size_bytes]
+                self._copy(file, piece, holdings)
+                copied += 1
+                if copied == len(files):
+                    settled.set()
+                yield StagedFile(layout=file, data=piece.data, settled=settled, release=release)
+        finally:
+            settled.set()
+            for _ in files[copied:]:
+                release()
 
     @torch.no_grad()
-    def _copy(self, files: Sequence[FileLayout], pieces: Sequence[NumpyArray], holdings: Holdings) -> None:
+    def _copy(self, file: FileLayout, piece: NumpyArray, holdings: Holdings) -> None:
         copies: list[_Copy] = []
         streams: set[torch.cuda.Stream] = set()
-        for file, piece in zip(files, pieces, strict=True):
-            piece[: len(file.header)] = np.frombuffer(file.header, np.uint8)
-            for placed in file.boxes:
-                source = holdings.data[placed.number]
-                whole = holdings.boxes[placed.number].box
-                slices = placed.held.box.relative_to(whole).slices() if placed.held.box != whole else ()
-                target = piece[placed.offset_bytes :][: placed.held.size_bytes]
-                if isinstance(source, torch.Tensor) and source.device.type != "cpu":
-                    typed = torch.from_numpy(target).view(TORCH_DTYPES[placed.held.dtype])
-                    typed.view(placed.held.box.shape).copy_(source[slices], non_blocking=True)
-                    if source.is_cuda:
-                        streams.add(torch.cuda.current_stream(source.device))
-                else:
-                    copies.append(_as_plain_arrays(target, source, slices, placed))
+        piece[: len(file.header)] = np.frombuffer(file.header, np.uint8)
+        for placed in file.boxes:
+            source = holdings.data[placed.number]
+            whole = holdings.boxes[placed.number].box
+            slices = placed.held.box.relative_to(whole).slices() if placed.held.box != whole else ()
+            target = piece[placed.offset_bytes :][: placed.held.size_bytes]
+            if isinstance(source, torch.Tensor) and source.device.type != "cpu":
+                typed = torch.from_numpy(target).view(TORCH_DTYPES[placed.held.dtype])
+                typed.view(placed.held.box.shape).copy_(source[slices], non_blocking=True)
+                if source.is_cuda:
+                    streams.add(torch.cuda.current_stream(source.device))
+            else:
+                copies.append(_as_plain_arrays(target, source, slices, placed))
         self._workers.run(_in_jobs(copies))
         for stream in streams:
             stream.synchronize()
