@@ -90,7 +90,8 @@ def _direct_jobs(
     reader: StepReader, name: str, tensor: StoredTensor, shard: StoredShard, inside: Box, target: torch.Tensor
 ) -> Iterator[_SizedJob]:
     """Reads adjacent elements into place; the blocks at both ends are read beside it where they hold more than that."""
-    memory = target.reshape(-1).view(torch.uint8).numpy().data
+    # Not reshape(-1): a dimension of one element may have any stride, which torch views as no other type.
+    memory = target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
     first, last = (element * tensor.itemsize for element in inside.flat_span(shard.box.shape))
     shard_bytes = shard.box.size * tensor.itemsize
     block = shard.block_bytes

@@ -1,0 +1,169 @@
+"""What the ranks do in `test_faults.py`: save, while the test process kills them or takes their disk away."""
+
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank import Rank
+
+from gcore_ckpt import Checkpointer, CheckpointError, CheckpointNotFoundError, PerRank, Shard
+
+TIMEOUT_S = 60.0
+"""Longer than any test waits: a rank that learns of a death only by this has hung."""
+
+
+def state_of(step: int, rank: int, size: int) -> dict[str, Any]:
+    """A state of which every element is the number of the step; its shapes are random, and known from the step."""
+    rng = torch.Generator().manual_seed(step)
+    rows: list[int] = torch.randint(0, 400, (size,), generator=rng).tolist()
+    replicas: list[int] = torch.randint(0, 30_000, (4,), generator=rng).tolist()
+    mine = torch.full((rows[rank], 100), float(step))
+    return {
+        "step": step,
+        "rows": rows,
+        "sharded": Shard(global_shape=(sum(rows), 100), offset=(sum(rows[:rank]), 0), tensor=mine),
+        "replicated": [torch.full((length,), step) for length in replicas],
+        "rng": PerRank(torch.full((3,), rank)),
+    }
+
+
+def save_for_ever(rank: Rank, path: str, log: str, options: dict[str, Any]) -> None:
+    """Logs, at rank 0, each step that was committed; ends when a save fails."""
+    size = dist.get_world_size()
+    with Checkpointer(path, timeout_s=TIMEOUT_S, keep=2, max_in_flight=2, **options) as checkpointer:
+        step = (checkpointer.steps() or [0])[-1]
+        previous = None
+        while True:
+            step += 1
+            state = state_of(step, rank.number, size)
+            handle = checkpointer.save(step, state)
+            for tensor in (state["sharded"].tensor, *state["replicated"]):
+                tensor.zero_()
+            if previous is not None:
+                previous.wait()
+                if rank.number == 0:
+                    with Path(log).open("a") as file:
+                        print(step - 1, file=file)
+            previous = handle
+
+
+def save_steps(rank: Rank, path: str, steps: list[int], options: dict[str, Any]) -> None:
+    with Checkpointer(path, timeout_s=TIMEOUT_S, **options) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, state_of(step, rank.number, dist.get_world_size())).wait()
+
+
+def save_once_connected(rank: Rank, path: str, timeout_s: float) -> None:
+    with Checkpointer(path, timeout_s=timeout_s) as checkpointer:
+        checkpointer.save(1, {})
+
+
+def load_step(rank: Rank, path: str, step: int) -> bool:
+    """Whether a step is what was saved by as many ranks, this rank's own part too."""
+    size = dist.get_world_size()
+    template = state_of(step + 1, rank.number, size) | state_of(step, rank.number, size)
+    for tensor in (template["sharded"].tensor, *template["replicated"]):
+        tensor.zero_()
+    found = Checkpointer(path, timeout_s=TIMEOUT_S).load(template, step=step)
+    tensors = [found["sharded"].tensor, *found["replicated"]]
+    return bool(torch.equal(found["rng"], torch.full((3,), rank.number))) and all((t == step).all() for t in tensors)
+
+
+def fill_the_disk(rank: Rank, path: str, ballast: str | None) -> dict[str, str]:
+    """Saves what is too large until rank 0 removes the ballast; without one, this process may write no large files."""
+    if ballast is None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+    rows = torch.ones(100_000)
+    large = {
+        "x": Shard(global_shape=(len(rows) * dist.get_world_size(),), offset=(len(rows) * rank.number,), tensor=rows)
+    }
+    small = {"x": torch.arange(10)}
+    heard: dict[str, str] = {}
+    with Checkpointer(path, timeout_s=TIMEOUT_S) as checkpointer:
+        checkpointer.save(1, small).wait()
+        try:
+            checkpointer.save(2, large).wait()
+        except CheckpointError as error:
+            heard["handle"] = str(error)
+        checkpointer.save(3, large).join()
+        try:
+            checkpointer.save(4, small)
+        except CheckpointError as error:
+            heard["next save"] = str(error)
+        checkpointer.save(4, small).wait()
+        dist.barrier()
+        if ballast is None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        elif rank.number == 0:
+            Path(ballast).unlink()
+        dist.barrier()
+        checkpointer.save(5, large).wait()
+    return heard
+
+
+def save_as(rank: Rank, path: str, step: int, user: int) -> None:
+    """Saves as another user, where root may write everywhere."""
+    os.seteuid(user)
+    try:
+        save_steps(rank, path, [step], {})
+    finally:
+        os.seteuid(os.getuid())
+
+
+def save_where_one_rank_is_elsewhere(rank: Rank, path: str, elsewhere: str, lost: int) -> str:
+    with Checkpointer(elsewhere if rank.number == lost else path, timeout_s=TIMEOUT_S) as checkpointer:
+        try:
+            checkpointer.save(1, state_of(1, rank.number, dist.get_world_size())).wait()
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
+def load_where_one_rank_is_elsewhere(rank: Rank, path: str, elsewhere: str, lost: int) -> None:
+    Checkpointer(elsewhere if rank.number == lost else path, timeout_s=TIMEOUT_S).load()
+
+
+def two_groups_save(rank: Rank, path: str) -> str:
+    """The first two ranks save to the path, the others try to, and can once the first are done."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = groups[rank.number // 2]
+    assert isinstance(group, dist.ProcessGroup)
+    first = rank.number < 2
+    checkpointer = Checkpointer(path, timeout_s=TIMEOUT_S, process_group=group)
+    if first:
+        checkpointer.save(1, {"x": torch.ones(3)}).wait()
+    dist.barrier()
+    message = ""
+    if not first:
+        try:
+            checkpointer.save(2, {"x": torch.zeros(3)})
+        except CheckpointError as error:
+            message = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    if first:
+        checkpointer.save(3, {"x": torch.ones(3)})
+        checkpointer.close()
+    dist.barrier()
+    if not first:
+        checkpointer.save(4, {"x": torch.zeros(3)})
+        checkpointer.close()
+    return message
+
+
+def load_while_saving(rank: Rank, path: str, seconds: float) -> int:
+    """Loads the latest step again and again; gives how many different ones it has seen."""
+    seen: set[int] = set()
+    reader = Checkpointer(path, process_group=None)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            state = reader.load(only=["step", "sharded", "replicated"])
+        except CheckpointNotFoundError:
+            continue
+        assert all((tensor == state["step"]).all() for tensor in (state["sharded"], *state["replicated"]))
+        seen.add(state["step"])
+    return len(seen)

@@ -1,0 +1,93 @@
+"""Run by the `rank_server` fixture: per request line, `[folder, port, size]`, forks the ranks of a group.
+
+It answers their pids. A rank joins the others by the store at the port, connects to the socket in the folder and runs
+what it is told: the name of a function of `reshard_cases` or `fault_cases` and its arguments, pickled.
+"""
+
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import fault_cases
+import numpy.random
+import reshard_cases
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+from rank import Rank
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+import gcore_ckpt.dtensor
+import gcore_ckpt.loader
+import gcore_ckpt.pipeline
+
+PRELOADED = (
+    numpy.random,
+    torch._dynamo,
+    torch.distributed.checkpoint.state_dict,
+    torch.distributed.fsdp,
+    gcore_ckpt.dtensor,
+    gcore_ckpt.loader,
+    gcore_ckpt.pipeline,
+)
+"""What a rank would import on its first save or load; imported here, once."""
+
+
+def run_rank(folder: Path, port: int, number: int, size: int) -> None:
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=number, world_size=size)
+    rank = Rank.joined()
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(folder / "socket"))
+        connection = Connection(client.detach())
+    connection.send(number)
+    while True:
+        try:
+            function, arguments = pickle.loads(connection.recv_bytes())
+        except EOFError:  # the test process is done
+            return
+        # Not Connection.send: it would share tensors instead of copying them.
+        connection.send_bytes(pickle.dumps(outcome(_function(function), rank, arguments)))
+
+
+def outcome(function: Callable[..., object], rank: Rank, arguments: tuple[object, ...]) -> dict[str, Any]:
+    try:
+        return {"value": function(rank, *arguments)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+
+
+def _function(name: str) -> Callable[..., object]:
+    return getattr(reshard_cases, name, None) or getattr(fault_cases, name)
+
+
+def serve() -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # dead children leave no zombies
+    for line in sys.stdin:
+        folder, port, size = json.loads(line)
+        pids: list[int] = []
+        for number in range(size):
+            pid = os.fork()
+            if pid == 0:
+                os.dup2(2, 1)  # replies of the server are no place for what a rank prints
+                try:
+                    run_rank(Path(folder), port, number, size)
+                finally:
+                    os._exit(0)
+            pids.append(pid)
+        print(json.dumps(pids), flush=True)
+
+
+if __name__ == "__main__":
+    serve()
