@@ -31,7 +31,6 @@ from gcore_ckpt.workers import Workers
 
 _NAMED = 5
 _THREADS = 8
-_HUGE_PAGE_BYTES = 2 << 20
 
 
 def load_step(
@@ -256,11 +255,7 @@ def _converts(stored: torch.dtype, target: torch.dtype) -> bool:
 def _new_tensor(stored: StoredTensor, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype], device=device)
-    # By bytes, since some types have no factory of their own; by numpy, which asks for huge pages, as torch does not.
-    if stored.size_bytes >= _HUGE_PAGE_BYTES:
-        data = torch.from_numpy(np.empty(stored.size_bytes, np.uint8))
-    else:
-        data = torch.empty(stored.size_bytes, dtype=torch.uint8)
+    data = torch.empty(stored.size_bytes, dtype=torch.uint8)  # some types have no factory of their own
     return data.view(TORCH_DTYPES[stored.dtype]).view(stored.shape)
 
 
