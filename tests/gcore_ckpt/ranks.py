@@ -24,6 +24,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
+import transformers.models.qwen3.modeling_qwen3
 from rank import Rank
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -36,6 +37,7 @@ PRELOADED = (
     torch._dynamo,
     torch.distributed.checkpoint.state_dict,
     torch.distributed.fsdp,
+    transformers.models.qwen3.modeling_qwen3,
     gcore_ckpt.dtensor,
     gcore_ckpt.loader,
     gcore_ckpt.pipeline,

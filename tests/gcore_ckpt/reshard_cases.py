@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
+from transformers import AutoModelForCausalLM
 
 from gcore_ckpt import Checkpointer, CheckpointError, PerRank, Shard, verify
 from gcore_ckpt.checksum import BLOCK_BYTES
@@ -212,6 +213,20 @@ def _train_with_fsdp(
 def _full(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     parameters = {name: cast("DTensor", parameter) for name, parameter in model.named_parameters()}
     return {name: parameter.full_tensor().detach().clone() for name, parameter in parameters.items()}
+
+
+def save_fsdp_of_transformers(rank: Rank, model: str, path: str, size: int) -> None:
+    """Saves a model of transformers, its weights sharded by FSDP2 and trained a step."""
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    for layer in policy.model.layers:
+        fully_shard(layer, mesh=mesh((size,)))
+    fully_shard(policy, mesh=mesh((size,)))
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    tokens = torch.arange(12).view(2, 6)
+    policy(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    with checkpointer(rank, path, size) as saver:
+        saver.save(1, {"model": policy.state_dict(), "step": 1})
 
 
 def save_fsdp_over_tp(rank: Rank, path: str, rows: int) -> str:

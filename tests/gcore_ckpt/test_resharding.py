@@ -13,6 +13,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from gcore_ckpt import Checkpointer, export_hf
 
 EXAMPLES = int(os.environ.get("GCORE_CKPT_EXAMPLES", "60"))
 
@@ -334,6 +337,35 @@ def test_fsdp_training_goes_on_with_other_numbers_of_ranks(ranks: RankPool, tmp_
                 assert torch.equal(loaded[name], parameter)
                 torch.testing.assert_close(continued[name], uninterrupted[name], rtol=0, atol=1e-6)
                 assert not torch.equal(continued[name], parameter)
+
+
+def test_transformers_loads_what_four_ranks_have_saved(ranks: RankPool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=False,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(tmp_path / "model")
+    ranks.run("save_fsdp_of_transformers", str(tmp_path / "model"), str(tmp_path / "ckpt"), 4, size=4)
+    export_hf(tmp_path / "ckpt", tmp_path / "hf", prefix="model", config_from=tmp_path / "model")
+
+    tokens = torch.arange(12).view(2, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    saved = Checkpointer(tmp_path / "ckpt").load()["model"]
+    for name, parameter in exported.state_dict().items():
+        assert torch.equal(parameter, saved[name])
+        torch.testing.assert_close(parameter, model.state_dict()[name], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(exported(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [8, 6])
