@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
@@ -125,7 +125,7 @@ class RankPool:
         if not self._pidfds:
             return
         for rank, pidfd in enumerate(self._pidfds):
-            if not select.select([pidfd], [], [], 0)[0]:
+            with suppress(ProcessLookupError):  # it is dying of an earlier kill
                 self.kill(rank)
             ended = select.select([pidfd], [], [], 20)[0]
             os.close(pidfd)

@@ -49,7 +49,6 @@ def test_kill_at_any_moment_leaves_whole_steps(fork_server: ForkServer, tmp_path
 
         steps = Checkpointer(path).steps()
         assert steps[-1:] >= [int(step) for step in writer.log()][-1:], "an acknowledged step is gone"
-        assert len(steps) <= 3
         for step in steps:
             verify(path, step)
         if steps:
@@ -58,8 +57,10 @@ def test_kill_at_any_moment_leaves_whole_steps(fork_server: ForkServer, tmp_path
             assert [len(tensor) for tensor in state["tensors"]] == state["sizes"]
             assert all((tensor == state["step"]).all() for tensor in state["tensors"])
 
-    with Checkpointer(path) as checkpointer:
-        checkpointer.save(10**6, {}).wait()
+    # A kill between a commit and the deletion that follows leaves a step more; the next deletion takes it along.
+    with Checkpointer(path, keep=2) as checkpointer:
+        checkpointer.save(10**6, {})
+    assert len(checkpointer.steps()) == 2
     assert leftovers(path) == []
 
 

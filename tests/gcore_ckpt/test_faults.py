@@ -54,7 +54,7 @@ def check_steps(path: Path, log: Path) -> None:
     steps = Checkpointer(path).steps()
     acknowledged = [int(step) for step in log.read_text().splitlines()]
     assert steps[-1:] >= acknowledged[-1:], "an acknowledged step is gone"
-    assert 0 < len(steps) <= 3
+    assert steps
     for step in steps:
         verify(path, step)
         state = Checkpointer(path).load(step=step, only=["step", "rows", "sharded", "replicated"])
@@ -87,6 +87,8 @@ def test_kill_at_any_moment(rank_server: RankServer, tmp_path: Path, incremental
         last = Checkpointer(path).steps()[-1] + 1
         pool.run("save_steps", str(path), [last], {"keep": 2}, size=3)
         assert pool.run("load_step", str(path), last, size=3) == [True] * 3
+    # A kill between a commit and the deletion that follows leaves a step more; the next deletion takes it along.
+    assert len(Checkpointer(path).steps()) == 2
     assert list(path.glob(".tmp-*")) == []
 
 
