@@ -164,7 +164,7 @@ class Saver:
 
         hashed = self._workers.submit(hash_settled)
         try:
-            self._write(attempt, name, [file.data])
+            self._storage.write_file(attempt, name, [file.data])
         except BaseException:
             hashed.exception()
             file.release()
@@ -182,17 +182,14 @@ class Saver:
         digests = self._digests(file)
         changed = self._link_unchanged(report, file.layout, digests)
         if len(changed) == len(file.layout.boxes):
-            self._write(attempt, name, [file.data])
+            self._storage.write_file(attempt, name, [file.data])
             self._add_file(report, name, file.layout, digests)
         elif changed:
             kept = [file.layout.boxes[i] for i in changed]
             layout = lay_out_file([(box.number, box.held) for box in kept])
             pieces = [file.data[box.offset_bytes : box.offset_bytes + box.held.size_bytes] for box in kept]
-            self._write(attempt, name, [memoryview(layout.header), *pieces])
+            self._storage.write_file(attempt, name, [memoryview(layout.header), *pieces])
             self._add_file(report, name, layout, [digests[i] for i in changed])
-
-    def _write(self, attempt: str, name: str, parts: Sequence[memoryview]) -> None:
-        self._storage.write_file(attempt, name, parts)
 
     def _digests(self, file: StagedFile) -> list[str]:
         """The checksums of every box of a file."""

@@ -1,5 +1,6 @@
 """What a checkpoint library must do to be measured."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -25,7 +26,7 @@ class Done:
         pass
 
 
-class Contender:
+class Contender(ABC):
     """One library at its best documented settings, saving below one folder."""
 
     loads_fresh: ClassVar[bool] = True
@@ -34,20 +35,20 @@ class Contender:
     def __init__(self, root: Path) -> None:
         self.root = root
 
+    @abstractmethod
     def save(self, step: int, state: "State") -> Pending:
         """Start to save; the state may be changed when this returns."""
-        raise NotImplementedError
 
+    @abstractmethod
     def unsynced(self, step: int) -> list[Path]:
         """Files and folders that the library does not sync: what is missing for the save to survive a power cut."""
-        raise NotImplementedError
 
     def load(self, step: int, like: "State") -> "State":
-        """Load into freshly allocated memory; ``like`` has the shapes, for libraries that must be told them."""
+        """Where `loads_fresh`: load into freshly allocated memory; ``like`` has the shapes, for libraries that must be told them."""
         raise NotImplementedError
 
     def load_into(self, step: int, template: "State") -> None:
-        """Load into the memory of ``template``."""
+        """Where `loads_in_place`: load into the memory of ``template``."""
         raise NotImplementedError
 
     def close(self) -> None:
