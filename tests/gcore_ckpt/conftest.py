@@ -2,23 +2,16 @@
 
 import json
 import os
-import pickle
 import select
-import shutil
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pytest
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from rank_pool import RankPool, RankServer, script_server, serving_ranks
+
+HERE = Path(__file__).parent
 
 
 class Child:
@@ -54,141 +47,16 @@ class ForkServer:
         return Child(int(self._replies.readline()), log)
 
 
-class RankPool:
-    """Processes that are ranks of one gloo group and run functions of `reshard_cases.py` and `fault_cases.py`.
-
-    No call waits longer than its `timeout_s`; then the pool is dead, and the test that made the call has failed.
-    """
-
-    def __init__(self, requests: IO[str], replies: IO[str], size: int) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))  # short: the path of a socket has at most 107 bytes
-        # Not in the server: what forks must have no threads.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(self._folder / "socket"))
-            listener.listen()
-            listener.settimeout(30)
-            print(json.dumps([str(self._folder), self._store.port, size]), file=requests, flush=True)
-            self.pids: list[int] = json.loads(replies.readline())
-            self._pidfds = [os.pidfd_open(pid) for pid in self.pids]
-            accepted = [Connection(listener.accept()[0].detach()) for _ in self.pids]
-        self._connections = [connection for _, connection in sorted((c.recv(), c) for c in accepted)]
-        self.alive = True
-
-    def run(self, function: str, *arguments: object, size: int, timeout_s: float = 60) -> list[Any]:
-        """What the function returns on each of the first `size` ranks, none of which may fail."""
-        outcomes = self.outcomes(function, *arguments, size=size, timeout_s=timeout_s)
-        for rank, outcome in enumerate(outcomes):
-            assert "value" in outcome, f"rank {rank}: {outcome.get('traceback', 'died')}"
-        return [outcome["value"] for outcome in outcomes]
-
-    def errors(self, function: str, *arguments: object, size: int, timeout_s: float = 60) -> list[str]:
-        """What the function raises on each of the first `size` ranks, as `TypeName: message`; all must."""
-        outcomes = self.outcomes(function, *arguments, size=size, timeout_s=timeout_s)
-        for rank, outcome in enumerate(outcomes):
-            assert "error" in outcome, f"rank {rank}: {outcome}"
-        return [outcome["error"] for outcome in outcomes]
-
-    def outcomes(self, function: str, *arguments: object, size: int, timeout_s: float) -> list[dict[str, Any]]:
-        """`value`, or `error` and `traceback`, of each of the first `size` ranks; nothing of one that is dead."""
-        self.start(function, *arguments, ranks=range(size))
-        return self.collect(range(size), timeout_s)
-
-    def start(self, function: str, *arguments: object, ranks: Sequence[int]) -> None:
-        """Lets the function begin."""
-        message = pickle.dumps((function, arguments))
-        for rank in ranks:
-            self._connections[rank].send_bytes(message)
-
-    def collect(self, ranks: Sequence[int], timeout_s: float) -> list[dict[str, Any]]:
-        """The outcomes of what was started."""
-        outcomes: list[dict[str, Any]] = []
-        deadline = time.monotonic() + timeout_s
-        for rank in ranks:
-            if not self._connections[rank].poll(max(0.0, deadline - time.monotonic())):
-                self.close()
-                pytest.fail(f"rank {rank} has not answered within {timeout_s} s")
-            try:
-                outcomes.append(pickle.loads(self._connections[rank].recv_bytes()))
-            except (EOFError, ConnectionResetError):
-                self.alive = False
-                outcomes.append({})
-        return outcomes
-
-    def kill(self, rank: int) -> None:
-        """`kill -9`."""
-        self.alive = False
-        signal.pidfd_send_signal(self._pidfds[rank], signal.SIGKILL)
-
-    def close(self) -> None:
-        """Kills all ranks."""
-        if not self._pidfds:
-            return
-        for rank, pidfd in enumerate(self._pidfds):
-            with suppress(ProcessLookupError):  # it is dying of an earlier kill
-                self.kill(rank)
-            ended = select.select([pidfd], [], [], 20)[0]
-            os.close(pidfd)
-            self._connections[rank].close()
-            assert ended, f"process {self.pids[rank]} did not end"
-        self._pidfds = []
-        shutil.rmtree(self._folder)
-
-
-class RankServer:
-    """Makes pools of ranks, and keeps one of 4 ranks that tests share while nothing has happened to it."""
-
-    def __init__(self, requests: IO[str], replies: IO[str]) -> None:
-        self._requests = requests
-        self._replies = replies
-        self._shared: RankPool | None = None
-
-    @contextmanager
-    def pool(self, size: int) -> Generator[RankPool]:
-        """A pool of its own for a test that kills ranks."""
-        pool = RankPool(self._requests, self._replies, size)
-        try:
-            yield pool
-        finally:
-            pool.close()
-
-    def shared(self) -> RankPool:
-        """The pool that all tests share."""
-        if self._shared is None or not self._shared.alive:
-            self.close()
-            self._shared = RankPool(self._requests, self._replies, 4)
-            self._shared.run("make_meshes", size=4)
-        return self._shared
-
-    def close(self) -> None:
-        """Ends the shared pool."""
-        if self._shared is not None:
-            self._shared.close()
-
-
-@contextmanager
-def _server(script: str) -> Generator[tuple[IO[str], IO[str]]]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, Path(__file__).with_name(script)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
-        yield server.stdin, server.stdout
-        server.stdin.close()
-
-
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
-    with _server("forked.py") as (requests, replies):
+    with script_server(HERE / "forked.py") as (requests, replies):
         yield ForkServer(requests, replies)
 
 
 @pytest.fixture(scope="session")
 def rank_server() -> Iterator[RankServer]:
-    with _server("ranks.py") as (requests, replies):
-        server = RankServer(requests, replies)
+    with serving_ranks(HERE / "reshard_cases.py", HERE / "fault_cases.py", setup="make_meshes") as server:
         yield server
-        server.close()
 
 
 @pytest.fixture

@@ -24,7 +24,10 @@ from typing import Any, cast
 from unittest import mock
 
 import numpy as np
+import numpy.random
 import torch
+import torch._dynamo
+import transformers.models.qwen3.modeling_qwen3
 from rank import Rank, mesh
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,11 +36,24 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, dis
 from torch.distributed.tensor import Shard as ShardPlacement
 from transformers import AutoModelForCausalLM
 
+import gcore_ckpt.dtensor
+import gcore_ckpt.loader
+import gcore_ckpt.pipeline
 from gcore_ckpt import Checkpointer, CheckpointError, PerRank, Shard, verify
 from gcore_ckpt.checksum import BLOCK_BYTES
 from gcore_ckpt.data_file import lay_out
 from gcore_ckpt.local_storage import LocalFiles, LocalStorage
 from gcore_ckpt.staging import CHUNK_BYTES
+
+PRELOADED = (
+    numpy.random,
+    torch._dynamo,
+    transformers.models.qwen3.modeling_qwen3,
+    gcore_ckpt.dtensor,
+    gcore_ckpt.loader,
+    gcore_ckpt.pipeline,
+)
+"""What a rank would import on its first save or load; imported here, once."""
 
 TIMEOUT_S = 20.0
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

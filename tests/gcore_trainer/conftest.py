@@ -1,14 +1,17 @@
 """Tiny models on disk, and one torch thread: two of them beside busy neighbours can be thirty times slower."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from rank_pool import RankPool, serving_ranks
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 # Importlib mode puts no test folder on the path, and `trainer_oracles` is shared by several files of this one.
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
 
 from trainer_oracles import SIZES, save_model
 
@@ -36,3 +39,10 @@ def qwen2(folders: dict[str, Path]) -> Path:
 @pytest.fixture(scope="session")
 def llama(folders: dict[str, Path]) -> Path:
     return folders["llama"]
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Four processes, ranks of a gloo group, that run the functions of the files of cases."""
+    with serving_ranks(*sorted(HERE.glob("*_cases.py"))) as server:
+        yield server.shared()

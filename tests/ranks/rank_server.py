@@ -1,9 +1,10 @@
-"""Run by the `rank_server` fixture: per request line, `[folder, port, size]`, forks the ranks of a group.
+"""Run by `rank_pool.py` with files of cases: per request line, `[folder, port, size]`, forks the ranks of a group.
 
 It answers their pids. A rank joins the others by the store at the port, connects to the socket in the folder and runs
-what it is told: the name of a function of `reshard_cases` or `fault_cases` and its arguments, pickled.
+what it is told: the name of a function of the cases and its arguments, pickled.
 """
 
+import importlib
 import json
 import os
 import pickle
@@ -14,35 +15,23 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import fault_cases
-import numpy.random
-import reshard_cases
 import torch
-import torch._dynamo
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict
-import torch.distributed.fsdp
-import transformers.models.qwen3.modeling_qwen3
 from rank import Rank
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-import gcore_ckpt.dtensor
-import gcore_ckpt.loader
-import gcore_ckpt.pipeline
 
-PRELOADED = (
-    numpy.random,
-    torch._dynamo,
-    torch.distributed.checkpoint.state_dict,
-    torch.distributed.fsdp,
-    transformers.models.qwen3.modeling_qwen3,
-    gcore_ckpt.dtensor,
-    gcore_ckpt.loader,
-    gcore_ckpt.pipeline,
-)
-"""What a rank would import on its first save or load; imported here, once."""
+def cases() -> list[ModuleType]:
+    """The files of cases, imported before the first fork."""
+    files = [Path(argument) for argument in sys.argv[1:]]
+    sys.path[:0] = sorted({str(file.parent) for file in files})
+    return [importlib.import_module(file.stem) for file in files]
+
+
+CASES = cases()
 
 
 def run_rank(folder: Path, port: int, number: int, size: int) -> None:
@@ -70,7 +59,7 @@ def outcome(function: Callable[..., object], rank: Rank, arguments: tuple[object
 
 
 def _function(name: str) -> Callable[..., object]:
-    return getattr(reshard_cases, name, None) or getattr(fault_cases, name)
+    return next(getattr(module, name) for module in CASES if hasattr(module, name))
 
 
 def serve() -> None:
