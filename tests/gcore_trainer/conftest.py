@@ -10,8 +10,7 @@ from rank_pool import RankPool, serving_ranks
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 # Importlib mode puts no test folder on the path, and `trainer_oracles` is shared by several files of this one.
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).parent))
 
 from trainer_oracles import SIZES, save_model
 
@@ -44,5 +43,5 @@ def llama(folders: dict[str, Path]) -> Path:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Four processes, ranks of a gloo group, that run the functions of the files of cases."""
-    with serving_ranks(*sorted(HERE.glob("*_cases.py"))) as server:
+    with serving_ranks(*sorted(Path(__file__).parent.glob("*_cases.py"))) as server:
         yield server.shared()

@@ -35,7 +35,7 @@ def script_server(script: Path, *arguments: str) -> Generator[tuple[IO[str], IO[
 
 @contextmanager
 def serving_ranks(*cases: Path, setup: str | None = None) -> "Generator[RankServer]":
-    """A server of ranks that run the functions of these files, imported once; `setup` is what its shared pool runs first."""
+    """A server of ranks that run the functions of these files, imported once; its shared pool begins with `setup`."""
     with script_server(Path(__file__).with_name("rank_server.py"), *map(str, cases)) as (requests, replies):
         server = RankServer(requests, replies, setup)
         yield server
