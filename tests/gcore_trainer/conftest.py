@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_pool import RankPool, serving_ranks
+from rank_pool import RankPool, RankServer, serving_ranks
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 # Importlib mode puts no test folder on the path, and `trainer_oracles` is shared by several files of this one.
@@ -41,7 +41,13 @@ def llama(folders: dict[str, Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
-    """Four processes, ranks of a gloo group, that run the functions of the files of cases."""
+def rank_server() -> Iterator[RankServer]:
+    """Worlds of gloo ranks that run the functions of the files of cases."""
     with serving_ranks(*sorted(Path(__file__).parent.glob("*_cases.py"))) as server:
-        yield server.shared()
+        yield server
+
+
+@pytest.fixture
+def ranks(rank_server: RankServer) -> RankPool:
+    """A world of four ranks."""
+    return rank_server.shared()

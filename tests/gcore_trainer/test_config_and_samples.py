@@ -78,6 +78,6 @@ def test_a_mask_is_of_booleans() -> None:
 
 
 def test_response_tokens_that_count() -> None:
-    assert Sample(prompt_ids=ids(2), response_ids=ids(3)).num_response_tokens == 3
+    assert Sample(prompt_ids=ids(2), response_ids=ids(3)).mask.sum() == 3
     masked = Sample(prompt_ids=ids(2), response_ids=ids(3), response_mask=np.array([True, False, True]))
-    assert masked.num_response_tokens == 2
+    assert masked.mask.sum() == 2

@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose
 from numpy.typing import NDArray
 
 from gcore_trainer import KLPenalty, LossAggMode
-from gcore_trainer.losses import aggregation_weights, kl_penalty
+from gcore_trainer.losses import BatchTotals, aggregation_weights, kl_penalty
 from gcore_trainer.policy_losses import ppo_clip_loss
 
 Array = NDArray[np.float64]
@@ -148,7 +148,8 @@ def test_aggregation(mode: LossAggMode, masks: list[list[bool]], seed: int) -> N
             expected = np.mean([x.mean() if x.size else 0.0 for x in kept])
         case "seq-mean-token-sum-norm":
             expected = np.mean([x.sum() / 13 for x in kept])
-    weights = aggregation_weights([np.array(m) for m in masks], mode, max_response_length=13)
+    arrays = [np.array(m) for m in masks]
+    weights = aggregation_weights(arrays, mode, totals=BatchTotals.of(arrays), max_response_length=13)
     assert all(w.dtype == np.float32 for w in weights)
     total = sum((w * loss).sum() for w, loss in zip(weights, losses, strict=True))
     assert_allclose(total, expected, rtol=1e-6, atol=1e-6)

@@ -21,6 +21,7 @@ from trainer_oracles import (
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gcore_trainer import BatchError, NonFiniteGradientError, OptimizerConfig, PolicyLossConfig, Sample
+from gcore_trainer.objectives import PolicyObjective, SFTObjective
 from gcore_trainer.packed_model import PackedModel
 from gcore_trainer.torch_trainer import TorchTrainer
 
@@ -29,7 +30,9 @@ LOSS = PolicyLossConfig()
 
 
 def make_trainer(path: Path, *, loss: PolicyLossConfig = LOSS, **optimizer: Any) -> TorchTrainer:
-    return TorchTrainer(PackedModel.from_pretrained(path), optimizer=OptimizerConfig(**optimizer), policy_loss=loss)
+    return TorchTrainer(
+        PackedModel.from_pretrained(path), optimizer=OptimizerConfig(**optimizer), objective=PolicyObjective(loss)
+    )
 
 
 def weights(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
@@ -45,7 +48,7 @@ def test_five_steps_are_those_of_plain_adamw(llama: Path) -> None:
     config = OptimizerConfig(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, lr_warmup_steps=3, grad_clip=0.05)
     loss = PolicyLossConfig(kl_loss_coef=0.1, loss_agg_mode="seq-mean-token-mean")
     packed = PackedModel.from_pretrained(llama, dtype=torch.float64)
-    trainer = TorchTrainer(packed, optimizer=config, policy_loss=loss)
+    trainer = TorchTrainer(packed, optimizer=config, objective=PolicyObjective(loss))
     model = load_padded(llama, dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
     for step in range(5):
@@ -86,7 +89,7 @@ def test_metrics_of_a_first_update(qwen2: Path) -> None:
 def test_metrics_of_an_off_policy_update(qwen2: Path) -> None:
     packed = PackedModel.from_pretrained(qwen2)
     loss = PolicyLossConfig(clip_ratio_c=1.3)
-    trainer = TorchTrainer(packed, optimizer=OptimizerConfig(), policy_loss=loss)
+    trainer = TorchTrainer(packed, optimizer=OptimizerConfig(), objective=PolicyObjective(loss))
     samples = off_policy(make_samples(GROUPS, seed=0), packed, seed=0)
     (log_probs,) = packed.log_probs([samples])
 
@@ -166,14 +169,12 @@ def test_a_saved_folder_loads_into_transformers(qwen2: Path, tmp_path: Path) -> 
     assert all(torch.equal(loaded[name], tensor) for name, tensor in trainer.export_weights())
 
 
-@pytest.mark.parametrize("loss_agg_mode", ["token-mean", "seq-mean-token-mean"])
-def test_supervision_is_the_labels_loss_of_transformers(qwen2: Path, loss_agg_mode: Any) -> None:
+def test_supervision_is_the_labels_loss_of_transformers(qwen2: Path) -> None:
     packed = PackedModel.from_pretrained(qwen2)
-    loss = PolicyLossConfig(loss_agg_mode=loss_agg_mode, entropy_coeff=0.1)  # the policy's, no part of this one
     optimizer = OptimizerConfig(lr=1e-30, grad_clip=float("inf"))
-    trainer = TorchTrainer(packed, optimizer=optimizer, policy_loss=loss)
+    trainer = TorchTrainer(packed, optimizer=optimizer, objective=SFTObjective())
     samples = make_samples(GROUPS, seed=0)
-    metrics = trainer.sft_step(split(samples, seed=0))
+    metrics = trainer.train_step(split(samples, seed=0))
 
     def padded(rows: list[Any], value: int) -> torch.Tensor:
         tensors = [torch.from_numpy(row) for row in rows]
@@ -192,9 +193,10 @@ def test_supervision_is_the_labels_loss_of_transformers(qwen2: Path, loss_agg_mo
 
 
 def test_supervision_drives_the_loss_down(qwen2: Path) -> None:
-    trainer = make_trainer(qwen2, lr=1e-2)
+    packed = PackedModel.from_pretrained(qwen2)
+    trainer = TorchTrainer(packed, optimizer=OptimizerConfig(lr=1e-2), objective=SFTObjective())
     samples = [replace(s, advantages=None) for s in make_samples(GROUPS, seed=0)]
-    losses = [trainer.sft_step([samples])["sft/loss"] for _ in range(20)]
+    losses = [trainer.train_step([samples])["sft/loss"] for _ in range(20)]
     assert losses[-1] < 0.2 * losses[0]
 
 

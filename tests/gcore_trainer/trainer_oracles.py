@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from gcore_trainer import MicroBatch, OptimizerConfig, PolicyLossConfig, Sample
+from gcore_trainer.objectives import PolicyObjective
 from gcore_trainer.packed_model import PackedModel
 from gcore_trainer.torch_trainer import TorchTrainer
 
@@ -171,7 +172,7 @@ def packed_gradients(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Policy loss and gradients of one `TorchTrainer.train_step` that changes nothing."""
     optimizer = OptimizerConfig(lr=1e-30, grad_clip=float("inf"))
-    metrics = TorchTrainer(packed, optimizer=optimizer, policy_loss=config).train_step(micro_batches)
+    metrics = TorchTrainer(packed, optimizer=optimizer, objective=PolicyObjective(config)).train_step(micro_batches)
     loss = metrics["actor/pg_loss"] + config.kl_loss_coef * metrics.get("actor/kl_loss", 0.0)
     return loss, gradients(packed.model)
 

@@ -124,13 +124,13 @@ class RankPool:
 
 
 class RankServer:
-    """Makes pools of ranks, and keeps one of 4 ranks that tests share while nothing has happened to it."""
+    """Makes pools of ranks, and keeps one of each size that tests share while nothing has happened to it."""
 
     def __init__(self, requests: IO[str], replies: IO[str], setup: str | None) -> None:
         self._requests = requests
         self._replies = replies
         self._setup = setup
-        self._shared: RankPool | None = None
+        self._shared: dict[int, RankPool] = {}
 
     @contextmanager
     def pool(self, size: int) -> Generator[RankPool]:
@@ -141,16 +141,18 @@ class RankServer:
         finally:
             pool.close()
 
-    def shared(self) -> RankPool:
-        """The pool that all tests share."""
-        if self._shared is None or not self._shared.alive:
-            self.close()
-            self._shared = RankPool(self._requests, self._replies, 4)
+    def shared(self, size: int = 4) -> RankPool:
+        """The pool of this many ranks that all tests share."""
+        pool = self._shared.get(size)
+        if pool is None or not pool.alive:
+            if pool is not None:
+                pool.close()
+            pool = self._shared[size] = RankPool(self._requests, self._replies, size)
             if self._setup:
-                self._shared.run(self._setup, size=4)
-        return self._shared
+                pool.run(self._setup, size=size)
+        return pool
 
     def close(self) -> None:
-        """Ends the shared pool."""
-        if self._shared is not None:
-            self._shared.close()
+        """Ends the shared pools."""
+        for pool in self._shared.values():
+            pool.close()

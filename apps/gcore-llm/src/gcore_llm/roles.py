@@ -135,11 +135,12 @@ def build_packed_model(config: TrainConfig, model: Path) -> "PackedModel":
 
 def build_roles(config: TrainConfig, model: Path, tokenizer: Any, reward: RewardFunction) -> Roles:
     """Load the model for every role that needs it."""
+    from gcore_trainer.objectives import PolicyObjective
     from gcore_trainer.torch_trainer import TorchTrainer
 
     # vLLM sets process-wide state as it starts, so it comes first.
     policy = build_engine(config, model, tokenizer)
     loss = replace(config.actor.loss, max_response_length=config.data.max_response_length)
-    trainer = TorchTrainer(build_packed_model(config, model), optimizer=config.actor.optim, policy_loss=loss)
+    trainer = TorchTrainer(build_packed_model(config, model), optimizer=config.actor.optim, objective=PolicyObjective(loss))
     reference = build_packed_model(config, model) if loss.kl_loss_coef else None
     return Roles(policy=policy, reward=reward, trainer=trainer, reference=reference, tokenizer=tokenizer)

@@ -14,7 +14,8 @@ from gcore_llm.prompts import PromptSets
 from gcore_llm.roles import Sampler, build_engine, build_packed_model, build_reward
 from gcore_llm.run_folder import RunFolder, append_json, write_atomically, write_jsonl
 from gcore_llm.tasks import WORKED_EXAMPLES
-from gcore_trainer import OptimizerConfig, PolicyLossConfig, Sample
+from gcore_trainer import OptimizerConfig, Sample
+from gcore_trainer.objectives import SFTObjective
 from gcore_trainer.torch_trainer import TorchTrainer
 
 
@@ -35,14 +36,14 @@ async def warm_up(
     worked = WORKED_EXAMPLES[config.task.name]
     samples = [_example(tokenizer, p.token_ids, worked(p.row)) for p in prompts.train]
     optimizer = OptimizerConfig(lr=config.warmup.lr, betas=(0.9, 0.95), lr_warmup_steps=50)
-    trainer = TorchTrainer(build_packed_model(config, initial), optimizer=optimizer, policy_loss=PolicyLossConfig())
+    trainer = TorchTrainer(build_packed_model(config, initial), optimizer=optimizer, objective=SFTObjective())
     sampler = Sampler(policy=build_engine(config, initial, tokenizer), reward=build_reward(config), tokenizer=tokenizer)
     write_jsonl(run.warmup, [])
     display.phase("warm-up (supervised)", total=config.warmup.max_steps)
     order = np.random.default_rng(config.seed)
     for step in range(1, config.warmup.max_steps + 1):
         batch = [samples[i] for i in order.integers(0, len(samples), config.warmup.batch_size)]
-        metrics = trainer.sft_step([batch])
+        metrics = trainer.train_step([batch])
         if step % config.warmup.test_freq and step != config.warmup.max_steps:
             continue
         await sampler.policy.update_weights(trainer.export_weights(), version=step)

@@ -9,18 +9,26 @@ from gcore_trainer.errors import ConfigError
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLPenalty = Literal["k1", "k2", "k3", "k1+", "k3+"]
 LossMode = Literal["vanilla", "gspo", "cispo", "sapo"]
+LRSchedulerType = Literal["constant", "linear", "cosine"]
+DPOLossType = Literal["sigmoid", "ipo", "hinge"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with gradient clipping and a linear warm-up to a constant rate."""
+    """AdamW with gradient clipping, and a rate that warms up and then stays or decays."""
 
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
     lr_warmup_steps: int = 0
-    """The rate rises linearly to ``lr`` over this many steps."""
+    """The rate rises linearly to ``lr`` over this many steps ..."""
+    lr_scheduler_type: LRSchedulerType = "constant"
+    """... and then stays (constant) or falls to ``min_lr_ratio * lr`` (linear, cosine) ..."""
+    total_training_steps: int = 0
+    """... at this step; 0 with a constant rate only."""
+    min_lr_ratio: float = 0.0
+    """Share of ``lr`` that is left in the end."""
     grad_clip: float = 1.0
     """Largest global gradient norm; a larger one is scaled down to it."""
     max_nonfinite_steps: int = 10
@@ -32,6 +40,14 @@ class OptimizerConfig:
         _require("eps", self.eps, 0 < self.eps < math.inf, "a finite number above 0")
         _require("weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "a finite number, 0 or more")
         _require("lr_warmup_steps", self.lr_warmup_steps, self.lr_warmup_steps >= 0, "0 or more")
+        _require_choice("lr_scheduler_type", self.lr_scheduler_type, get_args(LRSchedulerType))
+        _require(
+            "total_training_steps",
+            self.total_training_steps,
+            self.lr_scheduler_type == "constant" or self.total_training_steps > self.lr_warmup_steps,
+            f"more than lr_warmup_steps={self.lr_warmup_steps} (lr_scheduler_type is {self.lr_scheduler_type!r})",
+        )
+        _require("min_lr_ratio", self.min_lr_ratio, 0 <= self.min_lr_ratio <= 1, "a number in [0, 1]")
         _require("grad_clip", self.grad_clip, self.grad_clip > 0, "above 0")
         _require("max_nonfinite_steps", self.max_nonfinite_steps, self.max_nonfinite_steps >= 1, "1 or more")
 
@@ -82,6 +98,52 @@ class PolicyLossConfig:
         _require_choice("kl_loss_type", self.kl_loss_type, get_args(KLPenalty))
         _require("entropy_coeff", self.entropy_coeff, 0 <= self.entropy_coeff < math.inf, "a finite number, 0 or more")
         _require("max_response_length", self.max_response_length, self.max_response_length >= 1, "1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueLossConfig:
+    """The critic's loss."""
+
+    cliprange_value: float = 0.5
+    """A value moves at most this far from the one before the step's first update."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How token losses become one number."""
+    max_response_length: int = 1
+    """Divisor of ``seq-mean-token-sum-norm``; the longest response the run allows."""
+
+    def __post_init__(self) -> None:
+        _require("cliprange_value", self.cliprange_value, self.cliprange_value > 0, "above 0")
+        _require_choice("loss_agg_mode", self.loss_agg_mode, get_args(LossAggMode))
+        _require("max_response_length", self.max_response_length, self.max_response_length >= 1, "1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig:
+    """Direct preference optimisation."""
+
+    beta: float = 0.1
+    """Strength of the pull to the reference policy."""
+    loss_type: DPOLossType = "sigmoid"
+    """DPO's logistic loss (sigmoid), IPO's squared one (ipo), SLiC's (hinge)."""
+    label_smoothing: float = 0.0
+    """Share of pairs taken to be labelled the wrong way round, in sigmoid."""
+
+    def __post_init__(self) -> None:
+        _require("beta", self.beta, 0 < self.beta < math.inf, "a finite number above 0")
+        _require_choice("loss_type", self.loss_type, get_args(DPOLossType))
+        _require("label_smoothing", self.label_smoothing, 0 <= self.label_smoothing < 0.5, "a number in [0, 0.5)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig:
+    """Bradley-Terry training of a reward model."""
+
+    center_rewards_coefficient: float = 0.0
+    """Weight of the squared sum of a pair's rewards, which keeps them around 0."""
+
+    def __post_init__(self) -> None:
+        coefficient = self.center_rewards_coefficient
+        _require("center_rewards_coefficient", coefficient, 0 <= coefficient < math.inf, "a finite number, 0 or more")
 
 
 def _require(field: str, value: object, holds: bool, accepted: str) -> None:

@@ -3,6 +3,8 @@
 Shapes: N response tokens of any number of sequences, laid end to end.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import assert_never
 
 import numpy as np
@@ -12,8 +14,30 @@ from numpy.typing import NDArray
 from gcore_trainer.config import KLPenalty, LossAggMode
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchTotals:
+    """What a batch is divided by, wherever its parts are; the totals of parts add up."""
+
+    num_sequences: int
+    num_tokens: int
+    """Those that count."""
+
+    @classmethod
+    def of(cls, masks: Sequence[NDArray[np.bool_]]) -> "BatchTotals":
+        """
+        Args:
+            masks: [R_i] of each sequence, True where a token counts.
+        """
+        return cls(num_sequences=len(masks), num_tokens=int(sum(m.sum() for m in masks)))
+
+    def __add__(self, other: "BatchTotals") -> "BatchTotals":
+        return BatchTotals(
+            num_sequences=self.num_sequences + other.num_sequences, num_tokens=self.num_tokens + other.num_tokens
+        )
+
+
 def aggregation_weights(
-    masks: list[NDArray[np.bool_]], mode: LossAggMode, *, max_response_length: int
+    masks: Sequence[NDArray[np.bool_]], mode: LossAggMode, *, totals: BatchTotals, max_response_length: int
 ) -> list[NDArray[np.float32]]:
     """The weight of every token, such that the batch's loss is the plain sum of weight times token loss.
 
@@ -26,19 +50,20 @@ def aggregation_weights(
     - ``seq-mean-token-sum-norm``: 1 / (sequences x max_response_length), Dr. GRPO (arXiv 2503.20783)
 
     Args:
-        masks: [R_i] of each sequence, True where a token counts.
+        masks: [R_i] of each sequence of a part of the batch, True where a token counts.
+        totals: those of the whole batch.
     """
     counts = np.array([m.sum() for m in masks], dtype=np.float64)
-    num_sequences, num_tokens = len(masks), max(counts.sum(), 1.0)
+    num_sequences = totals.num_sequences
     match mode:
         case "token-mean":
-            scales = np.full(num_sequences, 1.0 / num_tokens)
+            scales = np.full(len(masks), 1.0 / max(totals.num_tokens, 1))
         case "seq-mean-token-sum":
-            scales = np.full(num_sequences, 1.0 / num_sequences)
+            scales = np.full(len(masks), 1.0 / num_sequences)
         case "seq-mean-token-mean":
             scales = 1.0 / (num_sequences * np.maximum(counts, 1.0))
         case "seq-mean-token-sum-norm":
-            scales = np.full(num_sequences, 1.0 / (num_sequences * max_response_length))
+            scales = np.full(len(masks), 1.0 / (num_sequences * max_response_length))
         case _:
             assert_never(mode)
     return [(m * s).astype(np.float32) for m, s in zip(masks, scales, strict=True)]

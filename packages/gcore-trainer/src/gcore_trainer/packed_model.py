@@ -1,144 +1,265 @@
-"""A transformers causal LM that scores packed micro-batches: log-probabilities and entropies of response tokens."""
+"""A transformers model over packed micro-batches: log-probabilities of response tokens, or their states' values."""
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Generic, Literal, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from gcore_trainer import packed_attention
 from gcore_trainer.errors import ConfigError, UnsupportedModelError
+from gcore_trainer.objectives import ScoresT
 from gcore_trainer.packed_attention import PackedPlan
 from gcore_trainer.packing import PackedBatch, pack
+from gcore_trainer.token_scores import TokenScores, token_scores
 from gcore_trainer.types import MicroBatch
 
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LOGIT_CHANGES: dict[str, Any] = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
+"""Settings that change the logits behind the head, and the value at which each does not."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenScores:
-    """Of the N response tokens of a micro-batch, in the samples' order. All shape [N], in float32 at least."""
-
-    log_probs: torch.Tensor
-    entropies: torch.Tensor
-    """Of the distribution each token was drawn from, in nats."""
-    num_computed_tokens: int
-    """Tokens that passed through the model."""
-
-
-class PackedModel:
-    """Scores samples with a causal LM, computing no padding and every shared prompt once.
+class PackedTransformer(ABC, Generic[ScoresT]):
+    """Scores samples with a transformers model, computing no padding and every shared prompt once.
 
     Args:
         model: loaded with ``attn_implementation=packed_attention.ATTENTION_NAME``; use `from_pretrained`.
-        temperature: divides the logits, as it did at generation.
         share_prefix: compute equal prompts of a micro-batch once.
+        compute_dtype: of matrix products, beside parameters in another dtype; None: the parameters' own.
+        gradient_checkpointing: keep only each layer's input for the backward pass, and compute the rest again.
 
     Raises:
         UnsupportedModelError: the model has another attention implementation, or layers that are no such attention.
     """
 
-    def __init__(self, model: Any, *, temperature: float = 1.0, share_prefix: bool = True) -> None:
-        if not 0 < temperature < np.inf:
-            raise ConfigError(f"temperature is {temperature}: a finite number above 0 is needed")
+    scores: ClassVar[Literal["tokens", "values"]]
+    _auto_class: ClassVar[Any]
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        share_prefix: bool = True,
+        compute_dtype: torch.dtype | None = None,
+        gradient_checkpointing: bool = False,
+    ) -> None:
         # Any other attention ignores the plan that `score` hands it, and would let sequences see each other.
         if model.config._attn_implementation != packed_attention.ATTENTION_NAME:
             raise UnsupportedModelError(
                 f"the model's attn_implementation is {model.config._attn_implementation!r}: "
-                f"{packed_attention.ATTENTION_NAME!r} is needed; PackedModel.from_pretrained loads it so"
+                f"{packed_attention.ATTENTION_NAME!r} is needed; {type(self).__name__}.from_pretrained loads it so"
             )
-        layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+        self._text_config = model.config.get_text_config()
+        layer_types = set(getattr(self._text_config, "layer_types", None) or ())
         if unsupported := sorted(layer_types - _SUPPORTED_LAYER_TYPES):
             raise UnsupportedModelError(
                 f"{model.config.model_type!r} has layers of type {', '.join(unsupported)}: packed training computes "
                 f"{' and '.join(sorted(_SUPPORTED_LAYER_TYPES))} only"
             )
         self.model = model
-        self.temperature = temperature
         self.share_prefix = share_prefix
+        self.compute_dtype = compute_dtype or model.dtype
+        self.root = _Root(model, self._forward)
+        """What runs a forward pass; FSDP wraps it."""
+        self.num_computed_tokens = 0
+        """Tokens that have passed through the model."""
+        self._casts = self.compute_dtype != model.dtype
+        if gradient_checkpointing:
+            for layer in self.layers():
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
     @classmethod
     def from_pretrained(
-        cls,
-        path: str | Path,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
-        temperature: float = 1.0,
-        share_prefix: bool = True,
+        cls, path: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
     ) -> Self:
         """Load a local Hugging Face folder.
+
+        Args:
+            path: the folder.
+            dtype: of the parameters.
+            device: where they are.
+            options: the constructor's.
 
         Raises:
             UnsupportedModelError: the model has layers that packed attention does not compute.
         """
         packed_attention.register()
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=packed_attention.ATTENTION_NAME
+        model: Any = cls._auto_class.from_pretrained(
+            path, dtype=dtype, attn_implementation=packed_attention.ATTENTION_NAME, **cls._load_options()
         )
-        return cls(model.to(device), temperature=temperature, share_prefix=share_prefix)
+        return cls(model.to(device), **options)
 
-    def score(self, samples: MicroBatch, *, entropy_grad: bool = False) -> TokenScores:
-        """Forward pass over one micro-batch; differentiable in `TokenScores.log_probs`.
+    @classmethod
+    def _load_options(cls) -> dict[str, Any]:
+        return {}
+
+    def layers(self) -> list[torch.nn.Module]:
+        """The model's layers, first to last."""
+        count: int = self._text_config.num_hidden_layers
+        stacks = [m for m in self.model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
+        return list(stacks[0])
+
+    def leave_casting(self) -> None:
+        """Compute in the dtype that parameters are handed over in: what wraps `root` casts them."""
+        self._casts = False
+
+    @abstractmethod
+    def score(self, samples: MicroBatch, *, entropy_grad: bool = False) -> ScoresT:
+        """Forward pass over one micro-batch, differentiable in its result.
 
         Args:
-            entropy_grad: make the entropies differentiable too.
+            samples: at least one.
+            entropy_grad: make entropies differentiable too, where there are any.
 
         Raises:
             BatchError: a sequence is longer than the model's sliding window.
             UnsupportedModelError: the model has layers that did not call packed attention.
         """
+
+    @abstractmethod
+    def _of_hidden(self, hidden_UD: torch.Tensor, batch: PackedBatch, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
+        """The head's part of a forward pass. [N] each: FSDP finds tensors in a tuple, not in a class of ours."""
+
+    def _run(self, samples: MicroBatch, *, entropy_grad: bool = False) -> tuple[torch.Tensor, ...]:
         batch = pack(samples, share_prefix=self.share_prefix)
-        log_probs_UV = self._next_token_log_probs(batch)
-        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-            entropies_U = -(log_probs_UV.exp() * log_probs_UV).sum(-1)
-        return TokenScores(
-            log_probs=_of_targets(log_probs_UV, batch),
-            entropies=entropies_U[torch.from_numpy(batch.target_place).to(entropies_U.device)],
-            num_computed_tokens=batch.input_ids.size,
-        )
+        self.num_computed_tokens += batch.input_ids.size
+        with self._casting():
+            return self.root(batch, entropy_grad)
 
-    @torch.no_grad()
-    def log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
-        """Log-probabilities [R] of each sample's response, without gradient."""
-        results: list[list[NDArray[np.float32]]] = []
-        for samples in micro_batches:
-            batch = pack(samples, share_prefix=self.share_prefix)
-            results.append(_split(_of_targets(self._next_token_log_probs(batch), batch), samples))
-        return results
-
-    def _next_token_log_probs(self, batch: PackedBatch) -> torch.Tensor:
-        """Log-softmax of the tempered logits, shape [U, V]."""
+    def _forward(self, batch: PackedBatch, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
         device = self.model.device
-        plan = PackedPlan(batch, device=device, dtype=self.model.dtype)
-        output = self.model(
+        plan = PackedPlan(batch, device=device, dtype=self.compute_dtype)
+        output = self.model.base_model(
             input_ids=torch.from_numpy(batch.input_ids).to(device)[None],
             position_ids=torch.from_numpy(batch.positions).to(device)[None],
             use_cache=False,
-            logits_to_keep=torch.from_numpy(batch.predict_index).to(device),
             packed=plan,
         )
         # A layer that mixes tokens in another way would mix those of different sequences, without an error.
-        num_layers = self.model.config.get_text_config().num_hidden_layers
+        num_layers = self._text_config.num_hidden_layers
         if plan.num_calls != num_layers:
             raise UnsupportedModelError(
                 f"{plan.num_calls} of the {num_layers} layers of {self.model.config.model_type!r} called transformers' "
                 "attention interface: packed training needs all of them to"
             )
-        logits_UV = output.logits[0].to(torch.promote_types(output.logits.dtype, torch.float32))
-        if self.temperature != 1.0:
-            logits_UV = logits_UV / self.temperature
-        return torch.log_softmax(logits_UV, dim=-1)
+        hidden_TD: torch.Tensor = output.last_hidden_state[0]
+        hidden_UD = hidden_TD[torch.from_numpy(batch.predict_index).to(device)].to(self.compute_dtype)
+        return self._of_hidden(hidden_UD, batch, entropy_grad)
+
+    def _casting(self) -> AbstractContextManager[Any]:
+        if not self._casts:
+            return nullcontext()
+        return torch.autocast(self.model.device.type, dtype=self.compute_dtype)
 
 
-def _of_targets(log_probs_UV: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    place_N, target_N = (torch.from_numpy(x).to(log_probs_UV.device) for x in (batch.target_place, batch.target_ids))
-    return log_probs_UV[place_N, target_N]
+class PackedModel(PackedTransformer[TokenScores]):
+    """A causal LM: log-probabilities and entropies of response tokens.
+
+    Args:
+        model: see `PackedTransformer`.
+        temperature: divides the logits, as it did at generation.
+        options: see `PackedTransformer`.
+    """
+
+    scores = "tokens"
+    _auto_class = AutoModelForCausalLM
+
+    def __init__(self, model: Any, *, temperature: float = 1.0, **options: Any) -> None:
+        if not 0 < temperature < np.inf:
+            raise ConfigError(f"temperature is {temperature}: a finite number above 0 is needed")
+        super().__init__(model, **options)
+        for name, neutral in _LOGIT_CHANGES.items():
+            if (value := getattr(self._text_config, name, neutral)) not in (neutral, None):
+                raise UnsupportedModelError(f"{name} is {value}: packed training does not compute it")
+        self.temperature = temperature
+
+    def score(self, samples: MicroBatch, *, entropy_grad: bool = False) -> TokenScores:
+        log_probs_N, entropies_N = self._run(samples, entropy_grad=entropy_grad)
+        return TokenScores(log_probs=log_probs_N, entropies=entropies_N)
+
+    @torch.no_grad()
+    def log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+        """Log-probabilities [R] of each sample's response, without gradient."""
+        return [_split(self.score(samples).log_probs, samples) for samples in micro_batches]
+
+    def _of_hidden(self, hidden_UD: torch.Tensor, batch: PackedBatch, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
+        head: Any = self.model.get_output_embeddings()
+        place_N, target_N = (torch.from_numpy(x).to(hidden_UD.device) for x in (batch.target_place, batch.target_ids))
+        scores = token_scores(
+            hidden_UD[place_N],
+            head.weight.to(hidden_UD.dtype),
+            target_N,
+            bias_V=getattr(head, "bias", None),
+            temperature=self.temperature,
+            entropy_grad=entropy_grad,
+        )
+        return scores.log_probs, scores.entropies
+
+
+class PackedValueModel(PackedTransformer[torch.Tensor]):
+    """A sequence classifier of one label, as a critic or reward model: a value for every token's place.
+
+    It is transformers' ``...ForSequenceClassification`` with ``num_labels=1``; a causal LM's folder loads with a head
+    of zeros, so that a new critic's values begin at 0.
+    """
+
+    scores = "values"
+    _auto_class = AutoModelForSequenceClassification
+
+    @classmethod
+    def _load_options(cls) -> dict[str, Any]:
+        return {"num_labels": 1}
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
+        packed = super().from_pretrained(path, **options)
+        if not _is_classifier(path):
+            torch.nn.init.zeros_(packed.model.score.weight)
+        return packed
+
+    def score(self, samples: MicroBatch, *, entropy_grad: bool = False) -> torch.Tensor:
+        """Values [N] of the states before each response token, in float32 at least."""
+        del entropy_grad
+        (values_N,) = self._run(samples)
+        return values_N
+
+    @torch.no_grad()
+    def values(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+        """Values [R] of the states before each sample's response tokens, without gradient."""
+        return [_split(self.score(samples), samples) for samples in micro_batches]
+
+    def _of_hidden(self, hidden_UD: torch.Tensor, batch: PackedBatch, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
+        del entropy_grad
+        values_U = self.model.score(hidden_UD)[:, 0]
+        place_N = torch.from_numpy(batch.target_place).to(values_U.device)
+        return (values_U.to(torch.promote_types(values_U.dtype, torch.float32))[place_N],)
+
+
+class _Root(torch.nn.Module):
+    """Model and head under one forward pass, so that what gathers a sharded model's parameters sees both."""
+
+    def __init__(self, model: torch.nn.Module, forward: Any) -> None:
+        super().__init__()
+        self.model = model
+        self._forward = forward
+
+    def forward(self, *arguments: Any) -> Any:
+        return self._forward(*arguments)
+
+
+def _is_classifier(path: str | Path) -> bool:
+    import json
+
+    architectures = json.loads((Path(path) / "config.json").read_text()).get("architectures") or []
+    return any(name.endswith("ForSequenceClassification") for name in architectures)
 
 
 def _split(values_N: torch.Tensor, samples: MicroBatch) -> list[NDArray[np.float32]]:
     ends = np.cumsum([s.response_ids.size for s in samples])
-    return np.split(values_N.cpu().numpy(), ends[:-1])
+    return np.split(values_N.float().cpu().numpy(), ends[:-1])

@@ -7,6 +7,17 @@ from numpy.typing import NDArray
 
 from gcore_trainer.errors import BatchError
 
+_PER_TOKEN = (
+    "response_mask",
+    "advantages",
+    "old_log_probs",
+    "rollout_log_probs",
+    "ref_log_probs",
+    "rollout_is_weights",
+    "values",
+    "returns",
+)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sample:
@@ -28,6 +39,12 @@ class Sample:
     """As returned by the generation engine; compared with the trainer's own in the metrics."""
     ref_log_probs: NDArray[np.float32] | None = None
     """Of the reference policy; needed where a KL term is."""
+    rollout_is_weights: NDArray[np.float32] | None = None
+    """Weight of each token's policy loss: importance sampling against the policy that generated it. None: 1."""
+    values: NDArray[np.float32] | None = None
+    """Of the critic before the step's first update; needed to train it."""
+    returns: NDArray[np.float32] | None = None
+    """What the critic learns to predict."""
 
     def __post_init__(self) -> None:
         for field in ("prompt_ids", "response_ids"):
@@ -38,7 +55,7 @@ class Sample:
                 raise BatchError(f"{field} has dtype {value.dtype}: int64 is needed")
         if self.response_mask is not None and self.response_mask.dtype != np.bool_:
             raise BatchError(f"response_mask has dtype {self.response_mask.dtype}: bool is needed")
-        for field in ("response_mask", "advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs"):
+        for field in _PER_TOKEN:
             value_or_none: NDArray[np.generic] | None = getattr(self, field)
             if value_or_none is not None and value_or_none.shape != self.response_ids.shape:
                 raise BatchError(
@@ -46,9 +63,9 @@ class Sample:
                 )
 
     @property
-    def num_response_tokens(self) -> int:
-        """Response tokens that count."""
-        return int(self.response_ids.size if self.response_mask is None else self.response_mask.sum())
+    def mask(self) -> NDArray[np.bool_]:
+        """[R] response tokens that count."""
+        return np.ones(self.response_ids.size, np.bool_) if self.response_mask is None else self.response_mask
 
 
 MicroBatch = list[Sample]

@@ -1,0 +1,71 @@
+"""How a trainer's ranks divide its work: sizes, and the checks that they fit the world, the model and each other."""
+
+from dataclasses import dataclass, fields
+
+from gcore_trainer.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Sizes under verl's and Megatron's names; what they leave of the world is data parallel."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that divide each layer's matrices (megatron)."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that divide the layers (megatron)."""
+    virtual_pipeline_model_parallel_size: int = 1
+    """Chunks of layers that each pipeline rank has, interleaved (megatron)."""
+    context_parallel_size: int = 1
+    """Ranks that divide the tokens of every sequence."""
+    ulysses_sequence_parallel_size: int = 1
+    """Of these, ranks that exchange tokens for attention heads (Ulysses); the others pass keys and values on (ring)."""
+    expert_model_parallel_size: int = 1
+    """Ranks that divide the experts of a mixture of experts (megatron)."""
+    sequence_parallel: bool = False
+    """Divide the tokens outside attention and MLP over the tensor-parallel ranks (megatron)."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "sequence_parallel" and value < 1:
+                raise ConfigError(f"{field.name} is {value}: 1 or more is needed")
+        if self.context_parallel_size % self.ulysses_sequence_parallel_size:
+            raise ConfigError(
+                f"ulysses_sequence_parallel_size is {self.ulysses_sequence_parallel_size}: a divisor of "
+                f"context_parallel_size={self.context_parallel_size} is needed"
+            )
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ConfigError("sequence_parallel is true: tensor_model_parallel_size above 1 is needed")
+        if self.virtual_pipeline_model_parallel_size > 1 and self.pipeline_model_parallel_size == 1:
+            raise ConfigError(
+                f"virtual_pipeline_model_parallel_size is {self.virtual_pipeline_model_parallel_size}: "
+                "pipeline_model_parallel_size above 1 is needed"
+            )
+
+    @property
+    def ring_size(self) -> int:
+        """Ranks that pass keys and values on."""
+        return self.context_parallel_size // self.ulysses_sequence_parallel_size
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that work on the same samples."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Groups of ranks that work on different samples.
+
+        Raises:
+            ConfigError: the sizes do not divide the world.
+        """
+        if world_size % self.model_parallel_size:
+            sizes = " x ".join(
+                f"{name}={getattr(self, name)}"
+                for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+                if getattr(self, name) > 1
+            )
+            raise ConfigError(
+                f"{sizes} is {self.model_parallel_size}: it must divide the world of {world_size} ranks; "
+                f"{self.model_parallel_size * max(1, world_size // self.model_parallel_size)} ranks would fit"
+            )
+        return world_size // self.model_parallel_size

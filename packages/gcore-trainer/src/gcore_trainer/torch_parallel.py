@@ -1,0 +1,53 @@
+"""The ranks of a torch trainer: FSDP2 over all of them, samples over replicas, tokens within a replica."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from gcore_trainer.errors import ConfigError
+from gcore_trainer.packed_model import PackedTransformer
+from gcore_trainer.parallel import ParallelConfig
+from gcore_trainer.replicas import Replicas
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TorchParallel:
+    """This rank's place. Rank = replica x context_parallel_size + place in the sequence."""
+
+    mesh: DeviceMesh
+    """All ranks, over which parameters and moments are sharded."""
+    replicas: Replicas
+
+    @classmethod
+    def join(cls, config: ParallelConfig, *, device_type: str = "cpu") -> Self:
+        """Make the groups; torch.distributed is initialised, and all ranks call this together.
+
+        Raises:
+            ConfigError: the sizes do not divide the world, or are for another backend.
+        """
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
+            if (value := getattr(config, name)) > 1:
+                raise ConfigError(f"{name} is {value}: the torch backend needs 1, the megatron backend has more")
+        config.data_parallel_size(dist.get_world_size())
+        mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+        return cls(mesh=mesh, replicas=Replicas(mesh.get_group()))
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.mesh.size()
+
+    def shard(self, packed: PackedTransformer[Any]) -> None:
+        """Shard the model's parameters in place, layer by layer (FSDP2, ZeRO-3: arXiv 1910.02054)."""
+        dtype = packed.compute_dtype
+        policy = MixedPrecisionPolicy()
+        if dtype != packed.model.dtype:
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            packed.leave_casting()
+        for layer in packed.layers():
+            fully_shard(layer, mesh=self.mesh, mp_policy=policy)
+        fully_shard(packed.root, mesh=self.mesh, mp_policy=policy)
