@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gcore_ckpt
-from gcore_ckpt import Checkpointer, CheckpointMismatchError, PerRank, Shard, verify
+from gcore_ckpt import Checkpointer, CheckpointMismatchError, PerRank, Shard, Shards, verify
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -228,3 +228,31 @@ def test_format_version_1() -> None:
     row = torch.zeros(1, 2)
     gcore_ckpt.load(GOLDEN / "version-1", {"w": Shard(global_shape=(2, 3), offset=(1, 1), tensor=row)})
     assert torch.equal(row, torch.tensor([[4.0, 5.0]]))
+
+
+def boxes_of(tensor: torch.Tensor, cuts: list[tuple[slice, slice]]) -> Shards:
+    return Shards(
+        [Shard(global_shape=tuple(tensor.shape), offset=(r.start, c.start), tensor=tensor[r, c]) for r, c in cuts]
+    )
+
+
+def test_several_boxes_at_one_place(tmp_path: Path) -> None:
+    """What one process holds in boxes, another has whole, and the other way round; none is an answer too."""
+    cuts = [(slice(0, 3), slice(0, 5)), (slice(3, 7), slice(0, 2)), (slice(3, 7), slice(2, 5))]
+    whole = torch.randn(7, 5)
+    gcore_ckpt.save(tmp_path / "boxes", {"model": {"w": boxes_of(whole, cuts)}})
+    assert torch.equal(gcore_ckpt.load(tmp_path / "boxes")["model"]["w"], whole)
+    gcore_ckpt.save(tmp_path / "whole", {"model": {"w": whole}})
+    for path in ("boxes", "whole"):
+        filled = torch.zeros(7, 5)
+        template = {"model": {"w": boxes_of(filled, cuts[1:])}}
+        assert gcore_ckpt.load(tmp_path / path, template)["model"]["w"] is template["model"]["w"]
+        assert torch.equal(filled[3:], whole[3:])
+        assert not filled[:3].any()
+        assert gcore_ckpt.load(tmp_path / path, {"model": {"w": Shards([])}})["model"]["w"].parts == []
+
+
+def test_a_box_outside_its_tensor_is_refused(tmp_path: Path) -> None:
+    outside = Shards([Shard(global_shape=(4,), offset=(3,), tensor=torch.zeros(2))])
+    with pytest.raises(ValueError, match=r"^state\['w'\] is a Shard of shape \(2,\) at \(3,\)"):
+        gcore_ckpt.save(tmp_path, {"w": outside})

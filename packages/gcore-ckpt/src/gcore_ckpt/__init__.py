@@ -25,7 +25,7 @@ from gcore_ckpt.verify import verify
 if TYPE_CHECKING:
     from gcore_ckpt.dcp import import_dcp
     from gcore_ckpt.hugging_face import export_hf
-    from gcore_ckpt.shards import Shard
+    from gcore_ckpt.shards import Shard, Shards
 
 __all__ = [
     "CheckpointError",
@@ -39,6 +39,7 @@ __all__ = [
     "PerRank",
     "SaveHandle",
     "Shard",
+    "Shards",
     "State",
     "export_hf",
     "import_dcp",
@@ -48,7 +49,12 @@ __all__ = [
 ]
 
 
-_NEED_TORCH = {"Shard": "gcore_ckpt.shards", "export_hf": "gcore_ckpt.hugging_face", "import_dcp": "gcore_ckpt.dcp"}
+_NEED_TORCH = {
+    "Shard": "gcore_ckpt.shards",
+    "Shards": "gcore_ckpt.shards",
+    "export_hf": "gcore_ckpt.hugging_face",
+    "import_dcp": "gcore_ckpt.dcp",
+}
 """Where the names are that are imported when they are first asked for, because they bring torch in."""
 
 

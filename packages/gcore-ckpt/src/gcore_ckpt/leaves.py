@@ -1,7 +1,7 @@
 """Finds what a process holds in a state: its tree, and under a name each box of a tensor or array."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from gcore_ckpt.boxes import Box
 from gcore_ckpt.dtypes import DTYPES
 from gcore_ckpt.plan import HeldBox
-from gcore_ckpt.shards import Shard, as_shard, is_megatron
+from gcore_ckpt.shards import Shard, Shards, as_shard, is_megatron
 from gcore_ckpt.tree import Leaf, Node, State, StatePath, describe, encode
 
 NumpyArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -72,6 +72,11 @@ class _Leaves:
             return Leaf(node={"array": self._add_array(cast("NumpyArray", leaf), path)})
         if is_megatron(leaf, "ShardedObject"):
             return self._add_megatron_object(leaf, path)
+        if isinstance(leaf, Shards):
+            name = self._new_name(path)
+            for part in leaf.parts:
+                self._add_shard(replace(_inside(part, path), name=name), path)
+            return Leaf(node={"tensor": name})
         try:
             shard = as_shard(leaf)
         except ValueError as error:
@@ -141,6 +146,14 @@ class _Leaves:
             name = f"{plain}#{count}"
         self._names.add(name)
         return name
+
+
+def _inside(part: Shard, path: StatePath) -> Shard:
+    try:
+        as_shard(part)
+    except ValueError as error:
+        raise ValueError(f"{describe(path)} {error}") from None
+    return part
 
 
 def _dtype_message(dtype: object, accepted: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from gcore_ckpt.leaves import TORCH_DTYPES, NumpyArray
 from gcore_ckpt.local_storage import LocalFiles
 from gcore_ckpt.reader import StepReader
 from gcore_ckpt.restore import Request, fill
-from gcore_ckpt.shards import Shard, as_shard, is_dtensor, is_megatron
+from gcore_ckpt.shards import Shard, Shards, as_shard, is_dtensor, is_megatron
 from gcore_ckpt.tree import (
     ArrayKind,
     Node,
@@ -152,6 +152,10 @@ class Loader:
                         return self._match(template.value, self._own(cast("dict[str, Node]", nodes)), path)
                     case _:
                         raise self._mismatch(path, "is PerRank in the template and was not saved as such")
+            case Shards():
+                for part in template.parts:
+                    self._match_leaf(part, node, path)
+                return template
             case _:
                 return self._match_leaf(template, node, path)
 

@@ -5,6 +5,7 @@ the explicit `Shard` are a box of one.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,17 @@ class Shard:
     def with_tensor(self, tensor: torch.Tensor) -> "Shard":
         """The same box with other data."""
         return Shard(global_shape=self.global_shape, offset=self.offset, tensor=tensor, name=self.name)
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """The boxes of one global tensor that this process holds, where they are several, or none.
+
+    Attributes:
+        parts: The boxes, without names of their own: the tensor's name is its path in the state.
+    """
+
+    parts: Sequence[Shard]
 
 
 def as_shard(leaf: object) -> Shard | None:
