@@ -25,6 +25,7 @@ def test_exports() -> None:
         "PerRank",
         "SaveHandle",
         "Shard",
+        "Shards",
         "State",
         "export_hf",
         "import_dcp",
