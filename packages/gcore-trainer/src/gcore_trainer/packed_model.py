@@ -1,6 +1,7 @@
 """A transformers model over packed micro-batches: log-probabilities of response tokens, or their states' values."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -18,11 +19,15 @@ from gcore_trainer.objectives import ScoresT
 from gcore_trainer.packed_attention import PackedPlan
 from gcore_trainer.packing import PackedBatch, pack
 from gcore_trainer.token_scores import TokenScores, token_scores
-from gcore_trainer.types import MicroBatch
+from gcore_trainer.types import MicroBatch, Sample, by_sample
 
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LOGIT_CHANGES: dict[str, Any] = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
 """Settings that change the logits behind the head, and the value at which each does not."""
+
+
+NOTHING = [Sample(prompt_ids=np.zeros(1, np.int64), response_ids=np.zeros(1, np.int64))]
+"""What a rank computes, for nothing, while others still have micro-batches: a sharded model's collectives need all."""
 
 
 class PackedTransformer(ABC, Generic[ScoresT]):
@@ -122,6 +127,21 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             UnsupportedModelError: the model has layers that did not call packed attention.
         """
 
+    @torch.no_grad()
+    def predict(self, micro_batches: Sequence[MicroBatch], num_passes: int | None = None) -> list[NDArray[np.float32]]:
+        """Log-probabilities or values [N] of each micro-batch, without gradient.
+
+        Args:
+            micro_batches: those of this rank.
+            num_passes: forward passes to make, as many as others make in whose collectives this rank takes part.
+        """
+        results: list[NDArray[np.float32]] = []
+        for i in range(len(micro_batches) if num_passes is None else num_passes):
+            scores = self.score(micro_batches[i] if i < len(micro_batches) else NOTHING)
+            if i < len(micro_batches):
+                results.append(first(scores).float().cpu().numpy())
+        return results
+
     @abstractmethod
     def _of_hidden(self, hidden_UD: torch.Tensor, batch: PackedBatch, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
         """The head's part of a forward pass. [N] each: FSDP finds tensors in a tuple, not in a class of ours."""
@@ -183,10 +203,9 @@ class PackedModel(PackedTransformer[TokenScores]):
         log_probs_N, entropies_N = self._run(samples, entropy_grad=entropy_grad)
         return TokenScores(log_probs=log_probs_N, entropies=entropies_N)
 
-    @torch.no_grad()
-    def log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+    def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """Log-probabilities [R] of each sample's response, without gradient."""
-        return [_split(self.score(samples).log_probs, samples) for samples in micro_batches]
+        return by_sample(self.predict(micro_batches), micro_batches)
 
     def _of_hidden(self, hidden_UD: torch.Tensor, batch: PackedBatch, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
         head: Any = self.model.get_output_embeddings()
@@ -229,10 +248,9 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
         (values_N,) = self._run(samples)
         return values_N
 
-    @torch.no_grad()
-    def values(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+    def values(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """Values [R] of the states before each sample's response tokens, without gradient."""
-        return [_split(self.score(samples), samples) for samples in micro_batches]
+        return by_sample(self.predict(micro_batches), micro_batches)
 
     def _of_hidden(self, hidden_UD: torch.Tensor, batch: PackedBatch, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
         del entropy_grad
@@ -260,6 +278,6 @@ def _is_classifier(path: str | Path) -> bool:
     return any(name.endswith("ForSequenceClassification") for name in architectures)
 
 
-def _split(values_N: torch.Tensor, samples: MicroBatch) -> list[NDArray[np.float32]]:
-    ends = np.cumsum([s.response_ids.size for s in samples])
-    return np.split(values_N.float().cpu().numpy(), ends[:-1])
+def first(scores: TokenScores | torch.Tensor) -> torch.Tensor:
+    """What a model's scores are named after: log-probabilities or values, [N]."""
+    return scores.log_probs if isinstance(scores, TokenScores) else scores

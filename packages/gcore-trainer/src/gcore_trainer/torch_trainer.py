@@ -12,15 +12,11 @@ from torch.distributed.tensor import DTensor
 from gcore_trainer.config import OptimizerConfig
 from gcore_trainer.errors import ConfigError
 from gcore_trainer.objectives import Objective
-from gcore_trainer.packed_model import PackedTransformer
+from gcore_trainer.packed_model import NOTHING, PackedTransformer, first
 from gcore_trainer.replicas import Replicas
-from gcore_trainer.token_scores import TokenScores
 from gcore_trainer.torch_parallel import TorchParallel
 from gcore_trainer.trainer import ShareOf, Trainer
-from gcore_trainer.types import MicroBatch, Sample
-
-_NOTHING = [Sample(prompt_ids=np.zeros(1, np.int64), response_ids=np.zeros(1, np.int64))]
-"""What a rank computes, for nothing, while others still have micro-batches: FSDP's collectives need all ranks."""
+from gcore_trainer.types import MicroBatch
 
 
 class TorchTrainer(Trainer):
@@ -99,9 +95,9 @@ class TorchTrainer(Trainer):
         tokens_before = self._packed.num_computed_tokens
         for i in range(num_passes):
             samples = micro_batches[i] if i < len(micro_batches) else None
-            scores = self._packed.score(samples or _NOTHING, entropy_grad=self._objective.entropy_grad)
+            scores = self._packed.score(samples or NOTHING, entropy_grad=self._objective.entropy_grad)
             if samples is None:
-                torch.autograd.backward(_values(scores).sum() * 0.0)
+                torch.autograd.backward(first(scores).sum() * 0.0)
                 continue
             loss, parts = share(scores, samples)
             torch.autograd.backward(loss * scale)
@@ -119,15 +115,8 @@ class TorchTrainer(Trainer):
             self._optimizer.step()
         return grad_norm
 
-    @torch.no_grad()
     def _predict(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[NDArray[np.float32]]:
-        results: list[NDArray[np.float32]] = []
-        for i in range(num_passes):
-            samples = micro_batches[i] if i < len(micro_batches) else None
-            scores = _values(self._packed.score(samples or _NOTHING))
-            if samples is not None:
-                results.append(scores.float().cpu().numpy())
-        return results
+        return self._packed.predict(micro_batches, num_passes)
 
     def _optimizer_step(self) -> int:
         return max((int(s["step"]) for s in self._optimizer.state.values()), default=0)
@@ -147,10 +136,6 @@ class TorchTrainer(Trainer):
                 tensor.copy_(state[group][name])
         for moments in self._optimizer.state.values():
             moments["step"].fill_(float(state["optimizer_step"]))
-
-
-def _values(scores: TokenScores | torch.Tensor) -> torch.Tensor:
-    return scores.log_probs if isinstance(scores, TokenScores) else scores
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from gcore_trainer.losses import BatchTotals
 from gcore_trainer.objectives import Objective, Share
 from gcore_trainer.replicas import Replicas
 from gcore_trainer.schedule import learning_rate
-from gcore_trainer.types import MicroBatch
+from gcore_trainer.types import MicroBatch, by_sample
 
 ShareOf = Callable[[Any, MicroBatch], Share]
 """(scores, samples) to this micro-batch's part of the loss and of the sums."""
@@ -129,11 +129,7 @@ class Trainer(ABC):
         if self._objective.scores != scores:
             raise TrainerError(f"this trainer's model gives {self._objective.scores}: {scores} were asked for")
         num_passes = max(self._replicas.gather(len(micro_batches)))
-        values = self._predict(micro_batches, num_passes)
-        return [
-            np.split(v, np.cumsum([s.response_ids.size for s in batch])[:-1])
-            for v, batch in zip(values, micro_batches, strict=True)
-        ]
+        return by_sample(self._predict(micro_batches, num_passes), micro_batches)
 
     def state(self) -> dict[str, Any]:
         """Everything a resumed trainer needs, under the same names in every backend and layout.

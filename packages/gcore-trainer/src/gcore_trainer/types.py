@@ -1,5 +1,6 @@
 """What a trainer learns from."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,3 +71,13 @@ class Sample:
 
 MicroBatch = list[Sample]
 """Samples computed in one forward and backward pass."""
+
+
+def by_sample(
+    values: Sequence[NDArray[np.float32]], micro_batches: Sequence[MicroBatch]
+) -> list[list[NDArray[np.float32]]]:
+    """The [N] values of each micro-batch, parted into the [R] of each sample."""
+    return [
+        np.split(v, np.cumsum([s.response_ids.size for s in batch])[:-1])
+        for v, batch in zip(values, micro_batches, strict=True)
+    ]
