@@ -1,12 +1,15 @@
 """What a packed row holds: no padding, each shared prompt once, no token that predicts nothing."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_oracles import Group, groups, make_samples
 
-from gcore_trainer.packing import pack
+from gcore_trainer.errors import ConfigError
+from gcore_trainer.packing import PackedBatch, pack
 
 
 @settings(max_examples=50)
@@ -43,3 +46,66 @@ def test_buckets_pad_to_less_than_twice_their_shortest() -> None:
         if bucket.prompt_lengths is not None:
             num_prompt_keys = bucket.key_index.shape[1] - bucket.query_index.shape[1]
             assert num_prompt_keys < 2 * bucket.prompt_lengths.min()
+
+
+@settings(max_examples=50)
+@given(
+    lengths=groups,
+    share_prefix=st.booleans(),
+    multiple_of=st.integers(1, 12),
+    segment_multiple_of=st.integers(1, 12),
+    seed=st.integers(0, 10**6),
+)
+def test_padding_stands_where_no_real_token_sees_it(
+    lengths: list[Group], share_prefix: bool, multiple_of: int, segment_multiple_of: int, seed: int
+) -> None:
+    if share_prefix:
+        segment_multiple_of = 1
+    samples = make_samples(lengths, seed=seed)
+    plain = pack(samples, share_prefix=share_prefix)
+    batch = pack(samples, share_prefix=share_prefix, multiple_of=multiple_of, segment_multiple_of=segment_multiple_of)
+    assert batch.input_ids.size % multiple_of == 0
+    assert (batch.segment_lengths % segment_multiple_of == 0).all()
+    assert batch.segment_lengths.sum() == batch.input_ids.size
+    # What is read of the row does not change.
+    assert (batch.target_ids == plain.target_ids).all()
+    assert seen(batch) == seen(plain)
+
+
+def seen(batch: PackedBatch) -> list[list[tuple[int, int]]]:
+    """The tokens, and their positions, that each response token is predicted from."""
+    tokens = list(zip(batch.input_ids.tolist(), batch.positions.tolist(), strict=True))
+    by_query: list[list[tuple[int, int]]] = []
+    for bucket in batch.buckets:
+        num_queries, num_keys = bucket.query_index.shape[1], bucket.key_index.shape[1]
+        for i, key_index in enumerate(bucket.key_index):
+            num_prompt = 0 if bucket.prompt_lengths is None else int(bucket.prompt_lengths[i])
+            prompt, own = key_index[:num_prompt], key_index[num_keys - num_queries :]
+            by_query += [[tokens[key] for key in [*prompt, *own[: j + 1]]] for j in range(num_queries)]
+    return [by_query[i] for i in batch.unpack_index[batch.predict_index[batch.target_place]].tolist()]
+
+
+def test_padding_fills_segments_and_a_last_one_of_its_own() -> None:
+    batch = pack(make_samples([Group(3, [3]), Group(6, [3])], seed=0), share_prefix=False)
+    first, second = np.split(batch.input_ids, batch.segment_lengths[:1])
+    padded = pack(
+        make_samples([Group(3, [3]), Group(6, [3])], seed=0), share_prefix=False, multiple_of=5, segment_multiple_of=4
+    )
+    lengths = {5: 8, 8: 8}
+    assert padded.segment_lengths.tolist() == [lengths[first.size], lengths[second.size], 4]
+    assert padded.input_ids.tolist() == [*first, *[0] * (8 - first.size), *second, *[0] * (8 - second.size), 0, 0, 0, 0]
+    positions = {5: [0, 1, 2, 3, 4, 4, 4, 4], 8: list(range(8))}
+    assert padded.positions.tolist() == [*positions[first.size], *positions[second.size], 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"multiple_of": 0}, "multiple_of is 0: 1 or more is needed"),
+        ({"share_prefix": False, "segment_multiple_of": -1}, "segment_multiple_of is -1: 1 or more is needed"),
+        ({"segment_multiple_of": 2}, "segment_multiple_of is 2 with share_prefix=True: False is needed"),
+    ],
+)
+def test_multiples_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        pack(make_samples([Group(3, [3])], seed=0), **options)

@@ -1,27 +1,30 @@
 """The `gcore-llm` command."""
 
-import argparse
 import asyncio
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import tyro
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.errors import UserError
+from gcore_llm.errors import RankError, UserError
+from gcore_llm.finetune.command import run_fine_tuning
+from gcore_llm.options import parse
 from gcore_llm.recipes import RECIPES
-from gcore_llm.settings import merge, read_toml
 
 _USAGE = """usage: gcore-llm COMMAND [options]
 
 LLM RLHF from one command.
 
 commands:
-  train               train; with no options, a tiny model on a reasoning task in minutes
+  train               train by reinforcement; with no options, a tiny model on a reasoning task in minutes
+  sft                 fine-tune on given answers
+  reward-model        train a reward model on pairs of answers
+  dpo                 train on pairs of answers, without sampling
   sample RUN PROMPT   complete a prompt with a run's latest policy
   eval RUN            score a run's latest policy on its held-out prompts
   report RUN          write the run's report.html anew
@@ -93,7 +96,7 @@ def _expected_errors() -> tuple[type[Exception], ...]:
     from gcore_rollout.errors import RolloutError
     from gcore_trainer.errors import TrainerError
 
-    return (UserError, CheckpointError, ControllerError, RolloutError, TrainerError)
+    return (UserError, RankError, CheckpointError, ControllerError, RolloutError, TrainerError)
 
 
 def parse_train(args: Sequence[str]) -> TrainConfig:
@@ -102,28 +105,7 @@ def parse_train(args: Sequence[str]) -> TrainConfig:
     Raises:
         UserError: see `merge`.
     """
-    first = argparse.ArgumentParser(prog="gcore-llm train", add_help=False, allow_abbrev=False)
-    first.add_argument("--config", type=Path)
-    first.add_argument("--recipe", choices=sorted(RECIPES))
-    chosen, rest = first.parse_known_args(args)
-    from_file: dict[str, Any] = read_toml(chosen.config) if chosen.config else {}
-    own = from_file.get("model") or any(a.split("=")[0] == "--model" for a in rest)
-    base = RECIPES[chosen.recipe or ("own_data" if own else "embedded")]()
-    base = merge(base, from_file, source=str(chosen.config))
-    description = (
-        "Train by GRPO with dynamic sampling.\n\n"
-        f"--recipe {{{','.join(sorted(RECIPES))}}}: settings to begin with; default: own_data with --model, else "
-        "embedded. --config FILE.toml: settings over these, under the same names ([actor.optim] lr = 1e-6). "
-        "Options go over both."
-    )
-    return tyro.cli(
-        TrainConfig,
-        default=base,
-        args=rest,
-        prog="gcore-llm train",
-        description=description,
-        config=(tyro.conf.FlagConversionOff,),
-    )
+    return parse(args, command="train", recipes=RECIPES, description="Train by GRPO with dynamic sampling.")
 
 
 def _train(args: Sequence[str]) -> None:
@@ -181,6 +163,9 @@ def _report(args: Sequence[str]) -> None:
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "train": _train,
+    "sft": partial(run_fine_tuning, "sft"),
+    "reward-model": partial(run_fine_tuning, "reward-model"),
+    "dpo": partial(run_fine_tuning, "dpo"),
     "sample": _sample,
     "eval": _eval,
     "report": _report,

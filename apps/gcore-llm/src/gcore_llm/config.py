@@ -1,13 +1,19 @@
 """Every setting of a run. Names follow verl's where both have the thing."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from gcore_llm.errors import UserError
 from gcore_trainer import OptimizerConfig, PolicyLossConfig
 from gcore_trainer.advantages import GroupEstimator
+from gcore_trainer.config import ValueLossConfig
+from gcore_trainer.errors import ConfigError
+from gcore_trainer.parallel import ParallelConfig
+from gcore_trainer.reward_shaping import RewardKL
+from gcore_trainer.rollout_correction import RolloutCorrectionConfig
 
-AdvEstimator = GroupEstimator | Literal["reinforce_plus_plus"]
+AdvEstimator = GroupEstimator | Literal["reinforce_plus_plus", "remax", "gae"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,16 +110,65 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OverlongConfig:
+    """What becomes of responses that reach or come close to data.max-response-length."""
+
+    buffer_len: int = 0
+    """Over the last so many tokens a response's score falls linearly (DAPO's soft punishment); 0: not at all."""
+    penalty_factor: float = 1.0
+    """By how much it has fallen at the limit."""
+    filter: bool = False
+    """Responses that were cut off are not trained on."""
+
+    def __post_init__(self) -> None:
+        _at_least("algorithm.overlong.buffer_len", self.buffer_len, 0)
+        if not 0 <= self.penalty_factor < math.inf:
+            raise UserError(
+                f"algorithm.overlong.penalty_factor is {self.penalty_factor}: a finite number, 0 or more is needed"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLControlConfig:
+    """The KL penalty in the reward."""
+
+    kl_coef: float = 0.0
+    """Weight of the divergence from the initial policy in every token's reward; 0: none."""
+    kl_penalty: RewardKL = "k1"
+    """Estimator of that divergence."""
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: the weight follows the divergence."""
+    target_kl: float = 0.1
+    """Mean divergence per token that is sought, in adaptive."""
+    horizon: int = 10_000
+    """Responses over which the weight adapts, in adaptive."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.kl_coef < math.inf:
+            raise UserError(f"algorithm.kl_ctrl.kl_coef is {self.kl_coef}: a finite number, 0 or more is needed")
+        if not 0 < self.target_kl < math.inf:
+            raise UserError(f"algorithm.kl_ctrl.target_kl is {self.target_kl}: a finite number above 0 is needed")
+        _at_least("algorithm.kl_ctrl.horizon", self.horizon, 1)
+        if self.type == "adaptive" and not self.kl_coef:
+            raise UserError("algorithm.kl_ctrl.type is 'adaptive': a kl_coef above 0 is needed to begin with")
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """From scores to advantages."""
 
     adv_estimator: AdvEstimator = "grpo"
-    """How scores become advantages: against the group (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline) or against
-    the whole batch (reinforce_plus_plus)."""
+    """How scores become advantages: against the group (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline), against a
+    greedy response (remax), against the whole batch (reinforce_plus_plus), or against a critic (gae)."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation, in grpo."""
     gamma: float = 1.0
-    """Discount per token, in reinforce_plus_plus."""
+    """Discount per token, in reinforce_plus_plus and gae."""
+    lam: float = 1.0
+    """Weight of longer horizons, in gae."""
+    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     filter_groups: bool = True
     """Dynamic sampling: drop groups whose responses all score alike and sample again."""
     max_num_gen_batches: int = 4
@@ -123,8 +178,22 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         _at_least("algorithm.max_num_gen_batches", self.max_num_gen_batches, 1)
-        if not 0 <= self.gamma <= 1:
-            raise UserError(f"algorithm.gamma is {self.gamma}: a number from 0 to 1 is needed")
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"algorithm.{name} is {getattr(self, name)}: a number from 0 to 1 is needed")
+        if self.kl_ctrl.kl_coef and self.adv_estimator not in ("gae", "reinforce_plus_plus"):
+            raise UserError(
+                f"algorithm.kl_ctrl.kl_coef is {self.kl_ctrl.kl_coef} and algorithm.adv_estimator is "
+                f"{self.adv_estimator!r}: rewards of single tokens need gae or reinforce_plus_plus; "
+                "actor.loss.kl_loss_coef works with all"
+            )
+        correction = self.rollout_correction
+        corrects = correction.rollout_is or correction.rollout_rs or correction.rollout_token_veto_threshold
+        if corrects and self.old_log_probs == "rollout":
+            raise UserError(
+                "algorithm.rollout_correction is set and algorithm.old_log_probs is 'rollout': 'trainer' is needed, "
+                "with the engine's own log-probs there is nothing to correct"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +202,8 @@ class ActorConfig:
 
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    enable_gradient_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work."""
     ppo_mini_batch_size: int = 0
     """Prompts an update; 0: the whole batch in one update."""
     ppo_epochs: int = 1
@@ -147,8 +218,29 @@ class ActorConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The critic, where algorithm.adv-estimator is gae."""
+
+    model: str = ""
+    """A Hugging Face folder to begin with; empty: the policy's, with a head of zeros."""
+    optim: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    loss: ValueLossConfig = field(default_factory=ValueLossConfig)
+    warmup_steps: int = 0
+    """First steps that train the critic alone."""
+
+    def __post_init__(self) -> None:
+        _at_least("critic.warmup_steps", self.warmup_steps, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """The run's length and what it leaves behind."""
+    """How training runs, the run's length and what it leaves behind."""
+
+    backend: Literal["torch", "megatron"] = "torch"
+    """torch: a transformers model, sharded by FSDP2 over several processes; megatron: Megatron-Core."""
+    num_processes: int = 1
+    """Ranks, each a process with a device of its own; 1 with torch: training runs in the main process."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     total_training_steps: int = 200
     """Steps of generation, rewarding, preparation and training."""
@@ -162,8 +254,12 @@ class TrainerConfig:
     """Write TensorBoard events beside metrics.jsonl."""
 
     def __post_init__(self) -> None:
-        for name in ("total_training_steps", "save_freq", "max_ckpt_to_keep", "test_freq"):
+        for name in ("num_processes", "total_training_steps", "save_freq", "max_ckpt_to_keep", "test_freq"):
             _at_least(f"trainer.{name}", getattr(self, name), 1)
+        try:
+            self.parallel.data_parallel_size(self.num_processes)
+        except ConfigError as error:
+            raise UserError(f"trainer.parallel: {error} (trainer.num_processes={self.num_processes})") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,13 +287,14 @@ class TrainConfig:
     device: str = "auto"
     """cpu, cuda, or auto: cuda where there is one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and activations."""
+    """Of the engine's weights and of all activations; the weights in training are float32."""
     task: TaskConfig = field(default_factory=TaskConfig)
     data: DataConfig = field(default_factory=DataConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     def __post_init__(self) -> None:
@@ -210,6 +307,11 @@ class TrainConfig:
             raise UserError(
                 f"actor.ppo_max_token_len is {self.actor.ppo_max_token_len}: at least data.max_prompt_length + "
                 f"data.max_response_length = {longest} is needed, so that every sample fits a micro-batch"
+            )
+        if self.algorithm.overlong.buffer_len > self.data.max_response_length:
+            raise UserError(
+                f"algorithm.overlong.buffer_len is {self.algorithm.overlong.buffer_len}: at most "
+                f"data.max_response_length={self.data.max_response_length} is needed"
             )
         if self.data.train_files and self.task.name:
             raise UserError(

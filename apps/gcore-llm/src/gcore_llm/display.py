@@ -1,6 +1,7 @@
 """What a person sees while a run goes on."""
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -69,8 +70,6 @@ class Display:
 
     def stepped(self, step: int, metrics: dict[str, float]) -> None:
         """A training step, under its metrics' names in metrics.jsonl."""
-        self._progress.update(self._task, completed=step)
-        table = Table.grid(padding=(0, 3))
         cells = [
             ("reward", f"{metrics.get('critic/score/mean', float('nan')):.3f}"),
             ("held-out", self._held_out),
@@ -80,6 +79,14 @@ class Display:
             ("step", f"{metrics.get('timing_s/step', 0.0):.2f} s"),
             *((stage, f"{metrics.get(f'timing_s/{stage}', 0.0):.2f} s") for stage in STAGES),
         ]
+        self.progressed(step, cells)
+
+    def progressed(self, step: int, cells: Sequence[tuple[str, str]] = ()) -> None:
+        """``step`` of the phase is done; ``cells`` are what to show of it, by name."""
+        self._progress.update(self._task, completed=step)
+        if not cells:
+            return
+        table = Table.grid(padding=(0, 3))
         table.add_row(*(f"[dim]{name}[/]" for name, _ in cells))
         table.add_row(*(value for _, value in cells))
         self._table = table

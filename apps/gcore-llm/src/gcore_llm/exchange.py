@@ -8,6 +8,7 @@ import numpy as np
 from gcore_controller import Collectives
 from gcore_llm.groups import Group
 from gcore_placement import TransformerWorkload, balance, micro_batches
+from gcore_trainer import Sample
 
 
 def workload_of(model: Path) -> TransformerWorkload:
@@ -34,6 +35,17 @@ def group_cost(workload: TransformerWorkload, group: Group) -> float:
     return float(workload.group_flops(group.prompt_ids.size, group.lengths))
 
 
+def sample_flops(workload: TransformerWorkload, samples: Sequence[Sample]) -> float:
+    """Simulated FLOPs of training on some samples, a prompt that several share computed once."""
+    lengths: dict[bytes, list[int]] = {}
+    prompts: dict[bytes, int] = {}
+    for sample in samples:
+        key = sample.prompt_ids.tobytes()
+        prompts[key] = sample.prompt_ids.size
+        lengths.setdefault(key, []).append(sample.response_ids.size)
+    return sum(float(workload.group_flops(prompts[key], np.array(found))) for key, found in lengths.items())
+
+
 async def exchange(groups: Sequence[Group], *, workload: TransformerWorkload, group: Collectives) -> list[Group]:
     """Spread all controllers' groups so that each gets about the same simulated work.
 
@@ -54,11 +66,12 @@ async def exchange(groups: Sequence[Group], *, workload: TransformerWorkload, gr
 
 
 def split_in_micro_batches(
-    groups: Sequence[Group], *, workload: TransformerWorkload, max_tokens: int
+    groups: Sequence[Group], *, workload: TransformerWorkload, max_tokens: int, num_multiple: int = 1
 ) -> list[list[tuple[int, int]]]:
     """Micro-batches of (group index, response index) within ``max_tokens`` packed tokens, of about even work.
 
-    A group stays whole, so that its prompt is computed once, unless it alone exceeds the budget.
+    A group stays whole, so that its prompt is computed once, unless it alone exceeds the budget. Their number is a
+    multiple of ``num_multiple``, unless there are fewer groups.
     """
     units: list[list[tuple[int, int]]] = []
     tokens: list[int] = []
@@ -75,5 +88,6 @@ def split_in_micro_batches(
         return []
     return [
         [pair for unit in np.sort(batch).tolist() for pair in units[unit]]
-        for batch in micro_batches(tokens, max_tokens=max_tokens, costs=costs)
+        for batch in micro_batches(tokens, max_tokens=max_tokens, num_multiple=num_multiple, costs=costs)
+        if batch.size
     ]

@@ -1,6 +1,7 @@
 """From prompts to scored groups, on one controller: rewards are computed while others are still being generated."""
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,12 +22,25 @@ async def generate_groups(
     n: int,
     seed: int,
     timer: StageTimer,
+    with_greedy: bool = False,
 ) -> list[Group]:
     """Complete each ticketed prompt ``n`` times and score every completion, in the prompts' order.
+
+    With ``with_greedy``, each prompt's greedy completion is made and scored beside them.
 
     What is drawn for a ticket depends on the ticket, ``seed`` and the weights alone.
     """
     by_id = {str(ticket): prompt for ticket, prompt in prompts}
+    greedy = [
+        Request(
+            request_id=f"{ticket}/greedy",
+            prompt_token_ids=prompt.token_ids,
+            sampling=dataclasses.replace(sampling, temperature=0.0),
+            n=1,
+            seed=0,
+        )
+        for ticket, prompt in (prompts if with_greedy else [])
+    ]
     requests = [
         Request(
             request_id=str(ticket),
@@ -37,15 +51,14 @@ async def generate_groups(
         )
         for ticket, prompt in prompts
     ]
-    responses: dict[str, list[Response | None]] = {request.request_id: [None] * n for request in requests}
+    responses: dict[str, list[Response | None]] = {r.request_id: [None] * r.n for r in [*requests, *greedy]}
 
     async def place(completion: Completion) -> None:
-        responses[completion.request_id][completion.index] = await _scored(
-            sampler, by_id[completion.request_id], completion
-        )
+        prompt = by_id[completion.request_id.removesuffix("/greedy")]
+        responses[completion.request_id][completion.index] = await _scored(sampler, prompt, completion)
 
     with timer.stage("gen"):
-        scoring = [asyncio.create_task(place(c)) async for c in sampler.policy.generate(requests)]
+        scoring = [asyncio.create_task(place(c)) async for c in sampler.policy.generate([*requests, *greedy])]
     with timer.stage("reward"):
         try:
             await asyncio.gather(*scoring)
@@ -57,6 +70,7 @@ async def generate_groups(
             ticket=ticket,
             prompt_ids=np.array(prompt.token_ids, np.int64),
             responses=[r for r in responses[str(ticket)] if r is not None],
+            greedy_score=next((r.score for r in responses.get(f"{ticket}/greedy", []) if r is not None), None),
         )
         for ticket, prompt in prompts
     ]

@@ -1,16 +1,13 @@
 """A group: one prompt's scored responses, from sampling to training."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_controller import Collectives
 from gcore_llm.config import AlgorithmConfig
 from gcore_trainer import Sample
-from gcore_trainer.advantages import discounted_returns, group_advantages, grpo_advantages, moments, whiten
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,6 +29,8 @@ class Group:
     """Place of the prompt in the run's global order."""
     prompt_ids: NDArray[np.int64]
     responses: list[Response]
+    greedy_score: float | None = None
+    """Score of the greedy response, where the algorithm compares with it."""
 
     @property
     def scores(self) -> list[float]:
@@ -48,27 +47,19 @@ class Group:
         return np.array([r.token_ids.size for r in self.responses])
 
     def samples(self, algorithm: AlgorithmConfig) -> list[Sample]:
-        """What the trainer learns from; advantages that compare with the batch are still to be whitened."""
+        """What the trainer learns from, still without advantages; of a filtered response no token counts."""
         return [
             Sample(
                 prompt_ids=self.prompt_ids,
                 response_ids=r.token_ids,
-                advantages=advantages,
+                response_mask=np.zeros(r.token_ids.shape, np.bool_)
+                if r.truncated and algorithm.overlong.filter
+                else None,
                 old_log_probs=r.log_probs if algorithm.old_log_probs == "rollout" else None,
                 rollout_log_probs=r.log_probs,
             )
-            for r, advantages in zip(self.responses, self._advantages(algorithm), strict=True)
+            for r in self.responses
         ]
-
-    def _advantages(self, algorithm: AlgorithmConfig) -> list[NDArray[np.float32]]:
-        """Of every token of every response, [R] each."""
-        if algorithm.adv_estimator == "reinforce_plus_plus":
-            return [_returns(r, algorithm.gamma) for r in self.responses]
-        if algorithm.adv_estimator == "grpo":
-            scalars = grpo_advantages(self.scores, norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo)
-        else:
-            scalars = group_advantages(self.scores, algorithm.adv_estimator)
-        return [np.full(r.token_ids.shape, a, np.float32) for r, a in zip(self.responses, scalars, strict=True)]
 
     def state(self) -> dict[str, Any]:
         """As plain arrays and numbers, for a checkpoint."""
@@ -76,6 +67,7 @@ class Group:
             "ticket": self.ticket,
             "prompt_ids": self.prompt_ids,
             "responses": [vars(r) for r in self.responses],
+            "greedy_score": self.greedy_score,
         }
 
     @classmethod
@@ -93,23 +85,5 @@ class Group:
                 )
                 for r in state["responses"]
             ],
+            greedy_score=state["greedy_score"],
         )
-
-
-async def whiten_over_batch(samples: list[list[Sample]], algorithm: AlgorithmConfig, group: Collectives) -> None:
-    """Whiten the advantages over all controllers' samples, where the estimator asks for it; in place in the lists."""
-    if algorithm.adv_estimator not in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
-        return
-    own = [sample.advantages for part in samples for sample in part if sample.advantages is not None]
-    batch = sum(await group.all_gather(moments(own, [np.ones(a.shape, np.bool_) for a in own])), np.zeros(3))
-    for part in samples:
-        for i, sample in enumerate(part):
-            assert sample.advantages is not None
-            whitened = whiten(sample.advantages, np.ones(sample.advantages.shape, np.bool_), batch)
-            part[i] = dataclasses.replace(sample, advantages=whitened)
-
-
-def _returns(response: Response, gamma: float) -> NDArray[np.float32]:
-    rewards = np.zeros(response.token_ids.shape, np.float64)
-    rewards[-1] = response.score
-    return discounted_returns(rewards, np.ones(rewards.shape, np.bool_), gamma=gamma).astype(np.float32)

@@ -4,6 +4,7 @@ import asyncio
 import signal
 from collections.abc import Generator
 from contextlib import contextmanager
+from types import FrameType
 
 
 class Interrupt:
@@ -46,3 +47,38 @@ class Interrupt:
     def _cancel_if_requested(self) -> None:
         if self._is_requested and not self._num_holding and self._task is not None:
             self._task.cancel()
+
+
+class Stop:
+    """Ctrl-C for a loop without tasks: noted, and acted on where the loop asks.
+
+    The second one is Python's own `KeyboardInterrupt`, there and then.
+    """
+
+    def __init__(self) -> None:
+        self._is_requested = False
+        self.is_orderly = False
+        """Whether `check` has ended the loop."""
+
+    @contextmanager
+    def noted(self) -> Generator[None]:
+        """Note Ctrl-C inside the block."""
+        before = signal.signal(signal.SIGINT, self._request)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def check(self) -> None:
+        """
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed.
+        """
+        if self._is_requested:
+            self.is_orderly = True
+            raise KeyboardInterrupt
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._is_requested = True

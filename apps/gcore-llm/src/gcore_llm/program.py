@@ -15,7 +15,9 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.evaluate import Evaluation, evaluate
 from gcore_llm.exchange import exchange, split_in_micro_batches
 from gcore_llm.generate import generate_groups
-from gcore_llm.groups import Group, whiten_over_batch
+from gcore_llm.groups import Group
+from gcore_llm.learner import Role, has_critic, has_reference, needs_old_log_probs
+from gcore_llm.preparation import kl_controller, prepare
 from gcore_llm.prompts import Prompt, PromptSets
 from gcore_llm.roles import Roles
 from gcore_placement import TransformerWorkload
@@ -97,10 +99,12 @@ class _Controller:
         self._sampling = SamplingParams(
             max_tokens=config.data.max_response_length, temperature=config.rollout.temperature
         )
+        self._kl = kl_controller(config.algorithm.kl_ctrl)
         self._wave_groups: list[Group] = []
         if job.controllers is not None:
             own = job.controllers[ctx.rank]
             self._loader.load_state(own["loader"])
+            self._kl.load_state(own["kl"])
             self._sampler.load_state(own["sampler"], Group.from_state)
 
     async def evaluate(self, step: int) -> None:
@@ -145,6 +149,7 @@ class _Controller:
             n=self._config.rollout.n,
             seed=self._config.seed,
             timer=self._ctx.timer,
+            with_greedy=self._config.algorithm.adv_estimator == "remax",
         )
         self._wave_groups += groups
         return [g for g in groups if g.has_signal] if self._config.algorithm.filter_groups else groups
@@ -157,43 +162,74 @@ class _Controller:
         with ctx.timer.stage("prepare"):
             tickets = sorted(t for part in await ctx.group.all_gather([g.ticket for g in share]) for t in part)
             update_of = {ticket: i % num_updates for i, ticket in enumerate(tickets)}
-            samples = [g.samples(config.algorithm) for g in share]
-            await whiten_over_batch(samples, config.algorithm, ctx.group)
-            scored = list(zip(share, samples, strict=True))
+            samples, metrics = await prepare(
+                share,
+                self._scored(share, is_one_update=num_updates * config.actor.ppo_epochs == 1),
+                config.algorithm,
+                kl=self._kl,
+                max_response_length=config.data.max_response_length,
+                group=ctx.group,
+            )
+            prepared = list(zip(share, samples, strict=True))
             updates = [
-                self._micro_batches([(g, s) for g, s in scored if update_of[g.ticket] == u]) for u in range(num_updates)
+                self._micro_batches([(g, s) for g, s in prepared if update_of[g.ticket] == u])
+                for u in range(num_updates)
             ]
-            updates = self._with_scores(updates, num_updates * config.actor.ppo_epochs)
-        metrics: dict[str, float] = {}
         with ctx.timer.stage("train"):
             for _ in range(config.actor.ppo_epochs):
                 for update in updates:
                     everyones = await ctx.group.all_gather(update)
                     if ctx.rank == 0:
-                        metrics = ctx.roles.trainer.train_step([m for part in everyones for m in part])
+                        metrics |= self._update(step, [m for part in everyones for m in part])
                     await ctx.group.barrier()
         with ctx.timer.stage("sync"):
             if ctx.rank == 0:
-                await ctx.roles.policy.update_weights(ctx.roles.trainer.export_weights(), version=step)
+                await ctx.roles.policy.update_weights(ctx.roles.learner.export_weights(), version=step)
             await ctx.group.barrier()
         return metrics
 
+    def _update(self, step: int, micro_batches: list[MicroBatch]) -> dict[str, float]:
+        learner, config = self._ctx.roles.learner, self._config
+        metrics: dict[str, float] = {}
+        if has_critic(config):
+            metrics |= learner.train_step("critic", micro_batches)
+        if not has_critic(config) or step > config.critic.warmup_steps:
+            metrics |= learner.train_step("actor", micro_batches)
+        return metrics
+
     def _micro_batches(self, groups: list[tuple[Group, list[Sample]]]) -> list[MicroBatch]:
-        pairs = split_in_micro_batches(
-            [group for group, _ in groups],
+        return [[groups[g][1][i] for g, i in batch] for batch in self._split([group for group, _ in groups])]
+
+    def _split(self, groups: list[Group]) -> list[list[tuple[int, int]]]:
+        """Micro-batches of (group index, response index)."""
+        return split_in_micro_batches(
+            groups,
             workload=self._job.workload,
             max_tokens=self._config.actor.ppo_max_token_len,
+            num_multiple=self._ctx.roles.learner.num_replicas,
         )
-        return [[groups[g][1][i] for g, i in batch] for batch in pairs]
 
-    def _with_scores(self, updates: list[list[MicroBatch]], num_passes: int) -> list[list[MicroBatch]]:
-        """Add the log-probs that the loss needs from the trainer or the reference."""
-        roles, config = self._ctx.roles, self._config
-        if config.algorithm.old_log_probs == "trainer" and num_passes > 1:
-            updates = [_filled(u, "old_log_probs", roles.trainer.log_probs(u)) for u in updates]
-        if roles.reference is not None:
-            updates = [_filled(u, "ref_log_probs", roles.reference.log_probs(u)) for u in updates]
-        return updates
+    def _scored(self, groups: list[Group], *, is_one_update: bool) -> list[list[Sample]]:
+        """Each group's samples, with what the algorithm needs from the models as they are before the first update."""
+        learner, config = self._ctx.roles.learner, self._config
+        samples = [g.samples(config.algorithm) for g in groups]
+        fields: dict[str, Role] = {}
+        # One update alone has ratios of 1, whatever the log-probs are.
+        if config.algorithm.old_log_probs == "trainer" and (not is_one_update or needs_old_log_probs(config)):
+            fields["old_log_probs"] = "actor"
+        if has_reference(config):
+            fields["ref_log_probs"] = "reference"
+        if has_critic(config):
+            fields["values"] = "critic"
+        if not fields:
+            return samples
+        pairs = self._split(groups)
+        micro_batches = [[samples[g][i] for g, i in batch] for batch in pairs]
+        found = {field: learner.score(role, micro_batches) for field, role in fields.items()}
+        for b, batch in enumerate(pairs):
+            for n, (g, i) in enumerate(batch):
+                samples[g][i] = dataclasses.replace(samples[g][i], **{f: values[b][n] for f, values in found.items()})
+        return samples
 
     async def _sampling_metrics(self, harvest: Harvest[Group]) -> dict[str, float]:
         """What was sampled in this step, over all controllers, kept or not."""
@@ -234,11 +270,8 @@ class _Controller:
         }
 
     def _state(self) -> State:
-        return {"loader": self._loader.state(), "sampler": self._sampler.state(Group.state)}
-
-
-def _filled(update: list[MicroBatch], field: str, values: list[list[Any]]) -> list[MicroBatch]:
-    return [
-        [dataclasses.replace(s, **{field: v}) for s, v in zip(batch, batch_values, strict=True)]
-        for batch, batch_values in zip(update, values, strict=True)
-    ]
+        return {
+            "loader": self._loader.state(),
+            "sampler": self._sampler.state(Group.state),
+            "kl": self._kl.state(),
+        }

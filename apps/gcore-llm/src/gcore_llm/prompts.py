@@ -1,15 +1,17 @@
 """Prompts: from the user's files or from a task, tokenized, filtered, and split into training and held-out ones."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
 from gcore_llm.config import DataConfig
 from gcore_llm.errors import UserError
+
+RowT = TypeVar("RowT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +87,15 @@ def render(value: object, tokenizer: Any, data: DataConfig, where: str) -> str:
         if data.apply_chat_template == "never" or tokenizer.chat_template is None:
             return value
         value = [{"role": "user", "content": value}]
-    if not _are_messages(value):
+    if not are_messages(value):
         raise UserError(f"{where} is {value!r:.80}: text, or a list of messages with role and content, is needed")
     if tokenizer.chat_template is None:
         raise UserError(f"{where} is a list of chat messages: the model's tokenizer has no chat template to render it")
     return tokenizer.apply_chat_template(value, add_generation_prompt=True, tokenize=False)
 
 
-def _are_messages(value: object) -> bool:
+def are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
+    """Whether ``value`` is a list of chat messages, of at least one."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -129,10 +132,7 @@ def load_files(data: DataConfig, tokenizer: Any, *, seed: int) -> PromptSets:
     kept_train, kept_val = ([p for p in ps if len(p.token_ids) <= data.max_prompt_length] for ps in (train, val))
     num_too_long = len(train) + len(val) - len(kept_train) - len(kept_val)
     if not data.val_files:
-        order = np.random.default_rng(seed).permutation(len(kept_train))
-        held_out = set(order[: min(data.val_size, len(kept_train) // 10)].tolist())
-        kept_val = [kept_train[i] for i in sorted(held_out)]
-        kept_train = [p for i, p in enumerate(kept_train) if i not in held_out]
+        kept_train, kept_val = hold_out(kept_train, size=data.val_size, seed=seed)
     if not kept_train:
         shortest = min((len(p.token_ids) for p in train), default=0)
         raise UserError(
@@ -140,3 +140,10 @@ def load_files(data: DataConfig, tokenizer: Any, *, seed: int) -> PromptSets:
             f"the shortest has {shortest} tokens"
         )
     return PromptSets(train=kept_train, val=kept_val, num_too_long=num_too_long)
+
+
+def hold_out(rows: Sequence[RowT], *, size: int, seed: int) -> tuple[list[RowT], list[RowT]]:
+    """The rows to train on, and ``size`` others drawn by ``seed``, but never more than a tenth; both in their order."""
+    order = np.random.default_rng(seed).permutation(len(rows))
+    held_out = set(order[: min(size, len(rows) // 10)].tolist())
+    return [r for i, r in enumerate(rows) if i not in held_out], [rows[i] for i in sorted(held_out)]

@@ -1,18 +1,16 @@
 """The role services of one run, built from its config."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.errors import UserError
+from gcore_llm.exchange import sample_flops, workload_of
+from gcore_llm.learner import Learner, LocalLearner
 from gcore_rollout import Engine
 from gcore_rollout.rewards import MathVerifyReward, ReasoningGymReward, RewardFunction, load_reward
-
-if TYPE_CHECKING:
-    from gcore_trainer.packed_model import PackedModel
-    from gcore_trainer.torch_trainer import TorchTrainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +26,7 @@ class Sampler:
 class Roles(Sampler):
     """Handles that every controller holds."""
 
-    trainer: "TorchTrainer"
-    reference: "PackedModel | None"
-    """Scores under the initial policy; only where the loss has a KL term."""
+    learner: Learner
 
 
 def check_model(path: Path) -> None:
@@ -122,25 +118,19 @@ def build_engine(config: TrainConfig, model: Path, tokenizer: Any) -> Engine:
     )
 
 
-def build_packed_model(config: TrainConfig, model: Path) -> "PackedModel":
-    """The policy as the trainer runs it."""
-    import torch
+def build_learner(config: TrainConfig, model: Path, checkpoints: Path) -> Learner:
+    """The models in training: in this process, or on ranks of their own."""
+    if config.trainer.num_processes == 1 and config.trainer.backend == "torch":
+        return LocalLearner(config, model, checkpoints)
+    from gcore_llm.learner_ranks import RankedLearner
 
-    from gcore_trainer.packed_model import PackedModel
-
-    return PackedModel.from_pretrained(
-        model, dtype=getattr(torch, config.dtype), device=config.device, temperature=config.rollout.temperature
-    )
+    workload = workload_of(model)
+    return RankedLearner(config, model, checkpoints, cost_of=lambda batch: sample_flops(workload, batch))
 
 
-def build_roles(config: TrainConfig, model: Path, tokenizer: Any, reward: RewardFunction) -> Roles:
+def build_roles(config: TrainConfig, model: Path, checkpoints: Path, tokenizer: Any, reward: RewardFunction) -> Roles:
     """Load the model for every role that needs it."""
-    from gcore_trainer.objectives import PolicyObjective
-    from gcore_trainer.torch_trainer import TorchTrainer
-
     # vLLM sets process-wide state as it starts, so it comes first.
     policy = build_engine(config, model, tokenizer)
-    loss = replace(config.actor.loss, max_response_length=config.data.max_response_length)
-    trainer = TorchTrainer(build_packed_model(config, model), optimizer=config.actor.optim, objective=PolicyObjective(loss))
-    reference = build_packed_model(config, model) if loss.kl_loss_coef else None
-    return Roles(policy=policy, reward=reward, trainer=trainer, reference=reference, tokenizer=tokenizer)
+    learner = build_learner(config, model, checkpoints)
+    return Roles(policy=policy, reward=reward, learner=learner, tokenizer=tokenizer)

@@ -10,16 +10,20 @@ from typing import Any, TextIO
 from gcore_ckpt import Checkpointer
 from gcore_llm.config import TrainConfig
 from gcore_llm.errors import UserError
-from gcore_llm.settings import differences, merge, read_toml, to_toml
+from gcore_llm.settings import ConfigT, RunConfig, differences, merge, read_toml, to_toml
 
 _MAY_CHANGE = (
     "trainer.total_training_steps",
+    "trainer.total_epochs",
     "trainer.save_freq",
     "trainer.test_freq",
     "trainer.max_ckpt_to_keep",
     "resume",
     "threads",
     "device",
+    "trainer.backend",
+    "trainer.num_processes",
+    "trainer.parallel",
 )
 """Settings that a resumed run may be given anew."""
 
@@ -54,7 +58,21 @@ class RunFolder:
         return folder
 
     def load_config(self) -> TrainConfig:
-        return merge(TrainConfig(), read_toml(self.config), source=str(self.config))
+        """The settings of a run of `gcore-llm train`; see `load_config_of`."""
+        return self.load_config_of(TrainConfig)
+
+    def load_config_of(self, kind: type[ConfigT]) -> ConfigT:
+        """The settings of a run, of the class that its command has.
+
+        Raises:
+            UserError: another command made the run.
+        """
+        values = read_toml(self.config)
+        base = kind()
+        made_by, wanted = values.get("command", "train"), getattr(base, "command", "train")
+        if made_by != wanted:
+            raise UserError(f"{self.path} is a run of gcore-llm {made_by}: one of gcore-llm {wanted} is needed")
+        return merge(base, values, source=str(self.config))
 
     def lock(self) -> None:
         """Keep every other process from writing this run; freed when this one ends, however it ends.
@@ -71,7 +89,7 @@ class RunFolder:
         self._lock = lock
 
 
-def open_run(config: TrainConfig) -> RunFolder:
+def open_run(config: RunConfig) -> RunFolder:
     """The folder for this config, locked: that of the run it resumes, or a new one.
 
     Raises:
@@ -85,7 +103,7 @@ def open_run(config: TrainConfig) -> RunFolder:
             folder = RunFolder(Path(config.runs_dir) / f"{config.name}-{number}")
     folder.lock()
     if folder.config.is_file() and (folder.model.is_dir() or Checkpointer(folder.checkpoints).steps()):
-        changed = [d for d in differences(folder.load_config(), config) if not d.startswith(_MAY_CHANGE)]
+        changed = [d for d in differences(folder.load_config_of(type(config)), config) if not d.startswith(_MAY_CHANGE)]
         if changed:
             raise UserError(
                 f"{folder.path} was begun with other settings ({'; '.join(changed)}): "

@@ -1,4 +1,4 @@
-"""From TOML and command line to a checked `TrainConfig`, and back."""
+"""From TOML and command line to a command's checked settings, and back."""
 
 import dataclasses
 import difflib
@@ -6,16 +6,35 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
-from gcore_llm.config import TrainConfig
 from gcore_llm.errors import UserError
 
 
-def merge(base: TrainConfig, overrides: Mapping[str, Any], *, source: str) -> TrainConfig:
+class RunConfig(Protocol):
+    """What the settings of every command that makes a run have in common. They are a frozen dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def runs_dir(self) -> str: ...
+    @property
+    def resume(self) -> str: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+
+
+ConfigT = TypeVar("ConfigT", bound=RunConfig)
+
+
+def merge(base: ConfigT, overrides: Mapping[str, Any], *, source: str) -> ConfigT:
     """``base`` with nested ``overrides`` on top.
 
     Raises:
@@ -24,7 +43,7 @@ def merge(base: TrainConfig, overrides: Mapping[str, Any], *, source: str) -> Tr
     values = dataclasses.asdict(base)
     _merge_known(values, overrides, prefix="", source=source)
     try:
-        return TypeAdapter(TrainConfig).validate_python(values)
+        return TypeAdapter(type(base)).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
@@ -59,7 +78,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"config is {path}: not TOML: {error}") from None
 
 
-def to_toml(config: TrainConfig) -> str:
+def to_toml(config: RunConfig) -> str:
     """Every field, resolved; unset ones (None) are left out."""
     return tomli_w.dumps(_without_none(dataclasses.asdict(config)))
 
@@ -72,7 +91,7 @@ def _without_none(value: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def resolve(config: TrainConfig) -> TrainConfig:
+def resolve(config: ConfigT) -> ConfigT:
     """Replace what depends on the machine (threads, device) by what this machine gives."""
     import torch
 
@@ -88,7 +107,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, threads=config.threads or len(os.sched_getaffinity(0)), device=device)
 
 
-def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
+def differences(old: RunConfig, new: RunConfig) -> list[str]:
     """Fields that differ, as ``name: old -> new``."""
     a, b = (dict(_flat(dataclasses.asdict(c), "")) for c in (old, new))
     return [

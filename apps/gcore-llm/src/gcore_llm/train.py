@@ -3,7 +3,7 @@
 import asyncio
 import math
 import shutil
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from gcore_ckpt import Checkpointer
 from gcore_controller import run_inline
 from gcore_llm.config import TrainConfig
 from gcore_llm.display import Display
-from gcore_llm.errors import UserError
+from gcore_llm.errors import RankError, UserError
 from gcore_llm.evaluate import Evaluation
 from gcore_llm.exchange import workload_of
 from gcore_llm.interrupt import Interrupt
@@ -110,23 +110,22 @@ def _train(
     runner: asyncio.Runner,
     display: Display,
 ) -> None:
-    with Checkpointer(run.checkpoints, keep=config.trainer.max_ckpt_to_keep) as checkpointer:
-        saved = checkpointer.load() if checkpointer.steps() else None
-        first_step: int = saved["step"] if saved else 0
-        total = config.trainer.total_training_steps
-        if first_step >= total and run.export.is_dir():
-            display.say(f"complete: {first_step} steps are done, more need a higher trainer.total_training_steps")
-            return
-        if saved:
-            display.say(f"resuming after step {first_step} of {total}")
-        shutil.rmtree(run.export, ignore_errors=True)
-        roles = build_roles(config, model, tokenizer, reward)
-        if saved:
-            roles.trainer.load_state(saved["trainer"])
+    steps = Checkpointer(run.checkpoints).steps()
+    first_step = steps[-1] if steps else 0
+    total = config.trainer.total_training_steps
+    if first_step >= total and run.export.is_dir():
+        display.say(f"complete: {first_step} steps are done, more need a higher trainer.total_training_steps")
+        return
+    if first_step:
+        display.say(f"resuming after step {first_step} of {total}")
+    shutil.rmtree(run.export, ignore_errors=True)
+    roles = build_roles(config, model, run.checkpoints, tokenizer, reward)
+    with closing(roles.learner):
+        saved = roles.learner.load() if first_step else None
         display.phase("training", total=total, done=first_step)
         with MetricsWriter(run, last_step=first_step, tensorboard=config.trainer.tensorboard) as writer:
             interrupt = Interrupt()
-            recorder = _Recorder(config, run, roles, checkpointer, writer, display, interrupt)
+            recorder = _Recorder(config, run, roles, writer, display, interrupt)
             job = Job(
                 config=config,
                 prompts=prompts,
@@ -139,12 +138,12 @@ def _train(
             try:
                 runner.run(_run(job, roles, interrupt))
             except BaseException as error:
-                recorder.save_last()
+                if not isinstance(error, RankError):
+                    recorder.save_last()
                 if isinstance(error, asyncio.CancelledError):
                     raise KeyboardInterrupt from None
                 raise
-        checkpointer.wait()
-    write_atomically(run.export, lambda path: _export(roles, path))
+        write_atomically(run.export, lambda path: _export(roles, path))
 
 
 def _is_evaluated(config: TrainConfig, run: RunFolder, step: int) -> bool:
@@ -155,7 +154,7 @@ def _is_evaluated(config: TrainConfig, run: RunFolder, step: int) -> bool:
 
 async def _run(job: Job, roles: Roles, interrupt: Interrupt) -> None:
     if job.first_step:
-        await roles.policy.update_weights(roles.trainer.export_weights(), version=job.first_step)
+        await roles.policy.update_weights(roles.learner.export_weights(), version=job.first_step)
     main = asyncio.current_task()
     assert main is not None
     try:
@@ -166,7 +165,7 @@ async def _run(job: Job, roles: Roles, interrupt: Interrupt) -> None:
 
 
 def _export(roles: Roles, path: Path) -> None:
-    roles.trainer.save_pretrained(path)
+    roles.learner.save_pretrained(path)
     roles.tokenizer.save_pretrained(path)
 
 
@@ -178,7 +177,6 @@ class _Recorder:
         config: TrainConfig,
         run: RunFolder,
         roles: Roles,
-        checkpointer: Checkpointer,
         writer: MetricsWriter,
         display: Display,
         interrupt: Interrupt,
@@ -186,7 +184,6 @@ class _Recorder:
         self._config = config
         self._run = run
         self._roles = roles
-        self._checkpointer = checkpointer
         self._writer = writer
         self._display = display
         self._interrupt = interrupt
@@ -208,18 +205,17 @@ class _Recorder:
             self._display.say(f"step {step}: the gradient is not finite, the update was skipped")
 
     def reached(self, step: int, controllers: list[State]) -> None:
-        self._unsaved = (step, self._roles.trainer.step, controllers)
+        self._unsaved = (step, self._roles.learner.step, controllers)
         if step % self._config.trainer.save_freq == 0 or step == self._config.trainer.total_training_steps:
             self.save_last()
 
     def save_last(self) -> None:
         """Checkpoint the last finished step, unless the policy has moved on since."""
-        if self._unsaved is None or self._unsaved[1] != self._roles.trainer.step:
+        if self._unsaved is None or self._unsaved[1] != self._roles.learner.step:
             return
         step, _, controllers = self._unsaved
         self._unsaved = None
-        state = {"step": step, "trainer": self._roles.trainer.state(), "controllers": controllers}
-        self._checkpointer.save(step, state)
+        self._roles.learner.save(step, {"step": step, "controllers": controllers})
 
 
 def _finish(run: RunFolder) -> Result:

@@ -11,11 +11,12 @@ from gcore_llm.display import Display
 from gcore_llm.errors import UserError
 from gcore_llm.evaluate import evaluate
 from gcore_llm.prompts import PromptSets
-from gcore_llm.roles import Sampler, build_engine, build_packed_model, build_reward
+from gcore_llm.roles import Sampler, build_engine, build_reward
 from gcore_llm.run_folder import RunFolder, append_json, write_atomically, write_jsonl
 from gcore_llm.tasks import WORKED_EXAMPLES
 from gcore_trainer import OptimizerConfig, Sample
 from gcore_trainer.objectives import SFTObjective
+from gcore_trainer.packed_model import PackedModel
 from gcore_trainer.torch_trainer import TorchTrainer
 
 
@@ -36,7 +37,8 @@ async def warm_up(
     worked = WORKED_EXAMPLES[config.task.name]
     samples = [_example(tokenizer, p.token_ids, worked(p.row)) for p in prompts.train]
     optimizer = OptimizerConfig(lr=config.warmup.lr, betas=(0.9, 0.95), lr_warmup_steps=50)
-    trainer = TorchTrainer(build_packed_model(config, initial), optimizer=optimizer, objective=SFTObjective())
+    packed = PackedModel.from_pretrained(initial, device=config.device, temperature=config.rollout.temperature)
+    trainer = TorchTrainer(packed, optimizer=optimizer, objective=SFTObjective())
     sampler = Sampler(policy=build_engine(config, initial, tokenizer), reward=build_reward(config), tokenizer=tokenizer)
     write_jsonl(run.warmup, [])
     display.phase("warm-up (supervised)", total=config.warmup.max_steps)

@@ -5,7 +5,7 @@ dimension.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,6 +20,36 @@ _UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "indices", "block
 """What models hand to their attention that changes its result, and that is not computed here."""
 
 
+class AttentionPlan(Protocol):
+    """How the tokens of a packed row attend to each other; made once a micro-batch, used by every layer."""
+
+    num_calls: int
+    """Attention layers served so far."""
+
+    def attend(
+        self,
+        query_1HTD: torch.Tensor,
+        key_1KTD: torch.Tensor,
+        value_1KTD: torch.Tensor,
+        *,
+        scale: float | None,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        """Attention output [1, T, H, D] of the T tokens that this process holds.
+
+        Args:
+            query_1HTD: with rotary embeddings applied, as the keys.
+            key_1KTD: K divides H.
+            value_1KTD: of the keys' tokens.
+            scale: of the scores; None: 1 / sqrt(D).
+            sliding_window: of the layer, in tokens; None: none.
+
+        Raises:
+            BatchError: a sequence is longer than the sliding window.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class _BucketOnDevice:
     query_index: torch.Tensor
@@ -29,8 +59,8 @@ class _BucketOnDevice:
     """[S, 1, Lq, Lk], 0 or -inf; None: causal."""
 
 
-class PackedPlan:
-    """A `PackedBatch`'s attention, on the model's device; made once a micro-batch, used by every layer."""
+class PackedPlan(AttentionPlan):
+    """The attention of a `PackedBatch` whose row one process holds."""
 
     def __init__(self, batch: PackedBatch, *, device: torch.device, dtype: torch.dtype) -> None:
         self._unpack_index = torch.from_numpy(batch.unpack_index).to(device)
@@ -43,9 +73,8 @@ class PackedPlan:
             )
             for bucket in batch.buckets
         ]
-        self._longest = int(batch.positions.max()) + 1
+        self._longest = longest_sequence(batch)
         self.num_calls = 0
-        """Attention layers served so far."""
 
     def attend(
         self,
@@ -56,13 +85,8 @@ class PackedPlan:
         scale: float | None,
         sliding_window: int | None,
     ) -> torch.Tensor:
-        """Attention output [1, T, H, D]."""
         self.num_calls += 1
-        if sliding_window is not None and sliding_window < self._longest:
-            raise BatchError(
-                f"a sequence of {self._longest} tokens exceeds the model's sliding_window of {sliding_window}: "
-                "packed training covers sequences up to the window"
-            )
+        check_sliding_window(sliding_window, self._longest)
         q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
         outputs: list[torch.Tensor] = []
         for bucket in self._buckets:
@@ -81,6 +105,24 @@ class PackedPlan:
             )
             outputs.append(out_SHQD.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).index_select(0, self._unpack_index)[None]
+
+
+def longest_sequence(batch: PackedBatch) -> int:
+    """Tokens of the longest prompt and response, less the response's last, which is no input."""
+    return int(batch.positions[batch.predict_index].max()) + 1
+
+
+def check_sliding_window(sliding_window: int | None, longest: int) -> None:
+    """Refuse a window that would hide tokens of the longest sequence.
+
+    Raises:
+        BatchError: the window is shorter.
+    """
+    if sliding_window is not None and sliding_window < longest:
+        raise BatchError(
+            f"a sequence of {longest} tokens exceeds the model's sliding_window of {sliding_window}: "
+            "packed training covers sequences up to the window"
+        )
 
 
 def _branch_mask(bucket: Bucket, *, device: torch.device, dtype: torch.dtype) -> torch.Tensor | None:
@@ -103,7 +145,7 @@ def _forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,  # noqa: ARG001 - transformers' signature
     *,
-    packed: PackedPlan,
+    packed: AttentionPlan,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **others: Any,

@@ -3,13 +3,18 @@
 A micro-batch becomes one row of T tokens, made of segments. A *causal* segment starts from nothing: a prompt, or a
 prompt with its only response. A *branch* segment is one of several responses to a prompt: its tokens see the prompt's
 and their own predecessors. A response's last token predicts nothing, so it is never an input.
+
+Where the row is divided among ranks, its length must be a multiple of something: padding tokens, of id 0, then stand
+behind the real ones of a causal segment or make up a last segment of their own, so that no real token sees them.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gcore_trainer.errors import ConfigError
 from gcore_trainer.types import Sample
 
 
@@ -33,7 +38,9 @@ class PackedBatch:
     input_ids: NDArray[np.int64]
     """[T]."""
     positions: NDArray[np.int64]
-    """[T] place of each token in its own sequence."""
+    """[T] place of each token in its own sequence; padding at the end of a segment repeats the last."""
+    segment_lengths: NDArray[np.int64]
+    """Of all segments, in the row's order and with their padding; they sum to T."""
     buckets: list[Bucket]
     unpack_index: NDArray[np.int64]
     """[T] where each token's attention output stands among the flattened rectangles of all buckets."""
@@ -50,15 +57,30 @@ class _Segment:
     start: int
     length: int
     parent: "_Segment | None" = None
+    num_padding: int = 0
+    """Tokens of the length that are padding, at its end."""
 
 
-def pack(samples: list[Sample], *, share_prefix: bool = True) -> PackedBatch:
+def pack(
+    samples: list[Sample], *, share_prefix: bool = True, multiple_of: int = 1, segment_multiple_of: int = 1
+) -> PackedBatch:
     """Pack one micro-batch.
 
     Args:
         samples: at least one.
         share_prefix: compute equal prompts once.
+        multiple_of: pad the row so that T is a multiple of it.
+        segment_multiple_of: pad every segment so that its length is a multiple of it.
+
+    Raises:
+        ConfigError: a multiple is below 1, or segments are to be padded where they share prompts: the padding of a
+            prompt would stand between it and its responses.
     """
+    for name, value in (("multiple_of", multiple_of), ("segment_multiple_of", segment_multiple_of)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}: 1 or more is needed")
+    if share_prefix and segment_multiple_of > 1:
+        raise ConfigError(f"segment_multiple_of is {segment_multiple_of} with share_prefix=True: False is needed")
     by_prompt: dict[bytes, list[int]] = {}
     for i, sample in enumerate(samples):
         key = sample.prompt_ids.tobytes() if share_prefix else i.to_bytes(8, "little")
@@ -77,10 +99,11 @@ def pack(samples: list[Sample], *, share_prefix: bool = True) -> PackedBatch:
         if len(members) == 1:
             [i] = members
             inputs = samples[i].response_ids[:-1]
-            pieces.append(inputs)
+            num_padding = -(prompt.size + inputs.size) % segment_multiple_of
+            pieces += [inputs, np.zeros(num_padding, np.int64)]
             begins[i] = total + prompt.size
-            segments.append(_Segment(total, prompt.size + inputs.size))
-            total += prompt.size + inputs.size
+            segments.append(_Segment(total, prompt.size + inputs.size + num_padding, num_padding=num_padding))
+            total += segments[-1].length
             continue
         root = _Segment(total, prompt.size)
         segments.append(root)
@@ -92,9 +115,14 @@ def pack(samples: list[Sample], *, share_prefix: bool = True) -> PackedBatch:
                 pieces.append(inputs)
                 segments.append(_Segment(total, inputs.size, root))
                 total += inputs.size
+    if num_padding := -total % math.lcm(multiple_of, segment_multiple_of):
+        pieces.append(np.zeros(num_padding, np.int64))
+        segments.append(_Segment(total, num_padding))
+        total += num_padding
 
     starts, lengths = _bounds(segments)
     first_positions = np.array([s.parent.length if s.parent else 0 for s in segments])
+    last_positions = first_positions + lengths - 1 - np.array([s.num_padding for s in segments])
     response_lengths = np.array([s.response_ids.size for s in samples])
     ends = np.cumsum(response_lengths)
     places = np.repeat(begins - 1 - (ends - response_lengths), response_lengths) + np.arange(ends[-1])
@@ -103,7 +131,10 @@ def pack(samples: list[Sample], *, share_prefix: bool = True) -> PackedBatch:
     buckets, unpack_index = _bucketed(segments, total)
     return PackedBatch(
         input_ids=np.concatenate(pieces),
-        positions=np.arange(total) - np.repeat(starts - first_positions, lengths),
+        positions=np.minimum(
+            np.arange(total) - np.repeat(starts - first_positions, lengths), np.repeat(last_positions, lengths)
+        ),
+        segment_lengths=lengths,
         buckets=buckets,
         unpack_index=unpack_index,
         predict_index=predict_index,

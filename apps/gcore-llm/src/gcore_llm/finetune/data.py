@@ -1,0 +1,218 @@
+"""Rows, from files or from a task: read, checked, tokenized, filtered, and split into training and held-out ones."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from gcore_llm.errors import UserError
+from gcore_llm.finetune.config import FineTuneConfig, RewardModelRunConfig, RowsConfig
+from gcore_llm.finetune.tokens import Encoder, Messages, Tokens
+from gcore_llm.prompts import are_messages, hold_out, read_rows
+from gcore_placement import TransformerWorkload, micro_batches
+from gcore_trainer import MicroBatch, Sample
+from gcore_trainer.preference_objectives import scored_at_end
+
+Example = list[Sample]
+"""What a row gives: one sample, or a chosen and a rejected one behind the same prompt."""
+Row = tuple[Mapping[str, Any], str]
+"""Columns, and where they are from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleSets:
+    """What a run trains on and what it is judged by."""
+
+    train: list[Example]
+    val: list[Example]
+    notices: list[str]
+    """What was left out, and why."""
+
+    @property
+    def digest(self) -> str:
+        """Of the training tokens: a resumed run must have the same."""
+        hashed = blake2b(digest_size=16)
+        for sample in (s for example in self.train for s in example):
+            for array in (sample.prompt_ids, sample.response_ids, sample.mask):
+                hashed.update(array.size.to_bytes(8, "little") + array.tobytes())
+        return hashed.hexdigest()
+
+
+def load_examples(config: FineTuneConfig, encoder: Encoder, rows: tuple[list[Row], list[Row]] | None) -> ExampleSets:
+    """The examples of data.train-files and data.val-files, or of ``rows``, a task's training and held-out ones.
+
+    Raises:
+        UserError: see `read_rows`, `sft_tokens` and `pair_tokens`; or nothing is left to train on.
+    """
+    data = config.data
+    train_rows, val_rows = rows or (_read(data.train_files), _read(data.val_files))
+    encode = _pair if config.rows_are_pairs else _single
+    counts = {"too long": 0, "equal": 0}
+    train, val = (_kept((encode(encoder, row) for row in part), data, counts) for part in (train_rows, val_rows))
+    if not train:
+        raise UserError(
+            f"no row is left to train on: {counts['too long']} are longer than data.max_length={data.max_length} tokens"
+            + (f", in {counts['equal']} chosen and rejected are equal" if counts["equal"] else "")
+        )
+    if not rows and not data.val_files:
+        train, val = hold_out(train, size=data.val_size, seed=data.shuffle_seed)
+    notices: list[str] = []
+    if counts["too long"]:
+        notices.append(f"left out {counts['too long']} rows longer than {data.max_length} tokens")
+    if counts["equal"]:
+        notices.append(f"left out {counts['equal']} rows whose chosen and rejected answers are equal")
+    prepare = _scored if isinstance(config, RewardModelRunConfig) else _learned
+    return ExampleSets(train=[prepare(t) for t in train], val=[prepare(t) for t in val], notices=notices)
+
+
+def _read(paths: Sequence[str]) -> list[Row]:
+    return [(row, f"{path}: row {n}") for path in paths for n, row in enumerate(read_rows(path), 1)]
+
+
+def _kept(rows: Iterable[tuple[Tokens, ...]], data: RowsConfig, counts: dict[str, int]) -> list[tuple[Tokens, ...]]:
+    kept: list[tuple[Tokens, ...]] = []
+    for sides in rows:
+        if max(side.ids.size for side in sides) > data.max_length:
+            counts["too long"] += 1
+        elif len(sides) == 2 and np.array_equal(sides[0].ids, sides[1].ids):
+            counts["equal"] += 1
+        else:
+            kept.append(sides)
+    return kept
+
+
+def _single(encoder: Encoder, row: Row) -> tuple[Tokens, ...]:
+    return (sft_tokens(encoder, *row),)
+
+
+def _pair(encoder: Encoder, row: Row) -> tuple[Tokens, ...]:
+    return pair_tokens(encoder, *row)
+
+
+def sft_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> Tokens:
+    """A row to imitate: ``messages``, or ``prompt`` and ``completion`` (text or messages each), or ``text``.
+
+    Raises:
+        UserError: other columns, or other things in them.
+    """
+    given = {key for key in ("messages", "prompt", "completion", "text") if row.get(key) is not None}
+    if given == {"messages"}:
+        return encoder.conversation(_messages(row, "messages", where), where)
+    if given == {"prompt", "completion"}:
+        return _answered(encoder, row, "completion", where)
+    if given == {"text"}:
+        return encoder.text(_text(row, "text", where), where)
+    raise UserError(
+        f"{where} has the columns {', '.join(row) or 'none'}: messages, or prompt and completion, or text, is needed"
+    )
+
+
+def pair_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> tuple[Tokens, Tokens]:
+    """A ``chosen`` and a ``rejected`` answer to ``prompt``, text or messages each; without one, to what they share.
+
+    Raises:
+        UserError: other columns, or other things in them.
+    """
+    for key in ("chosen", "rejected"):
+        if row.get(key) is None:
+            raise UserError(
+                f"{where} has the columns {', '.join(row) or 'none'}: chosen and rejected, and prompt where they are "
+                "not whole conversations, are needed"
+            )
+    chosen, rejected = row["chosen"], row["rejected"]
+    if are_messages(chosen) and are_messages(rejected):
+        num_shared = _num_shared(chosen, rejected)
+        # Some data sets repeat as text, in `prompt`, what their conversations begin with.
+        if num_shared and not are_messages(row.get("prompt")):
+            num_given = min(num_shared, len(chosen) - 1, len(rejected) - 1)
+            return (
+                encoder.conversation(chosen, f"{where}, chosen", num_given=num_given),
+                encoder.conversation(rejected, f"{where}, rejected", num_given=num_given),
+            )
+    if row.get("prompt") is None:
+        return (
+            encoder.text(_text(row, "chosen", where), f"{where}, chosen"),
+            encoder.text(_text(row, "rejected", where), f"{where}, rejected"),
+        )
+    return _answered(encoder, row, "chosen", where), _answered(encoder, row, "rejected", where)
+
+
+def _num_shared(a: Messages, b: Messages) -> int:
+    """Messages that two conversations begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _answered(encoder: Encoder, row: Mapping[str, Any], key: str, where: str) -> Tokens:
+    """The prompt with the answer in column ``key``, of which the answer is to be learned."""
+    prompt, answer = row["prompt"], row[key]
+    if isinstance(prompt, str) and isinstance(answer, str) and not encoder.makes_messages:
+        return encoder.completion(prompt, answer, where)
+    messages: list[dict[str, Any]] = []
+    for name, value, role in (("prompt", prompt, "user"), (key, answer, "assistant")):
+        if value == "":
+            raise UserError(f"{where} has an empty {name}")
+        messages += [{"role": role, "content": value}] if isinstance(value, str) else _messages(row, name, where)
+    return encoder.conversation(messages, f"{where}, {key}", num_given=1 if isinstance(prompt, str) else len(prompt))
+
+
+def _messages(row: Mapping[str, Any], key: str, where: str) -> Messages:
+    if not are_messages(row[key]):
+        text = "" if key == "messages" else "text, or "
+        raise UserError(
+            f"{where}: {key} is {row[key]!r:.80}: {text}a list of messages with role and content, is needed"
+        )
+    return row[key]
+
+
+def _text(row: Mapping[str, Any], key: str, where: str) -> str:
+    if not isinstance(row[key], str):
+        accepted = "text" if key == "text" else "text behind a prompt, or conversations that begin alike,"
+        raise UserError(f"{where}: {key} is {row[key]!r:.80}: {accepted} is needed")
+    return row[key]
+
+
+def _learned(sides: tuple[Tokens, ...]) -> Example:
+    """Samples behind one prompt, all tokens before the first to be learned, up to the last one to be learned."""
+    num_given = max(1, min(_num_equal(sides), *(side.num_given for side in sides)))
+    return [
+        Sample(
+            prompt_ids=side.ids[:num_given],
+            response_ids=side.ids[num_given : side.end],
+            response_mask=side.mask[num_given : side.end],
+        )
+        for side in sides
+    ]
+
+
+def _scored(sides: tuple[Tokens, ...]) -> Example:
+    """Samples behind all that the sides share, scored at their last token."""
+    num_shared = max(1, _num_equal(sides))
+    return [
+        scored_at_end(Sample(prompt_ids=side.ids[:num_shared], response_ids=side.ids[num_shared:])) for side in sides
+    ]
+
+
+def _num_equal(sides: tuple[Tokens, ...]) -> int:
+    """Tokens that the sides begin with alike, at most all but the last."""
+    length = min(side.ids.size for side in sides) - 1
+    differs = np.any([side.ids[:length] != sides[0].ids[:length] for side in sides], axis=0)
+    return int(differs.argmax()) if differs.any() else length
+
+
+def num_computed(example: Example) -> int:
+    """Tokens that an example takes in a micro-batch: its prompt once, and no response's last token."""
+    return example[0].prompt_ids.size + sum(sample.response_ids.size - 1 for sample in example)
+
+
+def in_micro_batches(
+    examples: Sequence[Example], *, workload: TransformerWorkload, max_tokens: int
+) -> list[MicroBatch]:
+    """Micro-batches of whole examples within ``max_tokens`` computed tokens, of about even work."""
+    tokens = [num_computed(example) for example in examples]
+    costs = [
+        float(workload.group_flops(e[0].prompt_ids.size, np.array([s.response_ids.size for s in e]))) for e in examples
+    ]
+    parts = micro_batches(tokens, max_tokens=max_tokens, costs=costs)
+    return [[sample for i in part.tolist() for sample in examples[i]] for part in parts]

@@ -1,0 +1,92 @@
+"""What the commands learn from without data: a task's worked examples, and wrong answers beside the right ones."""
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gcore_llm.config import DataConfig
+from gcore_llm.display import Display
+from gcore_llm.finetune.config import FineTuneConfig, PairsConfig
+from gcore_llm.finetune.data import Row
+from gcore_llm.prompts import Prompt
+from gcore_llm.run_folder import RunFolder, append_json, write_atomically, write_jsonl
+from gcore_llm.tasks import WORKED_EXAMPLES, load_task
+from gcore_llm.tiny_model import make_tiny_model
+from gcore_llm.warmup import require_worked_examples
+from gcore_trainer import OptimizerConfig, Sample
+
+_WARMUP_BATCH_SIZE = 64
+_WARMUP_TEST_FREQ = 25
+
+
+def task_rows(config: FineTuneConfig, tokenizer: Any) -> tuple[list[Row], list[Row]]:
+    """A task's training and held-out problems with their worked answers, beside wrong ones where pairs are wanted.
+
+    Raises:
+        UserError: there are no worked answers to the task, or see `load_task`.
+    """
+    require_worked_examples(config.task.name)
+    prompts = load_task(config.task, DataConfig(max_prompt_length=config.data.max_length), tokenizer, seed=config.seed)
+    rng = np.random.default_rng(config.seed)
+    train, val = ([_row(config, prompt, rng) for prompt in part] for part in (prompts.train, prompts.val))
+    return train, val
+
+
+def _row(config: FineTuneConfig, prompt: Prompt, rng: np.random.Generator) -> Row:
+    answer = WORKED_EXAMPLES[config.task.name](prompt.row)
+    if not config.rows_are_pairs:
+        return {"prompt": prompt.text, "completion": answer}, f"task {config.task.name}"
+    return {"prompt": prompt.text, "chosen": answer, "rejected": _miscounted(answer, rng)}, f"task {config.task.name}"
+
+
+def _miscounted(answer: str, rng: np.random.Generator) -> str:
+    """The answer with its last number up to nine too high or too low."""
+    error = int(rng.integers(1, 10)) * int(rng.choice([-1, 1]))
+    return re.sub(r"-?\d+$", lambda last: str(int(last[0]) + error), answer)
+
+
+def make_model(config: FineTuneConfig, run: RunFolder, tokenizer: Any, rows: Sequence[Row], display: Display) -> None:
+    """Make ``run.model``, a tiny model; for pairs it is trained on the chosen answers first."""
+    steps = config.warmup_steps if isinstance(config, PairsConfig) else 0
+    if not steps:
+        write_atomically(run.model, lambda path: make_tiny_model(path, seed=config.seed))
+        return
+    from gcore_trainer.objectives import SFTObjective
+    from gcore_trainer.packed_model import PackedModel
+    from gcore_trainer.torch_trainer import TorchTrainer
+
+    initial = run.path / "initial-model"
+    write_atomically(initial, lambda path: make_tiny_model(path, seed=config.seed))
+    trainer = TorchTrainer(
+        PackedModel.from_pretrained(initial, device=config.device),
+        optimizer=OptimizerConfig(lr=2e-3, betas=(0.9, 0.95), lr_warmup_steps=20),
+        objective=SFTObjective(),
+    )
+    samples = [_sample(tokenizer, row["prompt"], row["chosen"]) for row, _ in rows]
+    write_jsonl(run.warmup, [])
+    display.phase("warm-up (supervised)", total=steps)
+    order = np.random.default_rng(config.seed)
+    for step in range(1, steps + 1):
+        batch = [samples[i] for i in order.integers(0, len(samples), _WARMUP_BATCH_SIZE)]
+        metrics = trainer.train_step([batch])
+        display.progressed(step, [("loss", f"{metrics['sft/loss']:.3f}")])
+        if step % _WARMUP_TEST_FREQ == 0 or step == steps:
+            append_json(run.warmup, {"step": step, "sft/loss": metrics["sft/loss"]})
+
+    def write(path: Path) -> None:
+        trainer.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+
+    write_atomically(run.model, write)
+    shutil.rmtree(initial)
+
+
+def _sample(tokenizer: Any, prompt: str, answer: str) -> Sample:
+    return Sample(
+        prompt_ids=np.array(tokenizer(prompt)["input_ids"]),
+        response_ids=np.array([*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]),
+    )

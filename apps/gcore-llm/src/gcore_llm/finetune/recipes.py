@@ -1,0 +1,63 @@
+"""Ready settings, as plain functions that return a config: for each command, without data and with the user's own."""
+
+from collections.abc import Callable
+
+from gcore_llm.config import TaskConfig
+from gcore_llm.finetune.config import (
+    DPORunConfig,
+    FineTuneConfig,
+    LengthConfig,
+    OptimConfig,
+    RewardModelRunConfig,
+    RowsConfig,
+    SFTRunConfig,
+)
+
+_WARMUP_STEPS = 150
+
+
+def sft_embedded() -> SFTRunConfig:
+    """Under a minute on one core: a tiny model learns from worked examples of one-digit sums."""
+    return SFTRunConfig(
+        task=_sums(),
+        threads=1,
+        data=RowsConfig(train_batch_size=64, max_length=64),
+        optim=OptimConfig(lr=2e-3, betas=(0.9, 0.95), lr_warmup_steps=20),
+        trainer=LengthConfig(total_training_steps=180),
+    )
+
+
+def reward_model_embedded() -> RewardModelRunConfig:
+    """Under a minute on one core: a tiny model learns to tell right sums from wrong ones."""
+    return RewardModelRunConfig(
+        task=_sums(),
+        threads=1,
+        warmup_steps=_WARMUP_STEPS,
+        data=RowsConfig(train_batch_size=32, max_length=64),
+        optim=OptimConfig(lr=1e-3, lr_warmup_steps=10),
+        trainer=LengthConfig(total_training_steps=120, test_freq=30),
+    )
+
+
+def dpo_embedded() -> DPORunConfig:
+    """Under a minute on one core: a tiny model learns to prefer right sums to wrong ones."""
+    return DPORunConfig(
+        task=_sums(),
+        threads=1,
+        warmup_steps=_WARMUP_STEPS,
+        data=RowsConfig(train_batch_size=32, max_length=64),
+        optim=OptimConfig(lr=2e-4, lr_warmup_steps=5),
+        trainer=LengthConfig(total_training_steps=80, test_freq=20),
+    )
+
+
+def _sums() -> TaskConfig:
+    params = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+    return TaskConfig(name="chain_sum", params=params, num_train=4000)
+
+
+FINE_TUNING_RECIPES: dict[str, dict[str, Callable[[], FineTuneConfig]]] = {
+    "sft": {"embedded": sft_embedded, "own_data": SFTRunConfig},
+    "reward-model": {"embedded": reward_model_embedded, "own_data": RewardModelRunConfig},
+    "dpo": {"embedded": dpo_embedded, "own_data": DPORunConfig},
+}

@@ -1,0 +1,170 @@
+"""From text and chat messages to token ids, and which of them are to be learned."""
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_llm.errors import UserError
+
+Messages = Sequence[dict[str, Any]]
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tokens:
+    """T tokens. They may go on behind the last one to learn, as a template does behind a turn."""
+
+    ids: NDArray[np.int64]
+    """[T]."""
+    mask: NDArray[np.bool_]
+    """[T] what the model is to write itself; at least one is."""
+
+    @property
+    def num_given(self) -> int:
+        """Tokens before the first one to learn."""
+        return int(self.mask.argmax())
+
+    @property
+    def end(self) -> int:
+        """Place behind the last token to learn."""
+        return self.mask.size - int(self.mask[::-1].argmax())
+
+
+class Encoder:
+    """Turns rows into `Tokens`. What is to be learned ends with a token that ends a response.
+
+    Args:
+        tokenizer: of the model.
+        eos_token_ids: tokens that end a response.
+        apply_chat_template: make messages of a prompt and its answer given as text, where there is a template.
+
+    Raises:
+        UserError: the tokenizer cannot say where in the text its tokens stand.
+    """
+
+    def __init__(self, tokenizer: Any, *, eos_token_ids: Collection[int], apply_chat_template: bool) -> None:
+        if not tokenizer.is_fast:
+            raise UserError(
+                f"the model's tokenizer is {type(tokenizer).__name__}: one with tokenizer.json is needed, which knows "
+                "where in the text its tokens stand"
+            )
+        self._tokenizer = tokenizer
+        self._eos_token_ids = set(eos_token_ids)
+        self.makes_messages = apply_chat_template and tokenizer.chat_template is not None
+
+    def text(self, text: str, where: str) -> Tokens:
+        """Text to be learned as a whole.
+
+        Raises:
+            UserError: it is empty.
+        """
+        if not text:
+            raise UserError(f"{where} is empty")
+        ids, _ = self._encode(text, add_special_tokens=True)
+        return self._ended(ids, np.ones(ids.shape, np.bool_))
+
+    def completion(self, prompt: str, completion: str, where: str) -> Tokens:
+        """A completion to be learned behind a prompt that is given.
+
+        A token that reaches from one into the other belongs to the completion.
+
+        Raises:
+            UserError: one of them is empty.
+        """
+        for name, text in (("prompt", prompt), ("completion", completion)):
+            if not text:
+                raise UserError(f"{where} has an empty {name}")
+        ids, ends = self._encode(prompt + completion, add_special_tokens=True)
+        return self._ended(ids, ends > len(prompt))
+
+    def conversation(self, messages: Messages, where: str, *, num_given: int = 0) -> Tokens:
+        """Messages, of which the assistant's are to be learned, but for the first ``num_given`` messages.
+
+        The chat template says itself which tokens are the assistant's, if it holds ``{% generation %}``. Otherwise
+        it is rendered up to every such message, and has to give a beginning of the whole: from there to the first
+        token that ends a response, as in generation, or to the end of the message.
+
+        Raises:
+            UserError: no chat template, no message of the assistant, a template that renders a conversation
+                differently once it goes on.
+        """
+        if self._tokenizer.chat_template is None:
+            raise UserError(f"{where} holds chat messages: the model's tokenizer has no chat template to render them")
+        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= num_given]
+        if not turns:
+            raise UserError(f"{where} has no message of the assistant to learn from")
+        if _GENERATION_MARK.search(self._tokenizer.chat_template):
+            ids, mask = self._marked(messages, num_given, where)
+        else:
+            ids, mask = self._found(messages, turns, where)
+        if not mask.any():
+            raise UserError(f"{where} has no token of the assistant to learn from, as the chat template renders it")
+        return self._ended(ids, mask)
+
+    def _marked(self, messages: Messages, num_given: int, where: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        encoded = self._apply(messages, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        mask = np.array(encoded["assistant_masks"], np.bool_)
+        if num_given:
+            given = self._apply(messages[:num_given], where, tokenize=True, return_dict=True)
+            mask[: len(given["input_ids"])] = False
+        return np.array(encoded["input_ids"], np.int64), mask
+
+    def _found(
+        self, messages: Messages, turns: Sequence[int], where: str
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        whole: str = self._apply(messages, where, tokenize=False)
+        starts: list[int] = []
+        for i in turns:
+            opening: str = self._apply(messages[:i], where, tokenize=False, add_generation_prompt=True)
+            if not whole.startswith(opening):
+                raise _unstable(where, i)
+            starts.append(len(opening))
+        ids, ends = self._encode(whole, add_special_tokens=False)
+        is_end = np.isin(ids, list(self._eos_token_ids))
+        mask = np.zeros(ids.shape, np.bool_)
+        for i, start, next_start in zip(turns, starts, [*starts[1:], len(whole)], strict=True):
+            closing: str = self._apply(messages[: i + 1], where, tokenize=False)
+            is_stable = whole.startswith(closing)
+            turn = np.flatnonzero((ends > start) & (ends <= (len(closing) if is_stable else next_start)))
+            closers = np.flatnonzero(is_end[turn])
+            if not closers.size and not is_stable:
+                raise _unstable(where, i)
+            mask[turn[: closers[0] + 1] if closers.size else turn] = True
+        return ids, mask
+
+    def _apply(self, messages: Messages, where: str, **options: Any) -> Any:
+        from jinja2 import TemplateError
+
+        try:
+            return self._tokenizer.apply_chat_template(list(messages), **options)
+        except TemplateError as error:
+            raise UserError(f"{where}: the model's chat template refuses it: {error}") from None
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Token ids, and where in the text each ends; 0 for tokens that are not of the text."""
+        encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+        offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+        return np.array(encoded["input_ids"], np.int64), offsets[:, 1]
+
+    def _ended(self, ids: NDArray[np.int64], mask: NDArray[np.bool_]) -> Tokens:
+        """With a token behind the last turn that ends a response, learned too: the one that is there, or a new one."""
+        end = int(np.flatnonzero(mask)[-1]) + 1
+        if ids[end - 1] not in self._eos_token_ids:
+            if end < ids.size and ids[end] in self._eos_token_ids:
+                mask[end] = True
+            else:
+                ids = np.append(ids[:end], self._tokenizer.eos_token_id)
+                mask = np.append(mask[:end], True)
+        return Tokens(ids=ids, mask=mask)
+
+
+def _unstable(where: str, message: int) -> UserError:
+    return UserError(
+        f"{where}: the model's chat template renders what comes before the assistant's turn (message {message + 1}) "
+        "differently once the conversation goes on, so its tokens cannot be told apart: mark them in the template "
+        "with {% generation %} and {% endgeneration %}"
+    )

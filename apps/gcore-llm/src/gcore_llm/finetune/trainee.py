@@ -1,0 +1,84 @@
+"""What each command trains: its model, its objective, and how it judges held-out rows."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gcore_llm.finetune.config import DPORunConfig, FineTuneConfig, RewardModelRunConfig
+from gcore_trainer import MicroBatch
+from gcore_trainer.losses import BatchTotals
+from gcore_trainer.objectives import Objective, SFTObjective
+from gcore_trainer.packed_model import PackedModel, PackedValueModel
+from gcore_trainer.preference_objectives import DPOObjective, RewardModelObjective
+from gcore_trainer.token_scores import TokenScores
+from gcore_trainer.torch_trainer import TorchTrainer
+
+
+class Trainee:
+    """A model in training, with its tokenizer.
+
+    Args:
+        config: of the command.
+        model: folder to begin with.
+        tokenizer: saved beside the model.
+        total_training_steps: where the learning rate's decay ends.
+    """
+
+    def __init__(self, config: FineTuneConfig, model: Path, tokenizer: Any, *, total_training_steps: int) -> None:
+        self._tokenizer = tokenizer
+        self._objective = _objective(config)
+        self._packed = (PackedValueModel if self._objective.scores == "values" else PackedModel).from_pretrained(
+            model,
+            device=config.device,
+            compute_dtype=getattr(torch, config.dtype),
+            gradient_checkpointing=config.enable_gradient_checkpointing,
+        )
+        optimizer = config.optim.build(total_training_steps=total_training_steps)
+        self.trainer = TorchTrainer(self._packed, optimizer=optimizer, objective=self._objective)
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch], after_each: Callable[[], None]) -> dict[str, float]:
+        """The objective's metrics as before an update, under ``val/``.
+
+        Args:
+            micro_batches: held-out samples.
+            after_each: called behind every micro-batch.
+        """
+        samples = [s for batch in micro_batches for s in batch]
+        totals: BatchTotals = self._objective.totals(samples)
+        sums: dict[str, float] = {}
+        for batch in micro_batches:
+            _, parts = self._objective.share(self._scores(batch), batch, totals)
+            for name, value in parts.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+            after_each()
+        metrics = self._objective.metrics(sums)
+        # Predictions come without entropies.
+        return {f"val/{name}": value for name, value in metrics.items() if name != "sft/entropy"}
+
+    def _scores(self, batch: MicroBatch) -> Any:
+        if self._objective.scores == "values":
+            return torch.cat([torch.from_numpy(v) for v in self.trainer.values([batch])[0]])
+        log_probs = torch.cat([torch.from_numpy(v) for v in self.trainer.log_probs([batch])[0]])
+        return TokenScores(log_probs=log_probs, entropies=torch.zeros_like(log_probs))
+
+    def export(self, path: Path) -> None:
+        """Write a Hugging Face folder.
+
+        transformers scores a classifier's last token that is no padding. So padding is the tokenizer's only where it
+        does not end responses; otherwise a padded batch would be scored before its end, and is refused instead.
+        """
+        if self._objective.scores == "values":
+            pad = self._tokenizer.pad_token_id
+            self._packed.model.config.pad_token_id = None if pad == self._tokenizer.eos_token_id else pad
+        self.trainer.save_pretrained(path)
+        self._tokenizer.save_pretrained(path)
+
+
+def _objective(config: FineTuneConfig) -> Objective[Any]:
+    if isinstance(config, DPORunConfig):
+        return DPOObjective(config.loss)
+    if isinstance(config, RewardModelRunConfig):
+        return RewardModelObjective(config.loss)
+    return SFTObjective()

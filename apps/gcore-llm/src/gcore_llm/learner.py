@@ -1,0 +1,240 @@
+"""The models in training: the policy, and the critic and reference where the algorithm has them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_ckpt import Checkpointer
+from gcore_llm.config import TrainConfig
+from gcore_trainer import MicroBatch
+
+if TYPE_CHECKING:
+    import torch
+
+    from gcore_trainer.frozen_model import FrozenModel
+    from gcore_trainer.torch_parallel import TorchParallel
+    from gcore_trainer.trainer import Trainer
+
+Role = Literal["actor", "critic", "reference"]
+State = dict[str, Any]
+
+
+class Learner(Protocol):
+    """What the program asks of the models in training, wherever they run."""
+
+    @property
+    def step(self) -> int:
+        """Updates of the policy so far."""
+        ...
+
+    @property
+    def num_replicas(self) -> int:
+        """Data-parallel replicas of the policy; a number of micro-batches that they divide loads them evenly."""
+        ...
+
+    def score(self, role: Role, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+        """Log-probabilities under the actor or reference, or the critic's values, [R] of each sample."""
+        ...
+
+    def train_step(self, role: Role, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """One update of the actor or the critic."""
+        ...
+
+    def export_weights(self) -> Iterator[tuple[str, "torch.Tensor"]]:
+        """The policy's weights, one at a time."""
+        ...
+
+    def save_pretrained(self, path: Path) -> None:
+        """Write the policy as a Hugging Face folder."""
+        ...
+
+    def save(self, step: int, rest: State) -> None:
+        """Checkpoint all models, and ``rest`` beside them; returns when they are copied."""
+        ...
+
+    def load(self) -> State:
+        """Take over the latest checkpoint; gives the ``rest`` that was saved in it."""
+        ...
+
+    def close(self) -> None:
+        """Wait for checkpoints to be written, and end processes."""
+        ...
+
+
+def has_critic(config: TrainConfig) -> bool:
+    """Whether the algorithm needs one."""
+    return config.algorithm.adv_estimator == "gae"
+
+
+def has_reference(config: TrainConfig) -> bool:
+    """Whether the algorithm needs the initial policy."""
+    return bool(config.actor.loss.kl_loss_coef or config.algorithm.kl_ctrl.kl_coef)
+
+
+def needs_old_log_probs(config: TrainConfig) -> bool:
+    """Whether the trainer's own log-probs are used beside the ratio: by a correction, or by the KL in the reward."""
+    correction = config.algorithm.rollout_correction
+    corrects = correction.rollout_is or correction.rollout_rs or correction.rollout_token_veto_threshold
+    return bool(corrects or config.algorithm.kl_ctrl.kl_coef)
+
+
+class LocalLearner:
+    """The models in this process: all of them, or, where torch.distributed runs, this rank's part.
+
+    All ranks make the same calls, with the micro-batches of their replicas.
+    """
+
+    def __init__(self, config: TrainConfig, model: Path, checkpoints: Path) -> None:
+        parallel = _join(config) if config.trainer.num_processes > 1 or config.trainer.backend == "megatron" else None
+        self._trainers: dict[Role, Trainer] = {"actor": _build_actor(config, model, parallel)}
+        if has_critic(config):
+            critic = Path(config.critic.model) if config.critic.model else model
+            self._trainers["critic"] = _build_critic(config, critic, parallel)
+        self._reference = _build_reference(config, model, parallel) if has_reference(config) else None
+        self._checkpointer = Checkpointer(checkpoints, keep=config.trainer.max_ckpt_to_keep)
+
+    @property
+    def step(self) -> int:
+        return self._trainers["actor"].step
+
+    @property
+    def num_replicas(self) -> int:
+        return self.replicas("actor")[1]
+
+    @property
+    def roles(self) -> list[Role]:
+        """The models there are."""
+        return [*self._trainers, *(["reference"] if self._reference else [])]
+
+    def replicas(self, role: Role) -> tuple[int, int]:
+        """This rank's data-parallel rank in a role, and how many there are."""
+        model = self._model(role)
+        return model.data_parallel_rank, model.data_parallel_size
+
+    def score(self, role: Role, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+        if role == "reference":
+            assert self._reference is not None
+            return self._reference.scores(micro_batches)
+        trainer = self._trainers[role]
+        return trainer.log_probs(micro_batches) if role == "actor" else trainer.values(micro_batches)
+
+    def train_step(self, role: Role, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        metrics = self._trainers[role].train_step(micro_batches)
+        if role == "critic":
+            return {name.replace("actor/", "critic/"): value for name, value in metrics.items()}
+        return metrics
+
+    def export_weights(self) -> Iterator[tuple[str, "torch.Tensor"]]:
+        return self._trainers["actor"].export_weights()
+
+    def save_pretrained(self, path: Path) -> None:
+        self._trainers["actor"].save_pretrained(path)
+
+    def save(self, step: int, rest: State) -> None:
+        self._checkpointer.save(step, {**rest, **self._states()})
+
+    def load(self) -> State:
+        template = self._states()
+        loaded = self._checkpointer.load({"step": None, "controllers": None, **template})
+        for role, trainer in self._trainers.items():
+            # Tensors were filled where they are.
+            trainer.load_state({**trainer.state(), **_numbers(loaded[_KEYS[role]])})
+        return {name: loaded[name] for name in ("step", "controllers")}
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+    def _states(self) -> State:
+        return {_KEYS[role]: _for_checkpoint(trainer.state()) for role, trainer in self._trainers.items()}
+
+    def _model(self, role: Role) -> "Trainer | FrozenModel":
+        if role == "reference":
+            assert self._reference is not None
+            return self._reference
+        return self._trainers[role]
+
+
+_KEYS: dict[Role, str] = {"actor": "trainer", "critic": "critic"}
+"""Where a checkpoint has each trainer's state."""
+
+
+def _for_checkpoint(state: State) -> State:
+    """A trainer's state in gcore-ckpt's words."""
+    from gcore_ckpt import Shard, Shards
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: convert(entry) for name, entry in value.items()}
+        if isinstance(value, list):
+            return Shards([Shard(global_shape=p.global_shape, offset=p.offset, tensor=p.tensor) for p in value])
+        return value
+
+    return convert(state)
+
+
+def _numbers(state: State) -> State:
+    return {name: value for name, value in state.items() if not isinstance(value, dict)}
+
+
+def _join(config: TrainConfig) -> "TorchParallel | None":
+    from gcore_trainer.torch_parallel import TorchParallel
+
+    parallel = config.trainer.parallel
+    if config.trainer.backend == "megatron":
+        # What runs beside Megatron, the reference, is sharded over all ranks.
+        parallel = type(parallel)()
+    return TorchParallel.join(parallel, device_type=config.device.split(":")[0])
+
+
+def _model_options(config: TrainConfig) -> dict[str, Any]:
+    import torch
+
+    return {
+        "device": config.device,
+        "compute_dtype": getattr(torch, config.dtype),
+        "gradient_checkpointing": config.actor.enable_gradient_checkpointing,
+    }
+
+
+def _build_actor(config: TrainConfig, model: Path, parallel: "TorchParallel | None") -> "Trainer":
+    from gcore_trainer.objectives import PolicyObjective
+
+    loss = replace(config.actor.loss, max_response_length=config.data.max_response_length)
+    objective = PolicyObjective(loss)
+    if config.trainer.backend == "megatron":
+        return _build_megatron(config, model, config.actor.optim, objective)
+    from gcore_trainer.packed_model import PackedModel
+    from gcore_trainer.torch_trainer import TorchTrainer
+
+    packed = PackedModel.from_pretrained(model, temperature=config.rollout.temperature, **_model_options(config))
+    return TorchTrainer(packed, optimizer=config.actor.optim, objective=objective, parallel=parallel)
+
+
+def _build_critic(config: TrainConfig, model: Path, parallel: "TorchParallel | None") -> "Trainer":
+    from gcore_trainer.objectives import ValueObjective
+
+    loss = replace(config.critic.loss, max_response_length=config.data.max_response_length)
+    objective = ValueObjective(loss)
+    if config.trainer.backend == "megatron":
+        return _build_megatron(config, model, config.critic.optim, objective)
+    from gcore_trainer.packed_model import PackedValueModel
+    from gcore_trainer.torch_trainer import TorchTrainer
+
+    packed = PackedValueModel.from_pretrained(model, **_model_options(config))
+    return TorchTrainer(packed, optimizer=config.critic.optim, objective=objective, parallel=parallel)
+
+
+def _build_megatron(config: TrainConfig, model: Path, optimizer: Any, objective: Any) -> "Trainer":
+    raise NotImplementedError
+
+
+def _build_reference(config: TrainConfig, model: Path, parallel: "TorchParallel | None") -> "FrozenModel":
+    from gcore_trainer.frozen_model import FrozenModel
+    from gcore_trainer.packed_model import PackedModel
+
+    packed = PackedModel.from_pretrained(model, temperature=config.rollout.temperature, **_model_options(config))
+    return FrozenModel(packed, parallel=parallel)

@@ -1,0 +1,245 @@
+"""A learner whose models are divided among ranks, each a process of its own."""
+
+import dataclasses
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_llm.config import TrainConfig
+from gcore_llm.errors import RankError, UserError
+from gcore_llm.learner import LocalLearner, Role, State
+from gcore_trainer import MicroBatch
+
+if TYPE_CHECKING:
+    import torch
+
+CostOf = Callable[[MicroBatch], float]
+"""Simulated work of a micro-batch, in any unit."""
+
+
+class RankedLearner:
+    """The models on ``trainer.num_processes`` ranks, started here and ended with `close`.
+
+    Args:
+        config: the run's.
+        model: Hugging Face folder to begin with.
+        checkpoints: where the ranks leave and find them.
+        cost_of: what micro-batches are dealt out evenly by.
+
+    Raises:
+        RankError: a rank could not start.
+    """
+
+    def __init__(self, config: TrainConfig, model: Path, checkpoints: Path, *, cost_of: CostOf) -> None:
+        self._cost_of = cost_of
+        self._folder = Path(tempfile.mkdtemp(prefix="gcore-ranks-"))
+        size = config.trainer.num_processes
+        # Forked from a clean server that has imported torch once: this process may hold an engine, threads and locks.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["gcore_llm.learner_ranks", "torch", "transformers"])
+        self._processes: list[BaseProcess] = []
+        self._connections: list[Any] = []
+        arguments = config, model, checkpoints, self._folder / "store", size
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_run_rank, args=(rank, *arguments, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+        self._replicas: dict[Role, list[tuple[int, int]]] = {}
+        for roles in self._collect():
+            for role, replica in roles.items():
+                self._replicas.setdefault(role, []).append(replica)
+
+    @property
+    def step(self) -> int:
+        return self._call("step")
+
+    @property
+    def num_replicas(self) -> int:
+        return self._replicas["actor"][0][1]
+
+    def score(self, role: Role, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+        parts = self._dealt(role, micro_batches)
+        results = self._call_replicas("score", role, micro_batches, parts)
+        found = {i: values for r, part in enumerate(parts) for i, values in zip(part, results[r], strict=True)}
+        return [found[i] for i in range(len(micro_batches))]
+
+    def train_step(self, role: Role, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        return self._call_replicas("train_step", role, micro_batches, self._dealt(role, micro_batches))[0]
+
+    def export_weights(self) -> "Iterator[tuple[str, torch.Tensor]]":
+        import torch
+
+        self._send([("export_weights", ())] * len(self._connections))
+        while (header := self._receive(0)) is not None:
+            name, dtype, shape = header
+            data = torch.empty(shape, dtype=dtype)
+            if data.numel():
+                self._connections[0].recv_bytes_into(data.reshape(-1).view(torch.uint8).numpy())
+            yield name, data
+        self._collect()
+
+    def save_pretrained(self, path: Path) -> None:
+        self._call("save_pretrained", path)
+
+    def save(self, step: int, rest: State) -> None:
+        self._call("save", step, rest)
+
+    def load(self) -> State:
+        return self._call("load")
+
+    def close(self) -> None:
+        """Wait for checkpoints to be written and end the ranks; does nothing after the first time."""
+        if not self._connections:
+            return
+        self._call("close")
+        connections, self._connections = self._connections, []
+        for process, connection in zip(self._processes, connections, strict=True):
+            process.join()
+            connection.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _dealt(self, role: Role, micro_batches: Sequence[MicroBatch]) -> list[list[int]]:
+        """Which micro-batches each replica gets: in its n-th pass each has one of about the same cost."""
+        size = self._replicas[role][0][1]
+        order = sorted(range(len(micro_batches)), key=lambda i: -self._cost_of(micro_batches[i]))
+        # The first replica to have the heavier one in a pass is the last in the next.
+        rounds = [order[i : i + size] for i in range(0, len(order), size)]
+        parts: list[list[int]] = [[] for _ in range(size)]
+        for n, dealt in enumerate(rounds):
+            for replica, i in zip(range(size) if n % 2 == 0 else reversed(range(size)), dealt, strict=False):
+                parts[replica].append(i)
+        return parts
+
+    def _call_replicas(
+        self, method: str, role: Role, micro_batches: Sequence[MicroBatch], parts: list[list[int]]
+    ) -> list[Any]:
+        """The answer of each replica, whose ranks all get its micro-batches."""
+        replica_of = [replica for replica, _ in self._replicas[role]]
+        self._send([(method, (role, [micro_batches[i] for i in parts[r]])) for r in replica_of])
+        answers = self._collect()
+        return [answers[replica_of.index(r)] for r in range(len(parts))]
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        if not self._connections:
+            raise RankError("the training ranks have ended")
+        self._send([(method, arguments)] * len(self._connections))
+        return self._collect()[0]
+
+    def _send(self, messages: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
+        for connection, message in zip(self._connections, messages, strict=True):
+            with suppress(BrokenPipeError):  # `_collect` says who died, and how
+                connection.send(message)
+
+    def _collect(self) -> list[Any]:
+        """An answer from every rank, in whatever order they come."""
+        answers: dict[int, Any] = {}
+        while len(answers) < len(self._connections):
+            waiting = [c for rank, c in enumerate(self._connections) if rank not in answers]
+            for connection in wait(waiting):
+                rank = self._connections.index(connection)
+                answers[rank] = self._receive(rank)
+        return [answers[rank] for rank in range(len(answers))]
+
+    def _receive(self, rank: int) -> Any:
+        try:
+            error, value = self._connections[rank].recv()
+        except (EOFError, OSError):
+            process = self._processes[rank]
+            process.join()
+            self._kill()
+            code = process.exitcode or 0
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            raise RankError(f"training rank {rank} (process {process.pid}) {how}") from None
+        if error is not None:
+            self._kill()
+            raise error
+        return value
+
+    def _kill(self) -> None:
+        """End all ranks: one that has failed leaves the others waiting in a collective."""
+        for process in self._processes:
+            process.kill()
+        for connection in self._connections:
+            connection.close()
+        self._connections = []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _run_rank(
+    rank: int, config: TrainConfig, model: Path, checkpoints: Path, store: Path, size: int, connection: Connection
+) -> None:
+    """One rank: answers calls of `LocalLearner`'s methods until the pipe is closed or `close` is called."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the main process decides
+    os.environ["OMP_NUM_THREADS"] = str(config.threads)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    device = torch.device(config.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        config = dataclasses.replace(config, device=str(device))
+    try:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+        learner = LocalLearner(config, model, checkpoints)
+        connection.send((None, {role: learner.replicas(role) for role in learner.roles}))
+        while True:
+            method, arguments = connection.recv()
+            if method == "export_weights":
+                _export(learner, connection if rank == 0 else None)
+                connection.send((None, None))
+            elif method == "step":
+                connection.send((None, learner.step))
+            else:
+                connection.send((None, getattr(learner, method)(*arguments)))
+            if method == "close":
+                return
+    except (EOFError, BrokenPipeError):  # the main process is gone
+        return
+    except Exception as error:
+        with suppress(OSError):
+            connection.send((_sendable(error), None))
+    finally:
+        os._exit(0)  # groups whose other ranks are gone would wait for them
+
+
+def _export(learner: LocalLearner, connection: Connection | None) -> None:
+    import torch
+
+    for name, tensor in learner.export_weights():
+        if connection is None:
+            continue
+        data = tensor.detach().cpu().contiguous()
+        connection.send((None, (name, data.dtype, tuple(data.shape))))
+        if data.numel():
+            connection.send_bytes(data.reshape(-1).view(torch.uint8).numpy().data)
+    if connection is not None:
+        connection.send((None, None))
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error itself where its kind is one that the command line expects, else its traceback."""
+    from gcore_ckpt import CheckpointError
+    from gcore_trainer.errors import TrainerError
+
+    if isinstance(error, CheckpointError | TrainerError | UserError):
+        return error
+    return RankError(f"a training rank failed:\n{''.join(traceback.format_exception(error))}")

@@ -1,0 +1,141 @@
+"""What Megatron-Core must know of a Hugging Face model, and whether a layout can divide it."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from gcore_trainer.errors import ConfigError, UnsupportedModelError
+from gcore_trainer.parallel import ParallelConfig
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""Known architectures, by their ``model_type``."""
+_ROPE_TYPES = ("default", "llama3")
+_NEUTRAL: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+"""Settings of those architectures that are not converted, each with the value at which there is nothing to convert."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The feed-forward layers of a mixture of experts."""
+
+    num_experts: int
+    num_active: int
+    """Experts that each token passes through."""
+    ffn_hidden_size: int
+    normalises: bool
+    """Whether the weights of a token's experts are scaled to add up to 1."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Architecture:
+    """A decoder of one of `MODEL_TYPES`."""
+
+    hf_config: Any
+    """As transformers has it."""
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_query_groups: int
+    """Key-value heads."""
+    head_dim: int
+    vocab_size: int
+    norm_eps: float
+    has_qkv_bias: bool
+    has_qk_norm: bool
+    is_tied: bool
+    """Whether the head is the embedding."""
+    experts: Experts | None
+
+    @classmethod
+    def of(cls, hf_config: Any) -> Self:
+        """
+        Raises:
+            UnsupportedModelError: the model has something that is not converted.
+        """
+        model_type = hf_config.model_type
+        if model_type not in MODEL_TYPES:
+            raise UnsupportedModelError(f"model_type is {model_type!r}: one of {', '.join(MODEL_TYPES)} is needed")
+        for name, neutral in _NEUTRAL.items():
+            if (value := getattr(hf_config, name, neutral)) not in (neutral, None):
+                raise UnsupportedModelError(f"{name} of {model_type!r} is {value!r}: {neutral!r} is needed")
+        rope = hf_config.rope_parameters
+        if rope["rope_type"] not in _ROPE_TYPES:
+            raise UnsupportedModelError(
+                f"rope_type of {model_type!r} is {rope['rope_type']!r}: one of {', '.join(_ROPE_TYPES)} is needed"
+            )
+        if (share := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise UnsupportedModelError(f"partial_rotary_factor of {model_type!r} is {share}: 1.0 is needed")
+        experts = None
+        if model_type == "qwen3_moe":
+            experts = Experts(
+                num_experts=hf_config.num_experts,
+                num_active=hf_config.num_experts_per_tok,
+                ffn_hidden_size=hf_config.moe_intermediate_size,
+                normalises=hf_config.norm_topk_prob,
+            )
+        return cls(
+            hf_config=hf_config,
+            num_layers=hf_config.num_hidden_layers,
+            hidden_size=hf_config.hidden_size,
+            ffn_hidden_size=hf_config.intermediate_size,
+            num_heads=hf_config.num_attention_heads,
+            num_query_groups=hf_config.num_key_value_heads,
+            head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads,
+            vocab_size=hf_config.vocab_size,
+            norm_eps=hf_config.rms_norm_eps,
+            has_qkv_bias=model_type == "qwen2",
+            has_qk_norm=model_type in ("qwen3", "qwen3_moe"),
+            is_tied=hf_config.tie_word_embeddings,
+            experts=experts,
+        )
+
+    def check_layout(self, parallel: ParallelConfig, world_size: int) -> None:
+        """
+        Raises:
+            ConfigError: the sizes do not divide the world or the model.
+        """
+        ranks_of_stage = parallel.data_parallel_size(world_size) * (
+            parallel.model_parallel_size // parallel.pipeline_model_parallel_size
+        )
+        tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+        vpp = parallel.virtual_pipeline_model_parallel_size
+        chunks = parallel.pipeline_model_parallel_size * vpp
+        virtual = f" x virtual_pipeline_model_parallel_size={vpp}" if vpp > 1 else ""
+        pipeline = f"pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}{virtual}"
+        _require_divides("tensor_model_parallel_size", tp, "attention heads", self.num_heads)
+        _require_divides("tensor_model_parallel_size", tp, "key-value heads", self.num_query_groups)
+        _require_divides(pipeline, chunks, "layers", self.num_layers)
+        if self.experts is None:
+            if ep > 1:
+                raise ConfigError(f"expert_model_parallel_size is {ep}: the model has no experts, 1 is needed")
+            _require_divides("tensor_model_parallel_size", tp, "columns of the MLP", self.ffn_hidden_size)
+            return
+        _require_divides("expert_model_parallel_size", ep, "experts", self.experts.num_experts)
+        _require_divides("expert_model_parallel_size", ep, "ranks of a pipeline stage", ranks_of_stage)
+        if tp > 1 and not parallel.sequence_parallel:
+            raise ConfigError(
+                f"sequence_parallel is false with tensor_model_parallel_size={tp} and {self.experts.num_experts} "
+                "experts: true is needed, so that tensor-parallel ranks route different tokens"
+            )
+        if tp > 1 and ep == 1:
+            raise ConfigError(
+                f"expert_model_parallel_size is 1 with tensor_model_parallel_size={tp}: more is needed, for single "
+                f"experts are not divided; {_divisors(self.experts.num_experts, ranks_of_stage)[1:]} would fit"
+            )
+
+
+def _require_divides(name: str, value: int, what: str, count: int) -> None:
+    if count % value:
+        size = name if "=" in name else f"{name}={value}"
+        raise ConfigError(f"{size} does not divide {count} {what}: one of {_divisors(count)} is needed")
+
+
+def _divisors(*counts: int) -> list[int]:
+    return [n for n in range(1, min(counts) + 1) if all(count % n == 0 for count in counts)]

@@ -1,0 +1,110 @@
+"""What must stand in for CUDA so that Megatron-Core runs on CPU over gloo. On CUDA nothing here is used.
+
+Megatron-Core reaches its device through functions of ``torch.cuda``, and through the word "cuda" in calls that make
+tensors. `cpu_runtime` redirects both while it is entered: the functions for the process, the word for the thread.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import megatron.core.tensor_parallel.random as megatron_random
+import torch
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from torch.overrides import TorchFunctionMode
+
+
+@contextmanager
+def cpu_runtime() -> Generator[None]:
+    """Run Megatron-Core on CPU within this context, in this thread."""
+    with ExitStack() as stack:
+        for owner, names in _patches():
+            stack.enter_context(mock.patch.multiple(owner, create=owner is moe_utils, **names))
+        # Functions that Megatron hands to torch.compile would be compiled by a C++ compiler, at their first call.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_CudaToCpu())
+        yield
+
+
+def _patches() -> list[tuple[Any, dict[str, Any]]]:
+    return [
+        (
+            torch.cuda,
+            {
+                # Devices are asked for by number or name, and parameters are made there.
+                "current_device": lambda: torch.device("cpu"),
+                "synchronize": _nothing,
+                # The dispatcher of experts copies on a stream of its own.
+                "Stream": _Stream,
+                "stream": torch.cpu.stream,
+                "current_stream": _current_stream,
+                # There is one generator of random numbers, and it is the CPU's.
+                "manual_seed": torch.manual_seed,
+                "get_rng_state": _rng_state,
+            },
+        ),
+        (torch.cuda.random, {"get_rng_state": _rng_state}),
+        (megatron_random, {"_set_cuda_rng_state": _set_rng_state}),
+        # It moves CUDA tensors only, and all-to-all needs its counts as numbers.
+        (token_dispatcher, {"maybe_move_tensor_to_cpu": _on_cpu}),
+        # 0.16.1 leaves the name unbound where TransformerEngine is not installed.
+        (moe_utils, {"te_general_gemm": getattr(moe_utils, "te_general_gemm", None)}),
+    ]
+
+
+class _CudaToCpu(TorchFunctionMode):
+    """Tensors that are asked for on "cuda" are made on CPU."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not given:
+            # Optimizers and clipping accept only what calls itself torch.cuda.FloatTensor or torch.cuda.BFloat16Tensor.
+            return func(*args).replace("torch.", "torch.cuda.")
+        if str(given.get("device")).startswith("cuda"):
+            given["device"] = "cpu"
+        # It needs an accelerator.
+        given.pop("pin_memory", None)
+        return func(*args, **given)
+
+
+class _Stream(torch.cpu.Stream):
+    """A class, for it stands in annotations; the CPU's own takes no arguments and records no event."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or torch.cpu.Event()
+
+
+def _nothing(*args: Any) -> None:
+    del args
+
+
+def _current_stream(*args: Any) -> Any:
+    del args
+    return torch.cpu.current_stream()
+
+
+def _rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    del args, kwargs
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    del args, kwargs
+    torch.set_rng_state(state)
+
+
+def _on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    del record_stream
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -1,0 +1,57 @@
+"""Megatron-Core's process groups, which a process has one set of."""
+
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from gcore_trainer.context_parallel.groups import ContextParallel, make_context_parallel
+from gcore_trainer.errors import ConfigError
+from gcore_trainer.parallel import ParallelConfig
+
+_joined: tuple[ParallelConfig, ContextParallel] | None = None
+
+
+def join_groups(parallel: ParallelConfig) -> ContextParallel:
+    """Make the groups, or find those that an earlier trainer of this process made; all ranks call this together.
+
+    Ranks are numbered as Megatron-Core does: tensor parallel ranks are neighbours, then context, data, pipeline.
+
+    Raises:
+        ConfigError: this process has groups of other sizes.
+    """
+    global _joined  # noqa: PLW0603 - as Megatron's own state is
+    if _joined is not None:
+        if _joined[0] != parallel:
+            raise ConfigError(
+                f"parallel is {parallel}: Megatron-Core has one layout in a process, and it is {_joined[0]}"
+            )
+        return _joined[1]
+    vpp = parallel.virtual_pipeline_model_parallel_size
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=1,
+        create_gloo_process_groups=False,
+    )
+    # No random number is drawn, but sequence parallelism and recomputation keep generators apart all the same.
+    model_parallel_cuda_manual_seed(0, force_reset_rng=True)
+    context_parallel = ContextParallel()
+    if parallel.context_parallel_size > 1:
+        groups: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(groups, dist.get_process_group_ranks(parallel_state.get_context_parallel_group()))
+        unique = sorted({tuple(ranks) for ranks in groups})
+        context_parallel = make_context_parallel([list(r) for r in unique], parallel.ulysses_sequence_parallel_size)
+    _joined = parallel, context_parallel
+    return context_parallel
+
+
+def leave_groups() -> None:
+    """Forget the groups, so that trainers of another layout can be made; those of the old one cannot be used again."""
+    global _joined  # noqa: PLW0603
+    parallel_state.destroy_model_parallel()
+    _joined = None

@@ -1,0 +1,145 @@
+"""Megatron-Core's GPT of an `Architecture`, whose last stage ends before the head."""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from gcore_trainer.megatron.architecture import Architecture
+from gcore_trainer.megatron.attention import PlanAttention
+from gcore_trainer.megatron.rotary import RowRotary
+from gcore_trainer.parallel import ParallelConfig
+
+
+class HiddenStatesGPT(GPTModel):
+    """A stage of the model. The last one returns normed hidden states [T, 1, D], of which few need logits."""
+
+    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        del args, kwargs
+        return hidden_states
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Megatron-Core's wrapper of torch's norm refuses sequence parallelism, which needs no more than the mark here."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **others: Any) -> None:
+        del others
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        # Of a slice of the tokens the gradient is a part, and Megatron-Core adds the parts up.
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def transformer_config(
+    architecture: Architecture, parallel: ParallelConfig, *, dtype: torch.dtype, recompute: bool
+) -> TransformerConfig:
+    """Megatron-Core's description of the model and its layout."""
+    vpp = parallel.virtual_pipeline_model_parallel_size
+    others: dict[str, Any] = {}
+    if architecture.experts is not None:
+        others = {
+            "num_moe_experts": architecture.experts.num_experts,
+            "moe_router_topk": architecture.experts.num_active,
+            "moe_ffn_hidden_size": architecture.experts.ffn_hidden_size,
+            # Softmax over all experts, then their top k, against softmax over the top k: equal where they add up to 1.
+            "moe_router_pre_softmax": not architecture.experts.normalises,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+            "moe_grouped_gemm": False,
+        }
+    if recompute:
+        others |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.ffn_hidden_size,
+        num_attention_heads=architecture.num_heads,
+        num_query_groups=architecture.num_query_groups,
+        kv_channels=architecture.head_dim,
+        layernorm_epsilon=architecture.norm_eps,
+        add_qkv_bias=architecture.has_qkv_bias,
+        qk_layernorm=architecture.has_qk_norm,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        normalization="RMSNorm",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=parallel.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Initialisation also marks what is divided, by which gradient norms are counted: it is done, with nothing.
+        init_method=torch.nn.init.zeros_,
+        output_layer_init_method=torch.nn.init.zeros_,
+        embedding_init_method=torch.nn.init.zeros_,
+        # The interleaved schedule mixes up lengths where a stage's next is also its previous one.
+        variable_seq_lengths=vpp == 1,
+        # Rows of any length need it, whether there are experts or not.
+        moe_token_dispatcher_type="alltoall",
+        # The same schedule mixes up batched messages there.
+        batch_p2p_comm=False,
+        # Gradients are sums: the objective's weights have divided by what is to be divided by.
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        **others,
+    )
+
+
+def make_chunks(
+    architecture: Architecture, parallel: ParallelConfig, config: TransformerConfig, *, has_value_head: bool
+) -> list[HiddenStatesGPT]:
+    """This rank's layers, a chunk for each of its virtual stages; all matrices are 0."""
+    vpp = parallel.virtual_pipeline_model_parallel_size
+    tp = parallel.tensor_model_parallel_size
+    chunks: list[HiddenStatesGPT] = []
+    for stage in range(vpp):
+        vp_stage = stage if vpp > 1 else None
+        chunk = HiddenStatesGPT(
+            config,
+            _block_spec(config, vp_stage),
+            vocab_size=-(-architecture.vocab_size // tp) * tp,
+            max_sequence_length=architecture.hf_config.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            share_embeddings_and_output_weights=architecture.is_tied and not has_value_head,
+            position_embedding_type="rope",
+            vp_stage=vp_stage,
+        )
+        chunk.rotary_pos_emb = RowRotary(architecture)
+        if chunk.post_process and has_value_head:
+            del chunk.output_layer
+            chunk.score = torch.nn.Linear(architecture.hidden_size, 1, bias=False, dtype=config.params_dtype)
+            torch.nn.init.zeros_(chunk.score.weight)
+        chunks.append(chunk)
+    return chunks
+
+
+def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    parts: Any = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PlanAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)

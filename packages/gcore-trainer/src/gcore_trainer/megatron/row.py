@@ -1,0 +1,110 @@
+"""A packed row as Megatron-Core's layers see it: it travels by argument, where their own packing parameters would."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gcore_trainer.context_parallel.groups import ContextParallel
+from gcore_trainer.context_parallel.plan import ContextParallelPlan
+from gcore_trainer.packed_attention import AttentionPlan, PackedPlan
+from gcore_trainer.packing import PackedBatch, pack
+from gcore_trainer.types import MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Row:
+    """A rank's T tokens of a packed row, and the n of its N response tokens that they predict."""
+
+    qkv_format: ClassVar[str] = "packed"
+    """Anything but "thd": attention then rotates by position, and leaves queries, keys and values [T, 1, heads, D]."""
+    cp_group: ClassVar[Any] = None
+
+    input_ids_1T: torch.Tensor
+    positions_1T: torch.Tensor
+    plan: AttentionPlan
+    source_index: torch.Tensor
+    """[n] which of the T tokens predicts each response token."""
+    target_ids: torch.Tensor
+    """[n]."""
+    target_index: torch.Tensor
+    """[n] which of the N response tokens each is; N itself is none of them."""
+    num_targets: int
+    """N."""
+    num_tokens: int
+    """Of the whole row, on all ranks that divide it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowMaker:
+    """Packs micro-batches for one layout.
+
+    Attributes:
+        cp: This rank's place among those that divide a row's tokens.
+        multiple_of: What the number of each rank's tokens must be a multiple of.
+        device: Of the model.
+        dtype: Of the model.
+        share_prefix: Compute equal prompts of a micro-batch once, where the row need not be cut within sequences.
+    """
+
+    cp: ContextParallel
+    multiple_of: int
+    device: torch.device
+    dtype: torch.dtype
+    share_prefix: bool
+
+    def make(self, micro_batches: Sequence[MicroBatch], *, equal_lengths: bool = False) -> list[Row]:
+        """A row of each micro-batch.
+
+        Args:
+            micro_batches: the same on all ranks that work on them.
+            equal_lengths: pad all to the longest.
+        """
+        batches = [self._packed(samples, 1) for samples in micro_batches]
+        if equal_lengths:
+            longest = max(batch.input_ids.size for batch in batches)
+            batches = [self._packed(samples, longest) for samples in micro_batches]
+        return [self._row(batch) for batch in batches]
+
+    def _packed(self, samples: MicroBatch, multiple_of: int) -> PackedBatch:
+        padding = self.cp.padding
+        return pack(
+            samples,
+            share_prefix=self.share_prefix and padding.segment_multiple_of == 1,
+            multiple_of=math.lcm(multiple_of, self.multiple_of * padding.multiple_of),
+            segment_multiple_of=padding.segment_multiple_of,
+        )
+
+    def _row(self, batch: PackedBatch) -> Row:
+        if self.cp.size == 1:
+            places = np.arange(batch.input_ids.size)
+            plan: AttentionPlan = PackedPlan(batch, device=self.device, dtype=self.dtype)
+        else:
+            places = self.cp.places(batch)
+            plan = ContextParallelPlan(batch, self.cp, device=self.device, dtype=self.dtype)
+        here = np.full(batch.input_ids.size, -1)
+        here[places] = np.arange(places.size)
+        source_N = here[batch.predict_index[batch.target_place]]
+        target_index, source_index = np.flatnonzero(source_N >= 0), source_N[source_N >= 0]
+        target_ids = batch.target_ids[target_index]
+        if not target_index.size:
+            # All ranks of a row score something, for their collectives are the same.
+            target_index = np.array([source_N.size])
+            source_index = target_ids = np.zeros(1, np.int64)
+        return Row(
+            input_ids_1T=self._tensor(batch.input_ids[places])[None],
+            positions_1T=self._tensor(batch.positions[places])[None],
+            plan=plan,
+            source_index=self._tensor(source_index),
+            target_ids=self._tensor(target_ids),
+            target_index=self._tensor(target_index),
+            num_targets=source_N.size,
+            num_tokens=batch.input_ids.size,
+        )
+
+    def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)

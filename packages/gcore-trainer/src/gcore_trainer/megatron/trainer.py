@@ -1,0 +1,271 @@
+"""The Megatron-Core backend."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from numpy.typing import NDArray
+from transformers import AutoConfig
+
+from gcore_trainer.config import OptimizerConfig
+from gcore_trainer.errors import ConfigError
+from gcore_trainer.megatron.architecture import Architecture
+from gcore_trainer.megatron.cpu import cpu_runtime
+from gcore_trainer.megatron.exchange import gather_weights
+from gcore_trainer.megatron.groups import join_groups
+from gcore_trainer.megatron.head import Head
+from gcore_trainer.megatron.hf_files import WeightFiles, write_folder
+from gcore_trainer.megatron.model import HiddenStatesGPT, make_chunks, transformer_config
+from gcore_trainer.megatron.optimizer_state import OptimizerState
+from gcore_trainer.megatron.passes import Pass, Pipeline
+from gcore_trainer.megatron.row import RowMaker
+from gcore_trainer.megatron.weights import Piece, Place, pieces_of
+from gcore_trainer.objectives import Objective
+from gcore_trainer.parallel import ParallelConfig
+from gcore_trainer.replicas import Replicas
+from gcore_trainer.token_scores import TokenScores
+from gcore_trainer.trainer import ShareOf, Trainer
+from gcore_trainer.types import MicroBatch, Sample
+
+_NOTHING = [Sample(prompt_ids=np.zeros(1, np.int64), response_ids=np.zeros(1, np.int64))]
+"""What a replica computes, for nothing, while others still have micro-batches: collectives need all ranks."""
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class MegatronTrainer(Trainer):
+    """Trains a causal LM, or a critic with a value head, divided over the ranks of torch.distributed.
+
+    torch.distributed is initialised, with gloo for a CPU and NCCL for CUDA devices, of which each rank has set its
+    own. All trainers of a process have the same layout.
+
+    Args:
+        path: a Hugging Face folder with safetensors files, of one of `architecture.MODEL_TYPES`.
+        parallel: how ranks divide the work.
+        optimizer: see `OptimizerConfig`.
+        objective: what is minimised. One that looks at values gets a scalar head, which is that of the folder's
+            sequence classifier, or zeros where the folder is a causal LM's.
+        temperature: divides the logits, as it did at generation.
+        dtype: of parameters and activations, float32 or bfloat16; the optimizer's originals are float32.
+        recompute: keep only each layer's input for the backward pass, and compute the rest again.
+        share_prefix: compute equal prompts of a micro-batch once; a ring of context parallel ranks does not.
+        device: None: the current CUDA device, or the CPU where there is none.
+
+    Raises:
+        ConfigError: the sizes do not divide the world or the model, or another setting is off.
+        UnsupportedModelError: the model has something that is not converted.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        parallel: ParallelConfig,
+        optimizer: OptimizerConfig,
+        objective: Objective[Any],
+        temperature: float = 1.0,
+        dtype: torch.dtype = torch.float32,
+        recompute: bool = False,
+        share_prefix: bool = True,
+        device: torch.device | None = None,
+    ) -> None:
+        if not 0 < temperature < np.inf:
+            raise ConfigError(f"temperature is {temperature}: a finite number above 0 is needed")
+        if dtype not in _DTYPES:
+            raise ConfigError(f"dtype is {dtype}: one of {', '.join(map(str, _DTYPES))} is needed")
+        hf_config = AutoConfig.from_pretrained(path)
+        architecture = Architecture.of(hf_config)
+        architecture.check_layout(parallel, dist.get_world_size())
+        self._device = device or _default_device()
+        self._path = Path(path)
+        self._hf_config = hf_config
+        self._parallel = parallel
+        self._has_value_head = objective.scores == "values"
+        with self._runtime():
+            cp = join_groups(parallel)
+            super().__init__(
+                optimizer=optimizer,
+                objective=objective,
+                replicas=Replicas(parallel_state.get_data_parallel_group(with_context_parallel=False)),
+            )
+            config = transformer_config(architecture, parallel, dtype=dtype, recompute=recompute)
+            config.finalize_model_grads_func = finalize_model_grads
+            stages = make_chunks(architecture, parallel, config, has_value_head=self._has_value_head)
+            named = _pieces(architecture, parallel, stages)
+            _load(self._path, named)
+            settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+            self._chunks = [DistributedDataParallel(config, settings, stage.to(self._device)) for stage in stages]
+            self._pieces = named
+            self._optimizer: Any = _make_optimizer(optimizer, self._chunks, dtype)
+            self._state = OptimizerState(self._optimizer, self._chunks, named)
+        self._num_updates = 0
+        self._pipeline = Pipeline(self._chunks)
+        self._rows = RowMaker(
+            cp=cp,
+            multiple_of=parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1,
+            device=self._device,
+            dtype=dtype,
+            share_prefix=share_prefix,
+        )
+        self._head = Head(
+            architecture,
+            cp,
+            has_value_head=self._has_value_head,
+            temperature=temperature,
+            entropy_grad=objective.entropy_grad,
+            sequence_parallel=parallel.sequence_parallel,
+        )
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from gather_weights(self._pieces, self._device)
+
+    def save_pretrained(self, path: str | Path) -> None:
+        weights = self.export_weights()
+        if dist.get_rank() == 0:
+            is_classifier = self._has_value_head
+            write_folder(Path(path), self._path, self._hf_config, weights, is_classifier=is_classifier)
+        else:
+            for _ in weights:
+                pass
+        dist.barrier()
+
+    def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, share: ShareOf) -> dict[str, float]:
+        def finish(chunk: Any, hidden: torch.Tensor, one: Pass) -> tuple[torch.Tensor, dict[str, float]]:
+            scores = self._head.scores(chunk, hidden, one.row)
+            if one.samples is None:
+                return _values(scores).sum() * 0.0, {}
+            loss, sums = share(scores, one.samples)
+            return loss, {name: value.item() for name, value in sums.items()}
+
+        passes = self._passes(micro_batches, num_passes)
+        with self._runtime():
+            for chunk in self._chunks:
+                chunk.train()
+                chunk.zero_grad_buffer()
+            results = self._pipeline.run(passes, finish)
+        total: dict[str, float] = {}
+        for sums in results:
+            for name, value in sums.items():
+                total[name] = total.get(name, 0.0) + value
+        return total | {"perf/computed_tokens": sum(p.row.num_tokens for p in passes if p.samples is not None)}
+
+    def _update(self, lr: float) -> float:
+        with self._runtime():
+            self._optimizer.prepare_grads()
+            grad_norm = float(self._optimizer.get_grad_norm())
+            if not np.isfinite(grad_norm):
+                return grad_norm
+            for part in self._optimizer.chained_optimizers:
+                clip_grad_by_total_norm_fp32(part.get_parameters(), self._config.grad_clip, grad_norm)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step_with_ready_grads()
+        self._num_updates += 1
+        return grad_norm
+
+    @torch.no_grad()
+    def _predict(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[NDArray[np.float32]]:
+        def finish(chunk: Any, hidden: torch.Tensor, one: Pass) -> tuple[torch.Tensor, NDArray[np.float32]]:
+            values = _values(self._head.scores(chunk, hidden, one.row))
+            return values.sum(), values.float().cpu().numpy()
+
+        with self._runtime():
+            for chunk in self._chunks:
+                chunk.eval()
+            results = self._pipeline.run(self._passes(micro_batches, num_passes), finish)
+        return results[: len(micro_batches)]
+
+    def _passes(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[Pass]:
+        is_interleaved = self._parallel.virtual_pipeline_model_parallel_size > 1
+        if is_interleaved:
+            # That schedule takes groups of as many as there are stages, all of one length.
+            num_passes += -num_passes % self._parallel.pipeline_model_parallel_size
+        samples = [*micro_batches, *[None] * (num_passes - len(micro_batches))]
+        rows = self._rows.make([s or _NOTHING for s in samples], equal_lengths=is_interleaved)
+        return [Pass(row=row, samples=s) for row, s in zip(rows, samples, strict=True)]
+
+    def _optimizer_step(self) -> int:
+        return self._num_updates
+
+    def _tensors(self) -> dict[str, dict[str, Any]]:
+        return {group: dict(tensors) for group, tensors in self._state.tensors().items()}
+
+    def _load_tensors(self, state: dict[str, Any]) -> None:
+        with self._runtime():
+            self._state.load(state)
+            self._state.set_step(state["optimizer_step"])
+        self._num_updates = state["optimizer_step"]
+
+    def _runtime(self) -> AbstractContextManager[None]:
+        return cpu_runtime() if self._device.type == "cpu" else nullcontext()
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _pieces(
+    architecture: Architecture, parallel: ParallelConfig, stages: Sequence[HiddenStatesGPT]
+) -> dict[torch.nn.Parameter, list[Piece]]:
+    first_expert = 0
+    if architecture.experts is not None:
+        num_local = architecture.experts.num_experts // parallel.expert_model_parallel_size
+        first_expert = parallel_state.get_expert_model_parallel_rank() * num_local
+    place = Place(
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel.tensor_model_parallel_size,
+        first_expert=first_expert,
+    )
+    pieces: dict[torch.nn.Parameter, list[Piece]] = {}
+    for stage in stages:
+        layers: dict[str, int] = {
+            f"decoder.layers.{i}.": layer.layer_number - 1 for i, layer in enumerate(stage.decoder.layers)
+        }
+        for name, parameter in stage.named_parameters():
+            prefix = next((p for p in layers if name.startswith(p)), None)
+            layer = None if prefix is None else layers[prefix]
+            pieces[parameter] = pieces_of(architecture, place, name.removeprefix(prefix or ""), layer)
+    return pieces
+
+
+@torch.no_grad()
+def _load(path: Path, pieces: dict[torch.nn.Parameter, list[Piece]]) -> None:
+    with WeightFiles(path) as files:
+        for parameter, of_parameter in pieces.items():
+            for piece in of_parameter:
+                # A causal LM's folder has no value head: a new critic's values begin at 0.
+                if piece.name != "score.weight" or piece.name in files:
+                    piece.view(parameter.view(-1)).copy_(files.read(piece))
+
+
+def _make_optimizer(config: OptimizerConfig, chunks: list[Any], dtype: torch.dtype) -> Any:
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=0.0,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
+    # No overrides: without them norms and biases would not decay, as they do in the torch backend.
+    return get_megatron_optimizer(settings, chunks, config_overrides={}, use_gloo_process_groups=False)
+
+
+def _values(scores: TokenScores | torch.Tensor) -> torch.Tensor:
+    return scores.log_probs if isinstance(scores, TokenScores) else scores

@@ -1,0 +1,118 @@
+"""What ranks of Megatron tests do; every function returns what the tests compare."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rank import Rank
+
+with warnings.catch_warnings():
+    # It warns of every accelerator library that is not installed.
+    warnings.simplefilter("ignore")
+    from gcore_trainer.megatron.groups import leave_groups
+    from gcore_trainer.megatron.trainer import MegatronTrainer
+
+from gcore_trainer.config import OptimizerConfig, PolicyLossConfig
+from gcore_trainer.objectives import Objective, PolicyObjective, Share
+from gcore_trainer.losses import BatchTotals
+from gcore_trainer.parallel import ParallelConfig
+from gcore_trainer.types import MicroBatch
+
+Layout = Mapping[str, Any]
+Steps = list[list[list[MicroBatch]]]
+"""Micro-batches of each step and replica."""
+Tensors = dict[str, torch.Tensor]
+Box = tuple[str, str, tuple[int, ...], tuple[int, ...], torch.Tensor]
+"""Group, name, global shape, offset and data of a part of the state."""
+
+
+class SquaredValues(Objective[torch.Tensor]):
+    """A loss of values alone: the sum of squared distances to the returns."""
+
+    scores = "values"
+
+    def share(self, scores: torch.Tensor, samples: MicroBatch, totals: BatchTotals) -> Share:
+        returns = torch.from_numpy(np.concatenate([s.returns for s in samples if s.returns is not None]))
+        loss = (scores - returns).square().sum() / totals.num_tokens
+        return loss, {"loss": loss.detach()}
+
+
+def megatron_predicts(
+    rank: Rank, path: str, layout: Layout, options: Mapping[str, Any], micro_batches: list[MicroBatch]
+) -> tuple[list[list[NDArray[np.float32]]], Tensors]:
+    """Log-probs or values of this replica's micro-batches, and the exported weights on rank 0."""
+    trainer = _trainer(path, layout, options)
+    own = micro_batches[trainer.data_parallel_rank :: trainer.data_parallel_size]
+    predicted = trainer.values(own) if isinstance(options.get("objective"), SquaredValues) else trainer.log_probs(own)
+    weights = dict(trainer.export_weights())
+    return predicted, weights if rank.number == 0 else {}
+
+
+def megatron_trains(
+    rank: Rank, path: str, layout: Layout, options: Mapping[str, Any], steps: Steps
+) -> tuple[list[dict[str, float]], Tensors, list[Box]]:
+    """Metrics of every step, exported weights on rank 0, and this rank's state."""
+    trainer = _trainer(path, layout, options)
+    metrics = [trainer.train_step(replicas[trainer.data_parallel_rank]) for replicas in steps]
+    return metrics, _exported(rank, trainer), _boxes(trainer)
+
+
+def megatron_resumes(
+    rank: Rank,
+    path: str,
+    layout: Layout,
+    options: Mapping[str, Any],
+    numbers: dict[str, int],
+    saved: dict[str, Tensors],
+    steps: Steps,
+) -> tuple[list[dict[str, float]], Tensors]:
+    """As `megatron_trains`, of a trainer into whose own tensors a state was loaded."""
+    trainer = _trainer(path, layout, options)
+    state = trainer.state()
+    for group, tensors in saved.items():
+        for name, parts in state[group].items():
+            for part in parts:
+                box = [slice(first, first + size) for first, size in zip(part.offset, part.tensor.shape, strict=True)]
+                part.tensor.copy_(tensors[name][tuple(box)])
+    trainer.load_state(state | numbers)
+    metrics = [trainer.train_step(replicas[trainer.data_parallel_rank]) for replicas in steps]
+    return metrics, _exported(rank, trainer)
+
+
+def megatron_saves(rank: Rank, path: str, layout: Layout, options: Mapping[str, Any], to: str) -> None:
+    _trainer(path, layout, options).save_pretrained(to)
+
+
+def megatron_is_made(rank: Rank, path: str, *layouts: Layout) -> None:
+    """Make a trainer of each layout, one after the other, in one process."""
+    leave_groups()
+    for layout in layouts:
+        _made(path, layout, {})
+
+
+def _trainer(path: str, layout: Layout, options: Mapping[str, Any]) -> MegatronTrainer:
+    leave_groups()
+    return _made(path, layout, options)
+
+
+def _made(path: str, layout: Layout, options: Mapping[str, Any]) -> MegatronTrainer:
+    defaults = {"optimizer": OptimizerConfig(), "objective": PolicyObjective(PolicyLossConfig())}
+    return MegatronTrainer(path, parallel=ParallelConfig(**layout), **(defaults | dict(options)))
+
+
+def _exported(rank: Rank, trainer: MegatronTrainer) -> Tensors:
+    weights = dict(trainer.export_weights())
+    return weights if rank.number == 0 else {}
+
+
+def _boxes(trainer: MegatronTrainer) -> list[Box]:
+    state = trainer.state()
+    return [
+        (group, name, part.global_shape, part.offset, part.tensor)
+        for group in ("model", "exp_avg", "exp_avg_sq")
+        for name, parts in state[group].items()
+        for part in parts
+    ]

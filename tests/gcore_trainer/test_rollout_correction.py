@@ -1,0 +1,216 @@
+"""Rollout correction: small cases by hand, parts of a batch against the whole, and what is refused."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose, assert_array_equal
+from numpy.typing import NDArray
+
+from gcore_trainer import BatchError, ConfigError
+from gcore_trainer.rollout_correction import (
+    RolloutCorrectionConfig,
+    RolloutIS,
+    RolloutRS,
+    rollout_correction,
+    weight_moments,
+)
+
+Array = NDArray[np.float64]
+
+RATIOS = [np.array([1.5, 4.0, 0.5]), np.array([0.1, 1.0])]
+MASKS = [np.array([True, True, True]), np.array([True, True])]
+
+
+def correct(
+    ratios: list[Array], masks: list[NDArray[np.bool_]], **settings: Any
+) -> tuple[list[NDArray[np.float32]] | None, list[NDArray[np.bool_]], dict[str, float]]:
+    """With log-probabilities of these ratios."""
+    rollout = [np.linspace(-3.0, -1.0, r.size) for r in ratios]
+    old = [np.log(r) + q for r, q in zip(ratios, rollout, strict=True)]
+    return rollout_correction(old, rollout, masks, RolloutCorrectionConfig(**settings))
+
+
+def assert_rows(actual: list[NDArray[Any]] | None, expected: list[list[float]]) -> None:
+    assert actual is not None
+    assert len(actual) == len(expected)
+    for a, e in zip(actual, expected, strict=True):
+        assert_allclose(a, e, rtol=1e-6)
+
+
+def test_token_weights_are_truncated() -> None:
+    weights, masks, metrics = correct(RATIOS, MASKS, rollout_is="token", rollout_is_threshold=2.5)
+    assert_rows(weights, [[1.5, 2.5, 0.5], [0.1, 1.0]])
+    assert weights is not None
+    assert weights[0].dtype == np.float32
+    assert_array_equal(np.concatenate(masks), True)
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(5.6 / 5)
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx((5.6 / 5) ** 2 / (9.76 / 5))
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1 / 5)
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_low"] == pytest.approx(1 / 5)
+
+
+def test_a_sequence_has_the_product_of_its_ratios() -> None:
+    weights, _, _ = correct(RATIOS, MASKS, rollout_is="sequence", rollout_is_threshold=5.0)
+    assert_rows(weights, [[3.0] * 3, [0.1] * 2])
+    weights, _, metrics = correct(RATIOS, MASKS, rollout_is="sequence", rollout_is_threshold=2.0)
+    assert_rows(weights, [[2.0] * 3, [0.1] * 2])
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(3.0)
+
+
+def test_icepop_makes_weights_outside_zero() -> None:
+    weights, _, metrics = correct(
+        RATIOS, MASKS, rollout_is="token", rollout_is_threshold=2.0, rollout_is_threshold_lower=0.4
+    )
+    assert_rows(weights, [[1.5, 0.0, 0.5], [0.0, 1.0]])
+    assert metrics["rollout_corr/rollout_is_oob_ratio"] == pytest.approx(2 / 5)
+
+
+def test_tokens_outside_the_mask_have_no_part() -> None:
+    masks = [np.array([True, False, True]), np.array([False, False]), np.array([True])]
+    ratios = [*RATIOS, np.array([3.0])]
+    weights, kept, metrics = correct(
+        ratios, masks, rollout_is="sequence", rollout_rs="seq_sum_k2", rollout_rs_threshold=0.5
+    )
+    assert_rows(weights, [[0.75, 0.0, 0.75], [0.0, 0.0], [2.0]])
+    assert_rows(kept, [[1, 0, 1], [0, 0], [0]])
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 3)
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 2)
+
+
+def test_without_rules_a_batch_is_only_measured() -> None:
+    weights, masks, metrics = correct(RATIOS, MASKS)
+    assert weights is None
+    assert_array_equal(np.concatenate(masks), True)
+    log_ratio = np.log(np.concatenate(RATIOS))
+    assert metrics["rollout_corr/kl"] == pytest.approx(-log_ratio.mean())
+    assert metrics["rollout_corr/log_ppl_diff"] == pytest.approx(-(np.log(3.0) / 3 + np.log(0.1) / 2) / 2)
+    assert not [name for name in metrics if "rollout_is" in name or "rollout_rs" in name]
+
+
+@pytest.mark.parametrize(
+    ("rule", "upper", "kept"),
+    [
+        ("token_k1", 2.5, [[1, 0, 1], [0, 1]]),
+        ("token_k2", 0.3, [[1, 0, 1], [0, 1]]),
+        ("token_k3", 0.5, [[1, 0, 1], [0, 1]]),
+        ("seq_sum_k1", 4.0, [[1, 1, 1], [0, 0]]),
+        ("seq_mean_k1", 2.0, [[1, 1, 1], [0, 0]]),
+        ("seq_mean_k1", 1.4, [[0, 0, 0], [0, 0]]),
+        ("seq_max_k2", 1.0, [[1, 1, 1], [0, 0]]),
+        ("seq_max_k3", 1.5, [[0, 0, 0], [1, 1]]),
+    ],
+)
+def test_rejection(rule: RolloutRS, upper: float, kept: list[list[float]]) -> None:
+    _, masks, _ = correct(RATIOS, MASKS, rollout_rs=rule, rollout_rs_threshold=upper)
+    assert_rows(masks, kept)
+
+
+def test_a_bound_of_k1_is_one_of_the_inverse_ratio() -> None:
+    _, masks, _ = correct(
+        RATIOS, MASKS, rollout_rs="token_k1", rollout_rs_threshold=12.0, rollout_rs_threshold_lower=0.9
+    )
+    assert_rows(masks, [[0, 0, 1], [1, 1]])
+
+
+def test_one_vetoed_token_rejects_its_sequence() -> None:
+    _, masks, metrics = correct(RATIOS, MASKS, rollout_token_veto_threshold=0.2)
+    assert_rows(masks, [[1, 1, 1], [0, 0]])
+    assert metrics["rollout_corr/rollout_is_catastrophic_token_fraction"] == pytest.approx(1 / 5)
+    assert metrics["rollout_corr/rollout_is_veto_fraction"] == pytest.approx(1 / 2)
+    _, masks, _ = correct(
+        RATIOS, MASKS, rollout_token_veto_threshold=0.2, rollout_rs="token_k1", rollout_rs_threshold=2.5
+    )
+    assert_rows(masks, [[1, 0, 1], [0, 0]])
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), cut=st.integers(1, 4))
+def test_parts_of_a_batch_are_normalised_like_the_whole(level: RolloutIS, seed: int, cut: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 6, 5)
+    masks = [np.append(rng.random(n - 1) < 0.6, True) for n in lengths]
+    old, rollout = ([-rng.random(n) * 2 for n in lengths] for _ in range(2))
+    config = RolloutCorrectionConfig(rollout_is=level, rollout_is_batch_normalize=True)
+    whole, _, _ = rollout_correction(old, rollout, masks, config)
+    assert whole is not None
+    parts = [(old[part], rollout[part], masks[part]) for part in (slice(0, cut), slice(cut, 5))]
+    batch = np.sum([weight_moments(*part, config) for part in parts], axis=0)
+    together: list[NDArray[np.float32]] = []
+    for part in parts:
+        weights, _, _ = rollout_correction(*part, config, batch=batch)
+        assert weights is not None
+        together += weights
+    for a, b in zip(together, whole, strict=True):
+        assert_allclose(a, b, rtol=1e-6)
+    per_sequence = [w[m].mean() for w, m in zip(whole, masks, strict=True)]
+    tokens = np.concatenate([w[m] for w, m in zip(whole, masks, strict=True)])
+    assert np.mean(per_sequence if level == "sequence" else tokens) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_ratios_too_large_for_a_float_are_bounded() -> None:
+    old, rollout, masks = [np.array([0.0, -900.0])], [np.array([-900.0, 0.0])], [np.array([True, True])]
+    for level in ("token", "sequence"):
+        config = RolloutCorrectionConfig(rollout_is=level, rollout_rs="seq_mean_k3", rollout_rs_threshold=1.0)
+        weights, kept, metrics = rollout_correction(old, rollout, masks, config)
+        assert weights is not None
+        assert np.isfinite(weights[0]).all()
+        assert not kept[0].any()
+        assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_all_weights_zero_is_no_division_by_zero() -> None:
+    settings: dict[str, Any] = {"rollout_is_threshold_lower": 1.9, "rollout_is_batch_normalize": True}
+    weights, _, metrics = correct([np.array([1.0, 1.0])], MASKS[1:], rollout_is="token", **settings)
+    assert_rows(weights, [[0.0, 0.0]])
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == 0.0
+    assert metrics["rollout_corr/rollout_is_batch_norm_factor"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollout_is": "group"}, "rollout_is is 'group': token, sequence or none is needed"),
+        ({"rollout_is_threshold": 0.0}, "rollout_is_threshold is 0.0"),
+        ({"rollout_is_threshold": math.nan}, "rollout_is_threshold is nan"),
+        ({"rollout_is": "token", "rollout_is_threshold_lower": 3.0}, "rollout_is_threshold_lower is 3.0"),
+        ({"rollout_is_threshold_lower": 0.5}, "rollout_is_threshold_lower is 0.5.* and a rollout_is is needed"),
+        ({"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize is True: a rollout_is"),
+        ({"rollout_rs": "seq_max_k1"}, "rollout_rs is 'seq_max_k1': one of token_k1"),
+        ({"rollout_rs": "token_k2"}, "rollout_rs_threshold is None: a finite number above 0"),
+        ({"rollout_rs_threshold": 1.0}, "rollout_rs_threshold is 1.0: none without a rollout_rs"),
+        ({"rollout_rs_threshold_lower": 1.0}, "rollout_rs_threshold_lower is 1.0: none without a rollout_rs"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "rollout_rs_threshold is 0.5: 1 or more"),
+        (
+            {"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5, "rollout_rs_threshold_lower": 0.6},
+            "rollout_rs_threshold_lower is 0.6: a number above 0 and up to rollout_rs_threshold=0.5",
+        ),
+        (
+            {"rollout_rs": "token_k3", "rollout_rs_threshold": 0.5, "rollout_rs_threshold_lower": 0.1},
+            r"rollout_rs_threshold_lower is 0.1: none \(rollout_rs is 'token_k3', which has no lower bound\)",
+        ),
+        ({"rollout_token_veto_threshold": 1.0}, "rollout_token_veto_threshold is 1.0"),
+    ],
+)
+def test_settings_out_of_bounds_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RolloutCorrectionConfig(**settings)
+
+
+def test_batches_that_cannot_be_corrected_are_refused() -> None:
+    config = RolloutCorrectionConfig(rollout_is="token")
+    two, mask = np.zeros(2), np.ones(2, np.bool_)
+    with pytest.raises(BatchError, match=r"have shapes \[\[\(2,\)\], \[\(3,\)\], \[\(2,\)\]\]: equal ones are needed"):
+        rollout_correction([two], [np.zeros(3)], [mask], config)
+    with pytest.raises(BatchError, match="have shapes"):
+        rollout_correction([two, two], [two], [mask], config)
+    with pytest.raises(BatchError, match="masks of 1 samples have no token that counts"):
+        rollout_correction([two], [two], [~mask], config)
+    with pytest.raises(BatchError, match="rollout_log_probs has 1 entries that are not finite"):
+        rollout_correction([two], [np.array([0.0, -np.inf])], [mask], config)
+    with pytest.raises(ConfigError, match="rollout_is is None: token or sequence is needed"):
+        weight_moments([two], [two], [mask], RolloutCorrectionConfig())

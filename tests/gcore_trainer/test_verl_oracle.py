@@ -1,0 +1,444 @@
+"""Advantages, losses and rollout correction against verl's own functions, on random batches in float64.
+
+Shapes: B sequences, R padded response tokens, N response tokens end to end without padding.
+"""
+
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gcore_trainer import KLPenalty, LossAggMode, PolicyLossConfig
+from gcore_trainer.advantages import (
+    GroupEstimator,
+    discounted_returns,
+    gae,
+    group_advantages,
+    moments,
+    remax_advantages,
+    whiten,
+)
+from gcore_trainer.config import LossMode
+from gcore_trainer.losses import BatchTotals, aggregation_weights, kl_penalty
+from gcore_trainer.policy_losses import PolicyLoss, policy_loss
+from gcore_trainer.reward_shaping import AdaptiveKLController, FixedKLController, RewardKL, kl_rewards
+from gcore_trainer.rollout_correction import RolloutCorrectionConfig, RolloutIS, RolloutRS, rollout_correction
+from gcore_trainer.value_losses import value_loss
+
+TOLERANCE = 1e-6
+"""Of a difference, relative to the largest expected entry; our advantages and weights are float32."""
+AGG_MODES: list[LossAggMode] = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(scope="module")
+def verl() -> Any:
+    """verl's algorithms. Their import needs one name of ray; what it does to the environment and the log is undone."""
+    ray = ModuleType("ray")
+    ray.__dict__["ObjectRef"] = object
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "ray", ray)
+        patch.setattr(os, "environ", os.environ.copy())
+        patch.setattr(logging.root, "handlers", logging.root.handlers[:])
+        patch.setattr(logging.root, "level", logging.root.level)
+        return SimpleNamespace(
+            algos=import_module("verl.trainer.ppo.core_algos"),
+            helper=import_module("verl.trainer.ppo.rollout_corr_helper"),
+            ActorConfig=import_module("verl.workers.config.actor").ActorConfig,
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of different lengths, some tokens masked out and at least one of each counted."""
+
+    rng: np.random.Generator
+    lengths: list[int]
+    mask: torch.Tensor
+    """[B, R], of float64; 0 in the padding."""
+
+    @classmethod
+    def of(cls, seed: int) -> "Batch":
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(1, 12, rng.integers(3, 9)).tolist()
+        mask = torch.zeros(len(lengths), max(lengths), dtype=torch.float64)
+        for row, length in zip(mask, lengths, strict=True):
+            row[:length] = torch.from_numpy((rng.random(length) < 0.7).astype(np.float64))
+            row[rng.integers(length)] = 1.0
+        return cls(rng=rng, lengths=lengths, mask=mask)
+
+    def normal(self, scale: float = 1.0) -> torch.Tensor:
+        """[B, R], in the padding too."""
+        return torch.from_numpy(self.rng.normal(0.0, scale, self.mask.shape))
+
+    def rows(self, values_BR: torch.Tensor) -> list[NDArray[np.float64]]:
+        """[R_i] of each sequence."""
+        return [row[:length].numpy() for row, length in zip(values_BR, self.lengths, strict=True)]
+
+    def flat(self, values_BR: torch.Tensor) -> torch.Tensor:
+        """[N], through which gradients flow."""
+        return torch.cat([row[:length] for row, length in zip(values_BR, self.lengths, strict=True)])
+
+    @property
+    def masks(self) -> list[NDArray[np.bool_]]:
+        return [row.astype(np.bool_) for row in self.rows(self.mask)]
+
+    def weights(self, mode: LossAggMode) -> torch.Tensor:
+        """[N], ours; verl takes the padded length for the longest response allowed."""
+        totals = BatchTotals.of(self.masks)
+        weights = aggregation_weights(self.masks, mode, totals=totals, max_response_length=self.mask.shape[1])
+        return torch.from_numpy(np.concatenate(weights)).double()
+
+    def assert_equal(self, actual: list[NDArray[Any]], expected_BR: torch.Tensor) -> None:
+        """Where a token counts; what the others get is of no meaning."""
+        for a, e, m in zip(actual, self.rows(expected_BR), self.masks, strict=True):
+            assert_near(a[m], e[m], scale=float(expected_BR.abs().max()))
+
+
+def assert_near(actual: Any, expected: Any, *, scale: float | None = None) -> None:
+    a, e = (np.asarray(x, np.float64) for x in (actual, expected))
+    assert a.shape == e.shape
+    largest = np.abs(e).max(initial=0.0) if scale is None else scale
+    assert np.abs(a - e).max(initial=0.0) <= TOLERANCE * max(largest, 1e-3)
+
+
+GROUP_ESTIMATORS: dict[GroupEstimator, tuple[str, dict[str, Any]]] = {
+    "grpo": ("grpo", {}),
+    "dr_grpo": ("grpo", {"norm_adv_by_std_in_grpo": False}),
+    "rloo": ("rloo", {}),
+    "reinforce_plus_plus_baseline": ("reinforce_plus_plus_baseline", {}),
+}
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+@settings(deadline=None)
+@given(seed=seeds)
+def test_group_advantages(verl: Any, estimator: GroupEstimator, seed: int) -> None:
+    batch = Batch.of(seed)
+    num = len(batch.lengths)
+    # At least two to a group: alone, a response has advantage 0 with us, and its score with verl.
+    index = batch.rng.permutation(np.arange(num) % (num // 2))
+    scores = batch.rng.normal(size=num).round(1)
+    rewards = batch_of_scores(batch, scores)
+    name, settings = GROUP_ESTIMATORS[estimator]
+    function = verl.algos.get_adv_estimator_fn(name)
+    expected, _ = function(rewards, response_mask=batch.mask, index=index, **settings)
+    advantages = np.zeros(num)
+    for group in set(index.tolist()):
+        advantages[index == group] = group_advantages(scores[index == group], estimator)
+    actual = [np.full(length, a) for length, a in zip(batch.lengths, advantages, strict=True)]
+    if estimator == "reinforce_plus_plus_baseline":
+        assume(np.std(advantages) > 1e-3)  # what is divided by almost nothing is rounding
+        actual = whitened(actual, batch)
+    # Equal scores: their mean may be off by a rounding, which a standard deviation of 1e-6 makes visible in verl's.
+    batch.assert_equal(actual, expected.where(expected.abs() > 1e-9, 0.0))
+
+
+def batch_of_scores(batch: Batch, scores: NDArray[np.float64]) -> torch.Tensor:
+    """[B, R] rewards: the score on the last token that counts."""
+    rewards = torch.zeros_like(batch.mask)
+    for row, mask, score in zip(rewards, batch.masks, scores, strict=True):
+        row[int(np.flatnonzero(mask)[-1])] = score
+    return rewards
+
+
+def whitened(values: list[NDArray[np.float64]], batch: Batch) -> list[NDArray[np.float32]]:
+    whole = moments(values, batch.masks)
+    return [whiten(v, m, whole) for v, m in zip(values, batch.masks, strict=True)]
+
+
+@settings(deadline=None)
+@given(seed=seeds)
+def test_remax(verl: Any, seed: int) -> None:
+    batch = Batch.of(seed)
+    scores, greedy = batch.rng.normal(size=(2, len(batch.lengths)))
+    expected, _ = verl.algos.compute_remax_outcome_advantage(
+        batch_of_scores(batch, scores), torch.from_numpy(greedy), batch.mask
+    )
+    advantages = [remax_advantages([s], g)[0] for s, g in zip(scores, greedy, strict=True)]
+    batch.assert_equal([np.full(n, a) for n, a in zip(batch.lengths, advantages, strict=True)], expected)
+
+
+@settings(deadline=None)
+@given(seed=seeds, gamma=st.sampled_from([1.0, 0.97, 0.5]))
+def test_reinforce_plus_plus(verl: Any, seed: int, gamma: float) -> None:
+    batch = Batch.of(seed)
+    rewards = batch.normal() * batch.mask
+    advantages, returns = verl.algos.compute_reinforce_plus_plus_outcome_advantage(
+        rewards, batch.mask, config=SimpleNamespace(gamma=gamma)
+    )
+    ours = [discounted_returns(r, m, gamma=gamma) for r, m in zip(batch.rows(rewards), batch.masks, strict=True)]
+    batch.assert_equal(ours, returns)
+    batch.assert_equal(whitened(ours, batch), advantages)
+
+
+@settings(deadline=None)
+@given(seed=seeds, gamma=st.sampled_from([1.0, 0.97]), lam=st.sampled_from([1.0, 0.95, 0.0]))
+def test_gae(verl: Any, seed: int, gamma: float, lam: float) -> None:
+    batch = Batch.of(seed)
+    rewards, values = batch.normal() * batch.mask, batch.normal()
+    advantages, returns = verl.algos.compute_gae_advantage_return(rewards, values, batch.mask, gamma, lam)
+    rows = zip(batch.rows(rewards), batch.rows(values), batch.masks, strict=True)
+    ours = [gae(r, v, m, gamma=gamma, lam=lam) for r, v, m in rows]
+    batch.assert_equal([r for _, r in ours], returns)
+    batch.assert_equal(whitened([a for a, _ in ours], batch), advantages)
+
+
+@pytest.mark.parametrize("mode", AGG_MODES)
+@settings(deadline=None)
+@given(seed=seeds, has_empty_sequence=st.booleans())
+def test_aggregation(verl: Any, mode: LossAggMode, seed: int, has_empty_sequence: bool) -> None:
+    batch = Batch.of(seed)
+    if has_empty_sequence:
+        batch.mask[0] = 0.0
+    losses = batch.normal()
+    # Left alone, verl does not count a sequence whose tokens are all masked out; its trainers pass the count, as here.
+    expected = verl.algos.agg_loss(losses, batch.mask, mode, global_batch_size=len(batch.lengths))
+    shares = batch.weights(mode) * batch.flat(losses)
+    assert_near(shares.sum(), expected, scale=float(shares.abs().sum()))
+
+
+POLICY_LOSSES: dict[str, PolicyLossConfig] = {
+    "vanilla": PolicyLossConfig(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=1e6),
+    "vanilla with dual clip": PolicyLossConfig(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=1.4),
+    "gspo": PolicyLossConfig(loss_mode="gspo", clip_ratio_low=0.05, clip_ratio_high=0.1),
+    "cispo": PolicyLossConfig(loss_mode="cispo", clip_ratio_low=0.3, clip_ratio_high=0.4),
+    "sapo": PolicyLossConfig(loss_mode="sapo", tau_pos=1.1, tau_neg=1.7),
+}
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@settings(deadline=None)
+@given(seed=seeds, mode=st.sampled_from(AGG_MODES))
+def test_policy_loss_and_gradient(verl: Any, name: str, seed: int, mode: LossAggMode) -> None:
+    config, batch = POLICY_LOSSES[name], Batch.of(seed)
+    if config.loss_mode == "sapo":
+        mode = "seq-mean-token-mean"  # whatever verl is asked for
+    old, advantages, weights = -batch.normal().abs(), batch.normal(), batch.normal().abs()
+    log_probs = (old + batch.normal(0.4)).requires_grad_()
+    expected, metrics = verl.algos.get_policy_loss_fn(config.loss_mode)(
+        old, log_probs, advantages, batch.mask, mode, verl_actor(verl, config), weights
+    )
+    (expected_gradient,) = torch.autograd.grad(expected, log_probs)
+
+    ours = our_policy_loss(config, batch, log_probs, old, advantages)
+    # The weights of rollout correction multiply the loss of each token, whatever the loss.
+    shares = batch.weights(mode) * batch.flat(weights) * ours.loss
+    (gradient,) = torch.autograd.grad(shares.sum(), log_probs)
+    assert_near(shares.sum().detach(), expected.detach(), scale=float(shares.detach().abs().sum()))
+    assert_near(gradient, expected_gradient)
+    counted = batch.flat(batch.mask).bool()
+    assert_near(ours.clipped[counted].double().mean(), metrics["actor/pg_clipfrac"])
+    assert_near(ours.clipped_lower[counted].double().mean(), metrics["actor/pg_clipfrac_lower"])
+
+
+def verl_actor(verl: Any, config: PolicyLossConfig) -> Any:
+    names = ["clip_ratio_low", "clip_ratio_high", "tau_pos", "tau_neg"]
+    return verl.ActorConfig(
+        strategy="fsdp",
+        rollout_n=1,
+        use_dynamic_bsz=True,
+        clip_ratio_c=config.clip_ratio_c or 3.0,
+        **{name: getattr(config, name) for name in names},
+    )
+
+
+def our_policy_loss(
+    config: PolicyLossConfig, batch: Batch, log_probs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor
+) -> PolicyLoss:
+    return policy_loss(
+        config,
+        batch.flat(log_probs),
+        batch.flat(old),
+        batch.flat(advantages),
+        mask=batch.flat(batch.mask).bool(),
+        lengths=batch.lengths,
+    )
+
+
+def test_every_policy_loss_is_compared() -> None:
+    assert {config.loss_mode for config in POLICY_LOSSES.values()} == set(LossMode.__args__)
+
+
+KL_KINDS: list[KLPenalty] = ["k1", "k2", "k3", "k1+", "k3+"]
+
+
+@pytest.mark.parametrize("kind", KL_KINDS)
+@settings(deadline=None)
+@given(seed=seeds)
+def test_kl_penalty_and_gradient(verl: Any, kind: KLPenalty, seed: int) -> None:
+    batch = Batch.of(seed)
+    reference = -batch.normal().abs()
+    # Log-ratios up to 2: verl caps k3 at 10, which it reaches at 2.6, and its gradient there; we do not.
+    log_probs = (reference + batch.normal().clamp(-2, 2)).requires_grad_()
+    expected = verl.algos.kl_penalty(log_probs, reference, kind)
+    actual = kl_penalty(log_probs, reference, kind)
+    assert_near(actual.detach(), expected.detach())
+    gradients = [torch.autograd.grad(x.sum(), log_probs)[0] for x in (actual, expected)]
+    assert_near(*gradients)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@settings(deadline=None)
+@given(seed=seeds, coef=st.sampled_from([0.0, 0.05, 1.0]))
+def test_kl_in_the_reward(verl: Any, kind: RewardKL, seed: int, coef: float) -> None:
+    batch = Batch.of(seed)
+    reference = -batch.normal().abs()
+    log_probs = reference + batch.normal().clamp(-2, 2)
+    scores = batch.rng.normal(size=len(batch.lengths))
+    penalty = verl.algos.kl_penalty(log_probs, reference, kind) * batch.mask
+    rows = zip(scores, batch.rows(log_probs), batch.rows(reference), batch.masks, strict=True)
+    actual = [kl_rewards(s, p, q, m, coef=coef, kind=kind) for s, p, q, m in rows]
+    batch.assert_equal(actual, batch_of_scores(batch, scores) - coef * penalty)
+
+
+@settings(deadline=None)
+@given(kls=st.lists(st.floats(-1.0, 50.0), min_size=1, max_size=20), n_steps=st.integers(0, 512))
+def test_kl_controllers(verl: Any, kls: list[float], n_steps: int) -> None:
+    theirs = verl.algos.AdaptiveKLController(0.2, 6.0, 10_000)
+    ours = AdaptiveKLController(kl_coef=0.2, target_kl=6.0, horizon=10_000)
+    fixed, verl_fixed = FixedKLController(kl_coef=0.2), verl.algos.FixedKLController(0.2)
+    for kl in kls:
+        for controller in (theirs, ours, fixed, verl_fixed):
+            controller.update(kl, n_steps)
+        assert ours.value == pytest.approx(theirs.value, rel=1e-12)
+        assert fixed.value == verl_fixed.value
+
+
+@settings(deadline=None)
+@given(seed=seeds, mode=st.sampled_from(AGG_MODES), cliprange=st.sampled_from([0.1, 0.5, 5.0]))
+def test_value_loss_and_gradient(verl: Any, seed: int, mode: LossAggMode, cliprange: float) -> None:
+    batch = Batch.of(seed)
+    old, returns = batch.normal(), batch.normal()
+    values = (old + batch.normal(0.5)).requires_grad_()
+    expected, clip_fraction = verl.algos.compute_value_loss(values, returns, old, batch.mask, cliprange, mode)
+    (expected_gradient,) = torch.autograd.grad(expected, values)
+    losses, clipped = value_loss(batch.flat(values), batch.flat(old), batch.flat(returns), cliprange_value=cliprange)
+    actual = (batch.weights(mode) * losses).sum()
+    (gradient,) = torch.autograd.grad(actual, values)
+    assert_near(actual.detach(), expected.detach())
+    assert_near(gradient, expected_gradient)
+    assert_near(clipped[batch.flat(batch.mask).bool()].double().mean(), clip_fraction)
+
+
+def verl_correction(
+    verl: Any, batch: Batch, old: torch.Tensor, rollout: torch.Tensor, **settings: Any
+) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, float]]:
+    weights, mask, metrics = verl.helper.compute_rollout_correction_and_rejection_mask(
+        old, rollout, batch.mask, **settings
+    )
+    return None if weights is None else weights.batch["rollout_is_weights"], mask, metrics
+
+
+def assert_metrics(actual: dict[str, float], expected: dict[str, float]) -> None:
+    """Each of ours is one of verl's; verl has more."""
+    assert actual
+    for name, value in actual.items():
+        # verl's variance is a difference of two means, whose denominators have 1e-8 added: compared before the root.
+        power = 2 if name.endswith("_std") else 1
+        assert value**power == pytest.approx(expected[name] ** power, rel=TOLERANCE, abs=TOLERANCE), name
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("lower", [None, 0.6])
+@settings(deadline=None)
+@given(seed=seeds, normalize=st.booleans(), scale=st.sampled_from([0.05, 0.4, 1.5]))
+def test_importance_weights(
+    verl: Any, level: RolloutIS, lower: float | None, seed: int, normalize: bool, scale: float
+) -> None:
+    batch = Batch.of(seed)
+    rollout = -batch.normal().abs()
+    old = rollout + batch.normal(scale)
+    config = RolloutCorrectionConfig(
+        rollout_is=level,
+        rollout_is_threshold=1.8,
+        rollout_is_threshold_lower=lower,
+        rollout_is_batch_normalize=normalize,
+    )
+    weights, masks, metrics = rollout_correction(batch.rows(old), batch.rows(rollout), batch.masks, config)
+    assert weights is not None
+    assume(any(w.any() for w in weights))  # verl divides by the weights' mean square
+    expected_weights, expected_mask, expected_metrics = verl_correction(
+        verl,
+        batch,
+        old,
+        rollout,
+        rollout_is=level,
+        rollout_is_threshold=1.8 if lower is None else f"{lower}_1.8",
+        rollout_is_batch_normalize=normalize,
+    )
+    assert expected_weights is not None
+    batch.assert_equal(list(weights), expected_weights)
+    batch.assert_equal([m.astype(np.float64) for m in masks], expected_mask)
+    assert_metrics(metrics, expected_metrics)
+    assert ("rollout_corr/rollout_is_batch_norm_factor" in metrics) == normalize
+
+
+RULES: dict[RolloutRS, tuple[float, float | None]] = {
+    "token_k1": (1.5, 0.5),
+    "token_k2": (0.1, None),
+    "token_k3": (0.1, None),
+    "seq_sum_k1": (1.6, None),
+    "seq_sum_k2": (0.4, None),
+    "seq_sum_k3": (0.4, None),
+    "seq_mean_k1": (1.2, 0.8),
+    "seq_mean_k2": (0.08, None),
+    "seq_mean_k3": (0.08, None),
+    "seq_max_k2": (0.3, None),
+    "seq_max_k3": (0.3, None),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rejection(verl: Any, rule: RolloutRS) -> None:
+    upper, lower = RULES[rule]
+    config = RolloutCorrectionConfig(rollout_rs=rule, rollout_rs_threshold=upper, rollout_rs_threshold_lower=lower)
+    fractions: list[float] = []
+    for seed in range(100):
+        batch = Batch.of(seed)
+        rollout = -batch.normal().abs()
+        old = rollout + batch.normal(0.4)
+        weights, masks, metrics = rollout_correction(batch.rows(old), batch.rows(rollout), batch.masks, config)
+        _, expected_mask, expected_metrics = verl_correction(
+            verl,
+            batch,
+            old,
+            rollout,
+            rollout_rs=rule,
+            rollout_rs_threshold=upper if lower is None else f"{lower}_{upper}",
+        )
+        assert weights is None
+        for mask, expected in zip(masks, batch.rows(expected_mask), strict=True):
+            np.testing.assert_array_equal(mask, expected.astype(np.bool_))
+        assert_metrics(metrics, expected_metrics)
+        fractions.append(metrics["rollout_corr/rollout_rs_masked_fraction"])
+    assert 0.05 < np.mean(fractions) < 0.9
+
+
+@settings(deadline=None)
+@given(seed=seeds)
+def test_veto(verl: Any, seed: int) -> None:
+    """Where no ratio is above 1, a veto on ratios below t is a bound of (log t)^2 / 2 on a sequence's largest k2."""
+    batch = Batch.of(seed)
+    rollout = -batch.normal().abs()
+    old = rollout - batch.normal(0.5).abs()
+    config = RolloutCorrectionConfig(rollout_token_veto_threshold=0.4)
+    _, masks, metrics = rollout_correction(batch.rows(old), batch.rows(rollout), batch.masks, config)
+    _, expected_mask, expected_metrics = verl_correction(
+        verl, batch, old, rollout, rollout_rs="seq_max_k2", rollout_rs_threshold=float(np.log(0.4) ** 2 / 2)
+    )
+    for mask, expected in zip(masks, batch.rows(expected_mask), strict=True):
+        np.testing.assert_array_equal(mask, expected.astype(np.bool_))
+    vetoed = expected_metrics["rollout_corr/rollout_rs_seq_masked_fraction"]
+    assert metrics["rollout_corr/rollout_is_veto_fraction"] == pytest.approx(vetoed, rel=TOLERANCE, abs=TOLERANCE)
