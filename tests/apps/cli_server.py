@@ -16,6 +16,7 @@ from gcore_llm.cli import main
 from gcore_rollout.rewards import import_reasoning_gym
 
 HEAVY = (
+    "gcore_llm.finetune.run",
     "gcore_llm.inspect_run",
     "gcore_llm.report",
     "gcore_llm.train",

@@ -225,6 +225,14 @@ def test_any_number_of_controllers_gives_the_same_run(cli: Cli, own_args: list[s
         ["--algorithm.adv-estimator", "reinforce_plus_plus_baseline", "--actor.loss.loss-mode", "sapo"],
         ["--algorithm.adv-estimator", "reinforce_plus_plus", "--algorithm.gamma", "0.9", "--controllers", "2"],
         ["--actor.loss.kl-loss-coef", "0.1", "--actor.loss.kl-loss-type", "k3+"],
+        ["--algorithm.adv-estimator", "remax", "--controllers", "2"],
+        ["--algorithm.adv-estimator", "gae", "--algorithm.lam", "0.9", "--actor.ppo-epochs", "2"],
+        ["--algorithm.adv-estimator", "gae", "--critic.warmup-steps", "1", "--controllers", "2"],
+        ["--algorithm.overlong.buffer-len", "4", "--algorithm.overlong.filter", "True"],
+        [
+            *("--actor.enable-gradient-checkpointing", "True", "--actor.optim.lr-scheduler-type", "cosine"),
+            *("--actor.optim.total-training-steps", "4"),
+        ],
     ],
     ids=lambda options: " ".join(options),
 )
@@ -233,7 +241,14 @@ def test_variants(cli: Cli, own_args: list[str], options: list[str]) -> None:
     rows = step_rows(cli.cwd / "runs/default")
     assert len(rows) == 2
     assert all(math.isfinite(value) for row in rows for value in row.values())
-    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    warmup = 1 if "--critic.warmup-steps" in options else 0
+    assert all(row["actor/grad_norm"] > 0 for row in rows[warmup:])
+    assert all("actor/grad_norm" not in row for row in rows[:warmup])
+    if "gae" in options:
+        assert all(row["critic/vf_loss"] > 0 and row["critic/grad_norm"] > 0 for row in rows)
+        assert rows[0]["critic/values/max"] == 0  # a new critic's head is zero
+        assert rows[1]["critic/values/max"] != 0
+        assert rows[1]["critic/vf_explained_var"] < 1
     last = rows[-1]
     if "--actor.loss.kl-loss-coef" in options:
         assert rows[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
@@ -242,6 +257,39 @@ def test_variants(cli: Cli, own_args: list[str], options: list[str]) -> None:
         # Of the last update, whose policy is no longer the one that sampled.
         assert abs(last["actor/ppo_kl"]) > 1e-5
         assert last["training/rollout_probs_diff_mean"] > 1e-5
+
+
+def test_kl_in_the_reward_adapts(cli: Cli, own_args: list[str]) -> None:
+    """The divergence is 0 at first, below its target, so the weight falls; then the policy has moved."""
+    kl = ["--algorithm.kl-ctrl.kl-coef", "0.5", "--algorithm.kl-ctrl.type", "adaptive"]
+    cli.ok(*own_args, *kl, "--algorithm.adv-estimator", "gae", "--algorithm.kl-ctrl.horizon", "100")
+    first, second = step_rows(cli.cwd / "runs/default")
+    assert first["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)
+    assert first["actor/reward_kl_penalty_coeff"] == 0.5
+    assert second["actor/reward_kl_penalty_coeff"] == pytest.approx(0.5 * (1 - 0.2 * 32 / 100))
+    assert second["actor/reward_kl_penalty"] != first["actor/reward_kl_penalty"]
+    assert second["critic/rewards/mean"] != pytest.approx(second["critic/score/mean"], abs=1e-9)
+
+
+def test_rollout_correction_measures_and_masks(cli: Cli, own_args: list[str]) -> None:
+    """Engine and trainer agree here, so weights are 1 and nothing is rejected; a harsh rule rejects what differs."""
+    correct = ["--algorithm.old-log-probs", "trainer", "--algorithm.rollout-correction.rollout-is", "token"]
+    cli.ok(*own_args, *correct, "--actor.ppo-epochs", "2", "--controllers", "2")
+    for row in step_rows(cli.cwd / "runs/default"):
+        assert row["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=1e-4)
+        assert row["rollout_corr/rollout_is_max"] == pytest.approx(1, abs=1e-3)
+    harsh = ["--algorithm.rollout-correction.rollout-rs", "token_k1", "--name", "harsh"]
+    cli.ok(*own_args, *correct, *harsh, "--algorithm.rollout-correction.rollout-rs-threshold", "1.0000001")
+    assert all(row["rollout_corr/rollout_rs_masked_fraction"] > 0.1 for row in step_rows(cli.cwd / "runs/harsh"))
+
+
+def test_a_long_response_costs(cli: Cli, own_args: list[str]) -> None:
+    """DAPO's soft punishment: the mean reward falls below the mean score by what the lengths say."""
+    cli.ok(*own_args, "--algorithm.overlong.buffer-len", "8", "--algorithm.filter-groups", "False")
+    row = step_rows(cli.cwd / "runs/default")[0]
+    # The buffer is the whole response here, so every token costs an eighth.
+    expected = row["critic/score/mean"] - row["response_length/mean"] / 8
+    assert row["critic/rewards/mean"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_small_micro_batches_change_nothing(cli: Cli, trained: Path, own_args: list[str]) -> None:

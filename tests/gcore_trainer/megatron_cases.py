@@ -16,8 +16,8 @@ with warnings.catch_warnings():
     from gcore_trainer.megatron.trainer import MegatronTrainer
 
 from gcore_trainer.config import OptimizerConfig, PolicyLossConfig
-from gcore_trainer.objectives import Objective, PolicyObjective, Share
 from gcore_trainer.losses import BatchTotals
+from gcore_trainer.objectives import Objective, PolicyObjective, Share
 from gcore_trainer.parallel import ParallelConfig
 from gcore_trainer.types import MicroBatch
 
@@ -29,8 +29,29 @@ Box = tuple[str, str, tuple[int, ...], tuple[int, ...], torch.Tensor]
 """Group, name, global shape, offset and data of a part of the state."""
 
 
-class SquaredValues(Objective[torch.Tensor]):
-    """A loss of values alone: the sum of squared distances to the returns."""
+def megatron_predicts(
+    rank: Rank, path: str, layout: Layout, options: Mapping[str, Any], micro_batches: list[MicroBatch]
+) -> tuple[list[list[NDArray[np.float32]]], Tensors]:
+    """Log-probs of this replica's micro-batches, and the exported weights on rank 0."""
+    trainer = _trainer(path, layout, options)
+    own = micro_batches[trainer.data_parallel_rank :: trainer.data_parallel_size]
+    return trainer.log_probs(own), _exported(rank, trainer)
+
+
+def megatron_critic(
+    rank: Rank, path: str, layout: Layout, samples: MicroBatch, to: str
+) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]], dict[str, float]]:
+    """Values before and after five updates of a critic, which is saved, and the last update's metrics."""
+    trainer = _trainer(path, layout, {"optimizer": OptimizerConfig(lr=1e-2), "objective": _SquaredErrors()})
+    [before] = trainer.values([samples])
+    metrics = [trainer.train_step([samples]) for _ in range(5)]
+    [after] = trainer.values([samples])
+    trainer.save_pretrained(to)
+    return before, after, metrics[-1]
+
+
+class _SquaredErrors(Objective[torch.Tensor]):
+    """Mean squared distance of values to returns."""
 
     scores = "values"
 
@@ -38,17 +59,6 @@ class SquaredValues(Objective[torch.Tensor]):
         returns = torch.from_numpy(np.concatenate([s.returns for s in samples if s.returns is not None]))
         loss = (scores - returns).square().sum() / totals.num_tokens
         return loss, {"loss": loss.detach()}
-
-
-def megatron_predicts(
-    rank: Rank, path: str, layout: Layout, options: Mapping[str, Any], micro_batches: list[MicroBatch]
-) -> tuple[list[list[NDArray[np.float32]]], Tensors]:
-    """Log-probs or values of this replica's micro-batches, and the exported weights on rank 0."""
-    trainer = _trainer(path, layout, options)
-    own = micro_batches[trainer.data_parallel_rank :: trainer.data_parallel_size]
-    predicted = trainer.values(own) if isinstance(options.get("objective"), SquaredValues) else trainer.log_probs(own)
-    weights = dict(trainer.export_weights())
-    return predicted, weights if rank.number == 0 else {}
 
 
 def megatron_trains(
@@ -82,6 +92,14 @@ def megatron_resumes(
     return metrics, _exported(rank, trainer)
 
 
+def megatron_loads_less(rank: Rank, path: str, layout: Layout) -> None:
+    """Load a state from which one part of a tensor was taken."""
+    trainer = _trainer(path, layout, {})
+    state = trainer.state()
+    state["exp_avg"]["model.norm.weight"] = []
+    trainer.load_state(state)
+
+
 def megatron_saves(rank: Rank, path: str, layout: Layout, options: Mapping[str, Any], to: str) -> None:
     _trainer(path, layout, options).save_pretrained(to)
 
@@ -99,7 +117,7 @@ def _trainer(path: str, layout: Layout, options: Mapping[str, Any]) -> MegatronT
 
 
 def _made(path: str, layout: Layout, options: Mapping[str, Any]) -> MegatronTrainer:
-    defaults = {"optimizer": OptimizerConfig(), "objective": PolicyObjective(PolicyLossConfig())}
+    defaults: dict[str, Any] = {"optimizer": OptimizerConfig(), "objective": PolicyObjective(PolicyLossConfig())}
     return MegatronTrainer(path, parallel=ParallelConfig(**layout), **(defaults | dict(options)))
 
 

@@ -28,7 +28,7 @@ ADAPTERS = {
     "orbax": ["apps/gcore-bench/src/gcore_bench/ckpt/orbax_contender.py"],
     "sglang": [],
     "diffusers": [],
-    "megatron": [],
+    "megatron": ["packages/gcore-trainer/src/gcore_trainer/megatron/"],
     "ray": [],
 }
 """The one file or folder of a distribution that may import each library with a life of its own."""
@@ -38,7 +38,7 @@ ONLY_IN_APPS = ["pydantic", "tyro", "tomllib", "tomli_w", "argparse", "rich", "g
 FOR_COMMANDS = ["argparse", "rich"]
 """Of these, what a package's `cli.py` and `cli_*.py` may import, and nothing else of it."""
 
-DISTRIBUTED_AS = {"orbax": "orbax-checkpoint"}
+DISTRIBUTED_AS = {"orbax": "orbax-checkpoint", "megatron": "megatron-core"}
 """Top-level modules whose distribution has another name."""
 
 USED_THROUGH_ANOTHER = {

@@ -25,6 +25,9 @@ from gcore_trainer import MicroBatch
 if TYPE_CHECKING:
     import torch
 
+_PRELOADED = ["gcore_llm.learner_ranks", "gcore_trainer.torch_trainer", "gcore_trainer.frozen_model", "torch._dynamo"]
+"""What ranks would import, each for itself."""
+
 CostOf = Callable[[MicroBatch], float]
 """Simulated work of a micro-batch, in any unit."""
 
@@ -48,7 +51,7 @@ class RankedLearner:
         size = config.trainer.num_processes
         # Forked from a clean server that has imported torch once: this process may hold an engine, threads and locks.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["gcore_llm.learner_ranks", "torch", "transformers"])
+        context.set_forkserver_preload(_PRELOADED)
         self._processes: list[BaseProcess] = []
         self._connections: list[Any] = []
         arguments = config, model, checkpoints, self._folder / "store", size

@@ -14,6 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from gcore_trainer import packed_attention
+from gcore_trainer.context_parallel.collectives import sum_over_ranks
+from gcore_trainer.context_parallel.groups import ContextParallel
+from gcore_trainer.context_parallel.layout import local_predictions
+from gcore_trainer.context_parallel.plan import ContextParallelPlan
 from gcore_trainer.errors import ConfigError, UnsupportedModelError
 from gcore_trainer.objectives import ScoresT
 from gcore_trainer.packed_attention import PackedPlan
@@ -74,6 +78,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         """What runs a forward pass; FSDP wraps it."""
         self.num_computed_tokens = 0
         """Tokens that have passed through the model."""
+        self._context = ContextParallel()
         self._casts = self.compute_dtype != model.dtype
         if gradient_checkpointing:
             for layer in self.layers():
@@ -110,6 +115,13 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         stacks = [m for m in self.model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
         return list(stacks[0])
 
+    def divide_tokens(self, context: ContextParallel) -> None:
+        """Hold only this rank's share of every row; all ranks of ``context`` score the same samples.
+
+        Gradients of parameters are then parts, to be summed over these ranks.
+        """
+        self._context = context
+
     def leave_casting(self) -> None:
         """Compute in the dtype that parameters are handed over in: what wraps `root` casts them."""
         self._casts = False
@@ -143,21 +155,34 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         return results
 
     @abstractmethod
-    def _of_hidden(self, hidden_UD: torch.Tensor, batch: PackedBatch, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
+    def _of_hidden(
+        self, hidden_ND: torch.Tensor, target_ids: torch.Tensor, entropy_grad: bool
+    ) -> tuple[torch.Tensor, ...]:
         """The head's part of a forward pass. [N] each: FSDP finds tensors in a tuple, not in a class of ours."""
 
     def _run(self, samples: MicroBatch, *, entropy_grad: bool = False) -> tuple[torch.Tensor, ...]:
-        batch = pack(samples, share_prefix=self.share_prefix)
+        padding = self._context.padding
+        batch = pack(
+            samples,
+            share_prefix=self.share_prefix and self._context.ring is None,
+            multiple_of=padding.multiple_of,
+            segment_multiple_of=padding.segment_multiple_of,
+        )
         self.num_computed_tokens += batch.input_ids.size
         with self._casting():
             return self.root(batch, entropy_grad)
 
     def _forward(self, batch: PackedBatch, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
         device = self.model.device
-        plan = PackedPlan(batch, device=device, dtype=self.compute_dtype)
+        context = self._context
+        if context.size == 1:
+            places, plan = np.arange(batch.input_ids.size), PackedPlan(batch, device=device, dtype=self.compute_dtype)
+        else:
+            places = context.places(batch)
+            plan = ContextParallelPlan(batch, context, device=device, dtype=self.compute_dtype)
         output = self.model.base_model(
-            input_ids=torch.from_numpy(batch.input_ids).to(device)[None],
-            position_ids=torch.from_numpy(batch.positions).to(device)[None],
+            input_ids=torch.from_numpy(batch.input_ids[places]).to(device)[None],
+            position_ids=torch.from_numpy(batch.positions[places]).to(device)[None],
             use_cache=False,
             packed=plan,
         )
@@ -169,8 +194,21 @@ class PackedTransformer(ABC, Generic[ScoresT]):
                 "attention interface: packed training needs all of them to"
             )
         hidden_TD: torch.Tensor = output.last_hidden_state[0]
-        hidden_UD = hidden_TD[torch.from_numpy(batch.predict_index).to(device)].to(self.compute_dtype)
-        return self._of_hidden(hidden_UD, batch, entropy_grad)
+        local_index, which = local_predictions(batch.predict_index, places)
+        row_of_U = np.full(batch.predict_index.size, -1)
+        row_of_U[which] = np.arange(which.size)
+        row_of_N = row_of_U[batch.target_place]
+        is_own_N = row_of_N >= 0
+        hidden_ND = hidden_TD[torch.from_numpy(local_index[row_of_N[is_own_N]]).to(device)].to(self.compute_dtype)
+        target_ids = torch.from_numpy(batch.target_ids[is_own_N]).to(device)
+        own = self._of_hidden(hidden_ND, target_ids, entropy_grad)
+        if context.size == 1:
+            return own
+        is_own = torch.from_numpy(is_own_N).to(device)
+        return tuple(
+            sum_over_ranks(v.new_zeros(is_own.shape).masked_scatter(is_own, v), context.ulysses, context.ring)
+            for v in own
+        )
 
     def _casting(self) -> AbstractContextManager[Any]:
         if not self._casts:
@@ -207,13 +245,14 @@ class PackedModel(PackedTransformer[TokenScores]):
         """Log-probabilities [R] of each sample's response, without gradient."""
         return by_sample(self.predict(micro_batches), micro_batches)
 
-    def _of_hidden(self, hidden_UD: torch.Tensor, batch: PackedBatch, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
+    def _of_hidden(
+        self, hidden_ND: torch.Tensor, target_ids: torch.Tensor, entropy_grad: bool
+    ) -> tuple[torch.Tensor, ...]:
         head: Any = self.model.get_output_embeddings()
-        place_N, target_N = (torch.from_numpy(x).to(hidden_UD.device) for x in (batch.target_place, batch.target_ids))
         scores = token_scores(
-            hidden_UD[place_N],
-            head.weight.to(hidden_UD.dtype),
-            target_N,
+            hidden_ND,
+            head.weight.to(hidden_ND.dtype),
+            target_ids,
             bias_V=getattr(head, "bias", None),
             temperature=self.temperature,
             entropy_grad=entropy_grad,
@@ -252,11 +291,12 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
         """Values [R] of the states before each sample's response tokens, without gradient."""
         return by_sample(self.predict(micro_batches), micro_batches)
 
-    def _of_hidden(self, hidden_UD: torch.Tensor, batch: PackedBatch, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
-        del entropy_grad
-        values_U = self.model.score(hidden_UD)[:, 0]
-        place_N = torch.from_numpy(batch.target_place).to(values_U.device)
-        return (values_U.to(torch.promote_types(values_U.dtype, torch.float32))[place_N],)
+    def _of_hidden(
+        self, hidden_ND: torch.Tensor, target_ids: torch.Tensor, entropy_grad: bool
+    ) -> tuple[torch.Tensor, ...]:
+        del target_ids, entropy_grad
+        values_N = self.model.score(hidden_ND).sum(-1)
+        return (values_N.to(torch.promote_types(values_N.dtype, torch.float32)),)
 
 
 class _Root(torch.nn.Module):

@@ -82,7 +82,7 @@ class _TokenScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = _Logits(weight_VD, bias_V, targets_N, temperature, vocab)
         chunk = max(1, max_logits // weight_VD.shape[0])
-        parts = [logits.scores(hidden_ND, begin, chunk) for begin in range(0, targets_N.shape[0], chunk)]
+        parts = [logits.scores(hidden_ND, begin, chunk) for begin in range(0, max(1, targets_N.shape[0]), chunk)]
         log_probs_N, entropies_N, log_sums_N = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, entropies_N, log_sums_N)
         ctx.settings = temperature, entropy_grad, vocab, chunk

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from gcore_trainer.context_parallel.groups import ContextParallel, make_context_parallel
 from gcore_trainer.errors import ConfigError
 from gcore_trainer.packed_model import PackedTransformer
 from gcore_trainer.parallel import ParallelConfig
@@ -21,6 +22,8 @@ class TorchParallel:
     mesh: DeviceMesh
     """All ranks, over which parameters and moments are sharded."""
     replicas: Replicas
+    context: ContextParallel
+    """The ranks that divide this one's rows."""
 
     @classmethod
     def join(cls, config: ParallelConfig, *, device_type: str = "cpu") -> Self:
@@ -32,9 +35,15 @@ class TorchParallel:
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
             if (value := getattr(config, name)) > 1:
                 raise ConfigError(f"{name} is {value}: the torch backend needs 1, the megatron backend has more")
-        config.data_parallel_size(dist.get_world_size())
-        mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-        return cls(mesh=mesh, replicas=Replicas(mesh.get_group()))
+        world_size, cp_size = dist.get_world_size(), config.context_parallel_size
+        dp_size = config.data_parallel_size(world_size)
+        grid = init_device_mesh(device_type, (dp_size, cp_size), mesh_dim_names=("dp", "cp"))
+        cp_groups = [list(range(first, first + cp_size)) for first in range(0, world_size, cp_size)]
+        return cls(
+            mesh=init_device_mesh(device_type, (world_size,), mesh_dim_names=("fsdp",)),
+            replicas=Replicas(grid["dp"].get_group()),
+            context=make_context_parallel(cp_groups, config.ulysses_sequence_parallel_size),
+        )
 
     @property
     def world_size(self) -> int:
@@ -43,6 +52,7 @@ class TorchParallel:
 
     def shard(self, packed: PackedTransformer[Any]) -> None:
         """Shard the model's parameters in place, layer by layer (FSDP2, ZeRO-3: arXiv 1910.02054)."""
+        packed.divide_tokens(self.context)
         dtype = packed.compute_dtype
         policy = MixedPrecisionPolicy()
         if dtype != packed.model.dtype:

@@ -44,8 +44,8 @@ def _row(config: FineTuneConfig, prompt: Prompt, rng: np.random.Generator) -> Ro
 
 
 def _miscounted(answer: str, rng: np.random.Generator) -> str:
-    """The answer with its last number up to nine too high or too low."""
-    error = int(rng.integers(1, 10)) * int(rng.choice([-1, 1]))
+    """The answer with its last number up to twenty too high or too low."""
+    error = int(rng.integers(1, 21)) * int(rng.choice([-1, 1]))
     return re.sub(r"-?\d+$", lambda last: str(int(last[0]) + error), answer)
 
 

@@ -34,7 +34,7 @@ def reward_model_embedded() -> RewardModelRunConfig:
         threads=1,
         warmup_steps=_WARMUP_STEPS,
         data=RowsConfig(train_batch_size=32, max_length=64),
-        optim=OptimConfig(lr=1e-3, lr_warmup_steps=10),
+        optim=OptimConfig(lr=5e-4, lr_warmup_steps=10, lr_scheduler_type="constant"),
         trainer=LengthConfig(total_training_steps=120, test_freq=30),
     )
 

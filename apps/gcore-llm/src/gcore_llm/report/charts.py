@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from gcore_llm.report.run import EVALUATIONS, Row, Run, number, series
+from gcore_llm.report.run import Row, Run, number, series
 from gcore_llm.report.text import amount, duration
 
 Trace: TypeAlias = dict[str, object]
@@ -76,31 +76,30 @@ def _line(color: str, steps: Sequence[float], values: Sequence[float]) -> list[T
 
 
 def reward_panel(run: Run) -> Panel | None:
-    steps, rewards = series(run.metrics, "critic/score/mean")
+    kind = run.kind
+    steps, rewards = series(run.metrics, kind.key)
     traces = _line("--blue", steps, rewards) if steps else []
     window = mean_window(len(steps))
-    legend = [("bold", "--blue", "reward" if window == 1 else f"reward, mean of {window} steps")] if steps else []
+    legend = [("bold", "--blue", kind.name if window == 1 else f"{kind.name}, mean of {window} steps")] if steps else []
     if window > 1:
-        legend.append(("thin", "--blue", "reward, each step"))
+        legend.append(("thin", "--blue", f"{kind.name}, each step"))
     seen = list(rewards)
-    marks = {"greedy": ("--orange", "circle"), "sampled": ("--teal", "diamond-open")}
-    for kind, key in EVALUATIONS.items():
+    marks = (("--orange", "circle"), ("--teal", "diamond-open"))
+    for (way, key), (color, symbol) in zip(kind.evaluations.items(), marks, strict=False):
         at, scores = series(run.metrics, key)
         if not at:
             continue
-        color, symbol = marks[kind]
+        label = f"held-out, {way}" if way else "held-out"
         size, width = (9, 2) if len(at) <= 40 else (5, 1)
         marker = {"color": color, "symbol": symbol, "size": size, "line": {"width": width, "color": color}}
-        trace: Trace = {"name": f"held-out, {kind}", "mode": "markers", "marker": marker, "cliponaxis": False}
+        trace: Trace = {"name": label, "mode": "markers", "marker": marker, "cliponaxis": False}
         traces.append(trace | {"hovertemplate": "%{y:.4~g}"} | _points(at, scores))
-        legend.append((symbol, color, f"held-out, {kind}"))
+        legend.append((symbol, color, label))
         seen += scores
     if not seen:
         return None
-    y_axis: Row = {"range": [0, 1.03]} if min(seen) >= 0 and max(seen) <= 1 else {}
-    return Panel(
-        title="Reward per step", unit="mean score of the step's samples", traces=traces, y_axis=y_axis, legend=legend
-    )
+    y_axis: Row = {"range": [0, 1.03]} if kind.measure != "loss" and min(seen) >= 0 and max(seen) <= 1 else {}
+    return Panel(title=kind.title, unit=kind.unit, traces=traces, y_axis=y_axis, legend=legend)
 
 
 def signal_panel(rows: Sequence[Row], title: str, key: str, unit: str) -> Panel | None:
@@ -141,7 +140,10 @@ def stage_panel(run: Run) -> Panel | None:
     steps, whole = series(rows, "timing_s/step")
     traces: list[Trace] = []
     legend: list[tuple[str, str, str]] = []
-    for stage, seconds in _stage_times(rows).items():
+    stages = _stage_times(rows)
+    if not stages:
+        return None
+    for stage, seconds in stages.items():
         color = f"--{stage}"
         trace: Trace = {"name": stage, "stackgroup": "stages", "line": {"width": 0, "color": color}}
         traces.append(trace | {"fillcolor": color, "hovertemplate": "%{y:.3~s}s"} | _points(steps, seconds))

@@ -12,19 +12,6 @@ from gcore_llm.report.charts import MAX_POINTS, mean_window, reward_panel, signa
 from gcore_llm.report.run import Run, read_run, series
 from gcore_llm.report.summary import paired_samples, reward_seen, samples_seen, tiles, warmup_seen
 
-SIGNALS = (
-    ("Policy loss", "actor/pg_loss", "clipped objective, no unit"),
-    ("Gradient norm", "actor/grad_norm", "L2 norm"),
-    ("Entropy of the policy", "actor/entropy", "nats per token"),
-    ("KL to the sampling policy", "actor/ppo_kl", "nats per token"),
-    ("Engine-trainer mismatch", "training/rollout_probs_diff_mean", "mean difference of probabilities"),
-    ("Response length", "response_length/mean", "tokens"),
-    ("Acceptance of sampling", "sampling/acceptance", "share of groups kept"),
-    ("Waves of sampling", "sampling/waves", "waves per step"),
-    ("Throughput", "perf/throughput", "tokens/s"),
-)
-
-
 MAX_SAMPLES = 32
 
 
@@ -67,9 +54,9 @@ def _render(run: Run) -> str:
         warmup=signal_panel(run.warmup, "Warm-up loss", "sft/loss", "cross-entropy, nats per token"),
         warmup_seen=warmup_seen(run),
         stages=stage_panel(run),
-        signals=[panel for signal in SIGNALS if (panel := signal_panel(run.metrics, *signal))],
-        unrecorded=[title for title, key, _ in SIGNALS if not series(run.metrics, key)[0]],
-        window=mean_window(len(series(run.metrics, "critic/score/mean")[0])),
+        signals=[panel for signal in run.kind.signals if (panel := signal_panel(run.metrics, *signal))],
+        unrecorded=[title for title, key, _ in run.kind.signals if not series(run.metrics, key)[0]],
+        window=mean_window(len(series(run.metrics, run.kind.key)[0])),
         is_thinned=len(run.metrics) > MAX_POINTS,
         samples=samples[:MAX_SAMPLES],
         samples_left_out=max(0, len(samples) - MAX_SAMPLES),

@@ -9,10 +9,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeAlias, cast
 
+from gcore_llm.report.kinds import KINDS, Kind
+
 Row: TypeAlias = dict[str, object]
-
-
-EVALUATIONS = {"greedy": "val/greedy/score/mean", "sampled": "val/sampled/score/mean"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +19,7 @@ class Run:
     """What a run's folder holds by now. A row is one step; `notes` say what could not be read."""
 
     name: str
+    kind: Kind
     config: str
     total_steps: int | None
     metrics: list[Row]
@@ -44,11 +44,12 @@ def read_run(run_dir: Path) -> Run:
     if not any((run_dir / name).is_file() for name in signs):
         raise FileNotFoundError(f"{run_dir} is not a run's folder: expected one of {', '.join(signs)} in it")
     notes: list[str] = []
-    config, total_steps = _read_config(run_dir / "config.toml", notes)
+    config, kind, total_steps = _read_config(run_dir / "config.toml", notes)
     metrics = run_dir / "metrics.jsonl"
     has_metrics = metrics.is_file() and metrics.stat().st_size > 0
     return Run(
         name=run_dir.resolve().name,
+        kind=kind,
         config=config,
         total_steps=total_steps,
         metrics=_by_step(_read_rows(metrics, "step", notes)),
@@ -60,18 +61,21 @@ def read_run(run_dir: Path) -> Run:
     )
 
 
-def _read_config(path: Path, notes: list[str]) -> tuple[str, int | None]:
+def _read_config(path: Path, notes: list[str]) -> tuple[str, Kind, int | None]:
+    """The text, what it says the run to be, and how many steps that has."""
     if not path.is_file():
         notes.append("config.toml is not there: the settings and the number of steps to go are unknown.")
-        return "", None
+        return "", KINDS["train"], None
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        trainer = tomllib.loads(text).get("trainer")
+        values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         notes.append(f"config.toml is not valid TOML ({error}): the number of steps to go is unknown.")
-        return text, None
+        return text, KINDS["train"], None
+    kind = KINDS.get(str(values.get("command", "train")), KINDS["train"])
+    trainer = values.get("trainer")
     total = cast(Row, trainer).get("total_training_steps") if isinstance(trainer, dict) else None
-    return text, total if isinstance(total, int) and total > 0 else None
+    return text, kind, total if isinstance(total, int) and total > 0 else None
 
 
 def _read_rows(path: Path, required: str, notes: list[str]) -> list[Row]:

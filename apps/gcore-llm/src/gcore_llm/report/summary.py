@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from gcore_llm.report.charts import mean_window
-from gcore_llm.report.run import EVALUATIONS, Row, Run, number, series
+from gcore_llm.report.run import Row, Run, number, series
 from gcore_llm.report.text import amount, clipped, duration
 
 
@@ -39,11 +39,12 @@ class Sample:
 
 
 def tiles(run: Run) -> list[Tile]:
-    steps, rewards = series(run.metrics, "critic/score/mean")
+    steps, rewards = series(run.metrics, run.kind.key)
     _, throughput = series(run.metrics, "perf/throughput")
     _, step_times = series(run.metrics, "timing_s/step")
     reward_tile, throughput_tile, step_tile, wall_tile = (
-        Tile(label=label) for label in ("Reward, last step", "Throughput", "Step time", "Wall time")
+        Tile(label=label)
+        for label in (f"{run.kind.name.capitalize()}, last step", "Throughput", "Step time", "Wall time")
     )
     if rewards:
         recent = rewards[-mean_window(len(rewards)) :]
@@ -61,21 +62,23 @@ def tiles(run: Run) -> list[Tile]:
 
 
 def _evaluation_tile(run: Run) -> Tile:
-    for kind, key in EVALUATIONS.items():
+    measure = run.kind.measure
+    for way, key in run.kind.evaluations.items():
         steps, scores = series(run.metrics, key)
         if not steps:
             continue
-        is_share = min(scores) >= 0 and max(scores) <= 1
+        is_share = measure != "loss" and min(scores) >= 0 and max(scores) <= 1
         first, last = (f"{score:.0%}" if is_share else amount(score) for score in (scores[0], scores[-1]))
-        label = f"Held-out {'accuracy' if is_share else 'score'}, {kind}"
+        shown = "accuracy" if is_share else measure
+        label = f"Held-out {shown}, {way}" if way else f"Held-out {shown}"
         if len(steps) == 1:
             return Tile(label=label, value=first, note=f"step {steps[0]:.0f}; not evaluated again yet")
         return Tile(label=label, value=f"{first} → {last}", note=f"step {steps[0]:.0f} → step {steps[-1]:.0f}")
-    return Tile(label="Held-out accuracy", note="not evaluated yet")
+    return Tile(label=f"Held-out {'loss' if measure == 'loss' else 'accuracy'}", note="not evaluated yet")
 
 
 def reward_seen(run: Run) -> str:
-    steps, rewards = series(run.metrics, "critic/score/mean")
+    steps, rewards = series(run.metrics, run.kind.key)
     window = mean_window(len(rewards))
     if window == 1:
         absent = "No training step yet" if run.metrics else "Nothing yet: metrics.jsonl is missing or empty"
@@ -85,11 +88,11 @@ def reward_seen(run: Run) -> str:
 
 
 def warmup_seen(run: Run) -> str:
-    for kind, key in reversed(EVALUATIONS.items()):
+    for way, key in reversed(run.kind.evaluations.items()):
         _, scores = series(run.warmup, key)
         if scores:
-            return f"Held-out score, {kind}: {amount(scores[0])} → {amount(scores[-1])}"
-    return "Before reinforcement learning"
+            return f"Held-out score, {way}: {amount(scores[0])} → {amount(scores[-1])}"
+    return run.kind.after_warmup
 
 
 def paired_samples(run: Run) -> list[Sample]:

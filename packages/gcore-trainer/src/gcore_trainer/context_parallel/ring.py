@@ -99,7 +99,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator is typed loosely
         ctx: Any, *grad_outputs: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        (grad_THV,) = grad_outputs
+        grad_THV = grad_outputs[0].contiguous()  # that of a sum has no strides, which kernels do not take
         group: dist.ProcessGroup = ctx.group
         segments: list[EqualSegments] = ctx.segments
         rank, size = group.rank(), group.size()

@@ -80,6 +80,7 @@ class _Stream(torch.cpu.Stream):
     """A class, for it stands in annotations; the CPU's own takes no arguments and records no event."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
         super().__init__()
 
     def record_event(self, event: Any = None) -> Any:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -13,15 +14,19 @@ from gcore_trainer.parallel import ParallelConfig
 _joined: tuple[ParallelConfig, ContextParallel] | None = None
 
 
-def join_groups(parallel: ParallelConfig) -> ContextParallel:
+def join_groups(parallel: ParallelConfig, device: torch.device) -> ContextParallel:
     """Make the groups, or find those that an earlier trainer of this process made; all ranks call this together.
 
     Ranks are numbered as Megatron-Core does: tensor parallel ranks are neighbours, then context, data, pipeline.
 
+    Args:
+        parallel: the sizes.
+        device: of this rank.
+
     Raises:
         ConfigError: this process has groups of other sizes.
     """
-    global _joined  # noqa: PLW0603 - as Megatron's own state is
+    global _joined
     if _joined is not None:
         if _joined[0] != parallel:
             raise ConfigError(
@@ -38,12 +43,14 @@ def join_groups(parallel: ParallelConfig) -> ContextParallel:
         expert_tensor_parallel_size=1,
         create_gloo_process_groups=False,
     )
-    # No random number is drawn, but sequence parallelism and recomputation keep generators apart all the same.
-    model_parallel_cuda_manual_seed(0, force_reset_rng=True)
+    # No random number is drawn, but sequence parallelism and recomputation switch between generators all the same.
+    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        model_parallel_cuda_manual_seed(0, force_reset_rng=True)
     context_parallel = ContextParallel()
     if parallel.context_parallel_size > 1:
         groups: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(groups, dist.get_process_group_ranks(parallel_state.get_context_parallel_group()))
+        own: Any = parallel_state.get_context_parallel_group()
+        dist.all_gather_object(groups, dist.get_process_group_ranks(own))
         unique = sorted({tuple(ranks) for ranks in groups})
         context_parallel = make_context_parallel([list(r) for r in unique], parallel.ulysses_sequence_parallel_size)
     _joined = parallel, context_parallel
@@ -52,6 +59,6 @@ def join_groups(parallel: ParallelConfig) -> ContextParallel:
 
 def leave_groups() -> None:
     """Forget the groups, so that trainers of another layout can be made; those of the old one cannot be used again."""
-    global _joined  # noqa: PLW0603
+    global _joined
     parallel_state.destroy_model_parallel()
     _joined = None

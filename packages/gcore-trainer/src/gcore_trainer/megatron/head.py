@@ -58,6 +58,7 @@ class Head:
         if self._has_value_head:
             return self._of_all_ranks(chunk.score(hidden_nD)[:, 0], row)
         weight_VD = chunk.shared_embedding_or_output_weight() if self._is_tied else chunk.output_layer.weight
+        tp_group: Any = parallel_state.get_tensor_model_parallel_group()
         scores = token_scores(
             hidden_nD,
             weight_VD,
@@ -65,7 +66,7 @@ class Head:
             temperature=self._temperature,
             entropy_grad=self._entropy_grad,
             vocab=VocabShard(
-                group=parallel_state.get_tensor_model_parallel_group(),
+                group=tp_group,
                 start=parallel_state.get_tensor_model_parallel_rank() * weight_VD.shape[0],
                 vocab_size=self._vocab_size,
             ),

@@ -1,5 +1,6 @@
 """Hugging Face folders: reading slices of their safetensors files, and writing them a file at a time."""
 
+import copy
 import json
 import re
 import shutil
@@ -102,6 +103,7 @@ def write_folder(
         is_classifier: whether the model is a sequence classifier of one label, instead of a causal LM.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    hf_config = copy.deepcopy(hf_config)
     names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES if is_classifier else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     hf_config.architectures = [names[hf_config.model_type]]
     if is_classifier:

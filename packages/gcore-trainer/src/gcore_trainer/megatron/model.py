@@ -119,7 +119,8 @@ def make_chunks(
             position_embedding_type="rope",
             vp_stage=vp_stage,
         )
-        chunk.rotary_pos_emb = RowRotary(architecture)
+        rotary: Any = RowRotary(architecture)
+        chunk.rotary_pos_emb = rotary
         if chunk.post_process and has_value_head:
             del chunk.output_layer
             chunk.score = torch.nn.Linear(architecture.hidden_size, 1, bias=False, dtype=config.params_dtype)
@@ -128,7 +129,7 @@ def make_chunks(
     return chunks
 
 
-def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+def _block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,
@@ -142,4 +143,5 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerB
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+    norm: Any = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ def _shards(part: Any) -> list[_Shard]:
         (part.model_fp32_groups, part.shard_fp32_groups),
         (part.model_float16_groups, part.shard_fp32_from_float16_groups),
     ):
-        for parameter, main in zip(sum(parameters, []), sum(mains, []), strict=True):
+        for parameter, main in zip(chain(*parameters), chain(*mains), strict=True):
             buffer, dtype, bucket = part.model_param_gbuf_map[parameter]
             own = part.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
             moments = part.optimizer.state[main]

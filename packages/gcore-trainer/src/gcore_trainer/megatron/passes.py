@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from gcore_trainer.megatron.row import Row
 from gcore_trainer.types import MicroBatch
 
+T = TypeVar("T")
 _Outcome = tuple[torch.Tensor, Any]
+"""A loss, and anything else."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,20 +38,23 @@ class Pipeline:
         self._chunks = chunks
 
     def run(self, passes: Sequence[Pass], finish: Callable[[Any, torch.Tensor, Pass], _Outcome]) -> list[Any]:
-        """Run all passes, backwards too where gradients are enabled; what `finish` made of each, on all stages.
+        """Run all passes, backwards too where gradients are enabled.
 
         Args:
             passes: the same on all stages.
-            finish: makes the pass's loss, and anything else that can be pickled, of the last stage and its output.
+            finish: what to make of the last stage, its output and the pass.
+
+        Returns:
+            on the last stage what `finish` made beside each loss, on the others nothing.
         """
 
         def forward_step(passes: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             one: Pass = next(passes)
-            output = chunk(one.row.input_ids_1T, one.row.positions_1T, None, packed_seq_params=one.row)
+            output = chunk(one.row.input_ids, one.row.positions, None, packed_seq_params=one.row)
             return output, partial(self._finished, finish, chunk.module, one)
 
         iterators = [iter(passes) for _ in self._chunks]
-        results: list[Any] = get_forward_backward_func()(
+        return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=list(self._chunks) if len(iterators) > 1 else self._chunks[0],
@@ -59,7 +64,6 @@ class Pipeline:
             micro_batch_size=1,
             forward_only=not torch.is_grad_enabled(),
         )
-        return self._of_last_stage(results)
 
     def _finished(
         self, finish: Callable[[Any, torch.Tensor, Pass], _Outcome], chunk: Any, one: Pass, output: torch.Tensor
@@ -68,13 +72,13 @@ class Pipeline:
         # Of a count of 0 tokens Megatron-Core makes no mean: gradients stay sums.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
 
-    def _of_last_stage(self, results: list[Any]) -> list[Any]:
-        if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-            return results
-        box = [results]
-        dist.broadcast_object_list(
-            box,
-            src=parallel_state.get_pipeline_model_parallel_last_rank(),
-            group=parallel_state.get_pipeline_model_parallel_group(),
-        )
-        return box[0]
+
+def from_last_stage(value: T) -> T:
+    """The last stage's value, which can be pickled, on all stages."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return value
+    box = [value]
+    last_rank: Any = parallel_state.get_pipeline_model_parallel_last_rank()
+    group: Any = parallel_state.get_pipeline_model_parallel_group()
+    dist.broadcast_object_list(box, src=last_rank, group=group)
+    return box[0]

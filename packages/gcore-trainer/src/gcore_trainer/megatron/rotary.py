@@ -30,6 +30,6 @@ class RowRotary(torch.nn.Module):
     def forward(self, row: Row, **others: Any) -> torch.Tensor:
         """Angles [T, 1, 1, D] of the tokens that attention sees on this rank."""
         del others
-        positions_T = row.positions_1T[0]
+        positions_T = row.positions[0]
         angles = positions_T.float()[:, None] * self._inv_freq.to(positions_T.device)
         return torch.cat([angles, angles], dim=-1)[:, None, None]

@@ -24,8 +24,10 @@ class Row:
     """Anything but "thd": attention then rotates by position, and leaves queries, keys and values [T, 1, heads, D]."""
     cp_group: ClassVar[Any] = None
 
-    input_ids_1T: torch.Tensor
-    positions_1T: torch.Tensor
+    input_ids: torch.Tensor
+    """[1, T]."""
+    positions: torch.Tensor
+    """[1, T]."""
     plan: AttentionPlan
     source_index: torch.Tensor
     """[n] which of the T tokens predicts each response token."""
@@ -96,8 +98,8 @@ class RowMaker:
             target_index = np.array([source_N.size])
             source_index = target_ids = np.zeros(1, np.int64)
         return Row(
-            input_ids_1T=self._tensor(batch.input_ids[places])[None],
-            positions_1T=self._tensor(batch.positions[places])[None],
+            input_ids=self._tensor(batch.input_ids[places])[None],
+            positions=self._tensor(batch.positions[places])[None],
             plan=plan,
             source_index=self._tensor(source_index),
             target_ids=self._tensor(target_ids),

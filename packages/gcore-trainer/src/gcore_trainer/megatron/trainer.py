@@ -30,7 +30,7 @@ from gcore_trainer.megatron.head import Head
 from gcore_trainer.megatron.hf_files import WeightFiles, write_folder
 from gcore_trainer.megatron.model import HiddenStatesGPT, make_chunks, transformer_config
 from gcore_trainer.megatron.optimizer_state import OptimizerState
-from gcore_trainer.megatron.passes import Pass, Pipeline
+from gcore_trainer.megatron.passes import Pass, Pipeline, from_last_stage
 from gcore_trainer.megatron.row import RowMaker
 from gcore_trainer.megatron.weights import Piece, Place, pieces_of
 from gcore_trainer.objectives import Objective
@@ -94,11 +94,12 @@ class MegatronTrainer(Trainer):
         self._parallel = parallel
         self._has_value_head = objective.scores == "values"
         with self._runtime():
-            cp = join_groups(parallel)
+            cp = join_groups(parallel, self._device)
+            replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=False)
             super().__init__(
                 optimizer=optimizer,
                 objective=objective,
-                replicas=Replicas(parallel_state.get_data_parallel_group(with_context_parallel=False)),
+                replicas=Replicas(replicas),
             )
             config = transformer_config(architecture, parallel, dtype=dtype, recompute=recompute)
             config.finalize_model_grads_func = finalize_model_grads
@@ -142,23 +143,24 @@ class MegatronTrainer(Trainer):
         dist.barrier()
 
     def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, share: ShareOf) -> dict[str, float]:
-        def finish(chunk: Any, hidden: torch.Tensor, one: Pass) -> tuple[torch.Tensor, dict[str, float]]:
+        sums: dict[str, torch.Tensor] = {}
+
+        def finish(chunk: Any, hidden: torch.Tensor, one: Pass) -> tuple[torch.Tensor, None]:
             scores = self._head.scores(chunk, hidden, one.row)
             if one.samples is None:
-                return _values(scores).sum() * 0.0, {}
-            loss, sums = share(scores, one.samples)
-            return loss, {name: value.item() for name, value in sums.items()}
+                return _values(scores).sum() * 0.0, None
+            loss, parts = share(scores, one.samples)
+            for name, value in parts.items():
+                sums[name] = sums.get(name, 0.0) + value.double()
+            return loss, None
 
         passes = self._passes(micro_batches, num_passes)
         with self._runtime():
             for chunk in self._chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()
-            results = self._pipeline.run(passes, finish)
-        total: dict[str, float] = {}
-        for sums in results:
-            for name, value in sums.items():
-                total[name] = total.get(name, 0.0) + value
+            self._pipeline.run(passes, finish)
+        total = from_last_stage({name: value.item() for name, value in sums.items()})
         return total | {"perf/computed_tokens": sum(p.row.num_tokens for p in passes if p.samples is not None)}
 
     def _update(self, lr: float) -> float:
@@ -177,17 +179,19 @@ class MegatronTrainer(Trainer):
 
     @torch.no_grad()
     def _predict(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[NDArray[np.float32]]:
-        def finish(chunk: Any, hidden: torch.Tensor, one: Pass) -> tuple[torch.Tensor, NDArray[np.float32]]:
+        def finish(chunk: Any, hidden: torch.Tensor, one: Pass) -> tuple[torch.Tensor, torch.Tensor]:
             values = _values(self._head.scores(chunk, hidden, one.row))
-            return values.sum(), values.float().cpu().numpy()
+            return values.sum(), values
 
         with self._runtime():
             for chunk in self._chunks:
                 chunk.eval()
             results = self._pipeline.run(self._passes(micro_batches, num_passes), finish)
-        return results[: len(micro_batches)]
+        return from_last_stage([values.float().cpu().numpy() for values in results[: len(micro_batches)]])
 
     def _passes(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[Pass]:
+        # A step whose samples are all idle is one, too.
+        num_passes = max(1, num_passes)
         is_interleaved = self._parallel.virtual_pipeline_model_parallel_size > 1
         if is_interleaved:
             # That schedule takes groups of as many as there are stages, all of one length.
@@ -230,12 +234,11 @@ def _pieces(
     )
     pieces: dict[torch.nn.Parameter, list[Piece]] = {}
     for stage in stages:
-        layers: dict[str, int] = {
-            f"decoder.layers.{i}.": layer.layer_number - 1 for i, layer in enumerate(stage.decoder.layers)
-        }
+        layers: Any = stage.decoder.layers
+        number_of = {f"decoder.layers.{i}.": int(layer.layer_number) - 1 for i, layer in enumerate(layers)}
         for name, parameter in stage.named_parameters():
-            prefix = next((p for p in layers if name.startswith(p)), None)
-            layer = None if prefix is None else layers[prefix]
+            prefix = next((p for p in number_of if name.startswith(p)), None)
+            layer = None if prefix is None else number_of[prefix]
             pieces[parameter] = pieces_of(architecture, place, name.removeprefix(prefix or ""), layer)
     return pieces
 

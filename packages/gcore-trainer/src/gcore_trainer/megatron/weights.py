@@ -1,4 +1,4 @@
-"""Where every parameter of a Megatron-Core model is in the Hugging Face model: the one map of loading, export and state.
+"""Where the parameters of a Megatron-Core model are in the Hugging Face model: one map for loading, export and state.
 
 A parameter is made of pieces. Each is a box of one Hugging Face tensor, and contiguous in the parameter.
 """

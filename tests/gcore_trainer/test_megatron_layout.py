@@ -1,0 +1,126 @@
+"""Which models and layouts the Megatron backend accepts, and where in a model the pieces of its parameters are."""
+
+import runpy
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron_oracles import CONFIGS, EP, LLAMA3_ROPE, MOE, PP, SP, TP, VPP, save_megatron_model
+from rank_pool import RankPool
+from trainer_oracles import SIZES
+from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
+
+import gcore_trainer.megatron
+from gcore_trainer.errors import ConfigError, UnsupportedModelError
+from gcore_trainer.megatron.architecture import Architecture
+from gcore_trainer.megatron.weights import Piece
+from gcore_trainer.parallel import ParallelConfig
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "message"),
+    [
+        ("llama", {TP: 4}, "tensor_model_parallel_size=4 does not divide 2 key-value heads: one of [1, 2] is needed"),
+        ("llama", {TP: 8}, "tensor_model_parallel_size=8 does not divide 4 attention heads: one of [1, 2, 4] is"),
+        ("llama", {PP: 8}, "pipeline_model_parallel_size=8 does not divide 4 layers: one of [1, 2, 4] is needed"),
+        (
+            "llama",
+            {PP: 4, VPP: 2},
+            "pipeline_model_parallel_size=4 x virtual_pipeline_model_parallel_size=2 does not divide 4 layers",
+        ),
+        ("llama", {EP: 2}, "expert_model_parallel_size is 2: the model has no experts, 1 is needed"),
+        ("llama", {TP: 3}, "tensor_model_parallel_size=3 is 3: it must divide the world of 8 ranks; 6 ranks would fit"),
+        ("qwen3_moe", {EP: 8}, "expert_model_parallel_size=8 does not divide 4 experts: one of [1, 2, 4] is needed"),
+        ("qwen3_moe", {EP: 4, PP: 4}, "expert_model_parallel_size=4 does not divide 2 ranks of a pipeline stage"),
+        ("qwen3_moe", {EP: 2, TP: 2}, "sequence_parallel is false with tensor_model_parallel_size=2 and 4 experts"),
+        ("qwen3_moe", {TP: 2, SP: True}, "expert_model_parallel_size is 1 with tensor_model_parallel_size=2: more is"),
+    ],
+    ids=str,
+)
+def test_a_layout_that_does_not_divide_says_what_would(name: str, layout: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Architecture.of(CONFIGS[name]).check_layout(ParallelConfig(**layout), world_size=8)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GPT2Config(), "model_type is 'gpt2': one of llama, qwen2, qwen3, qwen3_moe is needed"),
+        (LlamaConfig(**SIZES, attention_bias=True), "attention_bias of 'llama' is True: False is needed"),
+        (LlamaConfig(**SIZES, mlp_bias=True), "mlp_bias of 'llama' is True: False is needed"),
+        (LlamaConfig(**SIZES, hidden_act="gelu"), "hidden_act of 'llama' is 'gelu': 'silu' is needed"),
+        (Qwen2Config(**SIZES, use_sliding_window=True), "use_sliding_window of 'qwen2' is True: False is needed"),
+        (Qwen3MoeConfig(**SIZES, **MOE, mlp_only_layers=[0]), "mlp_only_layers of 'qwen3_moe' is [0]: [] is needed"),
+        (
+            LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
+            "rope_type of 'llama' is 'linear': one of default, llama3 is needed",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_not_converted_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        Architecture.of(config)
+    assert message in str(error.value)
+
+
+def test_llama3_rotary_embeddings_are_accepted() -> None:
+    Architecture.of(LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE))
+
+
+def test_a_process_has_one_layout(ranks: RankPool, tmp_path: Path) -> None:
+    path = save_megatron_model("qwen3_tied", tmp_path)
+    [error, *_] = ranks.errors("megatron_is_made", str(path), {TP: 2}, {TP: 2}, {PP: 2}, size=4)
+    assert error.startswith("ConfigError: parallel is ParallelConfig(tensor_model_parallel_size=1, ")
+    assert "Megatron-Core has one layout in a process, and it is ParallelConfig(tensor_model_parallel_size=2" in error
+
+
+def test_a_folder_without_a_tensor_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    path = save_megatron_model("qwen3_tied", tmp_path)
+    (path / "config.json").write_text(
+        (path / "config.json").read_text().replace('_embeddings": true', '_embeddings": false')
+    )
+    [error, *_] = ranks.errors("megatron_is_made", str(path), {}, size=4)
+    assert error == f"UnsupportedModelError: {path} has no tensor 'lm_head.weight'"
+
+
+def test_without_the_extra_the_error_holds_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    with pytest.raises(ImportError, match=r"pip install 'gcore-trainer\[megatron\]'"):
+        runpy.run_path(gcore_trainer.megatron.__file__)
+
+
+@given(
+    shape=st.one_of(
+        st.tuples(st.integers(1, 9)),
+        st.tuples(st.integers(1, 6), st.integers(1, 6)),
+        st.tuples(st.just(1), st.integers(1, 6), st.integers(1, 6)),
+    ),
+    cuts=st.lists(st.integers(0, 50), max_size=4),
+)
+def test_ranges_of_a_parameter_are_boxes_that_make_up_the_piece(shape: tuple[int, ...], cuts: list[int]) -> None:
+    first = 5
+    offset = tuple(range(3, 3 + len(shape)))
+    piece = Piece(
+        name="w",
+        global_shape=tuple(o + s for o, s in zip(offset, shape, strict=True)),
+        offset=offset,
+        shape=shape,
+        start=first,
+    )
+    flat = torch.arange(60)
+    whole = torch.full(piece.global_shape, -1)
+    bounds = [0, *sorted(cuts), 60]
+    for start, end in pairwise(bounds):
+        boxes = list(piece.within(start, end))
+        assert len(boxes) <= 3
+        for box in boxes:
+            target = whole[tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))]
+            assert (target == -1).all()
+            target.copy_(box.view(flat[start:end], start))
+    assert torch.equal(whole[tuple(slice(o, None) for o in offset)], piece.view(flat))
