@@ -44,7 +44,8 @@ def test_transformers_scores_as_the_run_did(cli: Cli, job: list[str], tiny: Path
     form = "<user>{}</user><assistant>{}</assistant><eos>" if chat else "{}{}<eos>"
     held_out = pairs(12, seed=1)
     chosen, rejected = (
-        rewards(run / "export", [form.format(p["prompt"], p[side]) for p in held_out]) for side in ("chosen", "rejected")
+        rewards(run / "export", [form.format(p["prompt"], p[side]) for p in held_out])
+        for side in ("chosen", "rejected")
     )
     assert last["val/rm/accuracy"] == pytest.approx((chosen > rejected).float().mean().item())
     assert last["val/rm/accuracy"] > 0.8

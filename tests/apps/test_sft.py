@@ -47,7 +47,7 @@ def learned(encoder: Encoder, row: dict[str, Any]) -> tuple[str, str]:
     """The whole text of a row as it is tokenized, and the part of it that is learned; # is the end of a sequence."""
     tokens = sft_tokens(encoder, row, "row 1")
     tokenizer = tiny_tokenizer()
-    texts = ["#" if i == EOS else tokenizer.decode([i]) for i in tokens.ids]
+    texts = ["#" if i == EOS else str(tokenizer.decode([i])) for i in tokens.ids]
     return "".join(texts), "".join(t for t, is_learned in zip(texts, tokens.mask, strict=True) if is_learned)
 
 

@@ -40,15 +40,25 @@ CHECKED_ELSEWHERE = {
 SHORTENED = {
     "gcore-llm train": "--warmup.max-steps 2 --trainer.total-training-steps 1 --data.train-batch-size 4 --rollout.n 2 "
     "--task.num-train 512 --task.num-val 16",
+    **{
+        f"gcore-llm {command}": f"{options} --trainer.total-training-steps 2 --task.num-train 512 --task.num-val 16"
+        for command, options in {"sft": "", "reward-model": "--warmup-steps 2", "dpo": "--warmup-steps 2"}.items()
+    },
 }
 """Commands that take minutes, and the options that make them short here, so that those after them find their run."""
 
-CHECKED_CLOSELY = {"gcore-llm train": "tests/apps/test_train.py::test_embedded_run_folder"}
+CHECKED_CLOSELY = {
+    "gcore-llm train": "tests/apps/test_train.py::test_embedded_run_folder",
+    "gcore-llm sft": "tests/apps/test_sft.py::test_demo",
+    "gcore-llm reward-model": "tests/apps/test_reward_model.py::test_demo",
+    "gcore-llm dpo": "tests/apps/test_dpo.py::test_demo",
+}
 """For each shortened command, the test that looks at what it leaves behind."""
 
 RUN_HERE = (
     r"(uv run )?"
-    r"(gcore-llm (train|sample|eval|report)|gcore-ckpt|torchrun|python|cat|head|ls|mkdir|tensorboard --help)\b.*"
+    r"(gcore-llm (train|sft|reward-model|dpo|sample|eval|report)|"
+    r"gcore-ckpt|torchrun|python|cat|head|ls|mkdir|tensorboard --help)\b.*"
 )
 
 ADVICE = (

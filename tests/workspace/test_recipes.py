@@ -5,6 +5,7 @@ import tomllib
 import pytest
 
 from gcore_llm.config import TrainConfig
+from gcore_llm.finetune.recipes import FINE_TUNING_RECIPES
 from gcore_llm.recipes import RECIPES
 from gcore_llm.settings import merge, to_toml
 
@@ -13,6 +14,15 @@ from gcore_llm.settings import merge, to_toml
 def test_a_recipe_round_trips_through_toml(name: str) -> None:
     config = RECIPES[name]()
     assert merge(TrainConfig(), tomllib.loads(to_toml(config)), source=name) == config
+
+
+@pytest.mark.parametrize("command", FINE_TUNING_RECIPES)
+def test_a_fine_tuning_recipe_round_trips_through_toml(command: str) -> None:
+    for name, recipe in FINE_TUNING_RECIPES[command].items():
+        config = recipe()
+        assert merge(type(config)(), tomllib.loads(to_toml(config)), source=name) == config
+        assert config.command == command
+        assert recipe.__doc__
 
 
 def test_a_recipe_is_named_after_its_function() -> None:

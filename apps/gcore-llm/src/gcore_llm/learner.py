@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from gcore_ckpt import Checkpointer
 from gcore_llm.config import TrainConfig
+from gcore_llm.performance import memory
 from gcore_trainer import MicroBatch
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class LocalLearner:
             critic = Path(config.critic.model) if config.critic.model else model
             self._trainers["critic"] = _build_critic(config, critic, parallel)
         self._reference = _build_reference(config, model, parallel) if has_reference(config) else None
+        self._device = config.device
         self._checkpointer = Checkpointer(checkpoints, keep=config.trainer.max_ckpt_to_keep)
 
     @property
@@ -125,8 +127,8 @@ class LocalLearner:
     def train_step(self, role: Role, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         metrics = self._trainers[role].train_step(micro_batches)
         if role == "critic":
-            return {name.replace("actor/", "critic/"): value for name, value in metrics.items()}
-        return metrics
+            metrics = {name.replace("actor/", "critic/"): value for name, value in metrics.items()}
+        return metrics | memory(self._device)
 
     def export_weights(self) -> Iterator[tuple[str, "torch.Tensor"]]:
         return self._trainers["actor"].export_weights()

@@ -13,10 +13,11 @@ from gcore_controller import Context, DynamicSampler, Harvest, seconds_by_stage
 from gcore_controller.prompts import PromptLoader
 from gcore_llm.config import TrainConfig
 from gcore_llm.evaluate import Evaluation, evaluate
-from gcore_llm.exchange import exchange, split_in_micro_batches
+from gcore_llm.exchange import exchange, sample_flops, split_in_micro_batches
 from gcore_llm.generate import generate_groups
 from gcore_llm.groups import Group
 from gcore_llm.learner import Role, has_critic, has_reference, needs_old_log_probs
+from gcore_llm.performance import speed
 from gcore_llm.preparation import kl_controller, prepare
 from gcore_llm.prompts import Prompt, PromptSets
 from gcore_llm.roles import Roles
@@ -194,7 +195,14 @@ class _Controller:
         if has_critic(config):
             metrics |= learner.train_step("critic", micro_batches)
         if not has_critic(config) or step > config.critic.warmup_steps:
+            start_s = time.perf_counter()
             metrics |= learner.train_step("actor", micro_batches)
+            metrics |= speed(
+                sum(sample_flops(self._job.workload, batch) for batch in micro_batches),
+                time.perf_counter() - start_s,
+                num_devices=config.trainer.num_processes,
+                device=config.device,
+            )
         return metrics
 
     def _micro_batches(self, groups: list[tuple[Group, list[Sample]]]) -> list[MicroBatch]:

@@ -147,12 +147,13 @@ def _num_shared(a: Messages, b: Messages) -> int:
 def _answered(encoder: Encoder, row: Mapping[str, Any], key: str, where: str) -> Tokens:
     """The prompt with the answer in column ``key``, of which the answer is to be learned."""
     prompt, answer = row["prompt"], row[key]
-    if isinstance(prompt, str) and isinstance(answer, str) and not encoder.makes_messages:
-        return encoder.completion(prompt, answer, where)
-    messages: list[dict[str, Any]] = []
-    for name, value, role in (("prompt", prompt, "user"), (key, answer, "assistant")):
+    for name, value in (("prompt", prompt), (key, answer)):
         if value == "":
             raise UserError(f"{where} has an empty {name}")
+    if isinstance(prompt, str) and isinstance(answer, str) and not encoder.makes_messages:
+        return encoder.completion(prompt, answer)
+    messages: list[dict[str, Any]] = []
+    for name, value, role in (("prompt", prompt, "user"), (key, answer, "assistant")):
         messages += [{"role": role, "content": value}] if isinstance(value, str) else _messages(row, name, where)
     return encoder.conversation(messages, f"{where}, {key}", num_given=1 if isinstance(prompt, str) else len(prompt))
 

@@ -67,17 +67,11 @@ class Encoder:
         ids, _ = self._encode(text, add_special_tokens=True)
         return self._ended(ids, np.ones(ids.shape, np.bool_))
 
-    def completion(self, prompt: str, completion: str, where: str) -> Tokens:
-        """A completion to be learned behind a prompt that is given.
+    def completion(self, prompt: str, completion: str) -> Tokens:
+        """A completion to be learned behind a prompt that is given; neither is empty.
 
         A token that reaches from one into the other belongs to the completion.
-
-        Raises:
-            UserError: one of them is empty.
         """
-        for name, text in (("prompt", prompt), ("completion", completion)):
-            if not text:
-                raise UserError(f"{where} has an empty {name}")
         ids, ends = self._encode(prompt + completion, add_special_tokens=True)
         return self._ended(ids, ends > len(prompt))
 

@@ -58,7 +58,19 @@ def join_groups(parallel: ParallelConfig, device: torch.device) -> ContextParall
 
 
 def leave_groups() -> None:
-    """Forget the groups, so that trainers of another layout can be made; those of the old one cannot be used again."""
+    """Give the groups up, so that trainers of another layout can be made; all ranks call this together.
+
+    Trainers of the old layout cannot be used again; while they live, so do the threads of a gloo group.
+    """
     global _joined
+    if _joined is None:
+        return
+    dist.barrier()
+    context_parallel = _joined[1]
+    # The first of the list stands for the world.
+    groups: list[Any] = (parallel_state._global_process_group_list or [None])[1:]  # pyright: ignore[reportPrivateUsage]
     parallel_state.destroy_model_parallel()
+    for group in [*groups, context_parallel.ulysses, context_parallel.ring]:
+        if group is not None:
+            dist.destroy_process_group(group)
     _joined = None

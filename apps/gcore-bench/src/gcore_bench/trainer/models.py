@@ -1,0 +1,60 @@
+"""Random models, and how their steps are optimised: the same for every contender."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from gcore_trainer import OptimizerConfig, PolicyLossConfig
+
+LAYERS = 4
+OPTIMIZER = OptimizerConfig(lr=1e-9, grad_clip=1.0)
+"""So low a rate that the weights stay what they are, and every step computes the same loss."""
+LOSS = PolicyLossConfig(clip_ratio_low=0.2, clip_ratio_high=0.28, loss_agg_mode="token-mean")
+
+
+def make_model(
+    folder: Path, *, hidden_size: int, vocab_size: int, layers: int, max_length: int, seed: int, heads: int = 4
+) -> None:
+    """Write a Qwen2 whose next-token distributions are neither flat nor certain."""
+    config = Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        max_position_embeddings=max_length,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
+    """As `TorchTrainer` makes it."""
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=OPTIMIZER.lr,
+        betas=OPTIMIZER.betas,
+        eps=OPTIMIZER.eps,
+        weight_decay=OPTIMIZER.weight_decay,
+        fused=True,
+    )
+
+
+def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """Clip, step, and forget the gradient; its norm before clipping."""
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.grad_clip)
+    optimizer.step()
+    # Kept, as gcore keeps them: no contender's peak then holds gradients, everyone's base does.
+    optimizer.zero_grad(set_to_none=False)
+    return grad_norm.item()

@@ -1,0 +1,37 @@
+"""A `PackedModel` that packs nothing: one sample a row, padded to the longest of its micro-batch."""
+
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from gcore_trainer import MicroBatch
+from gcore_trainer.packed_model import PackedModel
+from gcore_trainer.token_scores import TokenScores, token_scores
+
+
+class PaddedModel(PackedModel):
+    """transformers' own forward pass over rectangles; head and loss are gcore's."""
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **options)
+        model.set_attn_implementation("sdpa")
+
+    def score(self, samples: MicroBatch, *, entropy_grad: bool = False) -> TokenScores:
+        rows = [
+            torch.cat([torch.from_numpy(s.prompt_ids), torch.from_numpy(s.response_ids[:-1])]) for s in samples
+        ]
+        input_ids_BT = pad_sequence(rows, batch_first=True)
+        mask_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        self.num_computed_tokens += input_ids_BT.numel()
+        hidden_BTD = self.model.base_model(
+            input_ids=input_ids_BT, attention_mask=mask_BT, use_cache=False
+        ).last_hidden_state
+        starts = [s.prompt_ids.size - 1 for s in samples]
+        parts = [
+            row[start : start + s.response_ids.size]
+            for row, start, s in zip(hidden_BTD, starts, samples, strict=True)
+        ]
+        target_ids = torch.cat([torch.from_numpy(s.response_ids) for s in samples])
+        head: Any = self.model.get_output_embeddings()
+        return token_scores(torch.cat(parts), head.weight, target_ids, entropy_grad=entropy_grad)
