@@ -9,15 +9,15 @@ import pytest
 from command_line import Cli, option_set, read_rows, step_rows
 
 RANKS = ["--trainer.num-processes", "2"]
-SAME = ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "actor/kl_loss", "critic/score/mean", "critic/vf_loss")
+SAME = {"actor/pg_loss", "actor/grad_norm", "actor/entropy", "actor/kl_loss", "critic/score/mean", "critic/vf_loss"}
 
 
 def assert_same_training(run: Path, expected: Path) -> None:
     rows, others = step_rows(run), step_rows(expected)
     assert len(rows) == len(others)
     for row, other in zip(rows, others, strict=True):
-        for name in SAME:
-            assert row.get(name) == pytest.approx(other.get(name), rel=1e-4, abs=1e-5), name
+        for name in SAME & other.keys():
+            assert row[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), name
 
 
 def test_fsdp_trains_as_one_process_and_each_resumes_the_other(cli: Cli, own_args: list[str]) -> None:
@@ -29,6 +29,20 @@ def test_fsdp_trains_as_one_process_and_each_resumes_the_other(cli: Cli, own_arg
     three = option_set(own_args, "--trainer.total-training-steps", "3")
     cli.ok(*three, *options, "--name", "moved")
     cli.ok(*four, *options, "--name", "moved", "--trainer.num-processes", "3")
+    assert_same_training(cli.cwd / "runs/moved", cli.cwd / "runs/alone")
+
+
+def test_megatron_trains_as_torch_and_each_resumes_the_other(cli: Cli, own_args: list[str]) -> None:
+    """Tensor parallel on two ranks, with a reference; moments, step and schedule go along."""
+    options = ["--actor.loss.kl-loss-coef", "0.1", "--trainer.save-freq", "1", "--actor.optim.lr-warmup-steps", "3"]
+    megatron = [*RANKS, "--trainer.backend", "megatron", "--trainer.parallel.tensor-model-parallel-size", "2"]
+    four = option_set(own_args, "--trainer.total-training-steps", "4")
+    cli.ok(*four, *options, "--name", "alone")
+    one = option_set(own_args, "--trainer.total-training-steps", "1")
+    three = option_set(own_args, "--trainer.total-training-steps", "3")
+    cli.ok(*one, *options, "--name", "moved")
+    assert cli(*three, *options, "--name", "moved", *megatron).code == 0
+    cli.ok(*four, *options, "--name", "moved", *RANKS)
     assert_same_training(cli.cwd / "runs/moved", cli.cwd / "runs/alone")
 
 

@@ -16,8 +16,9 @@ _USAGE = """usage: gcore-bench COMMAND [options]
 Every claim gcore makes, measured beside a peer or a physical limit.
 
 commands:
-  grpo   GRPO steps under gcore and under TRL's GRPOTrainer: the same task, model, batch and step count
-  ckpt   saves and loads of the same state under gcore-ckpt, DCP, Orbax and others, beside the memory and the disk
+  grpo     GRPO steps under gcore and under TRL's GRPOTrainer: the same task, model, batch and step count
+  ckpt     saves and loads of the same state under gcore-ckpt, DCP, Orbax and others, beside the memory and the disk
+  trainer  training steps, log-probabilities and long sequences under gcore-trainer, beside TRL's and verl's losses
 
 gcore-bench COMMAND --help documents every option.
 """
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(_USAGE, end="")
         raise SystemExit(0 if args else 2)
     if args[0] not in _COMMANDS:
-        raise SystemExit(f"gcore-bench: unknown command {args[0]!r}: {' and '.join(_COMMANDS)} are known")
+        raise SystemExit(f"gcore-bench: unknown command {args[0]!r}: {', '.join(_COMMANDS)} are known")
     try:
         _COMMANDS[args[0]](args[1:])
     except BenchError as error:
@@ -72,12 +73,21 @@ def _ckpt(args: Sequence[str]) -> None:
     run(options, _console())
 
 
+def _trainer(args: Sequence[str]) -> None:
+    from gcore_bench.trainer.options import TrainerOptions
+
+    options = tyro.cli(TrainerOptions, args=args, prog="gcore-bench trainer")
+    from gcore_bench.trainer.command import run
+
+    run(options, _console())
+
+
 def _console() -> Console:
     # A table is not worth much folded into 80 columns, which is what rich assumes of a file or a pipe.
     return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"grpo": _grpo, "ckpt": _ckpt}
+_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"grpo": _grpo, "ckpt": _ckpt, "trainer": _trainer}
 
 if __name__ == "__main__":
     main()

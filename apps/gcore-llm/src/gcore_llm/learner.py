@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from gcore_ckpt import Checkpointer
 from gcore_llm.config import TrainConfig
 from gcore_llm.performance import memory
-from gcore_trainer import MicroBatch
+from gcore_trainer import MicroBatch, OptimizerConfig
 
 if TYPE_CHECKING:
     import torch
 
     from gcore_trainer.frozen_model import FrozenModel
+    from gcore_trainer.objectives import Objective
     from gcore_trainer.torch_parallel import TorchParallel
     from gcore_trainer.trainer import Trainer
 
@@ -230,8 +231,23 @@ def _build_critic(config: TrainConfig, model: Path, parallel: "TorchParallel | N
     return TorchTrainer(packed, optimizer=config.critic.optim, objective=objective, parallel=parallel)
 
 
-def _build_megatron(config: TrainConfig, model: Path, optimizer: Any, objective: Any) -> "Trainer":
-    raise NotImplementedError
+def _build_megatron(
+    config: TrainConfig, model: Path, optimizer: OptimizerConfig, objective: "Objective[Any]"
+) -> "Trainer":
+    import torch
+
+    from gcore_trainer.megatron.trainer import MegatronTrainer
+
+    return MegatronTrainer(
+        model,
+        parallel=config.trainer.parallel,
+        optimizer=optimizer,
+        objective=objective,
+        temperature=config.rollout.temperature,
+        dtype=getattr(torch, config.dtype),
+        recompute=config.actor.enable_gradient_checkpointing,
+        device=torch.device(config.device),
+    )
 
 
 def _build_reference(config: TrainConfig, model: Path, parallel: "TorchParallel | None") -> "FrozenModel":

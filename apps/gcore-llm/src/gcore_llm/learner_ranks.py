@@ -25,7 +25,7 @@ from gcore_trainer import MicroBatch
 if TYPE_CHECKING:
     import torch
 
-_PRELOADED = ["gcore_llm.learner_ranks", "gcore_trainer.torch_trainer", "gcore_trainer.frozen_model", "torch._dynamo"]
+_PRELOADED = ["gcore_trainer.torch_trainer", "gcore_trainer.frozen_model", "torch._dynamo"]
 """What ranks would import, each for itself."""
 
 CostOf = Callable[[MicroBatch], float]
@@ -51,7 +51,8 @@ class RankedLearner:
         size = config.trainer.num_processes
         # Forked from a clean server that has imported torch once: this process may hold an engine, threads and locks.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        megatron = ["gcore_trainer.megatron.trainer"] if config.trainer.backend == "megatron" else []
+        context.set_forkserver_preload(["gcore_llm.learner_ranks", *_PRELOADED, *megatron])
         self._processes: list[BaseProcess] = []
         self._connections: list[Any] = []
         arguments = config, model, checkpoints, self._folder / "store", size

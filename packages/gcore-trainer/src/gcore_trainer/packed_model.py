@@ -14,24 +14,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from gcore_trainer import packed_attention
-from gcore_trainer.context_parallel.collectives import sum_over_ranks
 from gcore_trainer.context_parallel.groups import ContextParallel
-from gcore_trainer.context_parallel.layout import local_predictions
-from gcore_trainer.context_parallel.plan import ContextParallelPlan
 from gcore_trainer.errors import ConfigError, UnsupportedModelError
 from gcore_trainer.objectives import ScoresT
-from gcore_trainer.packed_attention import PackedPlan
-from gcore_trainer.packing import PackedBatch, pack
-from gcore_trainer.token_scores import TokenScores, token_scores
-from gcore_trainer.types import MicroBatch, Sample, by_sample
+from gcore_trainer.packed_row import Row, RowMaker
+from gcore_trainer.token_scores import TokenScores, named_scores, token_scores
+from gcore_trainer.types import NOTHING, MicroBatch, by_sample
 
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LOGIT_CHANGES: dict[str, Any] = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
 """Settings that change the logits behind the head, and the value at which each does not."""
-
-
-NOTHING = [Sample(prompt_ids=np.zeros(1, np.int64), response_ids=np.zeros(1, np.int64))]
-"""What a rank computes, for nothing, while others still have micro-batches: a sharded model's collectives need all."""
 
 
 class PackedTransformer(ABC, Generic[ScoresT]):
@@ -151,64 +143,40 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         for i in range(len(micro_batches) if num_passes is None else num_passes):
             scores = self.score(micro_batches[i] if i < len(micro_batches) else NOTHING)
             if i < len(micro_batches):
-                results.append(first(scores).float().cpu().numpy())
+                results.append(named_scores(scores).float().cpu().numpy())
         return results
 
     @abstractmethod
     def _of_hidden(
-        self, hidden_ND: torch.Tensor, target_ids: torch.Tensor, entropy_grad: bool
+        self, hidden_nD: torch.Tensor, target_ids: torch.Tensor, entropy_grad: bool
     ) -> tuple[torch.Tensor, ...]:
-        """The head's part of a forward pass. [N] each: FSDP finds tensors in a tuple, not in a class of ours."""
+        """The head's part of a forward pass, [n] each. FSDP finds tensors in a tuple, not in a class of ours."""
 
     def _run(self, samples: MicroBatch, *, entropy_grad: bool = False) -> tuple[torch.Tensor, ...]:
-        padding = self._context.padding
-        batch = pack(
-            samples,
-            share_prefix=self.share_prefix and self._context.ring is None,
-            multiple_of=padding.multiple_of,
-            segment_multiple_of=padding.segment_multiple_of,
+        rows = RowMaker(
+            cp=self._context,
+            device=self.model.device,
+            dtype=self.compute_dtype,
+            share_prefix=self.share_prefix,
         )
-        self.num_computed_tokens += batch.input_ids.size
+        [row] = rows.make([samples])
+        self.num_computed_tokens += row.num_tokens
         with self._casting():
-            return self.root(batch, entropy_grad)
+            return self.root(row, entropy_grad)
 
-    def _forward(self, batch: PackedBatch, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
-        device = self.model.device
-        context = self._context
-        if context.size == 1:
-            places, plan = np.arange(batch.input_ids.size), PackedPlan(batch, device=device, dtype=self.compute_dtype)
-        else:
-            places = context.places(batch)
-            plan = ContextParallelPlan(batch, context, device=device, dtype=self.compute_dtype)
+    def _forward(self, row: Row, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
         output = self.model.base_model(
-            input_ids=torch.from_numpy(batch.input_ids[places]).to(device)[None],
-            position_ids=torch.from_numpy(batch.positions[places]).to(device)[None],
-            use_cache=False,
-            packed=plan,
+            input_ids=row.input_ids, position_ids=row.positions, use_cache=False, packed=row.plan
         )
         # A layer that mixes tokens in another way would mix those of different sequences, without an error.
         num_layers = self._text_config.num_hidden_layers
-        if plan.num_calls != num_layers:
+        if row.plan.num_calls != num_layers:
             raise UnsupportedModelError(
-                f"{plan.num_calls} of the {num_layers} layers of {self.model.config.model_type!r} called transformers' "
-                "attention interface: packed training needs all of them to"
+                f"{row.plan.num_calls} of the {num_layers} layers of {self.model.config.model_type!r} called "
+                "transformers' attention interface: packed training needs all of them to"
             )
-        hidden_TD: torch.Tensor = output.last_hidden_state[0]
-        local_index, which = local_predictions(batch.predict_index, places)
-        row_of_U = np.full(batch.predict_index.size, -1)
-        row_of_U[which] = np.arange(which.size)
-        row_of_N = row_of_U[batch.target_place]
-        is_own_N = row_of_N >= 0
-        hidden_ND = hidden_TD[torch.from_numpy(local_index[row_of_N[is_own_N]]).to(device)].to(self.compute_dtype)
-        target_ids = torch.from_numpy(batch.target_ids[is_own_N]).to(device)
-        own = self._of_hidden(hidden_ND, target_ids, entropy_grad)
-        if context.size == 1:
-            return own
-        is_own = torch.from_numpy(is_own_N).to(device)
-        return tuple(
-            sum_over_ranks(v.new_zeros(is_own.shape).masked_scatter(is_own, v), context.ulysses, context.ring)
-            for v in own
-        )
+        hidden_nD = output.last_hidden_state[0][row.source_index].to(self.compute_dtype)
+        return tuple(row.of_all_ranks(v) for v in self._of_hidden(hidden_nD, row.target_ids, entropy_grad))
 
     def _casting(self) -> AbstractContextManager[Any]:
         if not self._casts:
@@ -246,12 +214,12 @@ class PackedModel(PackedTransformer[TokenScores]):
         return by_sample(self.predict(micro_batches), micro_batches)
 
     def _of_hidden(
-        self, hidden_ND: torch.Tensor, target_ids: torch.Tensor, entropy_grad: bool
+        self, hidden_nD: torch.Tensor, target_ids: torch.Tensor, entropy_grad: bool
     ) -> tuple[torch.Tensor, ...]:
         head: Any = self.model.get_output_embeddings()
         scores = token_scores(
-            hidden_ND,
-            head.weight.to(hidden_ND.dtype),
+            hidden_nD,
+            head.weight.to(hidden_nD.dtype),
             target_ids,
             bias_V=getattr(head, "bias", None),
             temperature=self.temperature,
@@ -292,11 +260,10 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
         return by_sample(self.predict(micro_batches), micro_batches)
 
     def _of_hidden(
-        self, hidden_ND: torch.Tensor, target_ids: torch.Tensor, entropy_grad: bool
+        self, hidden_nD: torch.Tensor, target_ids: torch.Tensor, entropy_grad: bool
     ) -> tuple[torch.Tensor, ...]:
         del target_ids, entropy_grad
-        values_N = self.model.score(hidden_ND).sum(-1)
-        return (values_N.to(torch.promote_types(values_N.dtype, torch.float32)),)
+        return (self.model.score(hidden_nD).sum(-1),)
 
 
 class _Root(torch.nn.Module):
@@ -316,8 +283,3 @@ def _is_classifier(path: str | Path) -> bool:
 
     architectures = json.loads((Path(path) / "config.json").read_text()).get("architectures") or []
     return any(name.endswith("ForSequenceClassification") for name in architectures)
-
-
-def first(scores: TokenScores | torch.Tensor) -> torch.Tensor:
-    """What a model's scores are named after: log-probabilities or values, [N]."""
-    return scores.log_probs if isinstance(scores, TokenScores) else scores

@@ -106,7 +106,7 @@ class RewardModelObjective(Objective[torch.Tensor]):
 
 
 def scored_at_end(sample: Sample) -> Sample:
-    """The sample with a token behind its last one that is never read, alone in the mask: its value is that of the end."""
+    """The sample with a token behind its end that is never read, alone in the mask: its value is that of the end."""
     response_ids = np.append(sample.response_ids, 0)
     return Sample(
         prompt_ids=sample.prompt_ids,

@@ -22,6 +22,11 @@ class TokenScores:
     """Of the distribution each token was drawn from, in nats."""
 
 
+def named_scores(scores: TokenScores | torch.Tensor) -> torch.Tensor:
+    """What a model's scores are named after: a policy's log-probabilities, or a critic's values, [N]."""
+    return scores.log_probs if isinstance(scores, TokenScores) else scores
+
+
 @dataclass(frozen=True, kw_only=True)
 class VocabShard:
     """The part of the vocabulary whose rows of the head this rank of a tensor-parallel group holds."""

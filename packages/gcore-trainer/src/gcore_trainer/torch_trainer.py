@@ -12,11 +12,12 @@ from torch.distributed.tensor import DTensor
 from gcore_trainer.config import OptimizerConfig
 from gcore_trainer.errors import ConfigError
 from gcore_trainer.objectives import Objective
-from gcore_trainer.packed_model import NOTHING, PackedTransformer, first
+from gcore_trainer.packed_model import PackedTransformer
 from gcore_trainer.replicas import Replicas
+from gcore_trainer.token_scores import named_scores
 from gcore_trainer.torch_parallel import TorchParallel
 from gcore_trainer.trainer import ShareOf, Trainer
-from gcore_trainer.types import MicroBatch
+from gcore_trainer.types import NOTHING, MicroBatch
 
 
 class TorchTrainer(Trainer):
@@ -97,7 +98,7 @@ class TorchTrainer(Trainer):
             samples = micro_batches[i] if i < len(micro_batches) else None
             scores = self._packed.score(samples or NOTHING, entropy_grad=self._objective.entropy_grad)
             if samples is None:
-                torch.autograd.backward(first(scores).sum() * 0.0)
+                torch.autograd.backward(named_scores(scores).sum() * 0.0)
                 continue
             loss, parts = share(scores, samples)
             torch.autograd.backward(loss * scale)

@@ -73,6 +73,10 @@ MicroBatch = list[Sample]
 """Samples computed in one forward and backward pass."""
 
 
+NOTHING: MicroBatch = [Sample(prompt_ids=np.zeros(1, np.int64), response_ids=np.zeros(1, np.int64))]
+"""What a rank computes, for nothing, while others still have micro-batches: a divided model's collectives need all."""
+
+
 def by_sample(
     values: Sequence[NDArray[np.float32]], micro_batches: Sequence[MicroBatch]
 ) -> list[list[NDArray[np.float32]]]:

@@ -1,30 +1,26 @@
 """Random models, and how their steps are optimised: the same for every contender."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from gcore_placement import TransformerWorkload
 from gcore_trainer import OptimizerConfig, PolicyLossConfig
 
-LAYERS = 4
 OPTIMIZER = OptimizerConfig(lr=1e-9, grad_clip=1.0)
 """So low a rate that the weights stay what they are, and every step computes the same loss."""
 LOSS = PolicyLossConfig(clip_ratio_low=0.2, clip_ratio_high=0.28, loss_agg_mode="token-mean")
 
 
-def make_model(
-    folder: Path, *, hidden_size: int, vocab_size: int, layers: int, max_length: int, seed: int, heads: int = 4
-) -> None:
-    """Write a Qwen2 whose next-token distributions are neither flat nor certain."""
+def make_model(folder: Path, shape: TransformerWorkload, *, max_length: int, seed: int) -> None:
+    """Write a Qwen2 of this shape, whose next-token distributions are neither flat nor certain."""
+    sizes = dataclasses.asdict(shape)
+    del sizes["head_dim"]
     config = Qwen2Config(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=3 * hidden_size,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2,
+        **sizes,
         max_position_embeddings=max_length,
         pad_token_id=0,
         bos_token_id=None,

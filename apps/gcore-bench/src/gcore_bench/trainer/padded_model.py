@@ -18,9 +18,7 @@ class PaddedModel(PackedModel):
         model.set_attn_implementation("sdpa")
 
     def score(self, samples: MicroBatch, *, entropy_grad: bool = False) -> TokenScores:
-        rows = [
-            torch.cat([torch.from_numpy(s.prompt_ids), torch.from_numpy(s.response_ids[:-1])]) for s in samples
-        ]
+        rows = [torch.cat([torch.from_numpy(s.prompt_ids), torch.from_numpy(s.response_ids[:-1])]) for s in samples]
         input_ids_BT = pad_sequence(rows, batch_first=True)
         mask_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         self.num_computed_tokens += input_ids_BT.numel()
@@ -29,8 +27,7 @@ class PaddedModel(PackedModel):
         ).last_hidden_state
         starts = [s.prompt_ids.size - 1 for s in samples]
         parts = [
-            row[start : start + s.response_ids.size]
-            for row, start, s in zip(hidden_BTD, starts, samples, strict=True)
+            row[start : start + s.response_ids.size] for row, start, s in zip(hidden_BTD, starts, samples, strict=True)
         ]
         target_ids = torch.cat([torch.from_numpy(s.response_ids) for s in samples])
         head: Any = self.model.get_output_embeddings()

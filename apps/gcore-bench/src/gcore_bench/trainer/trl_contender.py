@@ -1,11 +1,11 @@
 """TRL: the loss of a real `GRPOTrainer` on batches padded as it pads them, its backward pass, and AdamW."""
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-import trl.import_utils
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
@@ -24,7 +24,7 @@ class TrlStep:
 
     def __init__(self, folder: Path) -> None:
         # It would import vLLM, which takes ten seconds and is not used here.
-        trl.import_utils.is_vllm_available = lambda *_, **__: False
+        import_module("trl.import_utils").__dict__["is_vllm_available"] = lambda *_, **__: False
         from datasets import Dataset
         from trl.trainer.grpo_config import GRPOConfig
         from trl.trainer.grpo_trainer import GRPOTrainer

@@ -24,7 +24,9 @@ def make_samples(options: TrainerOptions) -> list[Sample]:
     rng = np.random.default_rng(options.seed)
     samples: list[Sample] = []
     for _ in range(options.prompts):
-        prompt = _tokens(rng, options, int(rng.integers(-(-options.max_prompt_length // 3), options.max_prompt_length + 1)))
+        prompt = _tokens(
+            rng, options, int(rng.integers(-(-options.max_prompt_length // 3), options.max_prompt_length + 1))
+        )
         scores = rng.normal(size=options.n)
         for score in scores - scores.mean():
             length = round(options.median_length * float(np.exp(options.sigma * rng.normal())))
@@ -104,9 +106,7 @@ def _groups(indices: Sequence[int], n: int) -> list[list[int]]:
     return [list(indices[k : k + n]) for k in range(0, len(indices), n)]
 
 
-def _units(
-    samples: Sequence[Sample], group: list[int], workload: TransformerWorkload, max_tokens: int
-) -> list[_Unit]:
+def _units(samples: Sequence[Sample], group: list[int], workload: TransformerWorkload, max_tokens: int) -> list[_Unit]:
     prompt_length = samples[group[0]].prompt_ids.size
     lengths = np.array([samples[i].response_ids.size for i in group])
     return [
@@ -146,18 +146,17 @@ def deal(
     samples: Sequence[Sample], workload: TransformerWorkload, max_tokens: int, *, n: int, ranks: int, balanced: bool
 ) -> Deal:
     """Micro-batches of whole groups for each rank: of even cost, heaviest first; or one after the other, in order."""
+    units = [u for group in _groups(range(len(samples)), n) for u in _units(samples, group, workload, max_tokens)]
     if balanced:
-        units = [u for group in _groups(range(len(samples)), n) for u in _units(samples, group, workload, max_tokens)]
         parts = micro_batches(
             [u.tokens for u in units], max_tokens=max_tokens, costs=[u.cost for u in units], num_multiple=ranks
         )
-        found = [[units[k] for k in part.tolist()] for part in parts]
+        found = [[units[k] for k in part.tolist()] for part in parts if part.size]
         order = sorted(found, key=lambda batch: -sum(u.cost for u in batch))
-        owners = balance([sum(u.cost for u in batch) for batch in order], ranks, equal_count=True)
+        owners = balance([sum(u.cost for u in batch) for batch in order], ranks)
         dealt = [[order[k] for k in owned.tolist()] for owned in owners]
     else:
-        in_order = [u for group in _groups(range(len(samples)), n) for u in _units(samples, group, workload, max_tokens)]
-        dealt = [_filled(in_order[rank::ranks], max_tokens) for rank in range(ranks)]
+        dealt = [_filled(units[rank::ranks], max_tokens) for rank in range(ranks)]
     return Deal(
         batches=[[[i for u in batch for i in u.members] for batch in batches] for batches in dealt],
         costs=[[sum(u.cost for u in batch) for batch in batches] for batches in dealt],

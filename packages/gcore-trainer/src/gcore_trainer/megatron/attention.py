@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from gcore_trainer.megatron.row import Row
+from gcore_trainer.packed_row import Row
 
 
 class PlanAttention(torch.nn.Module):

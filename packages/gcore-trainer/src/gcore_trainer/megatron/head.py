@@ -6,10 +6,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-from gcore_trainer.context_parallel.collectives import sum_over_ranks
-from gcore_trainer.context_parallel.groups import ContextParallel
 from gcore_trainer.megatron.architecture import Architecture
-from gcore_trainer.megatron.row import Row
+from gcore_trainer.packed_row import Row
 from gcore_trainer.token_scores import TokenScores, VocabShard, token_scores
 
 
@@ -18,7 +16,6 @@ class Head:
 
     Args:
         architecture: the model.
-        cp: this rank's place among those that divide a row's tokens.
         has_value_head: whether it gives values [N], instead of `TokenScores`.
         temperature: divides the logits.
         entropy_grad: make the entropies differentiable too.
@@ -28,7 +25,6 @@ class Head:
     def __init__(
         self,
         architecture: Architecture,
-        cp: ContextParallel,
         *,
         has_value_head: bool,
         temperature: float,
@@ -37,7 +33,6 @@ class Head:
     ) -> None:
         self._vocab_size = architecture.vocab_size
         self._is_tied = architecture.is_tied
-        self._cp = cp
         self._has_value_head = has_value_head
         self._temperature = temperature
         self._entropy_grad = entropy_grad
@@ -56,7 +51,7 @@ class Head:
             hidden_T1D = gather_from_sequence_parallel_region(hidden_T1D, tensor_parallel_output_grad=False)
         hidden_nD = hidden_T1D[row.source_index, 0]
         if self._has_value_head:
-            return self._of_all_ranks(chunk.score(hidden_nD)[:, 0], row)
+            return row.of_all_ranks(chunk.score(hidden_nD)[:, 0])
         weight_VD = chunk.shared_embedding_or_output_weight() if self._is_tied else chunk.output_layer.weight
         tp_group: Any = parallel_state.get_tensor_model_parallel_group()
         scores = token_scores(
@@ -71,14 +66,4 @@ class Head:
                 vocab_size=self._vocab_size,
             ),
         )
-        return TokenScores(
-            log_probs=self._of_all_ranks(scores.log_probs, row), entropies=self._of_all_ranks(scores.entropies, row)
-        )
-
-    def _of_all_ranks(self, values_n: torch.Tensor, row: Row) -> torch.Tensor:
-        """[N] in float32 at least."""
-        values_n = values_n.to(torch.promote_types(values_n.dtype, torch.float32))
-        if self._cp.size == 1:
-            return values_n
-        values_N = values_n.new_zeros(row.num_targets + 1).index_put((row.target_index,), values_n)[:-1]
-        return sum_over_ranks(values_N, self._cp.ulysses, self._cp.ring)
+        return TokenScores(log_probs=row.of_all_ranks(scores.log_probs), entropies=row.of_all_ranks(scores.entropies))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from gcore_trainer.megatron.row import Row
+from gcore_trainer.packed_row import Row
 from gcore_trainer.types import MicroBatch
 
 T = TypeVar("T")

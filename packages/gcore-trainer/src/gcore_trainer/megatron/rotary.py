@@ -6,7 +6,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gcore_trainer.megatron.architecture import Architecture
-from gcore_trainer.megatron.row import Row
+from gcore_trainer.packed_row import Row
 
 
 class RowRotary(torch.nn.Module):

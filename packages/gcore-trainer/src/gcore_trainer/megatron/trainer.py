@@ -31,17 +31,15 @@ from gcore_trainer.megatron.hf_files import WeightFiles, write_folder
 from gcore_trainer.megatron.model import HiddenStatesGPT, make_chunks, transformer_config
 from gcore_trainer.megatron.optimizer_state import OptimizerState
 from gcore_trainer.megatron.passes import Pass, Pipeline, from_last_stage
-from gcore_trainer.megatron.row import RowMaker
 from gcore_trainer.megatron.weights import Piece, Place, pieces_of
 from gcore_trainer.objectives import Objective
+from gcore_trainer.packed_row import RowMaker
 from gcore_trainer.parallel import ParallelConfig
 from gcore_trainer.replicas import Replicas
-from gcore_trainer.token_scores import TokenScores
+from gcore_trainer.token_scores import named_scores
 from gcore_trainer.trainer import ShareOf, Trainer
-from gcore_trainer.types import MicroBatch, Sample
+from gcore_trainer.types import NOTHING, MicroBatch
 
-_NOTHING = [Sample(prompt_ids=np.zeros(1, np.int64), response_ids=np.zeros(1, np.int64))]
-"""What a replica computes, for nothing, while others still have micro-batches: collectives need all ranks."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -122,7 +120,6 @@ class MegatronTrainer(Trainer):
         )
         self._head = Head(
             architecture,
-            cp,
             has_value_head=self._has_value_head,
             temperature=temperature,
             entropy_grad=objective.entropy_grad,
@@ -148,7 +145,7 @@ class MegatronTrainer(Trainer):
         def finish(chunk: Any, hidden: torch.Tensor, one: Pass) -> tuple[torch.Tensor, None]:
             scores = self._head.scores(chunk, hidden, one.row)
             if one.samples is None:
-                return _values(scores).sum() * 0.0, None
+                return named_scores(scores).sum() * 0.0, None
             loss, parts = share(scores, one.samples)
             for name, value in parts.items():
                 sums[name] = sums.get(name, 0.0) + value.double()
@@ -180,7 +177,7 @@ class MegatronTrainer(Trainer):
     @torch.no_grad()
     def _predict(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[NDArray[np.float32]]:
         def finish(chunk: Any, hidden: torch.Tensor, one: Pass) -> tuple[torch.Tensor, torch.Tensor]:
-            values = _values(self._head.scores(chunk, hidden, one.row))
+            values = named_scores(self._head.scores(chunk, hidden, one.row))
             return values.sum(), values
 
         with self._runtime():
@@ -197,7 +194,7 @@ class MegatronTrainer(Trainer):
             # That schedule takes groups of as many as there are stages, all of one length.
             num_passes += -num_passes % self._parallel.pipeline_model_parallel_size
         samples = [*micro_batches, *[None] * (num_passes - len(micro_batches))]
-        rows = self._rows.make([s or _NOTHING for s in samples], equal_lengths=is_interleaved)
+        rows = self._rows.make([s or NOTHING for s in samples], equal_lengths=is_interleaved)
         return [Pass(row=row, samples=s) for row, s in zip(rows, samples, strict=True)]
 
     def _optimizer_step(self) -> int:
@@ -268,7 +265,3 @@ def _make_optimizer(config: OptimizerConfig, chunks: list[Any], dtype: torch.dty
     )
     # No overrides: without them norms and biases would not decay, as they do in the torch backend.
     return get_megatron_optimizer(settings, chunks, config_overrides={}, use_gloo_process_groups=False)
-
-
-def _values(scores: TokenScores | torch.Tensor) -> torch.Tensor:
-    return scores.log_probs if isinstance(scores, TokenScores) else scores

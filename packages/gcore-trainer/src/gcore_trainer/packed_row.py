@@ -1,4 +1,4 @@
-"""A packed row as Megatron-Core's layers see it: it travels by argument, where their own packing parameters would."""
+"""A rank's share of a packed row, as every backend's model gets it: tokens, attention, and what they predict."""
 
 import math
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gcore_trainer.context_parallel.collectives import sum_over_ranks
 from gcore_trainer.context_parallel.groups import ContextParallel
 from gcore_trainer.context_parallel.plan import ContextParallelPlan
 from gcore_trainer.packed_attention import AttentionPlan, PackedPlan
@@ -20,8 +21,9 @@ from gcore_trainer.types import MicroBatch
 class Row:
     """A rank's T tokens of a packed row, and the n of its N response tokens that they predict."""
 
+    # Megatron-Core's layers get a row where they expect their own packing parameters, and look at these two: other than
+    # with "thd", they rotate by position and leave queries, keys and values [T, 1, heads, D].
     qkv_format: ClassVar[str] = "packed"
-    """Anything but "thd": attention then rotates by position, and leaves queries, keys and values [T, 1, heads, D]."""
     cp_group: ClassVar[Any] = None
 
     input_ids: torch.Tensor
@@ -39,6 +41,15 @@ class Row:
     """N."""
     num_tokens: int
     """Of the whole row, on all ranks that divide it."""
+    cp: ContextParallel
+
+    def of_all_ranks(self, values_n: torch.Tensor) -> torch.Tensor:
+        """[N] of all response tokens, from the [n] that each rank has, in float32 at least (see `sum_over_ranks`)."""
+        values_n = values_n.to(torch.promote_types(values_n.dtype, torch.float32))
+        if self.cp.size == 1:
+            return values_n
+        values_N = values_n.new_zeros(self.num_targets + 1).index_put((self.target_index,), values_n)[:-1]
+        return sum_over_ranks(values_N, self.cp.ulysses, self.cp.ring)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,17 +58,17 @@ class RowMaker:
 
     Attributes:
         cp: This rank's place among those that divide a row's tokens.
-        multiple_of: What the number of each rank's tokens must be a multiple of.
         device: Of the model.
-        dtype: Of the model.
+        dtype: Of the model's activations.
         share_prefix: Compute equal prompts of a micro-batch once, where the row need not be cut within sequences.
+        multiple_of: What the number of each rank's tokens must be a multiple of.
     """
 
     cp: ContextParallel
-    multiple_of: int
     device: torch.device
     dtype: torch.dtype
     share_prefix: bool
+    multiple_of: int = 1
 
     def make(self, micro_batches: Sequence[MicroBatch], *, equal_lengths: bool = False) -> list[Row]:
         """A row of each micro-batch.
@@ -66,13 +77,13 @@ class RowMaker:
             micro_batches: the same on all ranks that work on them.
             equal_lengths: pad all to the longest.
         """
-        batches = [self._packed(samples, 1) for samples in micro_batches]
+        batches = [self._packed(samples) for samples in micro_batches]
         if equal_lengths:
             longest = max(batch.input_ids.size for batch in batches)
             batches = [self._packed(samples, longest) for samples in micro_batches]
         return [self._row(batch) for batch in batches]
 
-    def _packed(self, samples: MicroBatch, multiple_of: int) -> PackedBatch:
+    def _packed(self, samples: MicroBatch, multiple_of: int = 1) -> PackedBatch:
         padding = self.cp.padding
         return pack(
             samples,
@@ -106,6 +117,7 @@ class RowMaker:
             target_index=self._tensor(target_index),
             num_targets=source_N.size,
             num_tokens=batch.input_ids.size,
+            cp=self.cp,
         )
 
     def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:

@@ -1,0 +1,56 @@
+"""Training steps on one long sequence, which context-parallel ranks divide."""
+
+from pathlib import Path
+
+import numpy as np
+
+from gcore_bench.trainer.figures import Spec
+from gcore_bench.trainer.layouts import kinds
+from gcore_bench.trainer.measure import measured
+from gcore_bench.trainer.models import OPTIMIZER
+from gcore_bench.trainer.ranks import joined_world
+from gcore_bench.trainer.shapes import LONG_VOCAB_SIZE
+from gcore_trainer import Sample
+from gcore_trainer.objectives import SFTObjective
+from gcore_trainer.packed_model import PackedModel
+from gcore_trainer.parallel import ParallelConfig
+from gcore_trainer.torch_parallel import TorchParallel
+from gcore_trainer.torch_trainer import TorchTrainer
+
+
+def run(spec: Spec) -> dict[str, dict[str, float]]:
+    """A row a length: seconds of a step, of this rank's processor too, and the loss that all layouts must agree on."""
+    with joined_world(spec):
+        return _run(spec)
+
+
+def _run(spec: Spec) -> dict[str, dict[str, float]]:
+    size, ulysses = kinds(spec.options["context_sizes"])[spec.contender]
+    config = ParallelConfig(context_parallel_size=size, ulysses_sequence_parallel_size=ulysses)
+    trainer = TorchTrainer(
+        PackedModel.from_pretrained(Path(spec.folder) / "long-model"),
+        optimizer=OPTIMIZER,
+        objective=SFTObjective(),
+        parallel=TorchParallel.join(config) if size > 1 else None,
+    )
+    rows: dict[str, dict[str, float]] = {}
+    trainer.train_step([[_sample(32, spec)]])
+    for length in spec.options["lengths"]:
+        batches = [[_sample(length, spec)]]
+        losses: list[float] = []
+        times = measured(
+            lambda batches=batches, losses=losses: losses.append(trainer.train_step(batches)["sft/loss"]),
+            times=spec.options["steps"],
+        )
+        rows[row_name(length, spec.contender)] = times.figures() | {"loss": losses[0], "tokens": float(length)}
+    return rows
+
+
+def row_name(length: int, contender: str) -> str:
+    """Of the table."""
+    return f"{length:,} {contender}"
+
+
+def _sample(length: int, spec: Spec) -> Sample:
+    tokens = np.random.default_rng(spec.options["seed"]).integers(1, LONG_VOCAB_SIZE, length + 1)
+    return Sample(prompt_ids=tokens[:16], response_ids=tokens[16:])
