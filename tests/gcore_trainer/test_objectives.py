@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from trainer_oracles import Group, load_padded, make_samples, padded_scores, split
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from gcore_trainer import BatchError, ConfigError, OptimizerConfig, PolicyLossConfig, Sample, TrainerError
 from gcore_trainer.config import DPOConfig, RewardModelConfig, ValueLossConfig
-from gcore_trainer.objectives import Objective, PolicyObjective, ValueObjective
+from gcore_trainer.objectives import Objective, PolicyObjective, SFTObjective, ValueObjective
 from gcore_trainer.packed_model import PackedModel, PackedValueModel
 from gcore_trainer.preference_objectives import DPOObjective, RewardModelObjective, scored_at_end
 from gcore_trainer.torch_trainer import TorchTrainer
@@ -188,3 +188,19 @@ def test_what_an_objective_lacks_is_named(llama: Path, classifier: Path) -> None
         TorchTrainer(PackedModel.from_pretrained(llama), optimizer=STILL, objective=ValueObjective(ValueLossConfig()))
     with pytest.raises(TrainerError, match=r"this trainer's model gives tokens: values were asked for"):
         dpo.values([samples])
+
+
+def test_a_pad_token_learns_like_any_other(qwen2: Path, tmp_path: Path) -> None:
+    """transformers gives the embedding of the pad token no gradient; in a packed row none of them is padding."""
+    config: Any = AutoConfig.from_pretrained(qwen2)
+    config.pad_token_id = 5
+    model: Any = AutoModelForCausalLM.from_pretrained(qwen2, config=config)
+    model.save_pretrained(tmp_path / "padded")
+    ids = np.array([5, 7, 5, 9])
+    sample = Sample(prompt_ids=ids, response_ids=ids)
+    gradients: list[torch.Tensor] = []
+    for path in (qwen2, tmp_path / "padded"):
+        packed = PackedModel.from_pretrained(path)
+        TorchTrainer(packed, optimizer=STILL, objective=SFTObjective()).train_step([[sample]])
+        gradients.append(packed.model.get_input_embeddings().weight.grad[5].clone())
+    assert torch.equal(gradients[0], gradients[1])

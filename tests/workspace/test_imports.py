@@ -24,7 +24,11 @@ ADAPTERS = {
     ],
     "reasoning_gym": ["packages/gcore-rollout/src/gcore_rollout/rewards/reasoning_gym.py"],
     "math_verify": ["packages/gcore-rollout/src/gcore_rollout/rewards/math_verify.py"],
-    "trl": ["apps/gcore-bench/src/gcore_bench/grpo/"],
+    "trl": [
+        "apps/gcore-bench/src/gcore_bench/grpo/",
+        "apps/gcore-bench/src/gcore_bench/trainer/trl_contender.py",
+    ],
+    "verl": ["apps/gcore-bench/src/gcore_bench/trainer/verl_import.py"],
     "orbax": ["apps/gcore-bench/src/gcore_bench/ckpt/orbax_contender.py"],
     "sglang": [],
     "diffusers": [],

@@ -34,6 +34,7 @@ CHECKED_ELSEWHERE = {
     r"gcore-ckpt import-dcp .*": "tests/gcore_ckpt/test_cli.py::test_import_dcp",
     r"(uv run )?gcore-bench grpo( --.*)?": "tests/apps/test_bench.py::test_bench_measures_gcore_and_trl",
     r"(uv run )?gcore-bench ckpt( --.*)?": "tests/apps/test_bench_ckpt.py::test_bench_measures_saves_and_loads",
+    r"(uv run )?gcore-bench trainer( --.*)?": "tests/apps/test_bench_trainer.py::test_bench_measures_the_trainer",
 }
 """Commands that are not run here, and what runs them: the CI script, which holds the very words, or a test."""
 

@@ -63,6 +63,8 @@ class PackedTransformer(ABC, Generic[ScoresT]):
                 f"{model.config.model_type!r} has layers of type {', '.join(unsupported)}: packed training computes "
                 f"{' and '.join(sorted(_SUPPORTED_LAYER_TYPES))} only"
             )
+        # A packed row has no padding: a pad token in it was written by someone, and learns like any other.
+        model.get_input_embeddings().padding_idx = None
         self.model = model
         self.share_prefix = share_prefix
         self.compute_dtype = compute_dtype or model.dtype

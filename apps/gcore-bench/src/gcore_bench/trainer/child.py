@@ -1,19 +1,30 @@
-"""The process that one rank of a contender runs in: the command line holds a spec, the figures go to a file."""
+"""What a process does: one rank's part of one contender, its figures to a file, all it says to another."""
 
 import json
 import logging
-import sys
+import os
+import traceback
 import warnings
 from pathlib import Path
 
 from gcore_bench.trainer.figures import Spec
 
 
-def main() -> None:
-    spec = Spec(**json.loads(sys.argv[1]))
+def main(spec: Spec, output: Path, log: Path) -> None:
+    """End with exit code 1 where the work fails; the reason is then in ``output``."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(file, stream)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    Path(sys.argv[2]).write_text(json.dumps(_run(spec)))
+    try:
+        rows = _run(spec)
+    except Exception as error:
+        traceback.print_exc()
+        output.write_text(json.dumps({"failure": f"{type(error).__name__}: {error}"}))
+        # Groups whose other ranks are still at work would wait for them.
+        os._exit(1)
+    output.write_text(json.dumps({"rows": rows}))
 
 
 def _run(spec: Spec) -> dict[str, dict[str, float]]:
@@ -34,7 +45,3 @@ def _run(spec: Spec) -> dict[str, dict[str, float]]:
         case _:
             from gcore_bench.trainer import setup as part
     return part.run(spec)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,6 +10,11 @@ from statistics import median
 
 import torch
 
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_SMALLEST_BYTES = 1 << 16
+_LARGEST_BYTES = 1 << 25
+
 
 class PeakMemory:
     """Highest memory since it was made, over what there was then: of the process on the CPU, of torch on CUDA.
@@ -52,7 +57,7 @@ class Measured:
     cpu_s: float
     """Of all threads."""
     peak_bytes: int
-    """Highest of all calls, over what there was before them."""
+    """Of one call, over what there was before it."""
 
     def figures(self) -> dict[str, float]:
         """By the names that tables use."""
@@ -60,8 +65,12 @@ class Measured:
 
 
 def measured(work: Callable[[], object], *, times: int, device: str = "cpu") -> Measured:
-    """Call ``work`` so often; what it returns is dropped."""
+    """Call ``work`` once for its memory and then so often for its time; what it returns is dropped."""
+    _return_blocks_from(_SMALLEST_BYTES)
     peak = PeakMemory(device)
+    work()
+    peak_bytes = peak.extra_bytes()
+    _return_blocks_from(_LARGEST_BYTES)
     walls: list[float] = []
     cpus: list[float] = []
     for _ in range(times):
@@ -70,7 +79,17 @@ def measured(work: Callable[[], object], *, times: int, device: str = "cpu") -> 
         end_wall_s, end_cpu_s = _now(device)
         walls.append(end_wall_s - wall_s)
         cpus.append(end_cpu_s - cpu_s)
-    return Measured(wall_s=median(walls), cpu_s=median(cpus), peak_bytes=peak.extra_bytes())
+    return Measured(wall_s=median(walls), cpu_s=median(cpus), peak_bytes=peak_bytes)
+
+
+def _return_blocks_from(size_bytes: int) -> None:
+    """Give freed blocks of this size back to the system at once, and keep smaller ones.
+
+    With a low size, resident memory is memory in use. glibc's own size rises to the high one by itself.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, size_bytes)
+    libc.mallopt(_M_TRIM_THRESHOLD, 2 * size_bytes)
 
 
 def _now(device: str) -> tuple[float, float]:

@@ -1,15 +1,17 @@
 """The processes of one contender: started together, waited for, and ended together."""
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from gcore_bench.grpo.errors import BenchError
+from gcore_bench.trainer import child
 from gcore_bench.trainer.figures import Spec
 
 _POLL_S = 0.05
@@ -21,9 +23,19 @@ _ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "TQDM_DISABLE": "1",
-    # A freed block goes back to the system and a new one is seen: peaks are of memory in use.
-    "MALLOC_MMAP_THRESHOLD_": "65536",
 }
+
+
+def start_server(threads: int) -> None:
+    """Start the process that contenders' processes are forked from: torch and transformers are imported once."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["gcore_bench.trainer.preload"])
+    before = os.environ.copy()
+    os.environ.update(_ENVIRONMENT, OMP_NUM_THREADS=str(threads))
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def run_processes(specs: Sequence[Spec]) -> dict[str, dict[str, float]]:
@@ -33,48 +45,40 @@ def run_processes(specs: Sequence[Spec]) -> dict[str, dict[str, float]]:
         BenchError: one failed, or they did not end in time.
     """
     folder = Path(specs[0].folder)
-    for stale in folder.glob("store-*"):
+    for stale in (*folder.glob("store-*"), *folder.glob("figures-*")):
         stale.unlink()
-    environment = {**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(specs[0].options["threads"])}
     outputs = [folder / f"figures-{spec.rank}.json" for spec in specs]
-    logs = [folder / f"log-{spec.rank}" for spec in specs]
-    processes: list[subprocess.Popen[bytes]] = []
+    context = multiprocessing.get_context("forkserver")
+    processes = [
+        context.Process(target=child.main, args=(spec, output, folder / f"log-{spec.rank}"), daemon=True)
+        for spec, output in zip(specs, outputs, strict=True)
+    ]
     try:
-        for spec, output, log in zip(specs, outputs, logs, strict=True):
-            command = [sys.executable, "-m", "gcore_bench.trainer.child", json.dumps(asdict(spec)), str(output)]
-            with log.open("wb") as file:
-                processes.append(
-                    subprocess.Popen(
-                        command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
-                    )
-                )
+        for process in processes:
+            process.start()
         _wait(processes)
     finally:
         for process in processes:
             process.kill()
-            process.wait()
-    for process, spec, log in zip(processes, specs, logs, strict=True):
-        if process.returncode:
-            raise BenchError(f"{spec.contender} failed in part {spec.part}: {_reason(processes, logs, log)}")
-    return _together([json.loads(output.read_text()) for output in outputs])
+            process.join()
+    found: list[dict[str, Any]] = [json.loads(path.read_text()) if path.exists() else {} for path in outputs]
+    if failures := [one["failure"] for one in found if "failure" in one]:
+        raise BenchError(f"{specs[0].contender} failed in part {specs[0].part}: {failures[0]}")
+    if not all(found):
+        codes = ", ".join(str(process.exitcode) for process in processes)
+        raise BenchError(f"{specs[0].contender} failed in part {specs[0].part}: its processes ended with {codes}")
+    return _together([one["rows"] for one in found])
 
 
-def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+def _wait(processes: Sequence[BaseProcess]) -> None:
     """Until all have ended or one has failed, without which the others would wait for it."""
     end_s = time.monotonic() + _TIMEOUT_S
-    while any(process.poll() is None for process in processes):
-        if any(process.returncode for process in processes):
+    while any(process.is_alive() for process in processes):
+        if any(process.exitcode for process in processes):
             return
         if time.monotonic() > end_s:
             raise BenchError(f"a contender did not end within {_TIMEOUT_S:.0f} s")
         time.sleep(_POLL_S)
-
-
-def _reason(processes: Sequence["subprocess.Popen[bytes]"], logs: Sequence[Path], first: Path) -> str:
-    """The last line of one that ended by itself; those that were killed say nothing."""
-    own = [log for process, log in zip(processes, logs, strict=True) if process.returncode > 0]
-    lines = (own or [first])[0].read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it ended without a word"
 
 
 def _together(found: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:

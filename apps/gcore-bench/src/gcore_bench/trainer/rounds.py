@@ -9,7 +9,7 @@ from typing import Any
 from gcore_bench.trainer.figures import Run, Spec
 from gcore_bench.trainer.layouts import kinds
 from gcore_bench.trainer.options import TrainerOptions
-from gcore_bench.trainer.processes import run_processes
+from gcore_bench.trainer.processes import run_processes, start_server
 from gcore_bench.trainer.shapes import step_workload
 from gcore_bench.trainer.workload import Deal, deal, packed_batches, padded_batches, shared_batches
 from gcore_trainer import Sample
@@ -107,6 +107,7 @@ def run_rounds(
 
 def set_up(options: TrainerOptions, folder: Path) -> None:
     """Make what the contenders share."""
+    start_server(options.threads)
     run_processes([Spec(part="setup", contender="setup", folder=str(folder), options=plain(options))])
 
 

@@ -96,5 +96,5 @@ def _padded(rows: list[torch.Tensor], *, side: str = "right") -> torch.Tensor:
     return pad_sequence(rows, batch_first=True, padding_side=side)
 
 
-def _no_reward(completions: list[Any], **_: Any) -> list[float]:
+def _no_reward(completions: list[Any], **_: Any) -> list[float | None]:
     return [0.0] * len(completions)
