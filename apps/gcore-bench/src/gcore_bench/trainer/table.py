@@ -158,6 +158,6 @@ def notes(options: TrainerOptions) -> list[str]:
     if "context" in options.parts:
         lines.append(
             "Ranks share the machine's cores: where there are more ranks than cores, the CPU seconds of the slowest "
-            "rank say what each would take on a core of its own; waiting for others in gloo is among them."
+            "rank say what each would take on a core of its own; the exchange through gloo is among them."
         )
     return lines
