@@ -30,7 +30,8 @@ def run(
     torch.manual_seed(config.seed)
     tokenizer = build_tokenizer(model)
     reward = TimedReward(build_reward(config))
-    roles = build_roles(config, model, tokenizer, reward)
+    # No checkpoint is taken here.
+    roles = build_roles(config, model, model.parent / "checkpoints", tokenizer, reward)
     watched = _WatchedEngine(roles.policy)
     recorder = _Recorder(watched, reward)
     job = Job(
