@@ -32,18 +32,39 @@ def test_fsdp_trains_as_one_process_and_each_resumes_the_other(cli: Cli, own_arg
     assert_same_training(cli.cwd / "runs/moved", cli.cwd / "runs/alone")
 
 
-def test_megatron_trains_as_torch_and_each_resumes_the_other(cli: Cli, own_args: list[str]) -> None:
-    """Tensor parallel on two ranks, with a reference; moments, step and schedule go along."""
-    options = ["--actor.loss.kl-loss-coef", "0.1", "--trainer.save-freq", "1", "--actor.optim.lr-warmup-steps", "3"]
-    megatron = [*RANKS, "--trainer.backend", "megatron", "--trainer.parallel.tensor-model-parallel-size", "2"]
-    four = option_set(own_args, "--trainer.total-training-steps", "4")
-    cli.ok(*four, *options, "--name", "alone")
-    one = option_set(own_args, "--trainer.total-training-steps", "1")
-    three = option_set(own_args, "--trainer.total-training-steps", "3")
-    cli.ok(*one, *options, "--name", "moved")
-    assert cli(*three, *options, "--name", "moved", *megatron).code == 0
-    cli.ok(*four, *options, "--name", "moved", *RANKS)
-    assert_same_training(cli.cwd / "runs/moved", cli.cwd / "runs/alone")
+MEGATRON = [
+    *("--trainer.num-processes", "4", "--trainer.backend", "megatron"),
+    *("--trainer.parallel.tensor-model-parallel-size", "2", "--trainer.parallel.pipeline-model-parallel-size", "2"),
+]
+FSDP = ["--trainer.num-processes", "3"]
+
+
+@pytest.fixture(scope="module")
+def twelve_steps(own_args: list[str]) -> list[str]:
+    """With a reference, a warm-up of the rate and its decay, which go on across a change of the backend."""
+    return [
+        *option_set(own_args, "--trainer.total-training-steps", "12"),
+        *("--actor.loss.kl-loss-coef", "0.1", "--actor.optim.lr-warmup-steps", "3"),
+        *("--actor.optim.lr-scheduler-type", "cosine", "--actor.optim.total-training-steps", "12"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(shared_cli: Cli, twelve_steps: list[str]) -> Path:
+    shared_cli.ok(*twelve_steps)
+    return shared_cli.cwd / "runs/default"
+
+
+@pytest.mark.parametrize("order", ["megatron first", "fsdp first"])
+def test_what_one_backend_saved_the_other_resumes(
+    cli: Cli, twelve_steps: list[str], uninterrupted: Path, order: str
+) -> None:
+    """Two steps on TP2 x PP2 and ten on FSDP2 over three ranks, or the other way round."""
+    before, after = (MEGATRON, FSDP) if order == "megatron first" else (FSDP, MEGATRON)
+    two = option_set(twelve_steps, "--trainer.total-training-steps", "2")
+    assert cli(*two, *before).code == 0
+    assert cli(*twelve_steps, *after).code == 0
+    assert_same_training(cli.cwd / "runs/default", uninterrupted)
 
 
 def ranks_of(pid: int) -> list[int]:

@@ -228,6 +228,7 @@ def test_any_number_of_controllers_gives_the_same_run(cli: Cli, own_args: list[s
         ["--algorithm.adv-estimator", "remax", "--controllers", "2"],
         ["--algorithm.adv-estimator", "gae", "--algorithm.lam", "0.9", "--actor.ppo-epochs", "2"],
         ["--algorithm.adv-estimator", "gae", "--critic.warmup-steps", "1", "--controllers", "2"],
+        ["--actor.lora-rank", "4", "--actor.loss.kl-loss-coef", "0.1"],
         ["--algorithm.overlong.buffer-len", "4", "--algorithm.overlong.filter", "True"],
         [
             *("--actor.enable-gradient-checkpointing", "True", "--actor.optim.lr-scheduler-type", "cosine"),
@@ -290,6 +291,14 @@ def test_a_long_response_costs(cli: Cli, own_args: list[str]) -> None:
     # The buffer is the whole response here, so every token costs an eighth.
     expected = row["critic/score/mean"] - row["response_length/mean"] / 8
     assert row["critic/rewards/mean"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_run_with_adapters_can_be_looked_at(cli: Cli, own_args: list[str]) -> None:
+    """Its checkpoint holds adapters only; `eval` merges them with the model that they belong to."""
+    cli.ok(*own_args, "--actor.lora-rank", "4", "--actor.optim.lr", "1e-2")
+    last = val_rows(cli.cwd / "runs/default")[-1]
+    expected = f"{last['val/greedy/score/mean']:.3f} greedy, {last['val/sampled/score/mean']:.3f} sampled"
+    assert cli.ok("eval", "runs/default") == f"step 2: held-out score {expected}\n"
 
 
 def test_small_micro_batches_change_nothing(cli: Cli, trained: Path, own_args: list[str]) -> None:

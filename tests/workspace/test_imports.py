@@ -32,6 +32,7 @@ ADAPTERS = {
     "orbax": ["apps/gcore-bench/src/gcore_bench/ckpt/orbax_contender.py"],
     "sglang": [],
     "diffusers": [],
+    "peft": ["packages/gcore-trainer/src/gcore_trainer/lora.py"],
     "megatron": ["packages/gcore-trainer/src/gcore_trainer/megatron/"],
     "ray": [],
 }

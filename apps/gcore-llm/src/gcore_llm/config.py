@@ -7,7 +7,7 @@ from typing import Literal
 from gcore_llm.errors import UserError
 from gcore_trainer import OptimizerConfig, PolicyLossConfig
 from gcore_trainer.advantages import GroupEstimator
-from gcore_trainer.config import ValueLossConfig
+from gcore_trainer.config import LoRAConfig, ValueLossConfig
 from gcore_trainer.errors import ConfigError
 from gcore_trainer.parallel import ParallelConfig
 from gcore_trainer.reward_shaping import RewardKL
@@ -202,6 +202,12 @@ class ActorConfig:
 
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    lora_rank: int = 0
+    """Train adapters of this rank, and nothing else; 0: all parameters."""
+    lora_alpha: int = 32
+    """An adapter's output is scaled by lora-alpha / lora-rank."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Layers that get an adapter, such as q_proj; all-linear: all but the head."""
     enable_gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work."""
     ppo_mini_batch_size: int = 0
@@ -215,6 +221,15 @@ class ActorConfig:
         _at_least("actor.ppo_mini_batch_size", self.ppo_mini_batch_size, 0)
         _at_least("actor.ppo_epochs", self.ppo_epochs, 1)
         _at_least("actor.ppo_max_token_len", self.ppo_max_token_len, 1)
+        _at_least("actor.lora_rank", self.lora_rank, 0)
+        _at_least("actor.lora_alpha", self.lora_alpha, 1)
+
+    @property
+    def lora(self) -> LoRAConfig | None:
+        """The adapters, if there are any."""
+        if not self.lora_rank:
+            return None
+        return LoRAConfig(rank=self.lora_rank, alpha=self.lora_alpha, target_modules=self.target_modules)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,6 +323,8 @@ class TrainConfig:
                 f"actor.ppo_max_token_len is {self.actor.ppo_max_token_len}: at least data.max_prompt_length + "
                 f"data.max_response_length = {longest} is needed, so that every sample fits a micro-batch"
             )
+        if self.actor.lora_rank and self.trainer.backend == "megatron":
+            raise UserError(f"actor.lora_rank is {self.actor.lora_rank}: 0 is needed with trainer.backend=megatron")
         if self.algorithm.overlong.buffer_len > self.data.max_response_length:
             raise UserError(
                 f"algorithm.overlong.buffer_len is {self.algorithm.overlong.buffer_len}: at most "

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from gcore_ckpt import Checkpointer
+from gcore_ckpt import Checkpointer, load
 from gcore_controller import InlineCollectives, InlineGroup, StageTimer
 from gcore_llm.config import TrainConfig
 from gcore_llm.errors import UserError
@@ -14,6 +14,7 @@ from gcore_llm.run_folder import RunFolder
 from gcore_llm.settings import resolve
 from gcore_llm.train import load_prompts
 from gcore_rollout import Engine, Request, SamplingParams
+from gcore_trainer.lora import merged
 
 
 async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
@@ -35,7 +36,10 @@ async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
     if not checkpointer.steps():
         return config, tokenizer, engine, 0
     saved = checkpointer.load(only=["step", "trainer.model"])
-    await engine.update_weights(saved["trainer"]["model"].items(), version=saved["step"])
+    weights = saved["trainer"]["model"].items()
+    if config.actor.lora is not None:
+        weights = merged(load(model).items(), saved["trainer"]["model"], config.actor.lora)
+    await engine.update_weights(weights, version=saved["step"])
     return config, tokenizer, engine, saved["step"]
 
 

@@ -213,7 +213,9 @@ def _build_actor(config: TrainConfig, model: Path, parallel: "TorchParallel | No
     from gcore_trainer.packed_model import PackedModel
     from gcore_trainer.torch_trainer import TorchTrainer
 
-    packed = PackedModel.from_pretrained(model, temperature=config.rollout.temperature, **_model_options(config))
+    packed = PackedModel.from_pretrained(
+        model, temperature=config.rollout.temperature, lora=config.actor.lora, **_model_options(config)
+    )
     return TorchTrainer(packed, optimizer=config.actor.optim, objective=objective, parallel=parallel)
 
 

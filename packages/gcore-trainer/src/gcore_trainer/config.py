@@ -53,6 +53,23 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Low-rank adapters in the place of full fine-tuning."""
+
+    rank: int = 16
+    """Of each adapter's matrices."""
+    alpha: int = 32
+    """An adapter's output is scaled by alpha / rank."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Names of the layers that get one, such as q_proj; all-linear: all but the head."""
+
+    def __post_init__(self) -> None:
+        _require("rank", self.rank, self.rank >= 1, "1 or more")
+        _require("alpha", self.alpha, self.alpha >= 1, "1 or more")
+        _require("target_modules", self.target_modules, bool(self.target_modules), "at least one name")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyLossConfig:
     """The policy's loss. Names and meanings are verl's."""
 

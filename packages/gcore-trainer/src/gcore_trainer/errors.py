@@ -21,5 +21,12 @@ class NonFiniteGradientError(TrainerError):
     """The gradient was NaN or infinite too many steps in a row."""
 
 
+class MissingExtraError(TrainerError, ImportError):
+    """An optional dependency is not installed; the message holds the install command."""
+
+    def __init__(self, module: str, extra: str) -> None:
+        super().__init__(f"{module!r} is not installed: pip install 'gcore-trainer[{extra}]'")
+
+
 class StateError(TrainerError, ValueError):
     """A saved state does not fit this trainer."""

@@ -14,8 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from gcore_trainer import packed_attention
+from gcore_trainer.config import LoRAConfig
 from gcore_trainer.context_parallel.groups import ContextParallel
 from gcore_trainer.errors import ConfigError, UnsupportedModelError
+from gcore_trainer.lora import add_lora
 from gcore_trainer.objectives import ScoresT
 from gcore_trainer.packed_row import Row, RowMaker
 from gcore_trainer.token_scores import TokenScores, named_scores, token_scores
@@ -34,6 +36,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         share_prefix: compute equal prompts of a micro-batch once.
         compute_dtype: of matrix products, beside parameters in another dtype; None: the parameters' own.
         gradient_checkpointing: keep only each layer's input for the backward pass, and compute the rest again.
+        lora: train adapters, and nothing else; None: all parameters.
 
     Raises:
         UnsupportedModelError: the model has another attention implementation, or layers that are no such attention.
@@ -49,6 +52,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         share_prefix: bool = True,
         compute_dtype: torch.dtype | None = None,
         gradient_checkpointing: bool = False,
+        lora: LoRAConfig | None = None,
     ) -> None:
         # Any other attention ignores the plan that `score` hands it, and would let sequences see each other.
         if model.config._attn_implementation != packed_attention.ATTENTION_NAME:
@@ -65,6 +69,9 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             )
         # A packed row has no padding: a pad token in it was written by someone, and learns like any other.
         model.get_input_embeddings().padding_idx = None
+        if lora is not None:
+            add_lora(model, lora)
+        self.lora = lora
         self.model = model
         self.share_prefix = share_prefix
         self.compute_dtype = compute_dtype or model.dtype

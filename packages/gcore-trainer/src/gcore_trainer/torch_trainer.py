@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from gcore_trainer.config import OptimizerConfig
 from gcore_trainer.errors import ConfigError
+from gcore_trainer.lora import merged
 from gcore_trainer.objectives import Objective
 from gcore_trainer.packed_model import PackedTransformer
 from gcore_trainer.replicas import Replicas
@@ -77,15 +78,19 @@ class TorchTrainer(Trainer):
         packed.model.eval()
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._packed.model.named_parameters():
-            yield name, _whole(parameter.detach())
+        parameters = ((name, _whole(p.detach())) for name, p in self._packed.model.named_parameters())
+        if self._packed.lora is None:
+            yield from parameters
+        else:
+            adapters = {name: _whole(p.detach()) for name, p in self._parameters.items()}
+            yield from merged(parameters, adapters, self._packed.lora)
 
     def save_pretrained(self, path: str | Path) -> None:
-        if self._parallel is None:
+        if self._parallel is None and self._packed.lora is None:
             self._packed.model.save_pretrained(path)
             return
         weights = {name: tensor.cpu() for name, tensor in self.export_weights()}
-        if self._parallel.mesh.get_rank() == 0:
+        if self._parallel is None or self._parallel.mesh.get_rank() == 0:
             self._packed.model.save_pretrained(path, state_dict=weights)
 
     def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, share: ShareOf) -> dict[str, float]:

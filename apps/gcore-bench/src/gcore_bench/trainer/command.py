@@ -46,15 +46,19 @@ def run(options: TrainerOptions, console: Console) -> None:
                     name: {"ranks": found.rank_imbalance, "passes": found.pass_imbalance}
                     for name, found in dealt.items()
                 }
-            _check_agreement(part, summary.rows)
+            check_agreement(part, summary.rows)
     for note in notes(options):
         console.print(note, soft_wrap=True)
     if options.json is not None:
         options.json.write_text(json.dumps({"options": plain(options), "parts": results}, indent=1) + "\n")
 
 
-def _check_agreement(part: str, rows: dict[str, dict[str, float]]) -> None:
-    """Contenders must have computed the same loss, and gradient, of the same tokens."""
+def check_agreement(part: str, rows: dict[str, dict[str, float]]) -> None:
+    """See that contenders computed the same losses, log-probs and gradient norms of the same tokens.
+
+    Raises:
+        BenchError: two of them differ by more than 1e-4, relative to 1 or the value.
+    """
     for metric in ("loss", "grad_norm", "log_probs"):
         by_tokens: dict[float, list[tuple[str, float]]] = {}
         for name, row in rows.items():

@@ -16,9 +16,8 @@ class TrainerOptions:
     """Measure gcore-trainer beside TRL's and verl's trainer-side code, alternating, each in processes of its own."""
 
     parts: tuple[PartName, ...] = ("step", "tokens", "balance", "log-probs", "context")
-    """step: one policy-gradient step; tokens: how many of the computed ones are needed; balance: the same step on two
-    FSDP ranks; log-probs: their memory and time; context: time per token of long sequences on several ranks; mfu: a
-    larger model on a GPU. With device cuda, parts are log-probs and mfu."""
+    """step: a policy-gradient step; tokens: those computed and needed; balance: the step on two FSDP ranks;
+    log-probs: their memory and time; context: long sequences on several ranks; mfu: a larger model on a GPU."""
     contenders: tuple[StepContender, ...] = get_args(StepContender)
     """Who makes the step, in this order, in every round."""
     rounds: int = 2
@@ -58,7 +57,7 @@ class TrainerOptions:
     seed: int = 0
     """Of lengths, tokens and weights."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where log-probs and mfu are computed; the other parts have the CPU only."""
+    """Where the work is done: cuda has the parts log-probs and mfu, cpu all but mfu."""
     json: Path | None = None
     """File to write every figure to."""
 

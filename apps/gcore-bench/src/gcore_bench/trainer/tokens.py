@@ -24,6 +24,7 @@ def token_rows(options: TrainerOptions, samples: Sequence[Sample]) -> dict[str, 
         computed = computed_tokens(options, samples, way)
         rows[way] = {
             "computed": float(computed),
+            # Shared prompts make fewer tokens than the samples have, and no padding.
             "real_fraction": min(given, computed) / computed,
             "needed_fraction": needed / computed,
         }

@@ -1,0 +1,80 @@
+"""Adapters: what they start from, what they train, and what leaves when they are merged."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankServer
+from trainer_oracles import Group, load_padded, make_samples, padded_scores
+
+from gcore_trainer import ConfigError, OptimizerConfig, PolicyLossConfig
+from gcore_trainer.config import LoRAConfig
+from gcore_trainer.lora import merged
+from gcore_trainer.objectives import PolicyObjective
+from gcore_trainer.packed_model import PackedModel
+from gcore_trainer.parallel import ParallelConfig
+from gcore_trainer.torch_trainer import TorchTrainer
+
+GROUPS = [Group(12, [20, 1, 9]), Group(3, [25, 6])]
+LORA = LoRAConfig(rank=4, alpha=8)
+OPTIMIZER = OptimizerConfig(lr=1e-2)
+
+
+def make_trainer(path: Path, lora: LoRAConfig = LORA) -> TorchTrainer:
+    packed = PackedModel.from_pretrained(path, lora=lora)
+    return TorchTrainer(packed, optimizer=OPTIMIZER, objective=PolicyObjective(PolicyLossConfig()))
+
+
+def test_only_adapters_learn_and_exports_hold_them_merged(qwen2: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(qwen2)
+    samples = make_samples(GROUPS, seed=0)
+    before = dict(load_padded(qwen2).named_parameters())
+    for name, tensor in trainer.export_weights():
+        assert torch.equal(tensor, before[name])  # B is zero at first
+    for _ in range(3):
+        trainer.train_step([samples])
+    [log_probs] = trainer.log_probs([samples])
+    weights = dict(trainer.export_weights())
+    assert weights.keys() == before.keys()
+    changed = {name for name, tensor in weights.items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if "_proj.weight" in name}
+    assert all("lora_" in name for name in trainer.state()["model"])
+    trainer.save_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        scores = padded_scores(load_padded(tmp_path / "merged"), samples)
+    for own, expected in zip(log_probs, scores.log_probs, strict=True):
+        torch.testing.assert_close(torch.from_numpy(own), expected[: own.size], rtol=0, atol=2e-5)
+
+
+def test_adapters_alone_are_enough_to_resume_and_to_merge(qwen2: Path) -> None:
+    first, second = make_trainer(qwen2), make_trainer(qwen2)
+    samples = make_samples(GROUPS, seed=0)
+    first.train_step([samples])
+    second.load_state(first.state())
+    assert second.train_step([samples]) == first.train_step([samples])
+    base = load_padded(qwen2).named_parameters()
+    offline = dict(merged(((n, p.detach()) for n, p in base), second.state()["model"], LORA))
+    for name, tensor in second.export_weights():
+        torch.testing.assert_close(offline[name], tensor, rtol=0, atol=1e-7)
+
+
+def test_adapters_are_sharded_too(rank_server: RankServer, llama: Path) -> None:
+    samples = make_samples(GROUPS, seed=0)
+    alone = make_trainer(llama)
+    expected = [alone.train_step([samples]) for _ in range(3)]
+    options: dict[str, Any] = {"lora": LORA}
+    steps = [[[samples[:2]], [samples[2:]]]] * 3
+    arguments = (str(llama), PolicyObjective(PolicyLossConfig()), OPTIMIZER, ParallelConfig(), steps, options)
+    for metrics, weights in rank_server.shared(2).run("train", *arguments, size=2):
+        for own, one in zip(metrics, expected, strict=True):
+            assert own["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-4)
+        for name, tensor in alone.export_weights():
+            torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-4)
+
+
+def test_modules_that_are_not_there_are_refused(qwen2: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^target_modules is \('query_key_value',\)"):
+        make_trainer(qwen2, LoRAConfig(target_modules=("query_key_value",)))
+    with pytest.raises(ConfigError, match=r"^rank is 0: 1 or more"):
+        LoRAConfig(rank=0)
