@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from rank_pool import RankServer
-from trainer_oracles import Group, make_samples, off_policy, split
+from trainer_oracles import SIZES, Group, make_samples, off_policy, save_model, split
+from transformers import Qwen2Config
 
 from gcore_trainer import MicroBatch, OptimizerConfig, PolicyLossConfig, Sample
 from gcore_trainer.config import ValueLossConfig
@@ -146,6 +147,15 @@ def test_a_layout_that_does_not_fit_is_refused(
     arguments = (str(qwen2), PolicyObjective(PolicyLossConfig()), OPTIMIZER, parallel, [], {})
     for error in rank_server.shared(2).errors("train", *arguments, size=2):
         assert re.match(message, error.removeprefix("ConfigError: "))
+
+
+def test_heads_that_do_not_divide_are_refused(rank_server: RankServer, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {**SIZES, "hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
+    path = save_model(Qwen2Config(**sizes), tmp_path / "three", seed=0)
+    message = "ulysses_sequence_parallel_size is 2: a divisor of the model's 3 attention heads is needed"
+    arguments = (str(path), PolicyObjective(PolicyLossConfig()), OPTIMIZER, ULYSSES, [], {})
+    for error in rank_server.shared(2).errors("train", *arguments, size=2):
+        assert error == f"ConfigError: {message}"
 
 
 def test_an_error_of_one_rank_is_raised_by_all(rank_server: RankServer, qwen2: Path) -> None:

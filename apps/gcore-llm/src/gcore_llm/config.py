@@ -272,6 +272,8 @@ class TrainerConfig:
         for name in ("num_processes", "total_training_steps", "save_freq", "max_ckpt_to_keep", "test_freq"):
             _at_least(f"trainer.{name}", getattr(self, name), 1)
         try:
+            if self.backend == "torch":
+                self.parallel.check_torch()
             self.parallel.data_parallel_size(self.num_processes)
         except ConfigError as error:
             raise UserError(f"trainer.parallel: {error} (trainer.num_processes={self.num_processes})") from None

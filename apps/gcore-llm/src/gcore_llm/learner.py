@@ -203,20 +203,31 @@ def _model_options(config: TrainConfig) -> dict[str, Any]:
     }
 
 
+def _scheduled(optimizer: OptimizerConfig, config: TrainConfig) -> OptimizerConfig:
+    """With the number of updates of the whole run, where it is not given."""
+    if optimizer.total_training_steps:
+        return optimizer
+    batch, actor = config.data.train_batch_size, config.actor
+    updates = -(-batch // (actor.ppo_mini_batch_size or batch)) * actor.ppo_epochs
+    return replace(optimizer, total_training_steps=config.trainer.total_training_steps * updates)
+
+
 def _build_actor(config: TrainConfig, model: Path, parallel: "TorchParallel | None") -> "Trainer":
     from gcore_trainer.objectives import PolicyObjective
 
     loss = replace(config.actor.loss, max_response_length=config.data.max_response_length)
     objective = PolicyObjective(loss)
     if config.trainer.backend == "megatron":
-        return _build_megatron(config, model, config.actor.optim, objective)
+        return _build_megatron(config, model, _scheduled(config.actor.optim, config), objective)
     from gcore_trainer.packed_model import PackedModel
     from gcore_trainer.torch_trainer import TorchTrainer
 
     packed = PackedModel.from_pretrained(
         model, temperature=config.rollout.temperature, lora=config.actor.lora, **_model_options(config)
     )
-    return TorchTrainer(packed, optimizer=config.actor.optim, objective=objective, parallel=parallel)
+    return TorchTrainer(
+        packed, optimizer=_scheduled(config.actor.optim, config), objective=objective, parallel=parallel
+    )
 
 
 def _build_critic(config: TrainConfig, model: Path, parallel: "TorchParallel | None") -> "Trainer":
@@ -225,12 +236,14 @@ def _build_critic(config: TrainConfig, model: Path, parallel: "TorchParallel | N
     loss = replace(config.critic.loss, max_response_length=config.data.max_response_length)
     objective = ValueObjective(loss)
     if config.trainer.backend == "megatron":
-        return _build_megatron(config, model, config.critic.optim, objective)
+        return _build_megatron(config, model, _scheduled(config.critic.optim, config), objective)
     from gcore_trainer.packed_model import PackedValueModel
     from gcore_trainer.torch_trainer import TorchTrainer
 
     packed = PackedValueModel.from_pretrained(model, **_model_options(config))
-    return TorchTrainer(packed, optimizer=config.critic.optim, objective=objective, parallel=parallel)
+    return TorchTrainer(
+        packed, optimizer=_scheduled(config.critic.optim, config), objective=objective, parallel=parallel
+    )
 
 
 def _build_megatron(

@@ -26,7 +26,7 @@ class OptimizerConfig:
     lr_scheduler_type: LRSchedulerType = "constant"
     """... and then stays (constant) or falls to ``min_lr_ratio * lr`` (linear, cosine) ..."""
     total_training_steps: int = 0
-    """... at this step; 0 with a constant rate only."""
+    """... at this update; 0: not known yet, to be set before training."""
     min_lr_ratio: float = 0.0
     """Share of ``lr`` that is left in the end."""
     grad_clip: float = 1.0
@@ -41,12 +41,9 @@ class OptimizerConfig:
         _require("weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "a finite number, 0 or more")
         _require("lr_warmup_steps", self.lr_warmup_steps, self.lr_warmup_steps >= 0, "0 or more")
         _require_choice("lr_scheduler_type", self.lr_scheduler_type, get_args(LRSchedulerType))
-        _require(
-            "total_training_steps",
-            self.total_training_steps,
-            self.lr_scheduler_type == "constant" or self.total_training_steps > self.lr_warmup_steps,
-            f"more than lr_warmup_steps={self.lr_warmup_steps} (lr_scheduler_type is {self.lr_scheduler_type!r})",
-        )
+        steps = self.total_training_steps
+        accepted = f"more than lr_warmup_steps={self.lr_warmup_steps}, or 0 where it is not known yet"
+        _require("total_training_steps", steps, steps == 0 or steps > self.lr_warmup_steps, accepted)
         _require("min_lr_ratio", self.min_lr_ratio, 0 <= self.min_lr_ratio <= 1, "a number in [0, 1]")
         _require("grad_clip", self.grad_clip, self.grad_clip > 0, "above 0")
         _require("max_nonfinite_steps", self.max_nonfinite_steps, self.max_nonfinite_steps >= 1, "1 or more")

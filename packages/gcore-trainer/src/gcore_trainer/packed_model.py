@@ -116,6 +116,11 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         stacks = [m for m in self.model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
         return list(stacks[0])
 
+    @property
+    def num_attention_heads(self) -> int:
+        """Query heads of each layer."""
+        return self._text_config.num_attention_heads
+
     def divide_tokens(self, context: ContextParallel) -> None:
         """Hold only this rank's share of every row; all ranks of ``context`` score the same samples.
 

@@ -42,6 +42,15 @@ class ParallelConfig:
                 "pipeline_model_parallel_size above 1 is needed"
             )
 
+    def check_torch(self) -> None:
+        """
+        Raises:
+            ConfigError: a size is one that the torch backend does not have.
+        """
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
+            if (value := getattr(self, name)) > 1:
+                raise ConfigError(f"{name} is {value}: the torch backend needs 1, the megatron backend has more")
+
     @property
     def ring_size(self) -> int:
         """Ranks that pass keys and values on."""

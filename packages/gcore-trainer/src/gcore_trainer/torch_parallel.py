@@ -32,9 +32,7 @@ class TorchParallel:
         Raises:
             ConfigError: the sizes do not divide the world, or are for another backend.
         """
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
-            if (value := getattr(config, name)) > 1:
-                raise ConfigError(f"{name} is {value}: the torch backend needs 1, the megatron backend has more")
+        config.check_torch()
         world_size, cp_size = dist.get_world_size(), config.context_parallel_size
         dp_size = config.data_parallel_size(world_size)
         grid = init_device_mesh(device_type, (dp_size, cp_size), mesh_dim_names=("dp", "cp"))
@@ -51,7 +49,16 @@ class TorchParallel:
         return self.mesh.size()
 
     def shard(self, packed: PackedTransformer[Any]) -> None:
-        """Shard the model's parameters in place, layer by layer (FSDP2, ZeRO-3: arXiv 1910.02054)."""
+        """Shard the model's parameters in place, layer by layer (FSDP2, ZeRO-3: arXiv 1910.02054).
+
+        Raises:
+            ConfigError: the attention heads cannot be divided among the Ulysses ranks.
+        """
+        if packed.num_attention_heads % self.context.ulysses_size:
+            raise ConfigError(
+                f"ulysses_sequence_parallel_size is {self.context.ulysses_size}: a divisor of the model's "
+                f"{packed.num_attention_heads} attention heads is needed"
+            )
         packed.divide_tokens(self.context)
         dtype = packed.compute_dtype
         policy = MixedPrecisionPolicy()

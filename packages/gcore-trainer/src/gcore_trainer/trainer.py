@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_trainer.config import OptimizerConfig
-from gcore_trainer.errors import BatchError, NonFiniteGradientError, StateError, TrainerError
+from gcore_trainer.errors import BatchError, ConfigError, NonFiniteGradientError, StateError, TrainerError
 from gcore_trainer.losses import BatchTotals
 from gcore_trainer.objectives import Objective, Share
 from gcore_trainer.replicas import Replicas
@@ -31,9 +31,14 @@ class Trainer(ABC):
         optimizer: see `OptimizerConfig`.
         objective: what is minimised.
         replicas: one rank of each data-parallel replica.
+
+    Raises:
+        ConfigError: the rate is to decay, and over how many steps is not said.
     """
 
     def __init__(self, *, optimizer: OptimizerConfig, objective: Objective[Any], replicas: Replicas) -> None:
+        if optimizer.lr_scheduler_type != "constant" and not optimizer.total_training_steps:
+            raise ConfigError(f"total_training_steps is 0: lr_scheduler_type={optimizer.lr_scheduler_type!r} needs it")
         self._config = optimizer
         self._objective = objective
         self._replicas = replicas
