@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gcore_llm.errors import UserError
+from gcore_llm.errors import UserError, check_at_least
 from gcore_trainer import OptimizerConfig, PolicyLossConfig
 from gcore_trainer.advantages import GroupEstimator
 from gcore_trainer.config import LoRAConfig, ValueLossConfig
@@ -31,7 +31,7 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_train", "num_val"):
-            _at_least(f"task.{name}", getattr(self, name), 1)
+            check_at_least(f"task.{name}", getattr(self, name), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +61,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for name in ("train_batch_size", "max_prompt_length", "max_response_length"):
-            _at_least(f"data.{name}", getattr(self, name), 1)
+            check_at_least(f"data.{name}", getattr(self, name), 1)
         for name in ("val_size", "num_workers", "shuffle_seed"):
-            _at_least(f"data.{name}", getattr(self, name), 0)
+            check_at_least(f"data.{name}", getattr(self, name), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +82,9 @@ class WarmupConfig:
     """Updates between two such checks."""
 
     def __post_init__(self) -> None:
-        _at_least("warmup.max_steps", self.max_steps, 0)
+        check_at_least("warmup.max_steps", self.max_steps, 0)
         for name in ("batch_size", "test_freq"):
-            _at_least(f"warmup.{name}", getattr(self, name), 1)
+            check_at_least(f"warmup.{name}", getattr(self, name), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +101,8 @@ class RolloutConfig:
     """Most responses generated at once."""
 
     def __post_init__(self) -> None:
-        _at_least("rollout.n", self.n, 2)
-        _at_least("rollout.max_num_seqs", self.max_num_seqs, 1)
+        check_at_least("rollout.n", self.n, 2)
+        check_at_least("rollout.max_num_seqs", self.max_num_seqs, 1)
         if not self.temperature > 0:
             raise UserError(
                 f"rollout.temperature is {self.temperature}: above 0 is needed, greedy samples never differ"
@@ -121,7 +121,7 @@ class OverlongConfig:
     """Responses that were cut off are not trained on."""
 
     def __post_init__(self) -> None:
-        _at_least("algorithm.overlong.buffer_len", self.buffer_len, 0)
+        check_at_least("algorithm.overlong.buffer_len", self.buffer_len, 0)
         if not 0 <= self.penalty_factor < math.inf:
             raise UserError(
                 f"algorithm.overlong.penalty_factor is {self.penalty_factor}: a finite number, 0 or more is needed"
@@ -148,7 +148,7 @@ class KLControlConfig:
             raise UserError(f"algorithm.kl_ctrl.kl_coef is {self.kl_coef}: a finite number, 0 or more is needed")
         if not 0 < self.target_kl < math.inf:
             raise UserError(f"algorithm.kl_ctrl.target_kl is {self.target_kl}: a finite number above 0 is needed")
-        _at_least("algorithm.kl_ctrl.horizon", self.horizon, 1)
+        check_at_least("algorithm.kl_ctrl.horizon", self.horizon, 1)
         if self.type == "adaptive" and not self.kl_coef:
             raise UserError("algorithm.kl_ctrl.type is 'adaptive': a kl_coef above 0 is needed to begin with")
 
@@ -177,7 +177,7 @@ class AlgorithmConfig:
     """Denominator of the ratio: the engine's own log-probs, or the trainer's before its first update of the step."""
 
     def __post_init__(self) -> None:
-        _at_least("algorithm.max_num_gen_batches", self.max_num_gen_batches, 1)
+        check_at_least("algorithm.max_num_gen_batches", self.max_num_gen_batches, 1)
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"algorithm.{name} is {getattr(self, name)}: a number from 0 to 1 is needed")
@@ -218,11 +218,11 @@ class ActorConfig:
     """Most tokens a micro-batch: bounds memory, changes nothing else."""
 
     def __post_init__(self) -> None:
-        _at_least("actor.ppo_mini_batch_size", self.ppo_mini_batch_size, 0)
-        _at_least("actor.ppo_epochs", self.ppo_epochs, 1)
-        _at_least("actor.ppo_max_token_len", self.ppo_max_token_len, 1)
-        _at_least("actor.lora_rank", self.lora_rank, 0)
-        _at_least("actor.lora_alpha", self.lora_alpha, 1)
+        check_at_least("actor.ppo_mini_batch_size", self.ppo_mini_batch_size, 0)
+        check_at_least("actor.ppo_epochs", self.ppo_epochs, 1)
+        check_at_least("actor.ppo_max_token_len", self.ppo_max_token_len, 1)
+        check_at_least("actor.lora_rank", self.lora_rank, 0)
+        check_at_least("actor.lora_alpha", self.lora_alpha, 1)
 
     @property
     def lora(self) -> LoRAConfig | None:
@@ -244,7 +244,7 @@ class CriticConfig:
     """First steps that train the critic alone."""
 
     def __post_init__(self) -> None:
-        _at_least("critic.warmup_steps", self.warmup_steps, 0)
+        check_at_least("critic.warmup_steps", self.warmup_steps, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +270,7 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_processes", "total_training_steps", "save_freq", "max_ckpt_to_keep", "test_freq"):
-            _at_least(f"trainer.{name}", getattr(self, name), 1)
+            check_at_least(f"trainer.{name}", getattr(self, name), 1)
         try:
             if self.backend == "torch":
                 self.parallel.check_torch()
@@ -315,8 +315,8 @@ class TrainConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     def __post_init__(self) -> None:
-        _at_least("controllers", self.controllers, 1)
-        _at_least("threads", self.threads, 0)
+        check_at_least("controllers", self.controllers, 1)
+        check_at_least("threads", self.threads, 0)
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise UserError(f"name is {self.name!r}: a plain folder name is needed")
         longest = self.data.max_prompt_length + self.data.max_response_length
@@ -336,8 +336,3 @@ class TrainConfig:
             raise UserError(
                 f"data.train_files and task.name={self.task.name!r} are both set: one source of prompts is needed"
             )
-
-
-def _at_least(field_name: str, value: int, lowest: int) -> None:
-    if value < lowest:
-        raise UserError(f"{field_name} is {value}: {lowest} or more is needed")
