@@ -187,9 +187,7 @@ class AlgorithmConfig:
                 f"{self.adv_estimator!r}: rewards of single tokens need gae or reinforce_plus_plus; "
                 "actor.loss.kl_loss_coef works with all"
             )
-        correction = self.rollout_correction
-        corrects = correction.rollout_is or correction.rollout_rs or correction.rollout_token_veto_threshold
-        if corrects and self.old_log_probs == "rollout":
+        if self.rollout_correction.is_active and self.old_log_probs == "rollout":
             raise UserError(
                 "algorithm.rollout_correction is set and algorithm.old_log_probs is 'rollout': 'trainer' is needed, "
                 "with the engine's own log-probs there is nothing to correct"

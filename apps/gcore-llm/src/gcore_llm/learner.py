@@ -79,9 +79,7 @@ def has_reference(config: TrainConfig) -> bool:
 
 def needs_old_log_probs(config: TrainConfig) -> bool:
     """Whether the trainer's own log-probs are used beside the ratio: by a correction, or by the KL in the reward."""
-    correction = config.algorithm.rollout_correction
-    corrects = correction.rollout_is or correction.rollout_rs or correction.rollout_token_veto_threshold
-    return bool(corrects or config.algorithm.kl_ctrl.kl_coef)
+    return config.algorithm.rollout_correction.is_active or bool(config.algorithm.kl_ctrl.kl_coef)
 
 
 class LocalLearner:

@@ -96,11 +96,8 @@ def _rewards(
             penalty_factor=algorithm.overlong.penalty_factor,
         )
     if kl_coef and sample.mask.any():
-        log_probs = sample.rollout_log_probs if sample.old_log_probs is None else sample.old_log_probs
-        assert log_probs is not None
-        assert sample.ref_log_probs is not None
         kind = algorithm.kl_ctrl.kl_penalty
-        return kl_rewards(score, log_probs, sample.ref_log_probs, sample.mask, coef=kl_coef, kind=kind)
+        return kl_rewards(score, *_policy_and_reference(sample), sample.mask, coef=kl_coef, kind=kind)
     rewards = np.zeros(sample.mask.shape, np.float64)
     rewards[-1] = score
     return rewards
@@ -134,15 +131,23 @@ def _with_gae(sample: Sample, rewards: NDArray[np.float64], algorithm: Algorithm
     return _replaced(sample, advantages=advantages, returns=returns)
 
 
+def _policy_and_reference(sample: Sample) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Log-probs [R] under the policy before its update, and under the initial one."""
+    log_probs = sample.rollout_log_probs if sample.old_log_probs is None else sample.old_log_probs
+    assert log_probs is not None
+    assert sample.ref_log_probs is not None
+    return log_probs, sample.ref_log_probs
+
+
 async def _follow_divergence(
     samples: Sequence[Sequence[Sample]], config: KLControlConfig, kl: KLController, group: Collectives
 ) -> dict[str, float]:
-    own: list[float] = []
-    for s in (s for part in samples for s in part if s.mask.any()):
-        log_probs = s.rollout_log_probs if s.old_log_probs is None else s.old_log_probs
-        assert log_probs is not None
-        assert s.ref_log_probs is not None
-        own.append(float(kl_estimates(log_probs, s.ref_log_probs, s.mask, config.kl_penalty)[s.mask].mean()))
+    own = [
+        float(kl_estimates(*_policy_and_reference(s), s.mask, config.kl_penalty)[s.mask].mean())
+        for part in samples
+        for s in part
+        if s.mask.any()
+    ]
     everyones = [value for part in await group.all_gather(own) for value in part]
     mean = float(np.mean(everyones)) if everyones else 0.0
     metrics = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": kl.value}

@@ -1,6 +1,6 @@
 """The role services of one run, built from its config."""
 
-from collections.abc import Mapping
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,13 @@ def build_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def eos_token_ids(tokenizer: Any, model_config: Mapping[str, Any]) -> list[int]:
-    """Every token that ends a response: the tokenizer's, and those of the model's generation settings."""
-    declared = model_config.get("eos_token_id")
+def eos_token_ids(tokenizer: Any, model: Path | None) -> list[int]:
+    """Every token that ends a response: the tokenizer's, and those of the model folder's generation settings."""
+    declared = None
+    if model is not None:
+        generation = model / "generation_config.json"
+        settings = generation if generation.is_file() else model / "config.json"
+        declared = json.loads(settings.read_text()).get("eos_token_id")
     ids = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])}
     return sorted(i for i in ids if i is not None)
 
@@ -92,15 +96,10 @@ def build_reward(config: TrainConfig) -> RewardFunction:
 
 def build_engine(config: TrainConfig, model: Path, tokenizer: Any) -> Engine:
     """The generation engine, with the weights of a model folder."""
-    import json
-
     import torch
 
     dtype: torch.dtype = getattr(torch, config.dtype)
-    generation = model / "generation_config.json"
-    eos = eos_token_ids(
-        tokenizer, json.loads((generation if generation.is_file() else model / "config.json").read_text())
-    )
+    eos = eos_token_ids(tokenizer, model)
     if config.rollout.engine == "vllm":
         from gcore_rollout.vllm_engine import VLLMEngine
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from gcore_trainer.errors import ConfigError
+from gcore_trainer.checks import require, require_choice
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLPenalty = Literal["k1", "k2", "k3", "k1+", "k3+"]
@@ -35,18 +35,18 @@ class OptimizerConfig:
     """A step whose gradient is NaN or infinite is skipped; this many in a row end the run."""
 
     def __post_init__(self) -> None:
-        _require("lr", self.lr, 0 < self.lr < math.inf, "a finite number above 0")
-        _require("betas", self.betas, len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two in [0, 1)")
-        _require("eps", self.eps, 0 < self.eps < math.inf, "a finite number above 0")
-        _require("weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "a finite number, 0 or more")
-        _require("lr_warmup_steps", self.lr_warmup_steps, self.lr_warmup_steps >= 0, "0 or more")
-        _require_choice("lr_scheduler_type", self.lr_scheduler_type, get_args(LRSchedulerType))
+        require("lr", self.lr, 0 < self.lr < math.inf, "a finite number above 0")
+        require("betas", self.betas, len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two in [0, 1)")
+        require("eps", self.eps, 0 < self.eps < math.inf, "a finite number above 0")
+        require("weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "a finite number, 0 or more")
+        require("lr_warmup_steps", self.lr_warmup_steps, self.lr_warmup_steps >= 0, "0 or more")
+        require_choice("lr_scheduler_type", self.lr_scheduler_type, get_args(LRSchedulerType))
         steps = self.total_training_steps
         accepted = f"more than lr_warmup_steps={self.lr_warmup_steps}, or 0 where it is not known yet"
-        _require("total_training_steps", steps, steps == 0 or steps > self.lr_warmup_steps, accepted)
-        _require("min_lr_ratio", self.min_lr_ratio, 0 <= self.min_lr_ratio <= 1, "a number in [0, 1]")
-        _require("grad_clip", self.grad_clip, self.grad_clip > 0, "above 0")
-        _require("max_nonfinite_steps", self.max_nonfinite_steps, self.max_nonfinite_steps >= 1, "1 or more")
+        require("total_training_steps", steps, steps == 0 or steps > self.lr_warmup_steps, accepted)
+        require("min_lr_ratio", self.min_lr_ratio, 0 <= self.min_lr_ratio <= 1, "a number in [0, 1]")
+        require("grad_clip", self.grad_clip, self.grad_clip > 0, "above 0")
+        require("max_nonfinite_steps", self.max_nonfinite_steps, self.max_nonfinite_steps >= 1, "1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +61,9 @@ class LoRAConfig:
     """Names of the layers that get one, such as q_proj; all-linear: all but the head."""
 
     def __post_init__(self) -> None:
-        _require("rank", self.rank, self.rank >= 1, "1 or more")
-        _require("alpha", self.alpha, self.alpha >= 1, "1 or more")
-        _require("target_modules", self.target_modules, bool(self.target_modules), "at least one name")
+        require("rank", self.rank, self.rank >= 1, "1 or more")
+        require("alpha", self.alpha, self.alpha >= 1, "1 or more")
+        require("target_modules", self.target_modules, bool(self.target_modules), "at least one name")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,24 +94,24 @@ class PolicyLossConfig:
     """Divisor of ``seq-mean-token-sum-norm``; the longest response the run allows."""
 
     def __post_init__(self) -> None:
-        _require("clip_ratio_low", self.clip_ratio_low, 0 <= self.clip_ratio_low <= 1, "a number in [0, 1]")
-        _require("clip_ratio_high", self.clip_ratio_high, self.clip_ratio_high >= 0, "0 or more")
+        require("clip_ratio_low", self.clip_ratio_low, 0 <= self.clip_ratio_low <= 1, "a number in [0, 1]")
+        require("clip_ratio_high", self.clip_ratio_high, self.clip_ratio_high >= 0, "0 or more")
         if self.clip_ratio_c is not None:
-            _require("clip_ratio_c", self.clip_ratio_c, self.clip_ratio_c > 1, "above 1, or unset")
-        _require_choice("loss_mode", self.loss_mode, get_args(LossMode))
-        _require("tau_pos", self.tau_pos, 0 < self.tau_pos < math.inf, "a finite number above 0")
-        _require("tau_neg", self.tau_neg, 0 < self.tau_neg < math.inf, "a finite number above 0")
-        _require(
+            require("clip_ratio_c", self.clip_ratio_c, self.clip_ratio_c > 1, "above 1, or unset")
+        require_choice("loss_mode", self.loss_mode, get_args(LossMode))
+        require("tau_pos", self.tau_pos, 0 < self.tau_pos < math.inf, "a finite number above 0")
+        require("tau_neg", self.tau_neg, 0 < self.tau_neg < math.inf, "a finite number above 0")
+        require(
             "clip_ratio_c",
             self.clip_ratio_c,
             self.clip_ratio_c is None or self.loss_mode == "vanilla",
             f"none (loss_mode is {self.loss_mode!r}, which has no dual clip)",
         )
-        _require_choice("loss_agg_mode", self.loss_agg_mode, get_args(LossAggMode))
-        _require("kl_loss_coef", self.kl_loss_coef, 0 <= self.kl_loss_coef < math.inf, "a finite number, 0 or more")
-        _require_choice("kl_loss_type", self.kl_loss_type, get_args(KLPenalty))
-        _require("entropy_coeff", self.entropy_coeff, 0 <= self.entropy_coeff < math.inf, "a finite number, 0 or more")
-        _require("max_response_length", self.max_response_length, self.max_response_length >= 1, "1 or more")
+        require_choice("loss_agg_mode", self.loss_agg_mode, get_args(LossAggMode))
+        require("kl_loss_coef", self.kl_loss_coef, 0 <= self.kl_loss_coef < math.inf, "a finite number, 0 or more")
+        require_choice("kl_loss_type", self.kl_loss_type, get_args(KLPenalty))
+        require("entropy_coeff", self.entropy_coeff, 0 <= self.entropy_coeff < math.inf, "a finite number, 0 or more")
+        require("max_response_length", self.max_response_length, self.max_response_length >= 1, "1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +126,9 @@ class ValueLossConfig:
     """Divisor of ``seq-mean-token-sum-norm``; the longest response the run allows."""
 
     def __post_init__(self) -> None:
-        _require("cliprange_value", self.cliprange_value, self.cliprange_value > 0, "above 0")
-        _require_choice("loss_agg_mode", self.loss_agg_mode, get_args(LossAggMode))
-        _require("max_response_length", self.max_response_length, self.max_response_length >= 1, "1 or more")
+        require("cliprange_value", self.cliprange_value, self.cliprange_value > 0, "above 0")
+        require_choice("loss_agg_mode", self.loss_agg_mode, get_args(LossAggMode))
+        require("max_response_length", self.max_response_length, self.max_response_length >= 1, "1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +143,9 @@ class DPOConfig:
     """Share of pairs taken to be labelled the wrong way round, in sigmoid."""
 
     def __post_init__(self) -> None:
-        _require("beta", self.beta, 0 < self.beta < math.inf, "a finite number above 0")
-        _require_choice("loss_type", self.loss_type, get_args(DPOLossType))
-        _require("label_smoothing", self.label_smoothing, 0 <= self.label_smoothing < 0.5, "a number in [0, 0.5)")
+        require("beta", self.beta, 0 < self.beta < math.inf, "a finite number above 0")
+        require_choice("loss_type", self.loss_type, get_args(DPOLossType))
+        require("label_smoothing", self.label_smoothing, 0 <= self.label_smoothing < 0.5, "a number in [0, 0.5)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,13 +157,4 @@ class RewardModelConfig:
 
     def __post_init__(self) -> None:
         coefficient = self.center_rewards_coefficient
-        _require("center_rewards_coefficient", coefficient, 0 <= coefficient < math.inf, "a finite number, 0 or more")
-
-
-def _require(field: str, value: object, holds: bool, accepted: str) -> None:
-    if not holds:
-        raise ConfigError(f"{field} is {value!r}: {accepted} is needed")
-
-
-def _require_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
-    _require(field, value, value in choices, f"one of {', '.join(choices)}")
+        require("center_rewards_coefficient", coefficient, 0 <= coefficient < math.inf, "a finite number, 0 or more")

@@ -13,6 +13,7 @@ from typing import Literal, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from gcore_trainer.checks import require
 from gcore_trainer.errors import BatchError, ConfigError
 
 RolloutIS = Literal["token", "sequence"]
@@ -65,35 +66,40 @@ class RolloutCorrectionConfig:
     def __post_init__(self) -> None:
         level, rule, veto = self.rollout_is, self.rollout_rs, self.rollout_token_veto_threshold
         upper, lower = self.rollout_is_threshold, self.rollout_is_threshold_lower
-        _require("rollout_is", level, level in (None, *get_args(RolloutIS)), "token, sequence or none")
-        _require("rollout_is_threshold", upper, 0 < upper < math.inf, "a finite number above 0")
+        require("rollout_is", level, level in (None, *get_args(RolloutIS)), "token, sequence or none")
+        require("rollout_is_threshold", upper, 0 < upper < math.inf, "a finite number above 0")
         if lower is not None:
             accepted = f"a number above 0 and up to rollout_is_threshold={upper}, and a rollout_is"
-            _require("rollout_is_threshold_lower", lower, level is not None and 0 < lower <= upper, accepted)
+            require("rollout_is_threshold_lower", lower, level is not None and 0 < lower <= upper, accepted)
         normalize = self.rollout_is_batch_normalize
-        _require("rollout_is_batch_normalize", normalize, not normalize or level is not None, "a rollout_is with it")
+        require("rollout_is_batch_normalize", normalize, not normalize or level is not None, "a rollout_is with it")
         rules = get_args(RolloutRS)
-        _require("rollout_rs", rule, rule in (None, *rules), f"one of {', '.join(rules)}, or none")
+        require("rollout_rs", rule, rule in (None, *rules), f"one of {', '.join(rules)}, or none")
         self._check_rejection_thresholds()
-        _require("rollout_token_veto_threshold", veto, veto is None or 0 < veto < 1, "a number in (0, 1), or none")
+        require("rollout_token_veto_threshold", veto, veto is None or 0 < veto < 1, "a number in (0, 1), or none")
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is corrected."""
+        return bool(self.rollout_is or self.rollout_rs or self.rollout_token_veto_threshold)
 
     def _check_rejection_thresholds(self) -> None:
         rule, upper, lower = self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_threshold_lower
         if rule is None:
-            _require("rollout_rs_threshold", upper, upper is None, "none without a rollout_rs")
-            _require("rollout_rs_threshold_lower", lower, lower is None, "none without a rollout_rs")
+            require("rollout_rs_threshold", upper, upper is None, "none without a rollout_rs")
+            require("rollout_rs_threshold_lower", lower, lower is None, "none without a rollout_rs")
             return
         is_above_zero = upper is not None and 0 < upper < math.inf
-        _require("rollout_rs_threshold", upper, is_above_zero, f"a finite number above 0 (rollout_rs is {rule!r})")
+        require("rollout_rs_threshold", upper, is_above_zero, f"a finite number above 0 (rollout_rs is {rule!r})")
         assert upper is not None
         if not rule.endswith("k1"):
             accepted = f"none (rollout_rs is {rule!r}, which has no lower bound)"
-            _require("rollout_rs_threshold_lower", lower, lower is None, accepted)
+            require("rollout_rs_threshold_lower", lower, lower is None, accepted)
         elif lower is None:
-            _require("rollout_rs_threshold", upper, upper >= 1, "1 or more, or a rollout_rs_threshold_lower with it")
+            require("rollout_rs_threshold", upper, upper >= 1, "1 or more, or a rollout_rs_threshold_lower with it")
         else:
             accepted = f"a number above 0 and up to rollout_rs_threshold={upper}"
-            _require("rollout_rs_threshold_lower", lower, 0 < lower <= upper, accepted)
+            require("rollout_rs_threshold_lower", lower, 0 < lower <= upper, accepted)
 
 
 def rollout_correction(
@@ -336,8 +342,3 @@ def _divergence_metrics(tokens: _Tokens) -> dict[str, float]:
         "chi2_seq": np.square(_ratios(tokens.sums(tokens.log_ratio))).mean() - 1,
     }
     return {name: float(value) for name, value in values.items()}
-
-
-def _require(field: str, value: object, holds: bool, accepted: str) -> None:
-    if not holds:
-        raise ConfigError(f"{field} is {value!r}: {accepted} is needed")

@@ -1,8 +1,9 @@
 """What a checkpoint library must do to be measured."""
 
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from gcore_bench.ckpt.state import State
@@ -25,36 +26,39 @@ class Done:
         pass
 
 
-class Contender:
+class Contender(Protocol):
     """One library at its best documented settings, saving below one folder."""
 
-    loads_fresh: ClassVar[bool] = True
-    loads_in_place: ClassVar[bool] = False
+    root: Path
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
+    @abstractmethod
     def save(self, step: int, state: "State") -> Pending:
         """Start to save; the state may be changed when this returns."""
-        raise NotImplementedError
 
+    @abstractmethod
     def unsynced(self, step: int) -> list[Path]:
         """Files and folders that the library does not sync: what is missing for the save to survive a power cut."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load(self, step: int, like: "State") -> "State":
         """Load into freshly allocated memory; ``like`` has the shapes, for libraries that must be told them."""
-        raise NotImplementedError
-
-    def load_into(self, step: int, template: "State") -> None:
-        """Load into the memory of ``template``."""
-        raise NotImplementedError
 
     def close(self) -> None:
-        """Let go of buffers and processes."""
+        """Let go of buffers and processes, where there are any."""
 
     def path(self, step: int) -> Path:
         return self.root / f"{step:08d}"
+
+
+class InPlaceContender(Contender):
+    """One that can load into memory that is there."""
+
+    @abstractmethod
+    def load_into(self, step: int, template: "State") -> None:
+        """Load into the memory of ``template``."""
 
 
 def make_contender(name: str, root: Path) -> Contender:

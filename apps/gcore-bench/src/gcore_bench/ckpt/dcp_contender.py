@@ -11,14 +11,12 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
 
-from gcore_bench.ckpt.contender import Contender, Done, Pending
+from gcore_bench.ckpt.contender import Done, InPlaceContender, Pending
 from gcore_bench.ckpt.state import State
 
 
-class Dcp(Contender):
+class Dcp(InPlaceContender):
     """`dcp.save`, which syncs its files; and the loads of all kinds."""
-
-    loads_in_place = True
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)

@@ -2,15 +2,13 @@
 
 from pathlib import Path
 
-from gcore_bench.ckpt.contender import Contender, Pending
+from gcore_bench.ckpt.contender import InPlaceContender, Pending
 from gcore_bench.ckpt.state import State
 from gcore_ckpt import Checkpointer
 
 
-class Gcore(Contender):
+class Gcore(InPlaceContender):
     """One checkpointer for the whole run, as a training loop has it."""
-
-    loads_in_place = True
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)

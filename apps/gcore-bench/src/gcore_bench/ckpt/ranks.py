@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from gcore_bench.ckpt.contender import make_contender
+from gcore_bench.ckpt.contender import InPlaceContender, make_contender
 from gcore_bench.ckpt.figures import Figures, Spec
 from gcore_bench.ckpt.files import drop_cache, warm_cache
 from gcore_bench.ckpt.limits import RAW_WRITE, Arena, copy_rows, file_modes, write_seconds
@@ -64,6 +64,7 @@ def _limits(parts: list[torch.Tensor], root: Path, rank: int) -> dict[str, dict[
 
 def _load(spec: Spec, plans: list[TensorPlan], mesh: DeviceMesh) -> Figures:
     contender = make_contender(spec.contender, Path(spec.root))
+    assert isinstance(contender, InPlaceContender)
     seconds: dict[str, float] = {}
     for layout, dim in (("rows", 0), ("columns", 1)):
         for temperature, prepare in (("cold", drop_cache), ("warm", warm_cache)):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from gcore_bench.ckpt.contender import Contender, make_contender
+from gcore_bench.ckpt.contender import Contender, InPlaceContender, make_contender
 from gcore_bench.ckpt.figures import Figures, Spec
 from gcore_bench.ckpt.files import drop_cache, warm_cache
 from gcore_bench.ckpt.limits import RAW_WRITE, Arena, copy_rows, file_modes, read_rows, write_file, write_seconds
@@ -48,7 +48,7 @@ def _load_seconds(contender: Contender, state: State, plans: list[TensorPlan]) -
         seconds[f"load_{temperature}"] = seconds_of(load)
         _require_equal(loaded, plans)
         loaded.clear()
-    if contender.loads_in_place:
+    if isinstance(contender, InPlaceContender):
         template = {name: torch.empty_like(tensor) for name, tensor in state.items()}
         for temperature, prepare in (("cold", drop_cache), ("warm", warm_cache)):
             for tensor in template.values():

@@ -1,6 +1,5 @@
 """From a config to a finished run's folder: the loop that `sft`, `reward-model` and `dpo` share."""
 
-import json
 import math
 import shutil
 import time
@@ -48,10 +47,9 @@ def fine_tune(config: FineTuneConfig, display: Display) -> Result:
     if config.model:
         check_model(Path(config.model))
         tokenizer = build_tokenizer(Path(config.model))
-        ends = eos_token_ids(tokenizer, _generation_config(Path(config.model)))
     else:
         tokenizer = tiny_tokenizer()
-        ends = eos_token_ids(tokenizer, {})
+    ends = eos_token_ids(tokenizer, Path(config.model) if config.model else None)
     encoder = Encoder(tokenizer, eos_token_ids=ends, apply_chat_template=config.data.apply_chat_template == "auto")
     rows = task_rows(config, tokenizer) if config.task.name else None
     sets = load_examples(config, encoder, rows)
@@ -72,11 +70,6 @@ def fine_tune(config: FineTuneConfig, display: Display) -> Result:
         before=evaluations[0] if evaluations else {},
         after=evaluations[-1] if evaluations else {},
     )
-
-
-def _generation_config(model: Path) -> dict[str, Any]:
-    generation = model / "generation_config.json"
-    return json.loads((generation if generation.is_file() else model / "config.json").read_text())
 
 
 def _check_fits(sets: ExampleSets, model: Path) -> None:

@@ -25,13 +25,13 @@ class _AllToAll(torch.autograd.Function):
 
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, values: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+    def forward(ctx: Any, group: dist.ProcessGroup, values: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - torch hands it over
         total = values.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[None, torch.Tensor]:  # noqa: ARG004
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[None, torch.Tensor]:  # noqa: ARG004 - torch hands it over
         return None, grad_outputs[0]
 
 
