@@ -12,7 +12,7 @@ import pytest
 import torch
 from command_line import Cli, metrics_of, option_set, read_rows, step_rows, val_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gcore_ckpt import Checkpointer
 from gcore_llm.cli import parse_train
@@ -207,6 +207,46 @@ def test_any_number_of_controllers_gives_the_same_run(cli: Cli, own_args: list[s
             for name, value in row.items():
                 exact = name.startswith(("critic/", "val/", "sampling/", "response_length/", "step"))
                 assert value == pytest.approx(expected[name], rel=1e-12 if exact else 1e-4, abs=1e-4), name
+
+
+def test_router_replay(cli: Cli, own_args: list[str], tmp_path: Path) -> None:
+    """The second update of a step sends tokens where the pass for old log-probs did, in both backends alike."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tiny_tokenizer()),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
+    tiny_tokenizer().save_pretrained(tmp_path / "moe")
+    args = [*option_set(own_args, "--model", str(tmp_path / "moe")), "--trainer.total-training-steps", "1"]
+    args += ["--actor.ppo-epochs", "3", "--actor.optim.lr", "0.03", "--algorithm.old-log-probs", "trainer"]
+    megatron = ["--trainer.backend", "megatron", "--trainer.num-processes", "2"]
+    variants: dict[str, list[str]] = {
+        "free": [],
+        "torch": ["--actor.router-replay", "R2"],
+        "megatron": ["--actor.router-replay", "R2", *megatron, "--trainer.parallel.expert-model-parallel-size", "2"],
+    }
+    rows: dict[str, dict[str, float]] = {}
+    for name, options in variants.items():
+        cli.ok(*args, *options, "--name", name)
+        [rows[name]] = step_rows(cli.cwd / "runs" / name)
+    names = ("actor/pg_loss", "actor/ppo_kl", "actor/grad_norm")
+    for name in names:
+        assert rows["megatron"][name] == pytest.approx(rows["torch"][name], rel=1e-3, abs=1e-5)
+    assert any(abs(rows["free"][name] / rows["torch"][name] - 1) > 0.01 for name in names)
+
+
+def test_router_replay_needs_routers(cli: Cli, own_args: list[str], tiny: Path) -> None:
+    options = ["--actor.router-replay", "R2", "--algorithm.old-log-probs", "trainer"]
+    message = f"actor.router_replay is 'R2': the model in {tiny} has no routers, 'disabled' is needed"
+    assert message in " ".join(cli.refused(*own_args, *options).split())
 
 
 @pytest.mark.parametrize(

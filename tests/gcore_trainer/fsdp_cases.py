@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch._dynamo
 import torch.distributed.fsdp
@@ -9,6 +10,8 @@ import transformers.models.auto.modeling_auto
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen2.modeling_qwen2
 import transformers.models.qwen3.modeling_qwen3
+import transformers.models.qwen3_moe.modeling_qwen3_moe
+from numpy.typing import NDArray
 from rank import Rank
 
 from gcore_trainer import MicroBatch, OptimizerConfig
@@ -25,6 +28,7 @@ PRELOADED = (
     transformers.models.llama.modeling_llama,
     transformers.models.qwen2.modeling_qwen2,
     transformers.models.qwen3.modeling_qwen3,
+    transformers.models.qwen3_moe.modeling_qwen3_moe,
 )
 """What a rank would import on its first use; imported here, once."""
 
@@ -55,3 +59,18 @@ def train(
     trainer = make_trainer(path, objective, optimizer, parallel, **options)
     metrics = [trainer.train_step(replicas[trainer.data_parallel_rank]) for replicas in steps]
     return metrics, dict(trainer.export_weights())
+
+
+def record_and_train(
+    rank: Rank,
+    path: str,
+    objective: Objective[Any],
+    optimizer: OptimizerConfig,
+    parallel: ParallelConfig,
+    steps: list[list[list[MicroBatch]]],
+) -> tuple[list[NDArray[np.int16]], list[dict[str, float]]]:
+    """The experts of this replica's samples of the first step, and metrics of training on the others."""
+    trainer = make_trainer(path, objective, optimizer, parallel)
+    first, *others = [replicas[trainer.data_parallel_rank] for replicas in steps]
+    found = trainer.log_probs_and_routing(first)
+    return [experts for batch in found for _, experts in batch], [trainer.train_step(batch) for batch in others]

@@ -1,7 +1,6 @@
 """What ranks of Megatron tests do; every function returns what the tests compare."""
 
 import gc
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,14 +9,10 @@ import torch
 from numpy.typing import NDArray
 from rank import Rank
 
-with warnings.catch_warnings():
-    # It warns of every accelerator library that is not installed.
-    warnings.simplefilter("ignore")
-    from gcore_trainer.megatron.groups import leave_groups
-    from gcore_trainer.megatron.trainer import MegatronTrainer
-
 from gcore_trainer.config import OptimizerConfig, PolicyLossConfig
 from gcore_trainer.losses import BatchTotals
+from gcore_trainer.megatron.groups import leave_groups
+from gcore_trainer.megatron.trainer import MegatronTrainer
 from gcore_trainer.objectives import Objective, PolicyObjective, Share
 from gcore_trainer.parallel import ParallelConfig
 from gcore_trainer.types import MicroBatch
@@ -137,3 +132,13 @@ def _boxes(trainer: MegatronTrainer) -> list[Box]:
         for name, parts in state[group].items()
         for part in parts
     ]
+
+
+def megatron_replays(
+    rank: Rank, path: str, layout: Layout, options: Mapping[str, Any], steps: Steps
+) -> tuple[list[NDArray[np.int16]], list[dict[str, float]]]:
+    """The experts of this replica's samples of the first step, and metrics of training on the others."""
+    trainer = _trainer(path, layout, options)
+    first, *others = [replicas[trainer.data_parallel_rank] for replicas in steps]
+    found = trainer.log_probs_and_routing(first)
+    return [experts for batch in found for _, experts in batch], [trainer.train_step(batch) for batch in others]

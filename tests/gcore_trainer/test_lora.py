@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_oracles import save_megatron_model
 from rank_pool import RankServer
 from trainer_oracles import Group, load_padded, make_samples, padded_scores
 
 from gcore_trainer import ConfigError, OptimizerConfig, PolicyLossConfig
 from gcore_trainer.config import LoRAConfig
-from gcore_trainer.lora import merged
+from gcore_trainer.lora import initial_a, merged
 from gcore_trainer.objectives import PolicyObjective
 from gcore_trainer.packed_model import PackedModel
 from gcore_trainer.parallel import ParallelConfig
@@ -71,6 +72,51 @@ def test_adapters_are_sharded_too(rank_server: RankServer, llama: Path) -> None:
             assert own["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-4)
         for name, tensor in alone.export_weights():
             torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-4)
+
+
+def test_a_starts_from_its_layers_name_alone(qwen2: Path) -> None:
+    before = torch.get_rng_state()
+    adapters = make_trainer(qwen2).state()["model"]
+    assert torch.equal(torch.get_rng_state(), before)
+    of_one_layer = make_trainer(qwen2, LoRAConfig(rank=4, target_modules=("layers.1.mlp.up_proj",))).state()["model"]
+    assert len(of_one_layer) == 2
+    assert all(torch.equal(tensor, adapters[name]) for name, tensor in of_one_layer.items())
+    for name, tensor in adapters.items():
+        layer, _, end = name.partition(".lora_")
+        if end == "A.default.weight":
+            assert torch.equal(tensor, initial_a(layer, *tensor.shape))
+            assert not torch.equal(tensor, initial_a(layer, *tensor.shape, seed=1))
+        else:
+            assert not tensor.any()
+    firsts = {tensor[0, 0].item() for name, tensor in adapters.items() if ".lora_A." in name}
+    assert len(firsts) == len(adapters) / 2
+
+
+def test_a_is_uniform_within_its_bounds() -> None:
+    a = initial_a("model.layers.0.self_attn.q_proj", 64, 4096)
+    bound = 4096**-0.5
+    assert a.abs().max().item() <= bound
+    assert a.std().item() == pytest.approx(bound / 3**0.5, rel=0.01)
+    assert a.mean().item() == pytest.approx(0, abs=bound / 100)
+
+
+def test_all_linear_leaves_experts_and_routers_out(tmp_path: Path) -> None:
+    trainer = make_trainer(save_megatron_model("qwen3_moe", tmp_path))
+    layers = {name.partition(".lora_")[0].split(".", 3)[-1] for name in trainer.state()["model"]}
+    assert layers == {f"self_attn.{kind}_proj" for kind in "qkvo"}
+
+
+def test_modules_that_are_no_linear_layers_are_refused(llama: Path, tmp_path: Path) -> None:
+    """Their adapters would be missing from what is exported."""
+    experts = save_megatron_model("qwen3_moe", tmp_path)
+    for path, name, module in (
+        (llama, "embed_tokens", "model.embed_tokens"),
+        (experts, "down_proj", "model.layers.0.mlp.experts"),
+        (experts, "gate", "model.layers.0.mlp.gate"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            make_trainer(path, LoRAConfig(target_modules=("q_proj", name)))
+        assert f"{module} is no linear layer, and only those can be merged" in str(error.value)
 
 
 def test_modules_that_are_not_there_are_refused(qwen2: Path) -> None:

@@ -99,6 +99,21 @@ def off_policy(samples: list[Sample], packed: PackedModel, *, seed: int, scale: 
     ]
 
 
+def routed(samples: list[Sample], shape: tuple[int, int, int], *, seed: int) -> list[Sample]:
+    """Samples with random experts, of ``shape`` (layers, experts, experts a token); those of equal prompts agree."""
+    rng = np.random.default_rng(seed)
+    num_layers, num_experts, top_k = shape
+
+    def choice(num_tokens: int) -> np.ndarray[Any, np.dtype[np.int16]]:
+        return rng.random((num_tokens, num_layers, num_experts)).argsort(-1)[..., :top_k].astype(np.int16)
+
+    prompts = {s.prompt_ids.tobytes(): choice(s.prompt_ids.size) for s in samples}
+    return [
+        replace(s, routed_experts=np.concatenate([prompts[s.prompt_ids.tobytes()], choice(s.response_ids.size - 1)]))
+        for s in samples
+    ]
+
+
 def split(samples: list[Sample], *, seed: int) -> list[MicroBatch]:
     """Random micro-batches, of one sample or more."""
     rng = np.random.default_rng(seed)

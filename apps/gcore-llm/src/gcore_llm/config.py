@@ -208,6 +208,9 @@ class ActorConfig:
     """Layers that get an adapter, such as q_proj; all-linear: all but the head."""
     enable_gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work."""
+    router_replay: Literal["disabled", "R2"] = "disabled"
+    """R2: in a mixture of experts, the updates of a step send tokens through the experts that they passed through when
+    the old log-probs were computed, so that ratios do not jump where a router is near a tie."""
     ppo_mini_batch_size: int = 0
     """Prompts an update; 0: the whole batch in one update."""
     ppo_epochs: int = 1
@@ -323,8 +326,11 @@ class TrainConfig:
                 f"actor.ppo_max_token_len is {self.actor.ppo_max_token_len}: at least data.max_prompt_length + "
                 f"data.max_response_length = {longest} is needed, so that every sample fits a micro-batch"
             )
-        if self.actor.lora_rank and self.trainer.backend == "megatron":
-            raise UserError(f"actor.lora_rank is {self.actor.lora_rank}: 0 is needed with trainer.backend=megatron")
+        if self.actor.router_replay == "R2" and self.algorithm.old_log_probs != "trainer":
+            raise UserError(
+                f"actor.router_replay is 'R2' and algorithm.old_log_probs is {self.algorithm.old_log_probs!r}: "
+                "'trainer' is needed, whose pass for the old log-probs is what is replayed"
+            )
         if self.algorithm.overlong.buffer_len > self.data.max_response_length:
             raise UserError(
                 f"algorithm.overlong.buffer_len is {self.algorithm.overlong.buffer_len}: at most "

@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 
 from gcore_ckpt import Checkpointer
 from gcore_llm.config import TrainConfig
+from gcore_llm.errors import UserError
 from gcore_llm.performance import memory
 from gcore_trainer import MicroBatch, OptimizerConfig
+from gcore_trainer.config import LoRAConfig
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +31,8 @@ class Learner(Protocol):
     """What the program asks of the models in training, wherever they run."""
 
     @property
-    def step(self) -> int:
-        """Updates of the policy so far."""
+    def num_updates(self) -> int:
+        """Updates of all models so far."""
         ...
 
     @property
@@ -40,6 +42,12 @@ class Learner(Protocol):
 
     def score(self, role: Role, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """Log-probabilities under the actor or reference, or the critic's values, [R] of each sample."""
+        ...
+
+    def score_and_route(
+        self, micro_batches: Sequence[MicroBatch]
+    ) -> list[list[tuple[NDArray[np.float32], NDArray[np.int16]]]]:
+        """The actor's log-probabilities [R] of each sample, and the experts that its tokens passed through."""
         ...
 
     def train_step(self, role: Role, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
@@ -94,13 +102,18 @@ class LocalLearner:
         if has_critic(config):
             critic = Path(config.critic.model) if config.critic.model else model
             self._trainers["critic"] = _build_critic(config, critic, parallel)
+        if config.actor.router_replay != "disabled" and not self._trainers["actor"].num_routers:
+            raise UserError(
+                f"actor.router_replay is {config.actor.router_replay!r}: the model in {model} has no routers, "
+                "'disabled' is needed"
+            )
         self._reference = _build_reference(config, model, parallel) if has_reference(config) else None
         self._device = config.device
         self._checkpointer = Checkpointer(checkpoints, keep=config.trainer.max_ckpt_to_keep)
 
     @property
-    def step(self) -> int:
-        return self._trainers["actor"].step
+    def num_updates(self) -> int:
+        return sum(trainer.step for trainer in self._trainers.values())
 
     @property
     def num_replicas(self) -> int:
@@ -122,6 +135,11 @@ class LocalLearner:
             return self._reference.scores(micro_batches)
         trainer = self._trainers[role]
         return trainer.log_probs(micro_batches) if role == "actor" else trainer.values(micro_batches)
+
+    def score_and_route(
+        self, micro_batches: Sequence[MicroBatch]
+    ) -> list[list[tuple[NDArray[np.float32], NDArray[np.int16]]]]:
+        return self._trainers["actor"].log_probs_and_routing(micro_batches)
 
     def train_step(self, role: Role, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         metrics = self._trainers[role].train_step(micro_batches)
@@ -216,7 +234,8 @@ def _build_actor(config: TrainConfig, model: Path, parallel: "TorchParallel | No
     loss = replace(config.actor.loss, max_response_length=config.data.max_response_length)
     objective = PolicyObjective(loss)
     if config.trainer.backend == "megatron":
-        return _build_megatron(config, model, _scheduled(config.actor.optim, config), objective)
+        optimizer = _scheduled(config.actor.optim, config)
+        return _build_megatron(config, model, optimizer, objective, lora=config.actor.lora)
     from gcore_trainer.packed_model import PackedModel
     from gcore_trainer.torch_trainer import TorchTrainer
 
@@ -245,7 +264,12 @@ def _build_critic(config: TrainConfig, model: Path, parallel: "TorchParallel | N
 
 
 def _build_megatron(
-    config: TrainConfig, model: Path, optimizer: OptimizerConfig, objective: "Objective[Any]"
+    config: TrainConfig,
+    model: Path,
+    optimizer: OptimizerConfig,
+    objective: "Objective[Any]",
+    *,
+    lora: LoRAConfig | None = None,
 ) -> "Trainer":
     import torch
 
@@ -259,6 +283,7 @@ def _build_megatron(
         temperature=config.rollout.temperature,
         dtype=getattr(torch, config.dtype),
         recompute=config.actor.enable_gradient_checkpointing,
+        lora=lora,
         device=torch.device(config.device),
     )
 

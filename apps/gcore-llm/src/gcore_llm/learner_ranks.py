@@ -69,21 +69,23 @@ class RankedLearner:
                 self._replicas.setdefault(role, []).append(replica)
 
     @property
-    def step(self) -> int:
-        return self._call("step")
+    def num_updates(self) -> int:
+        return self._call("num_updates")
 
     @property
     def num_replicas(self) -> int:
         return self._replicas["actor"][0][1]
 
     def score(self, role: Role, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
-        parts = self._dealt(role, micro_batches)
-        results = self._call_replicas("score", role, micro_batches, parts)
-        found = {i: values for r, part in enumerate(parts) for i, values in zip(part, results[r], strict=True)}
-        return [found[i] for i in range(len(micro_batches))]
+        return self._scored("score", role, micro_batches, role)
+
+    def score_and_route(
+        self, micro_batches: Sequence[MicroBatch]
+    ) -> list[list[tuple[NDArray[np.float32], NDArray[np.int16]]]]:
+        return self._scored("score_and_route", "actor", micro_batches)
 
     def train_step(self, role: Role, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        return self._call_replicas("train_step", role, micro_batches, self._dealt(role, micro_batches))[0]
+        return self._call_replicas("train_step", role, micro_batches, self._dealt(role, micro_batches), role)[0]
 
     def export_weights(self) -> "Iterator[tuple[str, torch.Tensor]]":
         import torch
@@ -129,12 +131,19 @@ class RankedLearner:
                 parts[replica].append(i)
         return parts
 
+    def _scored(self, method: str, role: Role, micro_batches: Sequence[MicroBatch], *arguments: Any) -> list[Any]:
+        """What the replicas answer for each micro-batch."""
+        parts = self._dealt(role, micro_batches)
+        results = self._call_replicas(method, role, micro_batches, parts, *arguments)
+        found = {i: values for r, part in enumerate(parts) for i, values in zip(part, results[r], strict=True)}
+        return [found[i] for i in range(len(micro_batches))]
+
     def _call_replicas(
-        self, method: str, role: Role, micro_batches: Sequence[MicroBatch], parts: list[list[int]]
+        self, method: str, role: Role, micro_batches: Sequence[MicroBatch], parts: list[list[int]], *arguments: Any
     ) -> list[Any]:
-        """The answer of each replica, whose ranks all get its micro-batches."""
+        """The answer of each replica, whose ranks all get its micro-batches behind the other arguments."""
         replica_of = [replica for replica, _ in self._replicas[role]]
-        self._send([(method, (role, [micro_batches[i] for i in parts[r]])) for r in replica_of])
+        self._send([(method, (*arguments, [micro_batches[i] for i in parts[r]])) for r in replica_of])
         answers = self._collect()
         return [answers[replica_of.index(r)] for r in range(len(parts))]
 
@@ -210,8 +219,8 @@ def _run_rank(
             if method == "export_weights":
                 _export(learner, connection if rank == 0 else None)
                 connection.send((None, None))
-            elif method == "step":
-                connection.send((None, learner.step))
+            elif method == "num_updates":
+                connection.send((None, learner.num_updates))
             else:
                 connection.send((None, getattr(learner, method)(*arguments)))
             if method == "close":

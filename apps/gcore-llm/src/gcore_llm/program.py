@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gcore_controller import Context, DynamicSampler, Harvest, seconds_by_stage
 from gcore_controller.prompts import PromptLoader
@@ -16,7 +17,7 @@ from gcore_llm.evaluate import Evaluation, evaluate
 from gcore_llm.exchange import exchange, sample_flops, split_in_micro_batches
 from gcore_llm.generate import generate_groups
 from gcore_llm.groups import Group
-from gcore_llm.learner import Role, has_critic, has_reference, needs_old_log_probs
+from gcore_llm.learner import has_critic, has_reference, needs_old_log_probs
 from gcore_llm.performance import speed
 from gcore_llm.preparation import kl_controller, prepare
 from gcore_llm.prompts import Prompt, PromptSets
@@ -221,19 +222,23 @@ class _Controller:
         """Each group's samples, with what the algorithm needs from the models as they are before the first update."""
         learner, config = self._ctx.roles.learner, self._config
         samples = [g.samples(config.algorithm) for g in groups]
-        fields: dict[str, Role] = {}
         # One update alone has ratios of 1, whatever the log-probs are.
-        if config.algorithm.old_log_probs == "trainer" and (not is_one_update or needs_old_log_probs(config)):
-            fields["old_log_probs"] = "actor"
-        if has_reference(config):
-            fields["ref_log_probs"] = "reference"
-        if has_critic(config):
-            fields["values"] = "critic"
-        if not fields:
+        needs_old = config.algorithm.old_log_probs == "trainer" and (not is_one_update or needs_old_log_probs(config))
+        if not (needs_old or has_reference(config) or has_critic(config)):
             return samples
         pairs = self._split(groups)
         micro_batches = [[samples[g][i] for g, i in batch] for batch in pairs]
-        found = {field: learner.score(role, micro_batches) for field, role in fields.items()}
+        found: dict[str, list[list[NDArray[Any]]]] = {}
+        if needs_old and config.actor.router_replay == "R2":
+            routed = learner.score_and_route(micro_batches)
+            found["old_log_probs"] = [[log_probs for log_probs, _ in batch] for batch in routed]
+            found["routed_experts"] = [[experts for _, experts in batch] for batch in routed]
+        elif needs_old:
+            found["old_log_probs"] = learner.score("actor", micro_batches)
+        if has_reference(config):
+            found["ref_log_probs"] = learner.score("reference", micro_batches)
+        if has_critic(config):
+            found["values"] = learner.score("critic", micro_batches)
         for b, batch in enumerate(pairs):
             for n, (g, i) in enumerate(batch):
                 samples[g][i] = dataclasses.replace(samples[g][i], **{f: values[b][n] for f, values in found.items()})

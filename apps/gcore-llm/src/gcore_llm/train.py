@@ -205,13 +205,13 @@ class _Recorder:
             self._display.say(f"step {step}: the gradient is not finite, the update was skipped")
 
     def reached(self, step: int, controllers: list[State]) -> None:
-        self._unsaved = (step, self._roles.learner.step, controllers)
+        self._unsaved = (step, self._roles.learner.num_updates, controllers)
         if step % self._config.trainer.save_freq == 0 or step == self._config.trainer.total_training_steps:
             self.save_last()
 
     def save_last(self) -> None:
-        """Checkpoint the last finished step, unless the policy has moved on since."""
-        if self._unsaved is None or self._unsaved[1] != self._roles.learner.step:
+        """Checkpoint the last finished step, unless a model has moved on since."""
+        if self._unsaved is None or self._unsaved[1] != self._roles.learner.num_updates:
             return
         step, _, controllers = self._unsaved
         self._unsaved = None

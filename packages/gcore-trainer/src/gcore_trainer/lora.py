@@ -1,5 +1,7 @@
 """Low-rank adapters in the place of full fine-tuning: W + (alpha / rank) B A; B and A learn (arXiv 2106.09685)."""
 
+import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,37 +11,70 @@ from gcore_trainer.errors import ConfigError, MissingExtraError
 if TYPE_CHECKING:
     import torch
 
-_A, _B, _BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer."
+A_OF, B_OF = ".lora_A.default.weight", ".lora_B.default.weight"
+"""What peft puts behind a layer's name, to name its A [rank, in] and its B [out, rank]."""
+_BASE = ".base_layer."
 
 
 def add_lora(model: Any, config: LoRAConfig, *, seed: int = 0) -> None:
     """Put adapters beside a transformers model's linear layers, by peft, and freeze all else.
 
-    B begins at 0, so that the model computes what it did; A is drawn from the seed, the same on every rank.
+    B begins at 0, so that the model computes what it did; A is `initial_a`'s.
 
     Raises:
-        ConfigError: the model has no such layers.
+        ConfigError: the model has no such layers, or they are not linear ones.
         MissingExtraError: peft is not installed.
     """
     try:
         import peft
+        from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError:
         raise MissingExtraError("peft", "lora") from None
     import torch
 
-    names = config.target_modules
+    names, targets = config.target_modules, list(config.target_modules)
+    if names == ("all-linear",):
+        # What peft makes of the word reaches for fused experts and routers, too.
+        head = model.get_output_embeddings()
+        targets = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
-        target_modules="all-linear" if names == ("all-linear",) else list(names),
+        target_modules=targets,
         lora_dropout=0.0,
     )
+    # It draws each A, from the generator that others draw from.
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
         try:
             peft.inject_adapter_in_model(settings, model)
         except ValueError as error:
             raise ConfigError(f"target_modules is {names}: {error}") from None
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and not isinstance(module.get_base_layer(), torch.nn.Linear):
+            raise ConfigError(f"target_modules is {names}: {name} is no linear layer, and only those can be merged")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(A_OF):
+                parameter.copy_(initial_a(name.removesuffix(A_OF), *parameter.shape, seed=seed))
+
+
+def initial_a(layer: str, rank: int, in_features: int, *, seed: int = 0) -> "torch.Tensor":
+    """A [rank, in_features] before the first step, float32: the same in every backend, layout and order.
+
+    Kaiming's uniform distribution as of torch's own linear layers, whose bounds are the root of 1 / in_features.
+
+    Args:
+        layer: its Hugging Face name.
+        rank: of the adapter.
+        in_features: of the layer.
+        seed: another one draws another A.
+    """
+    import torch
+
+    digest = hashlib.sha256(f"{seed} {layer}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
+    a = torch.empty(rank, in_features, dtype=torch.float32)
+    return torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
 
 
 def merged(
@@ -54,12 +89,12 @@ def merged(
     """
     scale = config.alpha / config.rank
     for name, tensor in parameters:
-        if name.endswith((_A, _B)):
+        if name.endswith((A_OF, B_OF)):
             continue
         plain = name.replace(_BASE, ".")
         layer, _, kind = plain.rpartition(".")
-        if kind == "weight" and layer + _A in adapters:
-            a, b = (adapters[layer + end].to(tensor) for end in (_A, _B))
+        if kind == "weight" and layer + A_OF in adapters:
+            a, b = (adapters[layer + end].to(tensor) for end in (A_OF, B_OF))
             yield plain, tensor + scale * (b @ a)
         else:
             yield plain, tensor

@@ -1,8 +1,8 @@
 """A transformers model over packed micro-batches: log-probabilities of response tokens, or their states' values."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Self
@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from gcore_trainer import packed_attention
 from gcore_trainer.config import LoRAConfig
 from gcore_trainer.context_parallel.groups import ContextParallel
-from gcore_trainer.errors import ConfigError, UnsupportedModelError
+from gcore_trainer.errors import BatchError, ConfigError, UnsupportedModelError
 from gcore_trainer.lora import add_lora
 from gcore_trainer.objectives import ScoresT
 from gcore_trainer.packed_row import Row, RowMaker
+from gcore_trainer.router_replay import transformers_routers
 from gcore_trainer.token_scores import TokenScores, named_scores, token_scores
 from gcore_trainer.types import NOTHING, MicroBatch, by_sample
 
@@ -79,6 +80,8 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         """What runs a forward pass; FSDP wraps it."""
         self.num_computed_tokens = 0
         """Tokens that have passed through the model."""
+        self._routers = transformers_routers(model)
+        self._recorded: list[list[NDArray[np.int16]]] | None = None
         self._context = ContextParallel()
         self._casts = self.compute_dtype != model.dtype
         if gradient_checkpointing:
@@ -121,6 +124,11 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         """Query heads of each layer."""
         return self._text_config.num_attention_heads
 
+    @property
+    def num_routers(self) -> int:
+        """Layers whose choice of experts can be recorded and imposed."""
+        return len(self._routers)
+
     def divide_tokens(self, context: ContextParallel) -> None:
         """Hold only this rank's share of every row; all ranks of ``context`` score the same samples.
 
@@ -160,6 +168,17 @@ class PackedTransformer(ABC, Generic[ScoresT]):
                 results.append(named_scores(scores).float().cpu().numpy())
         return results
 
+    @contextmanager
+    def recording_routing(self) -> Generator[list[list[NDArray[np.int16]]]]:
+        """Collect the experts that routers choose in the passes inside: [P + R - 1, L, K] of a pass's samples."""
+        self._recorded = recorded = []
+        try:
+            yield recorded
+        finally:
+            self._recorded = None
+            for router in self._routers:
+                router.recorded = None
+
     @abstractmethod
     def _of_hidden(
         self, hidden_nD: torch.Tensor, target_ids: torch.Tensor, entropy_grad: bool
@@ -172,11 +191,29 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             device=self.model.device,
             dtype=self.compute_dtype,
             share_prefix=self.share_prefix,
+            replay_routing=self.scores == "tokens",
         )
         [row] = rows.make([samples])
         self.num_computed_tokens += row.num_tokens
+        self._impose(row.routing)
         with self._casting():
-            return self.root(row, entropy_grad)
+            scores = self.root(row, entropy_grad)
+        if self._recorded is not None:
+            chosen = [router.recorded.pop() for router in self._routers if router.recorded]
+            self._recorded.append(row.of_samples(torch.stack(chosen, dim=1)))
+        return scores
+
+    def _impose(self, routing_TLK: torch.Tensor | None) -> None:
+        """Until the next pass, for a backward pass may compute layers again."""
+        if routing_TLK is not None:
+            own = (self.num_routers, *{router.top_k for router in self._routers})
+            if routing_TLK.shape[1:] != own:
+                raise BatchError(
+                    f"routed_experts has layers and experts {tuple(routing_TLK.shape[1:])}: the model has {own}"
+                )
+        for layer, router in enumerate(self._routers):
+            router.imposed = None if routing_TLK is None else routing_TLK[:, layer]
+            router.recorded = None if self._recorded is None else []
 
     def _forward(self, row: Row, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
         output = self.model.base_model(

@@ -14,6 +14,7 @@ from gcore_trainer.context_parallel.groups import ContextParallel
 from gcore_trainer.context_parallel.plan import ContextParallelPlan
 from gcore_trainer.packed_attention import AttentionPlan, PackedPlan
 from gcore_trainer.packing import PackedBatch, pack
+from gcore_trainer.router_replay import input_places, routing_of_row
 from gcore_trainer.types import MicroBatch
 
 
@@ -41,6 +42,12 @@ class Row:
     """N."""
     num_tokens: int
     """Of the whole row, on all ranks that divide it."""
+    places: torch.Tensor
+    """[T] where each of the T stands in the whole row."""
+    input_places: Sequence[NDArray[np.int64]]
+    """[P + R - 1] where each sample's input tokens stand in the whole row."""
+    routing: torch.Tensor | None
+    """[T, L, K] the experts that each token passes through, where routers do not choose (see `router_replay`)."""
     cp: ContextParallel
 
     def of_all_ranks(self, values_n: torch.Tensor) -> torch.Tensor:
@@ -50,6 +57,13 @@ class Row:
             return values_n
         values_N = values_n.new_zeros(self.num_targets + 1).index_put((self.target_index,), values_n)[:-1]
         return sum_over_ranks(values_N, self.cp.ulysses, self.cp.ring)
+
+    def of_samples(self, routing_TLK: torch.Tensor) -> list[NDArray[np.int16]]:
+        """[P + R - 1, L, K] of each sample's tokens, from the [T, L, K] that each rank has of the row."""
+        whole = routing_TLK.new_zeros((self.num_tokens, *routing_TLK.shape[1:]))
+        whole[self.places] = routing_TLK
+        found = sum_over_ranks(whole, self.cp.ulysses, self.cp.ring).cpu().numpy().astype(np.int16)
+        return [found[places] for places in self.input_places]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,6 +75,7 @@ class RowMaker:
         device: Of the model.
         dtype: Of the model's activations.
         share_prefix: Compute equal prompts of a micro-batch once, where the row need not be cut within sequences.
+        replay_routing: Impose the experts that samples bring: the policy's, not those of a critic.
         multiple_of: What the number of each rank's tokens must be a multiple of.
     """
 
@@ -68,6 +83,7 @@ class RowMaker:
     device: torch.device
     dtype: torch.dtype
     share_prefix: bool
+    replay_routing: bool
     multiple_of: int = 1
 
     def make(self, micro_batches: Sequence[MicroBatch], *, equal_lengths: bool = False) -> list[Row]:
@@ -81,7 +97,7 @@ class RowMaker:
         if equal_lengths:
             longest = max(batch.input_ids.size for batch in batches)
             batches = [self._packed(samples, longest) for samples in micro_batches]
-        return [self._row(batch) for batch in batches]
+        return [self._row(samples, batch) for samples, batch in zip(micro_batches, batches, strict=True)]
 
     def _packed(self, samples: MicroBatch, multiple_of: int = 1) -> PackedBatch:
         padding = self.cp.padding
@@ -92,7 +108,7 @@ class RowMaker:
             segment_multiple_of=padding.segment_multiple_of,
         )
 
-    def _row(self, batch: PackedBatch) -> Row:
+    def _row(self, samples: MicroBatch, batch: PackedBatch) -> Row:
         if self.cp.size == 1:
             places = np.arange(batch.input_ids.size)
             plan: AttentionPlan = PackedPlan(batch, device=self.device, dtype=self.dtype)
@@ -108,6 +124,7 @@ class RowMaker:
             # All ranks of a row score something, for their collectives are the same.
             target_index = np.array([source_N.size])
             source_index = target_ids = np.zeros(1, np.int64)
+        routing = routing_of_row(samples, batch) if self.replay_routing else None
         return Row(
             input_ids=self._tensor(batch.input_ids[places])[None],
             positions=self._tensor(batch.positions[places])[None],
@@ -117,6 +134,9 @@ class RowMaker:
             target_index=self._tensor(target_index),
             num_targets=source_N.size,
             num_tokens=batch.input_ids.size,
+            places=self._tensor(places),
+            input_places=input_places(samples, batch),
+            routing=None if routing is None else self._tensor(routing[places]),
             cp=self.cp,
         )
 

@@ -50,6 +50,10 @@ class PackedBatch:
     """[N] which of those U predicts each response token."""
     target_ids: NDArray[np.int64]
     """[N]."""
+    last_prompt_places: NDArray[np.int64]
+    """Of each sample, where its prompt ends in the row ..."""
+    first_response_places: NDArray[np.int64]
+    """... and where its response would begin; it has one input token less than tokens."""
 
 
 @dataclass(frozen=True)
@@ -88,20 +92,19 @@ def pack(
 
     pieces: list[NDArray[np.int64]] = []
     segments: list[_Segment] = []
-    # Where the token before a response stands, and where the response's own inputs begin.
-    before = np.empty(len(samples), np.int64)
-    begins = np.empty(len(samples), np.int64)
+    last_prompt_places = np.empty(len(samples), np.int64)
+    first_response_places = np.empty(len(samples), np.int64)
     total = 0
     for members in by_prompt.values():
         prompt = samples[members[0]].prompt_ids
         pieces.append(prompt)
-        before[members] = total + prompt.size - 1
+        last_prompt_places[members] = total + prompt.size - 1
         if len(members) == 1:
             [i] = members
             inputs = samples[i].response_ids[:-1]
             num_padding = -(prompt.size + inputs.size) % segment_multiple_of
             pieces += [inputs, np.zeros(num_padding, np.int64)]
-            begins[i] = total + prompt.size
+            first_response_places[i] = total + prompt.size
             segments.append(_Segment(total, prompt.size + inputs.size + num_padding, num_padding=num_padding))
             total += segments[-1].length
             continue
@@ -110,7 +113,7 @@ def pack(
         total += prompt.size
         for i in members:
             inputs = samples[i].response_ids[:-1]
-            begins[i] = total
+            first_response_places[i] = total
             if inputs.size:
                 pieces.append(inputs)
                 segments.append(_Segment(total, inputs.size, root))
@@ -125,8 +128,8 @@ def pack(
     last_positions = first_positions + lengths - 1 - np.array([s.num_padding for s in segments])
     response_lengths = np.array([s.response_ids.size for s in samples])
     ends = np.cumsum(response_lengths)
-    places = np.repeat(begins - 1 - (ends - response_lengths), response_lengths) + np.arange(ends[-1])
-    places[ends - response_lengths] = before
+    places = np.repeat(first_response_places - 1 - (ends - response_lengths), response_lengths) + np.arange(ends[-1])
+    places[ends - response_lengths] = last_prompt_places
     predict_index, target_place = np.unique(places, return_inverse=True)
     buckets, unpack_index = _bucketed(segments, total)
     return PackedBatch(
@@ -140,6 +143,8 @@ def pack(
         predict_index=predict_index,
         target_place=target_place,
         target_ids=np.concatenate([s.response_ids for s in samples]),
+        last_prompt_places=last_prompt_places,
+        first_response_places=first_response_places,
     )
 
 

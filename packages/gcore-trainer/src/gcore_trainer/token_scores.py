@@ -100,9 +100,10 @@ class _TokenScores(torch.autograd.Function):
         temperature, entropy_grad, vocab, chunk = ctx.settings
         logits = _Logits(weight_VD, bias_V, targets_N, temperature, vocab)
         grad_hidden_ND = torch.empty_like(hidden_ND)
-        # Sums over many chunks: not in half precision.
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=_wide(weight_VD.dtype))
-        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=_wide(bias_V.dtype))
+        # Sums over many chunks: not in half precision. A head beside adapters is frozen.
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=_wide(weight_VD.dtype)) if needs_weight else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=_wide(bias_V.dtype)) if needs_bias else None
         for begin in range(0, targets_N.shape[0], chunk):
             rows = slice(begin, begin + chunk)
             log_probs_CV = logits.of(hidden_ND, rows) - log_sums_N[rows, None]
@@ -118,11 +119,13 @@ class _TokenScores(torch.autograd.Function):
                 grad_bias_V += grad_CV.sum(0)
             narrow_CV = grad_CV.to(weight_VD.dtype)
             grad_hidden_ND[rows] = narrow_CV @ weight_VD
-            grad_weight_VD += narrow_CV.T @ hidden_ND[rows]
+            if grad_weight_VD is not None:
+                grad_weight_VD += narrow_CV.T @ hidden_ND[rows]
         if vocab is not None:
             dist.all_reduce(grad_hidden_ND, group=vocab.group)
-        grad_bias = None if grad_bias_V is None or bias_V is None else grad_bias_V.to(bias_V.dtype)
-        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), grad_bias, None, None, None, None, None
+        grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
+        grad_bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
+        return grad_hidden_ND, grad_weight, grad_bias, None, None, None, None, None
 
 
 class _Logits:

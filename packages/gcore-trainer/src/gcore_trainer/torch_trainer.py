@@ -1,6 +1,7 @@
 """The torch backend: packed micro-batches and AdamW, in one process or sharded over many."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,10 @@ class TorchTrainer(Trainer):
         # Dropout would make every ratio to the sampling policy noise.
         packed.model.eval()
 
+    @property
+    def num_routers(self) -> int:
+        return self._packed.num_routers
+
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         parameters = ((name, _whole(p.detach())) for name, p in self._packed.model.named_parameters())
         if self._packed.lora is None:
@@ -123,6 +128,9 @@ class TorchTrainer(Trainer):
 
     def _predict(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[NDArray[np.float32]]:
         return self._packed.predict(micro_batches, num_passes)
+
+    def _recording_routing(self) -> AbstractContextManager[Sequence[list[NDArray[np.int16]]]]:
+        return self._packed.recording_routing()
 
     def _optimizer_step(self) -> int:
         return max((int(s["step"]) for s in self._optimizer.state.values()), default=0)

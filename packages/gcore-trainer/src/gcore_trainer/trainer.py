@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,23 @@ class Trainer(ABC):
         """
         return self._predicted(micro_batches, "tokens")
 
+    def log_probs_and_routing(
+        self, micro_batches: Sequence[MicroBatch]
+    ) -> list[list[tuple[NDArray[np.float32], NDArray[np.int16]]]]:
+        """`log_probs`, and the experts [P + R - 1, L, K] that every token passed through: see `router_replay`.
+
+        Args:
+            micro_batches: this replica's; another may have more of them, or none.
+
+        Raises:
+            TrainerError: the model has no routers.
+        """
+        if not self.num_routers:
+            raise TrainerError("the model has no routers whose choice of experts could be recorded")
+        with self._recording_routing() as routing:
+            log_probs = self.log_probs(micro_batches)
+        return [list(zip(*pair, strict=True)) for pair in zip(log_probs, routing, strict=False)]
+
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """Values [R] of the states before each sample's response tokens, under the present critic.
 
@@ -167,6 +185,11 @@ class Trainer(ABC):
         self._step = state["step"]
         self._nonfinite_steps = state["nonfinite_steps"]
 
+    @property
+    @abstractmethod
+    def num_routers(self) -> int:
+        """Layers whose choice of experts can be recorded and imposed; 0 where there are no experts."""
+
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Hugging Face names and whole tensors, one at a time, on every rank; a tied head is left out."""
@@ -186,6 +209,10 @@ class Trainer(ABC):
     @abstractmethod
     def _predict(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[NDArray[np.float32]]:
         """Log-probs or values [N] of each micro-batch, in ``num_passes`` passes."""
+
+    @abstractmethod
+    def _recording_routing(self) -> AbstractContextManager[Sequence[list[NDArray[np.int16]]]]:
+        """Inside, `_predict` appends what it records: [P + R - 1, L, K] of each sample, a list for each pass."""
 
     @abstractmethod
     def _optimizer_step(self) -> int:

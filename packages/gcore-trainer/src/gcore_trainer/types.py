@@ -46,6 +46,9 @@ class Sample:
     """Of the critic before the step's first update; needed to train it."""
     returns: NDArray[np.float32] | None = None
     """What the critic learns to predict."""
+    routed_experts: NDArray[np.int16] | None = None
+    """[P + R - 1, L, K] the K experts of the policy that every input token passes through in each of L layers (see
+    `router_replay`); None: its routers choose."""
 
     def __post_init__(self) -> None:
         for field in ("prompt_ids", "response_ids"):
@@ -62,6 +65,17 @@ class Sample:
                 raise BatchError(
                     f"{field} has shape {value_or_none.shape}: that of response_ids, {self.response_ids.shape}, needed"
                 )
+        routing = self.routed_experts
+        if routing is not None and (routing.ndim != 3 or routing.shape[0] != self.num_inputs):
+            raise BatchError(
+                f"routed_experts has shape {routing.shape}: ({self.num_inputs}, layers, experts) is needed, for "
+                f"{self.prompt_ids.size} prompt and {self.response_ids.size} response tokens without the last"
+            )
+
+    @property
+    def num_inputs(self) -> int:
+        """P + R - 1: the last response token predicts nothing."""
+        return self.prompt_ids.size + self.response_ids.size - 1
 
     @property
     def mask(self) -> NDArray[np.bool_]:

@@ -10,13 +10,14 @@ from gcore_trainer.megatron.weights import Piece
 
 
 def gather_weights(
-    pieces: Mapping[torch.nn.Parameter, Sequence[Piece]], device: torch.device
+    pieces: Mapping[torch.nn.Parameter, Sequence[Piece]], *, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and whole tensors, one at a time and in the same order on all ranks, which all iterate to the end.
 
     Args:
-        pieces: of this rank's parameters.
-        device: of the parameters.
+        pieces: of this rank's parameters, if it has any.
+        dtype: of all ranks' parameters.
+        device: of this rank's.
     """
     own: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
     for parameter, of_parameter in pieces.items():
@@ -24,7 +25,6 @@ def gather_weights(
             own.setdefault(piece.name, []).append((piece, parameter))
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, {name: [piece for piece, _ in pairs] for name, pairs in own.items()})
-    dtype = next(iter(pieces)).dtype
     for name, senders in _senders(everyones).items():
         first = next(iter(senders.values()))[0]
         whole = torch.empty(first.global_shape, dtype=dtype, device=device)

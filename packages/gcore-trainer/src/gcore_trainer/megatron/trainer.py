@@ -1,7 +1,8 @@
 """The Megatron-Core backend."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from numpy.typing import NDArray
 from transformers import AutoConfig
 
-from gcore_trainer.config import OptimizerConfig
+from gcore_trainer.config import LoRAConfig, OptimizerConfig
 from gcore_trainer.errors import ConfigError
+from gcore_trainer.lora import merged
+from gcore_trainer.megatron.adapters import add_adapters, target_layers
 from gcore_trainer.megatron.architecture import Architecture
 from gcore_trainer.megatron.cpu import cpu_runtime
 from gcore_trainer.megatron.exchange import gather_weights
@@ -31,6 +34,7 @@ from gcore_trainer.megatron.hf_files import WeightFiles, write_folder
 from gcore_trainer.megatron.model import HiddenStatesGPT, make_chunks, transformer_config
 from gcore_trainer.megatron.optimizer_state import OptimizerState
 from gcore_trainer.megatron.passes import Pass, Pipeline, from_last_stage
+from gcore_trainer.megatron.routing import LayerRouters
 from gcore_trainer.megatron.weights import Piece, Place, pieces_of
 from gcore_trainer.objectives import Objective
 from gcore_trainer.packed_row import RowMaker
@@ -59,6 +63,7 @@ class MegatronTrainer(Trainer):
         dtype: of parameters and activations, float32 or bfloat16; the optimizer's originals are float32.
         recompute: keep only each layer's input for the backward pass, and compute the rest again.
         share_prefix: compute equal prompts of a micro-batch once; a ring of context parallel ranks does not.
+        lora: train adapters of a causal LM's attention and dense MLP, and nothing else; None: all parameters.
         device: None: the current CUDA device, or the CPU where there is none.
 
     Raises:
@@ -77,19 +82,27 @@ class MegatronTrainer(Trainer):
         dtype: torch.dtype = torch.float32,
         recompute: bool = False,
         share_prefix: bool = True,
+        lora: LoRAConfig | None = None,
         device: torch.device | None = None,
     ) -> None:
         if not 0 < temperature < np.inf:
             raise ConfigError(f"temperature is {temperature}: a finite number above 0 is needed")
         if dtype not in _DTYPES:
             raise ConfigError(f"dtype is {dtype}: one of {', '.join(map(str, _DTYPES))} is needed")
+        if lora is not None and objective.scores == "values":
+            raise ConfigError(
+                f"lora is {lora}: none is needed where objective is {type(objective).__name__}, which looks at values"
+            )
         hf_config = AutoConfig.from_pretrained(path)
         architecture = Architecture.of(hf_config)
         architecture.check_layout(parallel, dist.get_world_size())
+        targets = None if lora is None else target_layers(architecture, lora)
         self._device = device or _default_device()
         self._path = Path(path)
         self._hf_config = hf_config
         self._parallel = parallel
+        self._dtype = dtype
+        self._lora = lora
         self._has_value_head = objective.scores == "values"
         with self._runtime():
             cp = join_groups(parallel, self._device)
@@ -104,11 +117,15 @@ class MegatronTrainer(Trainer):
             stages = make_chunks(architecture, parallel, config, has_value_head=self._has_value_head)
             named = _pieces(architecture, parallel, stages)
             _load(self._path, named)
+            trained = named if lora is None or targets is None else add_adapters(stages, named, targets, lora)
             settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
             self._chunks = [DistributedDataParallel(config, settings, stage.to(self._device)) for stage in stages]
             self._pieces = named
+            self._trained = trained
             self._optimizer: Any = _make_optimizer(optimizer, self._chunks, dtype)
-            self._state = OptimizerState(self._optimizer, self._chunks, named)
+            self._state = OptimizerState(self._optimizer, self._chunks, trained)
+            self._routers = LayerRouters(architecture, parallel, stages)
+        self._recorded: list[list[NDArray[np.int16]]] | None = None
         self._num_updates = 0
         self._pipeline = Pipeline(self._chunks)
         self._rows = RowMaker(
@@ -117,6 +134,7 @@ class MegatronTrainer(Trainer):
             device=self._device,
             dtype=dtype,
             share_prefix=share_prefix,
+            replay_routing=not self._has_value_head,
         )
         self._head = Head(
             architecture,
@@ -126,8 +144,17 @@ class MegatronTrainer(Trainer):
             sequence_parallel=parallel.sequence_parallel,
         )
 
+    @property
+    def num_routers(self) -> int:
+        return self._routers.num_routers
+
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from gather_weights(self._pieces, self._device)
+        base = gather_weights(self._pieces, dtype=self._dtype, device=self._device)
+        if self._lora is None:
+            yield from base
+        else:
+            adapters = dict(gather_weights(self._trained, dtype=self._dtype, device=self._device))
+            yield from merged(base, adapters, self._lora)
 
     def save_pretrained(self, path: str | Path) -> None:
         weights = self.export_weights()
@@ -183,8 +210,21 @@ class MegatronTrainer(Trainer):
         with self._runtime():
             for chunk in self._chunks:
                 chunk.eval()
-            results = self._pipeline.run(self._passes(micro_batches, num_passes), finish)
+            passes = self._passes(micro_batches, num_passes)
+            self._routers.record(self._recorded is not None)
+            results = self._pipeline.run(passes, finish)
+            if self._recorded is not None:
+                self._recorded += self._routers.recorded([p.row for p in passes[: len(micro_batches)]])
         return from_last_stage([values.float().cpu().numpy() for values in results[: len(micro_batches)]])
+
+    @contextmanager
+    def _recording_routing(self) -> Generator[Sequence[list[NDArray[np.int16]]]]:
+        self._recorded = recorded = []
+        try:
+            yield recorded
+        finally:
+            self._recorded = None
+            self._routers.record(False)
 
     def _passes(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[Pass]:
         # A step whose samples are all idle is one, too.
@@ -195,6 +235,7 @@ class MegatronTrainer(Trainer):
             num_passes += -num_passes % self._parallel.pipeline_model_parallel_size
         samples = [*micro_batches, *[None] * (num_passes - len(micro_batches))]
         rows = self._rows.make([s or NOTHING for s in samples], equal_lengths=is_interleaved)
+        self._routers.check(rows)
         return [Pass(row=row, samples=s) for row, s in zip(rows, samples, strict=True)]
 
     def _optimizer_step(self) -> int:
@@ -209,8 +250,13 @@ class MegatronTrainer(Trainer):
             self._state.set_step(state["optimizer_step"])
         self._num_updates = state["optimizer_step"]
 
-    def _runtime(self) -> AbstractContextManager[None]:
-        return cpu_runtime() if self._device.type == "cpu" else nullcontext()
+    @contextmanager
+    def _runtime(self) -> Generator[None]:
+        with warnings.catch_warnings(), cpu_runtime() if self._device.type == "cpu" else nullcontext():
+            # Of settings and functions that Megatron-Core itself uses; nobody else can change them.
+            warnings.filterwarnings("ignore", message=".*deprecated", module="megatron")
+            warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+            yield
 
 
 def _default_device() -> torch.device:

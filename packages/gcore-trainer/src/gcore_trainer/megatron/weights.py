@@ -5,11 +5,12 @@ A parameter is made of pieces. Each is a box of one Hugging Face tensor, and con
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from gcore_trainer.lora import A_OF, B_OF
 from gcore_trainer.megatron.architecture import Architecture
 
 
@@ -119,6 +120,32 @@ def pieces_of(architecture: Architecture, place: Place, name: str, layer: int | 
             return make.matrix("mlp.gate.weight", (architecture.experts.num_experts, architecture.hidden_size))
         case _:
             raise AssertionError(f"no rule for parameter {name!r}")
+
+
+def adapter_pieces(weight: Sequence[Piece], rank: int) -> dict[str, tuple[Piece, Piece]]:
+    """Adapters of the Hugging Face layers that a linear layer is made of, each as a parameter of its own.
+
+    Args:
+        weight: of the linear layer; each layer's rows in it follow each other in the whole tensor.
+        rank: of the adapters.
+
+    Returns:
+        by name of the Hugging Face layer, what this rank has of A [rank, in] and B [out, rank].
+    """
+    of_layer: dict[str, list[Piece]] = {}
+    for piece in weight:
+        of_layer.setdefault(piece.name.removesuffix(".weight"), []).append(piece)
+    adapters: dict[str, tuple[Piece, Piece]] = {}
+    for layer, (first, *others) in of_layer.items():
+        (out_features, in_features), (row, column), (rows, columns) = first.global_shape, first.offset, first.shape
+        rows += sum(piece.shape[0] for piece in others)
+        adapters[layer] = (
+            Piece(
+                name=layer + A_OF, global_shape=(rank, in_features), offset=(0, column), shape=(rank, columns), start=0
+            ),
+            Piece(name=layer + B_OF, global_shape=(out_features, rank), offset=(row, 0), shape=(rows, rank), start=0),
+        )
+    return adapters
 
 
 class _Maker:

@@ -1,0 +1,169 @@
+"""Low-rank adapters beside Megatron-Core's linear layers: one for each Hugging Face layer that is fused in them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch.nn.functional import linear
+
+from gcore_trainer.config import LoRAConfig
+from gcore_trainer.errors import ConfigError
+from gcore_trainer.lora import initial_a
+from gcore_trainer.megatron.architecture import Architecture
+from gcore_trainer.megatron.model import HiddenStatesGPT
+from gcore_trainer.megatron.weights import Piece, adapter_pieces
+
+_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+Pieces = dict[torch.nn.Parameter, list[Piece]]
+
+
+def target_layers(architecture: Architecture, config: LoRAConfig) -> frozenset[str]:
+    """Hugging Face names of the layers of the whole model that get an adapter. Experts get none.
+
+    Args:
+        architecture: of the model.
+        config: its names are matched as peft does: a layer's full name, or the end of it behind a dot.
+
+    Raises:
+        ConfigError: a name matches no layer.
+    """
+    kinds = _ATTENTION if architecture.experts is not None else _ATTENTION + _MLP
+    layers = [f"model.layers.{i}.{kind}" for i in range(architecture.num_layers) for kind in kinds]
+    if config.target_modules == ("all-linear",):
+        return frozenset(layers)
+    targets: set[str] = set()
+    for name in config.target_modules:
+        found = {layer for layer in layers if f".{layer}".endswith(f".{name}")}
+        if not found:
+            accepted = ", ".join(kind.partition(".")[2] for kind in kinds)
+            raise ConfigError(
+                f"target_modules is {config.target_modules}: no layer is named {name!r}; all-linear alone or some of "
+                f"{accepted} are needed"
+            )
+        targets |= found
+    return frozenset(targets)
+
+
+def add_adapters(
+    stages: Sequence[HiddenStatesGPT],
+    pieces: Mapping[torch.nn.Parameter, Sequence[Piece]],
+    targets: frozenset[str],
+    config: LoRAConfig,
+) -> Pieces:
+    """Put adapters beside linear layers, and freeze all else.
+
+    B begins at 0, so that the model computes what it did; A is `initial_a`'s.
+
+    Args:
+        stages: of this rank.
+        pieces: of their parameters.
+        targets: of `target_layers`.
+        config: of the adapters.
+
+    Returns:
+        the pieces of the adapters' parameters, which are this rank's only ones that learn.
+    """
+    adapters: Pieces = {}
+    for stage in stages:
+        stage.requires_grad_(requires_grad=False)
+        if stage.pre_process:
+            # A layer that is recomputed, or has no adapter, hands on a gradient only if its input needs one.
+            stage.embedding.register_forward_hook(_require_grad)
+        for name, module in list(stage.named_modules()):
+            # A head that is the embedding has no weight of its own.
+            if not isinstance(module, ColumnParallelLinear | RowParallelLinear) or module.weight is None:
+                continue
+            weight = pieces[module.weight]
+            if not targets.isdisjoint(piece.name.removesuffix(".weight") for piece in weight):
+                adapted = AdaptedLinear(module, weight, targets, config)
+                stage.set_submodule(name, adapted)
+                adapters |= adapted.pieces
+    return adapters
+
+
+class AdaptedLinear(torch.nn.Module):
+    """A linear layer that computes W x + (alpha / rank) B A x, and is called as the layer that has W.
+
+    B of a column parallel layer is divided by rows and A of a row parallel one by columns, as W is; the other is whole
+    on every tensor-parallel rank.
+
+    Args:
+        base: the layer that has W.
+        weight: the pieces of W.
+        targets: names of Hugging Face layers that get an adapter, among them some of those in W.
+        config: of the adapters.
+    """
+
+    def __init__(
+        self,
+        base: ColumnParallelLinear | RowParallelLinear,
+        weight: Sequence[Piece],
+        targets: frozenset[str],
+        config: LoRAConfig,
+    ) -> None:
+        super().__init__()
+        assert base.weight is not None
+        self.base = base
+        self.lora_A = torch.nn.ParameterList()
+        self.lora_B = torch.nn.ParameterList()
+        self.pieces: Pieces = {}
+        """Of the adapters' parameters."""
+        self._rank = config.rank
+        self._scale = config.alpha / config.rank
+        self._sequence_parallel: bool = base.sequence_parallel
+        adapters = {layer: pair for layer, pair in adapter_pieces(weight, config.rank).items() if layer in targets}
+        number_of = {layer: i for i, layer in enumerate(adapters)}
+        self._blocks = [(number_of.get(p.name.removesuffix(".weight")), p.shape[0]) for p in weight]
+        """Of each block of the output's rows: number of its adapter, if it has one, and how many rows."""
+        for layer, (piece_of_a, piece_of_b) in adapters.items():
+            whole_a = initial_a(layer, *piece_of_a.global_shape)
+            first, columns = piece_of_a.offset[1], piece_of_a.shape[1]
+            a = torch.nn.Parameter(whole_a[:, first : first + columns].to(base.weight).contiguous())
+            b = torch.nn.Parameter(base.weight.new_zeros(piece_of_b.shape))
+            divided, whole = (a, b) if isinstance(base, RowParallelLinear) else (b, a)
+            # Gradient norms count what is divided on every rank, and the rest on one.
+            divided.tensor_model_parallel = True  # pyright: ignore[reportAttributeAccessIssue]
+            # It sees a slice of the tokens: its gradient is a part, and Megatron-Core adds the parts up.
+            whole.sequence_parallel = self._sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+            self.lora_A.append(a)
+            self.lora_B.append(b)
+            self.pieces |= {a: [piece_of_a], b: [piece_of_b]}
+
+    def forward(self, input_T1I: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Output [T, 1, O] and the bias that is not yet in it, divided as those of the layer that has W."""
+        output_T1O, bias = self.base(input_T1I)
+        hidden = self._whole(linear(input_T1I, torch.cat(list(self.lora_A)))) * self._scale
+        updates = [linear(h, b) for h, b in zip(hidden.split(self._rank, dim=-1), self.lora_B, strict=True)]
+        return output_T1O + self._placed(updates, output_T1O), bias
+
+    def _whole(self, hidden_T1R: torch.Tensor) -> torch.Tensor:
+        """A x of what B is applied to on this rank, from A x of what this rank has of x."""
+        group: Any = self.base.tp_group
+        if isinstance(self.base, RowParallelLinear):
+            if self._sequence_parallel:
+                return reduce_scatter_to_sequence_parallel_region(hidden_T1R, group=group)
+            return reduce_from_tensor_model_parallel_region(hidden_T1R, group=group)
+        if self._sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden_T1R, group=group)
+        return copy_to_tensor_model_parallel_region(hidden_T1R, group=group)
+
+    def _placed(self, updates: Sequence[torch.Tensor], output_T1O: torch.Tensor) -> torch.Tensor:
+        """Each layer's rows where the fused output has them, [T, 1, O]."""
+        rows = [iter(u.split([n for i, n in self._blocks if i == k], dim=-1)) for k, u in enumerate(updates)]
+        zeros = output_T1O.new_zeros(()).expand
+        blocks = [zeros(*output_T1O.shape[:-1], n) if i is None else next(rows[i]) for i, n in self._blocks]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)
+
+
+def _require_grad(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    del module, inputs
+    output.requires_grad_()

@@ -1,0 +1,97 @@
+"""Router replay in Megatron-Core: see `gcore_trainer.router_replay`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+from numpy.typing import NDArray
+
+from gcore_trainer.errors import BatchError
+from gcore_trainer.megatron.architecture import Architecture
+from gcore_trainer.packed_row import Row
+from gcore_trainer.parallel import ParallelConfig
+from gcore_trainer.router_replay import ReplayedRouter
+
+
+class LayerRouters:
+    """The routers of this rank's layers. All layers have experts, or none.
+
+    Args:
+        architecture: the model.
+        parallel: how ranks divide it.
+        stages: this rank's chunks of it.
+    """
+
+    def __init__(self, architecture: Architecture, parallel: ParallelConfig, stages: Sequence[Any]) -> None:
+        experts = architecture.experts
+        self.num_routers = architecture.num_layers if experts else 0
+        self._top_k = experts.num_active if experts else 0
+        self._is_sliced = parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1
+        self._routers: dict[int, ReplayedRouter] = {}
+        if experts is None:
+            return
+        for layer in (layer for stage in stages for layer in stage.decoder.layers):
+            router: TopKRouter = layer.mlp.router
+            replayed = ReplayedRouter(router, num_experts=experts.num_experts, top_k=experts.num_active)
+            self._routers[int(layer.layer_number) - 1] = replayed
+            # A layer that is computed again in the backward pass is called again, with its own row.
+            layer.register_forward_pre_hook(self._impose, with_kwargs=True)
+
+    def check(self, rows: Sequence[Row]) -> None:
+        """
+        Raises:
+            BatchError: a row's routing is of another model.
+        """
+        own = (self.num_routers, self._top_k)
+        for routing in (row.routing for row in rows if row.routing is not None):
+            if routing.shape[1:] != own:
+                raise BatchError(
+                    f"routed_experts has layers and experts {tuple(routing.shape[1:])}: the model has {own}"
+                )
+
+    def record(self, is_recording: bool) -> None:
+        """Whether the passes from now on are recorded."""
+        for router in self._routers.values():
+            router.recorded = [] if is_recording else None
+
+    def recorded(self, rows: Sequence[Row]) -> list[list[NDArray[np.int16]]]:
+        """[P + R - 1, L, K] of each sample of the recorded passes, the same on all ranks of the replica.
+
+        Args:
+            rows: of the first passes.
+        """
+        return [row.of_samples(self._of_all_stages(i, row)) for i, row in enumerate(rows)]
+
+    def _impose(self, layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        del args
+        row: Row = kwargs["packed_seq_params"]
+        index = int(layer.layer_number) - 1
+        routing_TK = None if row.routing is None else row.routing[:, index]
+        if routing_TK is not None and self._is_sliced:
+            tp_rank = parallel_state.get_tensor_model_parallel_rank()
+            routing_TK = routing_TK.chunk(parallel_state.get_tensor_model_parallel_world_size())[tp_rank]
+        self._routers[index].imposed = routing_TK
+
+    def _of_all_stages(self, number: int, row: Row) -> torch.Tensor:
+        """[T, L, K] of one pass."""
+        num_tokens = row.input_ids.shape[1]
+        routing = torch.zeros(num_tokens, self.num_routers, self._top_k, dtype=torch.int64, device=row.input_ids.device)
+        first = 0
+        if self._is_sliced:
+            size = parallel_state.get_tensor_model_parallel_world_size()
+            first = num_tokens // size * parallel_state.get_tensor_model_parallel_rank()
+        for layer, router in self._routers.items():
+            assert router.recorded is not None
+            chosen_TK = router.recorded[number]
+            routing[first : first + len(chosen_TK), layer] = chosen_TK
+        groups = [parallel_state.get_pipeline_model_parallel_group()]
+        if self._is_sliced:
+            groups.append(parallel_state.get_tensor_model_parallel_group())
+        for group in groups:
+            own: Any = group
+            dist.all_reduce(routing, group=own)
+        return routing
