@@ -161,7 +161,7 @@ def test_reward(cli: Cli, own_args: list[str], source: str, expected: str) -> No
         ("nowhere.py:reward", "no such file nowhere.py"),
         ("nowhere.py", "PATH.py:function is needed"),
         ("accuracy", "PATH.py:function is needed"),
-        ("", "reward is not set: PATH.py:function, or math-verify, is needed"),
+        ("", "reward is not set: PATH.py:function, math-verify or code is needed"),
     ],
 )
 def test_reward_spec(cli: Cli, own_args: list[str], spec: str, expected: str) -> None:

@@ -1,9 +1,11 @@
 """Tiny models, and what transformers' own forward says about an engine's completions."""
 
 import asyncio
+import mmap
+import pickle
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +17,7 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from gcore_rollout import Completion, Engine, Request, SamplingParams
 from gcore_rollout.hf_engine import HFEngine
+from gcore_rollout.types import RepetitionDetection
 from gcore_rollout.vllm_engine import VLLMEngine
 
 VOCAB_SIZE = 96
@@ -34,6 +37,10 @@ class TinyModel:
     path: Path
     old: Any
     new: Any
+
+
+Found = dict[tuple[str, int], Completion]
+"""Completions by request id and index."""
 
 
 def make_engine(kind: str, model: TinyModel, **options: Any) -> Engine:
@@ -71,16 +78,18 @@ def _random_model(config: Qwen2Config, seed: int) -> Any:
     return model
 
 
-def make_request(name: str, length: int, *, max_tokens: int = 16, temperature: float = 1.0, **fields: int) -> Request:
+def make_request(
+    name: str, length: int, *, max_tokens: int = 16, temperature: float = 1.0, n: int = 1, seed: int = 0
+) -> Request:
     """A request whose prompt of ``length`` tokens depends on ``name``."""
     tokens = np.random.default_rng(list(name.encode())).integers(0, VOCAB_SIZE, length)
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-    return Request(request_id=name, prompt_token_ids=tuple(tokens.tolist()), sampling=sampling, **fields)
+    return Request(request_id=name, prompt_token_ids=tuple(tokens.tolist()), sampling=sampling, n=n, seed=seed)
 
 
-async def collect(engine: Engine, *requests: Request) -> dict[tuple[str, int], Completion]:
-    """Completions by request id and index; each may come once only."""
-    found: dict[tuple[str, int], Completion] = {}
+async def collect(engine: Engine, *requests: Request) -> Found:
+    """Every completion; each may come once only."""
+    found: Found = {}
     async for completion in engine.generate(requests):
         key = completion.request_id, completion.index
         assert key not in found
@@ -96,13 +105,71 @@ async def until_sampled(engine: Engine, num_tokens: int) -> None:
             await asyncio.sleep(0)
 
 
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+async def until_idle(engine: Engine) -> None:
+    """Give way to the engine until no sample is running or waiting."""
+    async with asyncio.timeout(30):
+        while (stats := engine.stats()).num_running or stats.num_waiting:
+            await asyncio.sleep(0)
+
+
+async def interrupt(engine: Engine, *requests: Request, after: int) -> Found:
+    """Completions of requests that are aborted once ``after`` tokens have been sampled, if they need as many."""
+    goal = engine.stats().completion_tokens + after
+    running = asyncio.create_task(collect(engine, *requests))
+    async with asyncio.timeout(30):
+        while engine.stats().completion_tokens < goal and not running.done():
+            await asyncio.sleep(0)
+    await engine.abort()
+    return await running
+
+
+async def in_parts(engine: Engine, *requests: Request, num_tokens: int) -> tuple[Found, int]:
+    """Completions of requests that are aborted after every ``num_tokens`` tokens, and how often they were."""
+    found: Found = {}
+    todo, num_aborts = list(requests), 0
+    while todo:
+        assert num_aborts < 200
+        part = await interrupt(engine, *todo, after=num_tokens)
+        # A request goes on with all of its samples: those that are finished are made again.
+        found |= {k: c for k, c in part.items() if k not in found or found[k].finish_reason == "abort"}
+        todo = [r for r in (go_on(r, found) for r in todo) if r.begun]
+        num_aborts += bool(todo)
+    return found, num_aborts
+
+
+def go_on(request: Request, found: Found) -> Request:
+    """The same request with what was aborted as begun, after these went through a pickle and through plain values."""
+    begun = [c for c in found.values() if (c.request_id, c.finish_reason) == (request.request_id, "abort")]
+    return replace(request, begun=tuple(Completion(**pickle.loads(pickle.dumps(asdict(c)))) for c in begun))
+
+
+def assert_equal(actual: Completion, expected: Completion, *, tolerance: float) -> None:
+    """Equal but for rounding of the log-probs, and for the versions."""
+    assert (actual.request_id, actual.index) == (expected.request_id, expected.index)
+    assert actual.token_ids.tolist() == expected.token_ids.tolist()
+    assert actual.finish_reason == expected.finish_reason
+    np.testing.assert_allclose(actual.log_probs, expected.log_probs, atol=tolerance, rtol=0)
+
+
+def repeats(tokens: Sequence[int], detection: RepetitionDetection) -> bool:
+    """Whether ``tokens`` end in a pattern that is repeated often enough, by the definition."""
+    count = detection.min_count
+    sizes = range(detection.min_pattern_size, detection.max_pattern_size + 1)
+    return any(len(tokens) >= p * count and list(tokens[-p * count :]) == list(tokens[-p:]) * count for p in sizes)
+
+
 async def first_then_abandon(engine: Engine, requests: Sequence[Request]) -> Completion:
     iterator = cast(Any, engine.generate(requests))
     async with aclosing(iterator):
         return await anext(cast(AsyncIterator[Completion], iterator))
 
 
-def errors(model: Any, requests: Sequence[Request], found: dict[tuple[str, int], Completion]) -> list[float]:
+def errors(model: Any, requests: Sequence[Request], found: Found) -> list[float]:
     """Largest difference of each completion's log-probs from those of a forward of ``model`` over all of it."""
     by_id = {r.request_id: r for r in requests}
     return [

@@ -15,17 +15,25 @@ from engine_oracles import (
     VLLM_IMPORT_WARNINGS,
     VOCAB_SIZE,
     TinyModel,
+    assert_equal,
     collect,
     errors,
     first_then_abandon,
+    go_on,
+    in_parts,
+    interrupt,
     make_engine,
     make_request,
     reference_after_swap,
+    reference_log_probs,
+    repeats,
+    until_idle,
     until_sampled,
 )
 
-from gcore_rollout import Engine
+from gcore_rollout import Completion, Engine
 from gcore_rollout.errors import RequestError, RolloutError
+from gcore_rollout.types import RepetitionDetection
 
 pytestmark = VLLM_IMPORT_WARNINGS
 
@@ -161,6 +169,16 @@ async def test_seeds(subject: Subject) -> None:
     assert tokens != [other[key].token_ids.tolist() for key in first]
 
 
+async def test_single_samples_of_a_request(subject: Subject) -> None:
+    """They are drawn as they are beside the others."""
+    request = make_request("r", 5, n=6, max_tokens=8)
+    whole = await collect(subject.engine, request)
+    some = await collect(subject.engine, replace(request, indices=(4, 1)))
+    assert sorted(some) == [("r", 1), ("r", 4)]
+    for key, completion in some.items():
+        assert completion.token_ids.tolist() == whole[key].token_ids.tolist()
+
+
 async def test_concurrent_calls_get_their_own(subject: Subject) -> None:
     calls = [[make_request(f"{call}{i}", 3 + i, n=3, max_tokens=5 + 4 * call) for i in range(2)] for call in range(4)]
     results = await asyncio.gather(*(collect(subject.engine, *requests) for requests in calls))
@@ -271,9 +289,7 @@ async def test_abandoned_samples_free_the_engine(subject: Subject) -> None:
     found = await kept
     assert len(found) == 4
     assert max(errors(subject.model.old, [other], found)) < TOLERANCE
-    await asyncio.sleep(0)
-    stats = subject.engine.stats()
-    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    await until_idle(subject.engine)
 
 
 async def test_cancelled_consumer_frees_the_engine(subject: Subject) -> None:
@@ -283,8 +299,7 @@ async def test_cancelled_consumer_frees_the_engine(subject: Subject) -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     assert len(await collect(subject.engine, make_request("next", 4))) == 1
-    stats = subject.engine.stats()
-    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    await until_idle(subject.engine)
 
 
 @pytest.mark.parametrize(
@@ -313,6 +328,261 @@ async def test_unknown_prompt_tokens_are_refused(subject: Subject, token: int) -
         await collect(subject.engine, request)
 
 
+@pytest.mark.parametrize("token", [-1, VOCAB_SIZE])
+async def test_unknown_begun_tokens_are_refused(subject: Subject, token: int) -> None:
+    begun = Completion(
+        request_id="r",
+        index=0,
+        token_ids=np.array([7, token]),
+        log_probs=np.zeros(2, np.float32),
+        weight_versions=np.zeros(2, np.int32),
+        finish_reason="abort",
+    )
+    with pytest.raises(RequestError, match=f"'r' has begun tokens from .*the model knows 0 to {VOCAB_SIZE - 1}"):
+        await collect(subject.engine, replace(make_request("r", 3), begun=(begun,)))
+
+
+async def test_interrupted_greedy_equals_uninterrupted(subject: Subject) -> None:
+    """However often it is interrupted, and with samples of one request in several states."""
+    requests = [make_request(f"r{length}", length, n=2, max_tokens=60, temperature=0.0) for length in (5, 33, 140)]
+    whole = await collect(subject.engine, *requests)
+    found, num_aborts = await in_parts(subject.engine, *requests, num_tokens=40)
+    assert num_aborts > 1
+    assert found.keys() == whole.keys()
+    for key, expected in whole.items():
+        assert_equal(found[key], expected, tolerance=2 * TOLERANCE)
+
+
+async def test_samples_go_on_beside_new_ones(subject: Subject) -> None:
+    """A third of the samples is begun; log-probs are those of one forward over all tokens."""
+    engine = subject.engine
+    request = make_request("r", 40, n=6, max_tokens=48, temperature=0.9)
+    cut = await interrupt(engine, request, after=60)
+    begun = [c for c in cut.values() if c.finish_reason == "abort"][1::3]
+    before = engine.stats()
+    found = await collect(engine, replace(request, begun=tuple(begun)))
+    after = engine.stats()
+    assert max(errors(subject.model.old, [request], found)) < TOLERANCE
+    for c in begun:
+        length = len(c.token_ids)
+        assert length
+        longer = found["r", c.index]
+        assert longer.token_ids[:length].tolist() == c.token_ids.tolist()
+        assert longer.log_probs[:length].tolist() == c.log_probs.tolist()
+        assert len(longer.token_ids) > length
+    num_begun = sum(len(c.token_ids) for c in begun)
+    # The prompt once for those that start anew, and once for each that goes on.
+    assert after.prompt_tokens - before.prompt_tokens == 40 * (1 + len(begun)) + num_begun
+    num_tokens = sum(len(c.token_ids) for c in found.values())
+    assert after.completion_tokens - before.completion_tokens == num_tokens - num_begun
+
+
+async def test_going_on_with_new_weights(either_subject: Subject) -> None:
+    """Each token has the version that made it, and the log-prob that these weights give it in one forward."""
+    engine, model = either_subject.engine, either_subject.model
+    before = engine.weight_version
+    request = make_request("r", 140, n=6, max_tokens=60)
+    cut = await interrupt(engine, request, after=30)
+    after = await either_subject.update(model.new)
+    again = go_on(request, cut)
+    assert again.begun
+    found = await collect(engine, again)
+    for c in again.begun:
+        longer, num_old = found["r", c.index], len(c.token_ids)
+        num_new = len(longer.token_ids) - num_old
+        assert longer.weight_versions.tolist() == [before] * num_old + [after] * num_new
+        for weights, mine in ((model.old, slice(num_old)), (model.new, slice(num_old, None))):
+            expected = reference_log_probs(weights, request, longer.token_ids)
+            np.testing.assert_allclose(longer.log_probs[mine], expected[mine], atol=TOLERANCE, rtol=0)
+
+
+async def test_abort_of_some(subject: Subject) -> None:
+    """By their ids, whichever call they came with; the rest does not notice."""
+    engine = subject.engine
+    requests = {name: make_request(name, 9, n=2, max_tokens=150, temperature=0.0) for name in "abcd"}
+    whole = await collect(engine, *requests.values())
+    calls = [
+        asyncio.create_task(collect(engine, requests["a"], requests["b"])),
+        asyncio.create_task(collect(engine, requests["c"], requests["d"])),
+    ]
+    await until_sampled(engine, 40)
+    await engine.abort(["a", "d", "unknown"])
+    found = (await calls[0]) | (await calls[1])
+    assert found.keys() == whole.keys()
+    for (name, index), c in found.items():
+        expected = whole[name, index]
+        if name in "ad":
+            assert 0 < len(c.token_ids) < len(expected.token_ids)
+            assert c.finish_reason == "abort"
+            assert c.token_ids.tolist() == expected.token_ids[: len(c.token_ids)].tolist()
+            assert max(errors(subject.model.old, [requests[name]], {(name, index): c})) < TOLERANCE
+        else:
+            assert_equal(c, expected, tolerance=2 * TOLERANCE)
+    await until_idle(engine)
+
+
+async def test_abort_of_waiting_samples(subject: Subject) -> None:
+    """They come without tokens, or with those that they had begun, and can go on like the others."""
+    engine = subject.engine
+    request = make_request("r", 5, n=3 * MAX_NUM_SEQS, max_tokens=100)
+    found = await interrupt(engine, request, after=5 * MAX_NUM_SEQS)
+    assert sorted(found) == [("r", i) for i in range(request.n)]
+    unstarted = [c for c in found.values() if len(c.token_ids) == 0]
+    assert len(unstarted) >= MAX_NUM_SEQS
+    for c in unstarted:
+        assert c.finish_reason == "abort"
+        assert c.token_ids.shape == c.log_probs.shape == c.weight_versions.shape == (0,)
+        assert (c.token_ids.dtype, c.log_probs.dtype, c.weight_versions.dtype) == (np.int64, np.float32, np.int32)
+
+    again = go_on(request, found)
+    await engine.pause()
+    waiting = asyncio.create_task(collect(engine, again))
+    async with asyncio.timeout(30):
+        while engine.stats().num_waiting < request.n:
+            await asyncio.sleep(0)
+    await engine.abort(["r"])
+    held = await waiting
+    await engine.resume()
+    for c in again.begun:
+        assert_equal(held["r", c.index], c, tolerance=0)
+        assert held["r", c.index].weight_versions.tolist() == c.weight_versions.tolist()
+
+    finished = await collect(engine, again)
+    assert {c.finish_reason for c in finished.values()} <= {"stop", "length"}
+    assert max(errors(subject.model.old, [request], finished)) < TOLERANCE
+
+
+async def test_abort_of_nothing(subject: Subject) -> None:
+    await subject.engine.abort()
+    await subject.engine.abort([])
+    request = make_request("r", 4)
+    running = asyncio.create_task(collect(subject.engine, request))
+    await until_sampled(subject.engine, 1)
+    await subject.engine.abort([])
+    assert "abort" not in {c.finish_reason for c in (await running).values()}
+
+
+async def test_pause_holds(either_subject: Subject) -> None:
+    """No token comes while paused; weights may change, and samples go on with the new ones."""
+    engine, model = either_subject.engine, either_subject.model
+    before = engine.weight_version
+    request = make_request("r", 20, n=3, max_tokens=60, temperature=0.9)
+    late = make_request("late", 7)
+    running = asyncio.create_task(collect(engine, request))
+    await until_sampled(engine, 25)
+    await engine.pause()
+    await engine.pause()
+    waiting = asyncio.create_task(collect(engine, late))
+    held = engine.stats()
+    for _ in range(20):
+        await asyncio.sleep(0.002)
+    assert engine.stats() == replace(held, num_waiting=1)
+    assert held.num_running
+    after = await either_subject.update(model.new)
+    await asyncio.sleep(0.01)
+    assert engine.stats() == replace(held, num_waiting=1, weight_version=after)
+    await engine.resume()
+    await engine.resume()
+    crossed = 0
+    for c in (await running).values():
+        num_old = int((c.weight_versions == before).sum())
+        assert c.weight_versions.tolist() == [before] * num_old + [after] * (len(c.token_ids) - num_old)
+        expected = reference_after_swap(model.old, model.new, request, c.token_ids, num_old)
+        np.testing.assert_allclose(c.log_probs, expected, atol=TOLERANCE, rtol=0)
+        crossed += num_old < len(c.token_ids)
+    assert crossed
+    assert max(errors(model.new, [late], await waiting)) < TOLERANCE
+
+
+async def test_abandoned_while_paused(subject: Subject) -> None:
+    running = asyncio.create_task(collect(subject.engine, make_request("r", 4, n=20, max_tokens=400)))
+    await until_sampled(subject.engine, 5)
+    await subject.engine.pause()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await until_idle(subject.engine)
+    await subject.engine.resume()
+
+
+async def test_sleep_and_wake(either_subject: Subject) -> None:
+    """Keys and values are gone, cached prefixes with them; calls made meanwhile wait."""
+    engine, model = either_subject.engine, either_subject.model
+    request = make_request("r", 300, n=2)
+    await collect(engine, request)
+    before = engine.stats()
+    await engine.sleep()
+    await engine.sleep()
+    version = engine.weight_version
+    with pytest.raises(RolloutError, match="asleep: wake it before update_weights"):
+        await engine.update_weights(model.new.state_dict().items(), version=version + 1)
+    assert engine.weight_version == version
+    waiting = asyncio.create_task(collect(engine, request))
+    for _ in range(10):
+        await asyncio.sleep(0.002)
+    assert engine.stats() == replace(before, num_waiting=2)
+    await engine.wake()
+    await engine.wake()
+    assert max(errors(model.old, [request], await waiting)) < TOLERANCE
+    await either_subject.update(model.new)
+    assert max(errors(model.new, [request], await collect(engine, request))) < TOLERANCE
+
+
+async def test_sleep_while_paused(subject: Subject) -> None:
+    engine = subject.engine
+    request = make_request("r", 9)
+    await engine.pause()
+    await engine.sleep()
+    waiting = asyncio.create_task(collect(engine, request))
+    await engine.wake()
+    await asyncio.sleep(0.01)
+    assert engine.stats().num_waiting == 1
+    with pytest.raises(RolloutError, match="0 samples are running and 1 are waiting: abort them or let them finish"):
+        await engine.sleep()
+    await engine.resume()
+    assert max(errors(subject.model.old, [request], await waiting)) < TOLERANCE
+
+
+async def test_no_sleep_while_generating(subject: Subject) -> None:
+    engine = subject.engine
+    request = make_request("r", 9, n=MAX_NUM_SEQS + 3, max_tokens=100)
+    running = asyncio.create_task(collect(engine, request))
+    await until_sampled(engine, 5)
+    with pytest.raises(RolloutError, match=r"samples are running and \d+ are waiting: abort them or let them finish"):
+        await engine.sleep()
+    await engine.abort()
+    await engine.sleep()
+    await engine.wake()
+    assert max(errors(subject.model.old, [request], {k: c for k, c in (await running).items() if c.token_ids.size})) < (
+        TOLERANCE
+    )
+
+
+@pytest.mark.parametrize(
+    ("detection", "temperature"),
+    [
+        (RepetitionDetection(max_pattern_size=1, min_count=2), 1.0),
+        (RepetitionDetection(min_pattern_size=2, max_pattern_size=3, min_count=2), 0.5),
+        (RepetitionDetection(max_pattern_size=40, min_count=3), 0.0),
+    ],
+)
+async def test_repetition_ends_a_sample(subject: Subject, detection: RepetitionDetection, temperature: float) -> None:
+    """With the first token that makes it repeat itself, and beside samples that may repeat themselves."""
+    free = [make_request(f"r{i}", 4 + i, n=4, max_tokens=200, temperature=temperature) for i in range(5)]
+    guarded = [replace(r, sampling=replace(r.sampling, repetition_detection=detection)) for r in free]
+    found = await collect(subject.engine, *guarded[:3], *free[3:])
+    for c in found.values():
+        tokens = c.token_ids.tolist()
+        if c.request_id in ("r3", "r4"):
+            assert c.finish_reason != "repetition"
+            continue
+        assert not any(repeats(tokens[:end], detection) for end in range(1, len(tokens)))
+        if c.finish_reason != "stop":
+            assert repeats(tokens, detection) == (c.finish_reason == "repetition")
+    assert "repetition" in {c.finish_reason for c in found.values()}
+    assert max(errors(subject.model.old, free, found)) < TOLERANCE
+
+
 async def test_stats(subject: Subject) -> None:
     engine = subject.engine
     before = engine.stats()
@@ -336,11 +606,26 @@ async def test_closing(kind: str, tied: TinyModel) -> None:
     assert engine.weight_version == 0
     found = await collect(engine, make_request("r", 4))
     assert set(found["r", 0].weight_versions) == {0}
+    aborted = asyncio.create_task(collect(engine, make_request("aborted", 4, n=3, max_tokens=400)))
+    await until_sampled(engine, 5)
+    await engine.abort()
     running = asyncio.create_task(collect(engine, make_request("r", 4, n=3, max_tokens=400)))
     await until_sampled(engine, 5)
+    await engine.pause()
     await engine.close()
+    assert "abort" in {c.finish_reason for c in (await aborted).values()}
     with pytest.raises(RolloutError, match="closed while generating"):
         await running
-    with pytest.raises(RolloutError, match="closed"):
-        await collect(engine, make_request("r", 4))
+    weights = tied.new.state_dict().items()
+    for call in (
+        collect(engine, make_request("r", 4)),
+        engine.abort(),
+        engine.pause(),
+        engine.resume(),
+        engine.sleep(),
+        engine.wake(),
+        engine.update_weights(weights, version=1),
+    ):
+        with pytest.raises(RolloutError, match="closed"):
+            await call
     await engine.close()

@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_oracles import TinyModel, collect, errors, make_request
+from engine_oracles import (
+    TinyModel,
+    assert_equal,
+    collect,
+    errors,
+    in_parts,
+    make_request,
+    repeats,
+    resident_bytes,
+)
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -24,6 +33,8 @@ from transformers import (
 from gcore_rollout import Request
 from gcore_rollout.errors import UnsupportedModelError
 from gcore_rollout.hf_engine import HFEngine
+from gcore_rollout.repetition import extend_runs, is_repetitive, runs_at_end
+from gcore_rollout.types import RepetitionDetection
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -68,6 +79,54 @@ async def test_result_does_not_depend_on_the_batch(tied: TinyModel, max_num_seqs
         assert found[key].token_ids.tolist() == expected.token_ids.tolist()
         assert found[key].finish_reason == expected.finish_reason
         np.testing.assert_allclose(found[key].log_probs, expected.log_probs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "num_tokens"), [(3, 30), (64, 50)])
+async def test_interrupted_equals_uninterrupted(tied: TinyModel, max_num_seqs: int, num_tokens: int) -> None:
+    """Sampled or greedy, with repetitions that straddle an interruption: the same tokens and ends."""
+    engine = HFEngine.from_pretrained(tied.path, max_num_seqs=max_num_seqs)
+    crowd = _crowd()
+    detection = RepetitionDetection(max_pattern_size=6, min_count=2)
+    guarded = [replace(r, sampling=replace(r.sampling, repetition_detection=detection)) for r in crowd[::2]]
+    requests = [*guarded, *crowd[1::2]]
+    whole = await collect(engine, *requests)
+    assert {c.finish_reason for c in whole.values()} == {"stop", "length", "repetition"}
+    found, num_aborts = await in_parts(engine, *requests, num_tokens=num_tokens)
+    assert num_aborts > 2
+    assert found.keys() == whole.keys()
+    for key, expected in whole.items():
+        assert_equal(found[key], expected, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("num_letters", [1, 2, 5])
+def test_runs_find_repetitions(num_letters: int) -> None:
+    """Token by token for several samples at once, and from the end of one, as by the definition."""
+    tokens_BT = np.random.default_rng(0).integers(0, num_letters, (20, 40))
+    detections = [
+        RepetitionDetection(min_pattern_size=1 + i % 4, max_pattern_size=4 + i % 3, min_count=2 + i % 2)
+        for i in range(20)
+    ]
+    bounds = np.array([(d.min_pattern_size, d.max_pattern_size, d.min_count) for d in detections])
+    bounds[-1] = 0
+    runs_BP = np.zeros((20, 6), np.int64)
+    for last in range(40):
+        extend_runs(runs_BP, tokens_BT, np.full(20, last))
+        for row, runs_P in zip(tokens_BT, runs_BP, strict=True):
+            assert runs_P.tolist() == runs_at_end(row[: last + 1], 6).tolist()
+        expected = [repeats(row[: last + 1].tolist(), d) for row, d in zip(tokens_BT, detections, strict=True)]
+        assert is_repetitive(runs_BP, *bounds.T).tolist() == [*expected[:-1], False]
+
+
+async def test_sleep_frees_keys_and_values(tied: TinyModel) -> None:
+    """256 samples of 512 tokens: two layers of 32 MiB keys and 32 MiB values."""
+    engine = HFEngine.from_pretrained(tied.path, max_num_seqs=256)
+    request = make_request("r", 500, n=256, max_tokens=12)
+    await collect(engine, request)
+    before = resident_bytes()
+    await engine.sleep()
+    assert before - resident_bytes() > 100 << 20
+    await engine.wake()
+    assert max(errors(tied.old, [request], await collect(engine, replace(request, n=2)))) < 1e-5
 
 
 async def test_result_does_not_depend_on_n(tied: TinyModel) -> None:

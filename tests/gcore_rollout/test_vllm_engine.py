@@ -20,6 +20,7 @@ from engine_oracles import (
     make_request,
     make_tiny_model,
     reference_log_probs,
+    resident_bytes,
     until_sampled,
 )
 
@@ -113,6 +114,19 @@ async def test_kv_computed_again(tied: TinyModel) -> None:
             mine = c.weight_versions == version
             expected = reference_log_probs(model, request, c.token_ids)
             np.testing.assert_allclose(c.log_probs[mine], expected[mine], atol=1e-5, rtol=0)
+    await engine.close()
+
+
+async def test_sleep_frees_keys_and_values(tied: TinyModel) -> None:
+    engine = VLLMEngine.from_pretrained(tied.path, kv_cache_memory_bytes=128 << 20, enable_sleep_mode=True)
+    requests = [make_request("r", 300, n=4)]
+    assert max(errors(tied.old, requests, await collect(engine, *requests))) < 1e-5
+    before = resident_bytes()
+    await engine.sleep()
+    assert before - resident_bytes() > 100 << 20
+    await engine.wake()
+    # What was cached is gone, and not looked for.
+    assert max(errors(tied.old, requests, await collect(engine, *requests))) < 1e-5
     await engine.close()
 
 

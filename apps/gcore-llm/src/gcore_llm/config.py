@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gcore_llm.errors import UserError, check_at_least
+from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_trainer import OptimizerConfig, PolicyLossConfig
 from gcore_trainer.advantages import GroupEstimator
 from gcore_trainer.config import LoRAConfig, ValueLossConfig
@@ -88,6 +89,27 @@ class WarmupConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MultiTurnConfig:
+    """Responses of several turns, in an environment or with tools."""
+
+    environment: str = ""
+    """PATH.py:function, which makes from a row an environment of one episode (gcore_rollout.multi_turn.Environment),
+    such as a ToolEnvironment; it rewards turns, and the reward, if there is one, scores the last. Empty: one turn."""
+    max_assistant_turns: int = 8
+    """Most turns of the policy; all of them together have data.max-response-length tokens, with what it is told."""
+    max_tokens_per_turn: int = 0
+    """Most tokens of one turn; 0: what is left."""
+    step_timeout_s: float = 60.0
+    """For the environment to answer one turn."""
+
+    def __post_init__(self) -> None:
+        check_at_least("rollout.multi_turn.max_assistant_turns", self.max_assistant_turns, 1)
+        check_at_least("rollout.multi_turn.max_tokens_per_turn", self.max_tokens_per_turn, 0)
+        if not self.step_timeout_s > 0:
+            raise UserError(f"rollout.multi_turn.step_timeout_s is {self.step_timeout_s}: above 0 is needed")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Generation."""
 
@@ -99,9 +121,27 @@ class RolloutConfig:
     """Divides the logits when sampling, and when the trainer scores."""
     max_num_seqs: int = 256
     """Most responses generated at once."""
+    partial_rollout: bool = False
+    """Begin more prompts than are needed, stop when enough groups are complete, and go on with the others in the next
+    step, under its weights: nobody waits for the longest responses."""
+    over_sample_rate: float = 0.5
+    """In partial rollout, how many more prompts are begun, as a share of those that are needed."""
+    max_staleness: int = 8
+    """Responses with a token by weights of more than so many steps before are made anew."""
+    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
 
     def __post_init__(self) -> None:
         check_at_least("rollout.n", self.n, 2)
+        check_at_least("rollout.max_staleness", self.max_staleness, 1)
+        if not 0 <= self.over_sample_rate < math.inf:
+            raise UserError(
+                f"rollout.over_sample_rate is {self.over_sample_rate}: a finite number, 0 or more is needed"
+            )
+        if self.partial_rollout and self.multi_turn.environment:
+            raise UserError(
+                f"rollout.multi_turn.environment is {self.multi_turn.environment!r} and rollout.partial_rollout is "
+                "true: one of them is needed, for an environment cannot wait for the next step"
+            )
         check_at_least("rollout.max_num_seqs", self.max_num_seqs, 1)
         if not self.temperature > 0:
             raise UserError(
@@ -293,7 +333,8 @@ class TrainConfig:
     model: str = ""
     """A local Hugging Face folder of a causal LM; empty: a tiny one is made and warmed up."""
     reward: str = ""
-    """PATH.py:function, or math-verify; a function of (prompt, completion, row). Tasks bring their own verifier."""
+    """PATH.py:function, a function of (prompt, completion, row); math-verify; or code, which runs the row's tests in a
+    sandbox. Tasks bring their own verifier."""
     answer_after: str = ""
     """A task's answer is what follows the last occurrence of this; empty: the whole completion."""
     seed: int = 0
@@ -310,6 +351,8 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    reward_calls: RewardCallsConfig = field(default_factory=RewardCallsConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
@@ -335,6 +378,11 @@ class TrainConfig:
             raise UserError(
                 f"algorithm.overlong.buffer_len is {self.algorithm.overlong.buffer_len}: at most "
                 f"data.max_response_length={self.data.max_response_length} is needed"
+            )
+        if self.rollout.partial_rollout and self.algorithm.adv_estimator == "remax":
+            raise UserError(
+                "rollout.partial_rollout is true and algorithm.adv_estimator is 'remax': another estimator is needed, "
+                "for its greedy responses are of the present weights"
             )
         if self.data.train_files and self.task.name:
             raise UserError(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from gcore_controller import Collectives, StageTimer
-from gcore_llm.generate import generate_groups
+from gcore_llm.generate import Generation
 from gcore_llm.groups import Group
 from gcore_llm.prompts import Prompt
 from gcore_llm.roles import Sampler
@@ -34,7 +34,10 @@ async def evaluate(
     max_tokens: int,
     temperature: float,
 ) -> Evaluation:
-    """Answer every held-out prompt greedily and by sampling once; the same on every controller."""
+    """Answer every held-out prompt greedily and by sampling once; the same on every controller.
+
+    Answers for which the reward has no score do not count.
+    """
     mine = list(enumerate(prompts))[group.rank :: group.world_size]
     means: list[float] = []
     shown: list[tuple[int, dict[str, object]]] = []
@@ -42,8 +45,10 @@ async def evaluate(
         SamplingParams(max_tokens=max_tokens, temperature=0.0),
         SamplingParams(max_tokens=max_tokens, temperature=temperature),
     ):
-        groups = await generate_groups(sampler, mine, sampling=sampling, n=1, seed=_SEED, timer=timer)
-        means.append(await group.all_reduce(sum(g.scores[0] for g in groups)) / len(prompts))
+        generation = Generation(sampler=sampler, sampling=sampling, n=1, seed=_SEED, timer=timer)
+        groups = (await generation.run(mine)).groups
+        count = await group.all_reduce(len(groups))
+        means.append(await group.all_reduce(sum(g.scores[0] for g in groups)) / max(count, 1))
         if sampling.temperature == 0:
             shown = [(g.ticket, _shown(sampler, prompts[g.ticket], g)) for g in groups if g.ticket < _NUM_SHOWN]
     everyones = [entry for part in await group.all_gather(shown) for entry in part]

@@ -1,12 +1,14 @@
 """A group: one prompt's scored responses, from sampling to training."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gcore_llm.config import AlgorithmConfig
+from gcore_rollout import Completion
 from gcore_trainer import Sample
 
 
@@ -19,6 +21,60 @@ class Response:
     weight_versions: NDArray[np.int32]
     truncated: bool
     score: float
+    mask: NDArray[np.bool_] | None = None
+    """Where the policy wrote the token; None: everywhere."""
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Numbers that explain the score, by name."""
+
+    def state(self) -> dict[str, Any]:
+        """As plain arrays and numbers, for a checkpoint."""
+        return {**vars(self), "parts": dict(self.parts)}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Response":
+        mask = state.get("mask")
+        return cls(
+            token_ids=np.asarray(state["token_ids"]),
+            log_probs=np.asarray(state["log_probs"]),
+            weight_versions=np.asarray(state["weight_versions"]),
+            truncated=state["truncated"],
+            score=state["score"],
+            mask=None if mask is None else np.asarray(mask),
+            parts=state.get("parts", {}),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UnfinishedGroup:
+    """A group of which some responses were cut short, to go on in a later step."""
+
+    ticket: int
+    responses: Mapping[int, Response]
+    """Those that are finished, by index."""
+    begun: Sequence[Completion]
+    """Those that are not, with the tokens that they have."""
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Of the weights that made any token; None: there is none yet."""
+        versions = [*(r.weight_versions for r in self.responses.values()), *(c.weight_versions for c in self.begun)]
+        return min((int(v.min()) for v in versions if v.size), default=None)
+
+    def state(self) -> dict[str, Any]:
+        """As plain arrays and numbers, for a checkpoint."""
+        return {
+            "ticket": self.ticket,
+            "responses": [{"index": i, **r.state()} for i, r in self.responses.items()],
+            "begun": [asdict(completion) for completion in self.begun],
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "UnfinishedGroup":
+        return cls(
+            ticket=state["ticket"],
+            responses={r["index"]: Response.from_state(r) for r in state["responses"]},
+            begun=[Completion(**completion) for completion in state["begun"]],
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,6 +87,11 @@ class Group:
     responses: list[Response]
     greedy_score: float | None = None
     """Score of the greedy response, where the algorithm compares with it."""
+
+    @property
+    def oldest_version(self) -> int:
+        """Of the weights that made any token."""
+        return min(int(r.weight_versions[slice(None) if r.mask is None else r.mask].min()) for r in self.responses)
 
     @property
     def scores(self) -> list[float]:
@@ -54,7 +115,7 @@ class Group:
                 response_ids=r.token_ids,
                 response_mask=np.zeros(r.token_ids.shape, np.bool_)
                 if r.truncated and algorithm.overlong.filter
-                else None,
+                else r.mask,
                 old_log_probs=r.log_probs if algorithm.old_log_probs == "rollout" else None,
                 rollout_log_probs=r.log_probs,
             )
@@ -66,7 +127,7 @@ class Group:
         return {
             "ticket": self.ticket,
             "prompt_ids": self.prompt_ids,
-            "responses": [vars(r) for r in self.responses],
+            "responses": [r.state() for r in self.responses],
             "greedy_score": self.greedy_score,
         }
 
@@ -75,15 +136,6 @@ class Group:
         return cls(
             ticket=state["ticket"],
             prompt_ids=np.asarray(state["prompt_ids"]),
-            responses=[
-                Response(
-                    token_ids=np.asarray(r["token_ids"]),
-                    log_probs=np.asarray(r["log_probs"]),
-                    weight_versions=np.asarray(r["weight_versions"]),
-                    truncated=r["truncated"],
-                    score=r["score"],
-                )
-                for r in state["responses"]
-            ],
+            responses=[Response.from_state(r) for r in state["responses"]],
             greedy_score=state["greedy_score"],
         )

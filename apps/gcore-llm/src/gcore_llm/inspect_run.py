@@ -9,7 +9,8 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.errors import UserError
 from gcore_llm.evaluate import Evaluation, evaluate
 from gcore_llm.prompts import render, tokenize
-from gcore_llm.roles import Sampler, build_engine, build_reward, build_tokenizer, check_model
+from gcore_llm.rewards import Rewards
+from gcore_llm.roles import Sampler, build_engine, build_tokenizer, build_world, check_model
 from gcore_llm.run_folder import RunFolder
 from gcore_llm.settings import resolve
 from gcore_llm.train import load_prompts
@@ -71,13 +72,15 @@ async def evaluate_run(path: Path) -> tuple[int, Evaluation]:
     prompts = load_prompts(config, tokenizer)
     if not prompts.val:
         raise UserError(f"{path} has no held-out prompts: it was trained with data.val_size=0 and no data.val_files")
+    rewards = await Rewards.start(config)
     result = await evaluate(
-        Sampler(policy=engine, reward=build_reward(config), tokenizer=tokenizer),
+        Sampler(policy=engine, reward=rewards.runner, tokenizer=tokenizer, world=build_world(config, tokenizer)),
         prompts.val,
         group=InlineCollectives(InlineGroup(1), 0),
         timer=StageTimer(),
         max_tokens=config.data.max_response_length,
         temperature=config.rollout.temperature,
     )
+    await rewards.close()
     await engine.close()
     return step, result

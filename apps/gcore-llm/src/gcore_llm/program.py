@@ -1,6 +1,7 @@
 """The controllers' program: LLM RLHF from generation to training, the same function under every runtime."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,9 +16,10 @@ from gcore_controller.prompts import PromptLoader
 from gcore_llm.config import TrainConfig
 from gcore_llm.evaluate import Evaluation, evaluate
 from gcore_llm.exchange import exchange, sample_flops, split_in_micro_batches
-from gcore_llm.generate import generate_groups
-from gcore_llm.groups import Group
+from gcore_llm.generate import Generation
+from gcore_llm.groups import Group, UnfinishedGroup
 from gcore_llm.learner import has_critic, has_reference, needs_old_log_probs
+from gcore_llm.metrics import means_by_name
 from gcore_llm.performance import speed
 from gcore_llm.preparation import kl_controller, prepare
 from gcore_llm.prompts import Prompt, PromptSets
@@ -98,13 +100,21 @@ class _Controller:
         )
         waves = config.algorithm.max_num_gen_batches if config.algorithm.filter_groups else 1
         self._sampler: DynamicSampler[Group] = DynamicSampler(group=ctx.group, max_waves=waves)
-        self._sampling = SamplingParams(
-            max_tokens=config.data.max_response_length, temperature=config.rollout.temperature
-        )
         self._kl = kl_controller(config.algorithm.kl_ctrl)
+        self._generation = Generation(
+            sampler=ctx.roles,
+            sampling=SamplingParams(max_tokens=config.data.max_response_length, temperature=config.rollout.temperature),
+            n=config.rollout.n,
+            seed=config.seed,
+            timer=ctx.timer,
+            with_greedy=config.algorithm.adv_estimator == "remax",
+        )
+        self._unfinished: list[UnfinishedGroup] = []
         self._wave_groups: list[Group] = []
+        self._num_dropped = 0
         if job.controllers is not None:
             own = job.controllers[ctx.rank]
+            self._unfinished = [UnfinishedGroup.from_state(g) for g in own.get("unfinished", [])]
             self._loader.load_state(own["loader"])
             self._kl.load_state(own["kl"])
             self._sampler.load_state(own["sampler"], Group.from_state)
@@ -130,6 +140,8 @@ class _Controller:
         ctx, config = self._ctx, self._config
         start_s = time.perf_counter()
         self._wave_groups = []
+        self._num_dropped = 0
+        self._sampler.surplus = [g for g in self._sampler.surplus if self._is_fresh(g.oldest_version)]
         harvest = await self._sampler.harvest(config.data.train_batch_size, self._sample_wave)
         metrics = await self._sampling_metrics(harvest)
         with ctx.timer.stage("prepare"):
@@ -144,17 +156,29 @@ class _Controller:
                 self._job.recorder.reached(step, states)
 
     async def _sample_wave(self, count: int) -> list[Group]:
-        groups = await generate_groups(
-            self._ctx.roles,
-            self._loader.take(count),
-            sampling=self._sampling,
-            n=self._config.rollout.n,
-            seed=self._config.seed,
-            timer=self._ctx.timer,
-            with_greedy=self._config.algorithm.adv_estimator == "remax",
-        )
+        rollout = self._config.rollout
+        if rollout.partial_rollout:
+            begun = [(self._fresh(group), self._loader.row(group.ticket)) for group in self._unfinished]
+            wanted = math.ceil(count * (1 + rollout.over_sample_rate))
+            prompts = self._loader.take(max(0, wanted - len(begun)))
+            generated = await self._generation.run(prompts, begun=begun, quota=count)
+            self._num_dropped += len(begun)
+        else:
+            prompts = self._loader.take(count)
+            generated = await self._generation.run(prompts)
+        groups, self._unfinished = generated.groups, generated.unfinished
         self._wave_groups += groups
+        self._num_dropped += len(prompts) - len(groups) - len(self._unfinished)
         return [g for g in groups if g.has_signal] if self._config.algorithm.filter_groups else groups
+
+    def _fresh(self, group: UnfinishedGroup) -> UnfinishedGroup:
+        """The group, or nothing but its ticket if it is too old."""
+        if group.oldest_version is None or self._is_fresh(group.oldest_version):
+            return group
+        return UnfinishedGroup(ticket=group.ticket, responses={}, begun=[])
+
+    def _is_fresh(self, version: int) -> bool:
+        return self._ctx.roles.policy.weight_version - version <= self._config.rollout.max_staleness
 
     async def _train(self, step: int, share: list[Group], num_groups: int) -> dict[str, float]:
         """Every update of the step, on all controllers' shares together."""
@@ -249,15 +273,18 @@ class _Controller:
         own = [
             (r.score, r.token_ids.size, r.truncated, g.prompt_ids.size) for g in self._wave_groups for r in g.responses
         ]
-        versions = [int(r.weight_versions.min()) for g in harvest.groups for r in g.responses]
-        everyones = await self._ctx.group.all_gather((own, versions))
-        rows = np.array([row for part, _ in everyones for row in part], np.float64).reshape(-1, 4)
-        oldest = min((v for _, part in everyones for v in part), default=0)
+        versions = [g.oldest_version for g in harvest.groups]
+        parts = [r.parts for g in self._wave_groups for r in g.responses if r.parts]
+        everyones = await self._ctx.group.all_gather((own, versions, parts, self._num_dropped, len(self._unfinished)))
+        rows = np.array([row for mine, *_ in everyones for row in mine], np.float64).reshape(-1, 4)
+        oldest = min((v for _, mine, *_ in everyones for v in mine), default=0)
         metrics = {
             "sampling/waves": float(harvest.num_waves),
             "sampling/acceptance": harvest.num_kept / max(harvest.num_sampled, 1),
             "sampling/groups": float(harvest.num_groups),
             "sampling/oldest_version": float(oldest),
+            "sampling/dropped_groups": float(sum(dropped for *_, dropped, _ in everyones)),
+            "sampling/unfinished_groups": float(sum(unfinished for *_, unfinished in everyones)),
             "sampling/epoch": self._loader.epoch,
         }
         if len(rows):
@@ -272,6 +299,7 @@ class _Controller:
                 "prompt_length/mean": prompts.mean(),
                 "perf/total_num_tokens": lengths.sum() + prompts.sum(),
             }
+        metrics |= means_by_name([p for _, _, mine, *_ in everyones for p in mine], prefix="reward/")
         return {name: float(value) for name, value in metrics.items()}
 
     def _timings(self, step_s: float, metrics: dict[str, float]) -> dict[str, float]:
@@ -287,4 +315,5 @@ class _Controller:
             "loader": self._loader.state(),
             "sampler": self._sampler.state(Group.state),
             "kl": self._kl.state(),
+            "unfinished": [group.state() for group in self._unfinished],
         }

@@ -1,6 +1,7 @@
 """The role services of one run, built from its config."""
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,20 @@ from gcore_llm.errors import UserError
 from gcore_llm.exchange import sample_flops, workload_of
 from gcore_llm.learner import Learner, LocalLearner
 from gcore_rollout import Engine
-from gcore_rollout.rewards import MathVerifyReward, ReasoningGymReward, RewardFunction, load_reward
+from gcore_rollout.multi_turn import ChatEncoder, Environment, EpisodeLimits
+from gcore_rollout.rewards import OnError, RewardRunner, load_function
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """What the policy acts in."""
+
+    make: Callable[[Mapping[str, Any]], Environment]
+    """An environment of one episode, from a row."""
+    encoder: ChatEncoder
+    limits: EpisodeLimits
+    on_error: OnError
+    """Of an environment that fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +32,10 @@ class Sampler:
     """What it takes to sample and to score."""
 
     policy: Engine
-    reward: RewardFunction
+    reward: RewardRunner
     tokenizer: Any
+    world: World | None = None
+    """Where responses have several turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +45,13 @@ class Roles(Sampler):
     learner: Learner
 
 
-def check_model(path: Path) -> None:
+def check_model(path: Path, *, setting: str = "model") -> None:
     """
     Raises:
         UserError: not a Hugging Face folder with weights, or of an architecture that transformers does not know.
     """
     if not (path / "config.json").is_file():
-        raise UserError(f"model is {str(path)!r}: a Hugging Face folder with config.json is needed")
+        raise UserError(f"{setting} is {str(path)!r}: a Hugging Face folder with config.json is needed")
     from transformers import AutoConfig
 
     try:
@@ -83,17 +99,6 @@ def eos_token_ids(tokenizer: Any, model: Path | None) -> list[int]:
     return sorted(i for i in ids if i is not None)
 
 
-def build_reward(config: TrainConfig) -> RewardFunction:
-    """The reward that the config names."""
-    if config.task.name and not config.reward:
-        return ReasoningGymReward(answer_after=config.answer_after)
-    if config.reward == "math-verify":
-        return MathVerifyReward()
-    if not config.reward:
-        raise UserError("reward is not set: PATH.py:function, or math-verify, is needed with data.train_files")
-    return load_reward(config.reward)
-
-
 def build_engine(config: TrainConfig, model: Path, tokenizer: Any) -> Engine:
     """The generation engine, with the weights of a model folder."""
     import torch
@@ -117,6 +122,28 @@ def build_engine(config: TrainConfig, model: Path, tokenizer: Any) -> Engine:
     )
 
 
+def build_world(config: TrainConfig, tokenizer: Any) -> World | None:
+    """The environment that the config names.
+
+    Raises:
+        RewardError: it does not load.
+    """
+    multi_turn = config.rollout.multi_turn
+    if not multi_turn.environment:
+        return None
+    make = load_function(multi_turn.environment, setting="rollout.multi_turn.environment")
+    return World(
+        make=make,
+        encoder=ChatEncoder(tokenizer),
+        limits=EpisodeLimits(
+            max_turns=multi_turn.max_assistant_turns,
+            max_tokens_per_turn=multi_turn.max_tokens_per_turn or None,
+            step_timeout_s=multi_turn.step_timeout_s,
+        ),
+        on_error=config.reward_calls.on_error,
+    )
+
+
 def build_learner(config: TrainConfig, model: Path, checkpoints: Path) -> Learner:
     """The models in training: in this process, or on ranks of their own."""
     if config.trainer.num_processes == 1 and config.trainer.backend == "torch":
@@ -127,9 +154,16 @@ def build_learner(config: TrainConfig, model: Path, checkpoints: Path) -> Learne
     return RankedLearner(config, model, checkpoints, cost_of=lambda batch: sample_flops(workload, batch))
 
 
-def build_roles(config: TrainConfig, model: Path, checkpoints: Path, tokenizer: Any, reward: RewardFunction) -> Roles:
+def build_roles(
+    config: TrainConfig,
+    model: Path,
+    checkpoints: Path,
+    tokenizer: Any,
+    reward: RewardRunner,
+    world: World | None = None,
+) -> Roles:
     """Load the model for every role that needs it."""
     # vLLM sets process-wide state as it starts, so it comes first.
     policy = build_engine(config, model, tokenizer)
     learner = build_learner(config, model, checkpoints)
-    return Roles(policy=policy, reward=reward, learner=learner, tokenizer=tokenizer)
+    return Roles(policy=policy, reward=reward, learner=learner, tokenizer=tokenizer, world=world)

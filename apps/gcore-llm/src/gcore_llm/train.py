@@ -20,13 +20,14 @@ from gcore_llm.metrics import MetricsWriter
 from gcore_llm.program import Job, State, is_evaluation_due, rlhf_program
 from gcore_llm.prompts import PromptSets, load_files
 from gcore_llm.report import write_report
-from gcore_llm.roles import Roles, build_reward, build_roles, build_tokenizer, check_model
+from gcore_llm.rewards import Rewards
+from gcore_llm.roles import Roles, World, build_roles, build_tokenizer, build_world, check_model
 from gcore_llm.run_folder import RunFolder, open_run, read_jsonl, write_atomically, write_jsonl
 from gcore_llm.settings import resolve
 from gcore_llm.tasks import load_task
 from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
 from gcore_llm.warmup import require_worked_examples, warm_up
-from gcore_rollout.rewards import RewardFunction, score
+from gcore_rollout.rewards import RewardRunner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,6 @@ def train(config: TrainConfig, display: Display) -> Result:
     torch.manual_seed(config.seed)
     if not config.model and not config.task.name:
         raise UserError("model is not set: a local Hugging Face folder is needed with data.train_files")
-    reward = build_reward(config)
     if config.model:
         check_model(Path(config.model))
         tokenizer = build_tokenizer(Path(config.model))
@@ -62,17 +62,39 @@ def train(config: TrainConfig, display: Display) -> Result:
     prompts = load_prompts(config, tokenizer)
     # One event loop for all of it: a user's async reward may keep what belongs to the loop of its first call.
     with asyncio.Runner() as runner:
-        runner.run(_try_reward(reward, prompts))
-        run = open_run(config)
-        display.say(f"run folder: {run.path}")
-        if prompts.num_too_long:
-            display.say(f"left out {prompts.num_too_long} prompts longer than {config.data.max_prompt_length} tokens")
-        display.say(f"{len(prompts.train):,} training prompts, {len(prompts.val):,} held out")
-        if not config.model and not run.model.is_dir():
-            _warm_up(config, run, tokenizer, prompts, runner, display)
-        model = Path(config.model) if config.model else run.model
-        _train(config, run, model, tokenizer, prompts, reward, runner, display)
+        rewards = runner.run(Rewards.start(config))
+        try:
+            runner.run(_try_reward(rewards.runner, prompts))
+            world = build_world(config, tokenizer)
+            inputs = _Inputs(tokenizer=tokenizer, prompts=prompts, reward=rewards.runner, world=world)
+            run = _run_with(config, inputs, runner, display)
+        finally:
+            runner.run(rewards.close())
     return _finish(run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Inputs:
+    """What a run is given, beside its models; found to be in order before it begins."""
+
+    tokenizer: Any
+    prompts: PromptSets
+    reward: RewardRunner
+    world: World | None
+
+
+def _run_with(config: TrainConfig, inputs: _Inputs, runner: asyncio.Runner, display: Display) -> RunFolder:
+    prompts = inputs.prompts
+    run = open_run(config)
+    display.say(f"run folder: {run.path}")
+    if prompts.num_too_long:
+        display.say(f"left out {prompts.num_too_long} prompts longer than {config.data.max_prompt_length} tokens")
+    display.say(f"{len(prompts.train):,} training prompts, {len(prompts.val):,} held out")
+    if not config.model and not run.model.is_dir():
+        _warm_up(config, run, inputs, runner, display)
+    model = Path(config.model) if config.model else run.model
+    _train(config, run, model, inputs, runner, display)
+    return run
 
 
 def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptSets:
@@ -84,19 +106,17 @@ def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptSets:
     return load_files(config.data, tokenizer, seed=config.data.shuffle_seed)
 
 
-async def _try_reward(reward: RewardFunction, prompts: PromptSets) -> None:
+async def _try_reward(reward: RewardRunner, prompts: PromptSets) -> None:
     """Call the reward once, so that a broken one is found before the model is loaded."""
     first = prompts.train[0]
-    await score(reward, prompt=first.text, completion="", row=first.row)
+    await reward.score(prompt=first.text, completion="", row=first.row)
 
 
-def _warm_up(
-    config: TrainConfig, run: RunFolder, tokenizer: Any, prompts: PromptSets, runner: asyncio.Runner, display: Display
-) -> None:
+def _warm_up(config: TrainConfig, run: RunFolder, inputs: _Inputs, runner: asyncio.Runner, display: Display) -> None:
     """Make the embedded model and warm it up."""
     initial = run.path / "initial-model"
     write_atomically(initial, lambda path: make_tiny_model(path, seed=config.seed))
-    runner.run(warm_up(config, run, initial, prompts, tokenizer, display))
+    runner.run(warm_up(config, run, initial, inputs.prompts, inputs.tokenizer, inputs.reward, display))
     shutil.rmtree(initial)
 
 
@@ -104,9 +124,7 @@ def _train(
     config: TrainConfig,
     run: RunFolder,
     model: Path,
-    tokenizer: Any,
-    prompts: PromptSets,
-    reward: RewardFunction,
+    inputs: _Inputs,
     runner: asyncio.Runner,
     display: Display,
 ) -> None:
@@ -119,7 +137,7 @@ def _train(
     if first_step:
         display.say(f"resuming after step {first_step} of {total}")
     shutil.rmtree(run.export, ignore_errors=True)
-    roles = build_roles(config, model, run.checkpoints, tokenizer, reward)
+    roles = build_roles(config, model, run.checkpoints, inputs.tokenizer, inputs.reward, inputs.world)
     with closing(roles.learner):
         saved = roles.learner.load() if first_step else None
         display.phase("training", total=total, done=first_step)
@@ -128,7 +146,7 @@ def _train(
             recorder = _Recorder(config, run, roles, writer, display, interrupt)
             job = Job(
                 config=config,
-                prompts=prompts,
+                prompts=inputs.prompts,
                 workload=workload_of(model),
                 recorder=recorder,
                 first_step=first_step,

@@ -11,9 +11,10 @@ from gcore_llm.display import Display
 from gcore_llm.errors import UserError
 from gcore_llm.evaluate import evaluate
 from gcore_llm.prompts import PromptSets
-from gcore_llm.roles import Sampler, build_engine, build_reward
+from gcore_llm.roles import Sampler, build_engine
 from gcore_llm.run_folder import RunFolder, append_json, write_atomically, write_jsonl
 from gcore_llm.tasks import WORKED_EXAMPLES
+from gcore_rollout.rewards import RewardRunner
 from gcore_trainer import OptimizerConfig, Sample
 from gcore_trainer.objectives import SFTObjective
 from gcore_trainer.packed_model import PackedModel
@@ -31,7 +32,13 @@ def require_worked_examples(task: str) -> None:
 
 
 async def warm_up(
-    config: TrainConfig, run: RunFolder, initial: Path, prompts: PromptSets, tokenizer: Any, display: Display
+    config: TrainConfig,
+    run: RunFolder,
+    initial: Path,
+    prompts: PromptSets,
+    tokenizer: Any,
+    reward: RewardRunner,
+    display: Display,
 ) -> None:
     """Make ``run.model``: the model in ``initial``, fine-tuned on the task's worked examples."""
     worked = WORKED_EXAMPLES[config.task.name]
@@ -39,7 +46,7 @@ async def warm_up(
     optimizer = OptimizerConfig(lr=config.warmup.lr, betas=(0.9, 0.95), lr_warmup_steps=50)
     packed = PackedModel.from_pretrained(initial, device=config.device, temperature=config.rollout.temperature)
     trainer = TorchTrainer(packed, optimizer=optimizer, objective=SFTObjective())
-    sampler = Sampler(policy=build_engine(config, initial, tokenizer), reward=build_reward(config), tokenizer=tokenizer)
+    sampler = Sampler(policy=build_engine(config, initial, tokenizer), reward=reward, tokenizer=tokenizer)
     write_jsonl(run.warmup, [])
     display.phase("warm-up (supervised)", total=config.warmup.max_steps)
     order = np.random.default_rng(config.seed)

@@ -78,6 +78,11 @@ class PromptLoader(Generic[RowT]):
         self._cursor += count * self._world_size
         return [(first + i * self._world_size, next(self._iterator)) for i in range(count)]
 
+    def row(self, ticket: int) -> RowT:
+        """The row that a ticket stands for."""
+        sampler = ShardedSampler(len(self._rows), seed=self._seed, rank=self._rank, world_size=self._world_size)
+        return self._rows[sampler.row(ticket)]
+
     @property
     def epoch(self) -> float:
         """How often the data set has been drawn so far, by all controllers together."""

@@ -2,13 +2,16 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gcore_rollout.errors import RequestError
-from gcore_rollout.types import Completion, Request
+from gcore_rollout.types import Completion, FinishReason, Request
 
 
 @dataclass(eq=False)
@@ -32,58 +35,106 @@ class Call:
             self.abandoned = self.pending > 0
 
 
-@dataclass(eq=False)
-class _Waiting:
-    """Samples ``next_index..n-1`` of a request."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sample:
+    """One of a request's samples, from the line of those that wait to its completion."""
 
     call: Call
     request: Request
-    next_index: int = 0
+    index: int
+    begun: Completion | None
+    """What it goes on from; never without tokens."""
+    shares_prompt: bool
+    """An earlier sample of the request starts from the same tokens."""
+
+    @property
+    def start_token_ids(self) -> tuple[int, ...]:
+        """The prompt, and what was sampled before."""
+        before = () if self.begun is None else self.begun.token_ids.tolist()
+        return (*self.request.prompt_token_ids, *before)
+
+    @property
+    def num_begun(self) -> int:
+        return 0 if self.begun is None else self.begun.token_ids.size
+
+    def finish(
+        self,
+        token_ids: NDArray[np.int64],
+        log_probs: NDArray[np.float32],
+        weight_versions: NDArray[np.int32],
+        reason: FinishReason,
+    ) -> None:
+        """Hand over the completion: the tokens begun, then those given, all of shape [T]."""
+        if self.begun is not None:
+            token_ids = np.concatenate([self.begun.token_ids, token_ids])
+            log_probs = np.concatenate([self.begun.log_probs, log_probs])
+            weight_versions = np.concatenate([self.begun.weight_versions, weight_versions])
+        self.call.finished.put_nowait(
+            Completion(
+                request_id=self.request.request_id,
+                index=self.index,
+                # Completions that come back from storage may have other types, and arrays here may be views.
+                token_ids=token_ids.astype(np.int64),
+                log_probs=log_probs.astype(np.float32),
+                weight_versions=weight_versions.astype(np.int32),
+                finish_reason=reason,
+            )
+        )
+
+    def abort_unstarted(self) -> None:
+        """Hand over what was begun, if anything."""
+        self.finish(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.int32), "abort")
 
 
 class WaitingLine:
     """Samples that have not started, first come, first served."""
 
     def __init__(self) -> None:
-        self._line: deque[_Waiting] = deque()
+        # Each entry holds samples of one request that start from the same tokens.
+        self._line: deque[deque[Sample]] = deque()
 
     def __len__(self) -> int:
-        return sum(w.request.n - w.next_index for w in self._line)
+        return sum(len(group) for group in self._line)
 
     def join(self, requests: Sequence[Request]) -> Call:
-        """A new call, its samples at the end of the line."""
-        call = Call(pending=sum(r.n for r in requests))
-        self._line.extend(_Waiting(call, r) for r in requests)
+        """A new call, its samples at the end of the line: of each request, those that go on come first."""
+        call = Call(pending=sum(len(r.sample_indices) for r in requests))
+        self._line.extend(deque(group) for r in requests for group in _groups(call, r))
         return call
 
-    def admit(self, room: int) -> Iterator[tuple[Call, Request, range]]:
-        """Take up to ``room`` samples out of the line, as runs of one request's sample indices."""
+    def admit(self, room: int) -> Iterator[list[Sample]]:
+        """Take up to ``room`` samples out of the line, in lists of those that start from the same tokens."""
         while self._line and room > 0:
             first = self._line[0]
-            indices = range(first.next_index, min(first.request.n, first.next_index + room))
-            first.next_index = indices.stop
-            room -= len(indices)
-            if indices.stop == first.request.n:
+            group = [first.popleft() for _ in range(min(room, len(first)))]
+            room -= len(group)
+            if not first:
                 self._line.popleft()
-            yield first.call, first.request, indices
+            yield group
 
-    def drop_abandoned(self) -> None:
-        """Remove the samples of calls that nobody waits for any more."""
-        if any(w.call.abandoned for w in self._line):
-            self._line = deque(w for w in self._line if not w.call.abandoned)
+    def remove(self, which: Callable[[Sample], bool]) -> list[Sample]:
+        """Take samples out of the line."""
+        removed = [s for s in chain(*self._line) if which(s)]
+        if removed:
+            left = (deque(s for s in group if not which(s)) for group in self._line)
+            self._line = deque(group for group in left if group)
+        return removed
 
-    def clear(self) -> set[Call]:
-        """Remove everything; the calls it belonged to."""
-        calls = {w.call for w in self._line}
-        self._line.clear()
-        return calls
+
+def _groups(call: Call, request: Request) -> Iterator[list[Sample]]:
+    begun = {c.index: c for c in request.begun if c.token_ids.size}
+    for index, completion in begun.items():
+        yield [Sample(call=call, request=request, index=index, begun=completion, shares_prompt=False)]
+    new = [i for i in request.sample_indices if i not in begun]
+    if new:
+        yield [Sample(call=call, request=request, index=i, begun=None, shares_prompt=i != new[0]) for i in new]
 
 
 def check_request(request: Request, *, max_length: int, vocab_size: int) -> None:
     """Refuse a request that the model cannot take.
 
     Raises:
-        RequestError: too many tokens in all, or a prompt token outside the vocabulary.
+        RequestError: too many tokens in all, or a token outside the vocabulary.
     """
     prompt, max_tokens = request.prompt_token_ids, request.sampling.max_tokens
     need = len(prompt) + max_tokens
@@ -92,11 +143,13 @@ def check_request(request: Request, *, max_length: int, vocab_size: int) -> None
             f"request {request.request_id!r} needs {len(prompt)} prompt + {max_tokens} completion tokens = {need}: "
             f"the model takes at most {max_length}"
         )
-    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-        raise RequestError(
-            f"request {request.request_id!r} has prompt tokens from {min(prompt)} to {max(prompt)}: "
-            f"the model knows 0 to {vocab_size - 1}"
-        )
+    begun = [c.token_ids for c in request.begun if c.token_ids.size]
+    for name, tokens in (("prompt", np.array(prompt)), *(("begun", t) for t in begun)):
+        if not 0 <= tokens.min() <= tokens.max() < vocab_size:
+            raise RequestError(
+                f"request {request.request_id!r} has {name} tokens from {tokens.min()} to {tokens.max()}: "
+                f"the model knows 0 to {vocab_size - 1}"
+            )
 
 
 def check_weights(

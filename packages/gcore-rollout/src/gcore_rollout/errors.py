@@ -22,3 +22,48 @@ class UnsupportedModelError(RolloutError, ValueError):
 
 class RewardError(RolloutError):
     """A reward function failed, or returned something that is not one finite number."""
+
+
+class RewardConfigError(RewardError, ValueError):
+    """A reward was given a setting that it cannot work with."""
+
+
+class NoScoreError(RewardError):
+    """A reward says that it has no score for a completion, so that the group it belongs to is to be dropped."""
+
+
+class SandboxError(RolloutError):
+    """A sandbox cannot be made, or could not start a program; never what a program itself did."""
+
+
+class EngineStartError(RolloutError):
+    """An engine process was not ready in time."""
+
+
+class EngineDiedError(RolloutError):
+    """An engine is gone for good: its process ended, or hung and was killed.
+
+    Attributes:
+        unfinished: The samples, as (request id, index), that the call which raises this still owed.
+    """
+
+    def __init__(self, reason: str, *, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
+        super().__init__(f"{reason}; unfinished samples: {len(unfinished)}" if unfinished else reason)
+        self.reason = reason
+        self.unfinished = unfinished
+
+
+class EpisodeError(RolloutError):
+    """An environment failed, or did not answer in time."""
+
+
+class ServerRequestError(RolloutError):
+    """A server refused a request, or failed at it.
+
+    Attributes:
+        status: What it answered with, 400 or above.
+    """
+
+    def __init__(self, request: str, *, status: int, answer: str) -> None:
+        super().__init__(f"{request}: the server says {status}: {answer[:500]}")
+        self.status = status

@@ -1,8 +1,6 @@
 """The `hf` engine: any transformers causal LM, continuously batched over key-value slots, in this process."""
 
-import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,19 +10,21 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from gcore_rollout import slot_attention
-from gcore_rollout.calls import Call, WaitingLine, check_request, check_weights
+from gcore_rollout.calls import Sample, check_request, check_weights
 from gcore_rollout.engine import EngineStats
-from gcore_rollout.errors import RolloutError, UnsupportedModelError
+from gcore_rollout.errors import UnsupportedModelError
+from gcore_rollout.in_process import InProcessEngine
+from gcore_rollout.repetition import extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.sampling import sample_seeds, sample_tokens, uniforms
 from gcore_rollout.slot_attention import Decode, Prefill, SlotCache
-from gcore_rollout.types import Completion, FinishReason, Request
+from gcore_rollout.types import FinishReason, Request
 
 
 class _Rows:
     """State of the live samples as arrays, slot i in row i, so a step's bookkeeping is a few vector operations."""
 
     def __init__(self, num_rows: int) -> None:
-        self.owners: list[tuple[Call, Request, int]] = []
+        self.samples: list[Sample] = []
         self.seeds = np.zeros(num_rows, np.uint64)
         self.temperatures = np.zeros(num_rows, np.float32)
         self.prompt_lengths = np.zeros(num_rows, np.int64)
@@ -34,9 +34,13 @@ class _Rows:
         self.tokens = np.zeros((num_rows, 0), np.int64)
         self.log_probs = np.zeros((num_rows, 0), np.float32)
         self.versions = np.zeros((num_rows, 0), np.int32)
+        self.min_pattern_sizes = np.zeros(num_rows, np.int64)
+        self.max_pattern_sizes = np.zeros(num_rows, np.int64)
+        self.min_counts = np.zeros(num_rows, np.int64)
+        self.runs = np.zeros((num_rows, 0), np.int64)
 
     def __len__(self) -> int:
-        return len(self.owners)
+        return len(self.samples)
 
     def arrays(self) -> tuple[NDArray[Any], ...]:
         return (
@@ -49,29 +53,55 @@ class _Rows:
             self.tokens,
             self.log_probs,
             self.versions,
+            self.min_pattern_sizes,
+            self.max_pattern_sizes,
+            self.min_counts,
+            self.runs,
         )
 
-    def reserve_tokens(self, max_tokens: int) -> None:
-        grow = max_tokens - self.tokens.shape[1]
-        if grow > 0:
-            columns = ((0, 0), (0, grow))
-            self.tokens = np.pad(self.tokens, columns)
-            self.log_probs = np.pad(self.log_probs, columns)
-            self.versions = np.pad(self.versions, columns)
+    def add(self, group: list[Sample]) -> None:
+        """Put samples of one request, that start from the same tokens, into the next rows."""
+        sampling, num_begun = group[0].request.sampling, group[0].num_begun
+        detection = sampling.repetition_detection
+        if detection is not None:
+            self.runs = _widened(self.runs, detection.max_pattern_size)
+        self.tokens = _widened(self.tokens, sampling.max_tokens)
+        self.log_probs = _widened(self.log_probs, sampling.max_tokens)
+        self.versions = _widened(self.versions, sampling.max_tokens)
+
+        slots = slice(len(self), len(self) + len(group))
+        self.samples.extend(group)
+        self.seeds[slots] = sample_seeds(group[0].request.seed, np.array([s.index for s in group]))
+        self.temperatures[slots] = sampling.temperature
+        self.prompt_lengths[slots] = len(group[0].request.prompt_token_ids)
+        self.num_sampled[slots] = num_begun
+        self.max_tokens[slots] = sampling.max_tokens
+        self.min_pattern_sizes[slots] = 0 if detection is None else detection.min_pattern_size
+        self.max_pattern_sizes[slots] = 0 if detection is None else detection.max_pattern_size
+        self.min_counts[slots] = 0 if detection is None else detection.min_count
+        begun = group[0].begun
+        if begun is None:
+            self.runs[slots] = 0
+        else:
+            self.tokens[slots, :num_begun] = begun.token_ids
+            self.runs[slots] = runs_at_end(begun.token_ids, self.runs.shape[1])
 
     def move(self, src: NDArray[np.int64], dst: NDArray[np.int64]) -> None:
         for array in self.arrays():
             array[dst] = array[src]
         for s, d in zip(src.tolist(), dst.tolist(), strict=True):
-            self.owners[d] = self.owners[s]
+            self.samples[d] = self.samples[s]
 
 
-class HFEngine:
+class HFEngine(InProcessEngine):
     """Runs a transformers causal LM and samples from it.
 
     One decode step computes exactly one token for each live sample: prompts are prefilled without padding and once for
     all samples of a request, a finished sample's slot is filled by the last live one, and waiting requests are admitted
     between steps. Steps run on the event loop, so what is batched together depends only on the order of calls.
+
+    A sample that was aborted and goes on draws the tokens that it would have drawn. `sleep` drops the keys and values
+    and, where the device is not the CPU, moves the weights to the host's memory.
 
     Args:
         model: loaded with ``attn_implementation=slot_attention.ATTENTION_NAME``; use `from_pretrained`.
@@ -82,6 +112,7 @@ class HFEngine:
     def __init__(self, model: Any, *, eos_token_ids: Sequence[int], max_num_seqs: int = 256) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs is {max_num_seqs}: at least 1 is needed")
+        super().__init__()
         self._model = model.eval().requires_grad_(False)
         self._device: torch.device = model.device
         self._max_length = _longest_sequence(model.config)
@@ -90,12 +121,8 @@ class HFEngine:
         self._max_num_seqs = max_num_seqs
         self._cache = SlotCache(num_layers=model.config.num_hidden_layers)
         self._rows = _Rows(max_num_seqs)
-        self._waiting = WaitingLine()
-        self._version = 0
         self._prompt_tokens = 0
         self._completion_tokens = 0
-        self._driver: asyncio.Task[None] | None = None
-        self._closed = False
 
     @classmethod
     def from_pretrained(
@@ -133,10 +160,6 @@ class HFEngine:
             eos_token_ids = [eos] if isinstance(eos, int) else list(eos or [])
         return cls(model.to(device), eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs)
 
-    @property
-    def weight_version(self) -> int:
-        return self._version
-
     def stats(self) -> EngineStats:
         return EngineStats(
             prompt_tokens=self._prompt_tokens,
@@ -146,23 +169,9 @@ class HFEngine:
             weight_version=self._version,
         )
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
-        """See `Engine.generate`."""
-        if self._closed:
-            raise RolloutError("generate was called on a closed engine")
-        for request in requests:
-            check_request(request, max_length=self._max_length, vocab_size=self._vocab_size)
-        call = self._waiting.join(requests)
-        if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive())
-        async with aclosing(call.completions()) as completions:
-            async for completion in completions:
-                yield completion
-
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """See `Engine.update_weights`. Unknown or missing names and wrong shapes are refused before any copy."""
-        if version <= self._version:
-            raise ValueError(f"version is {version}: it must be above the present {self._version}")
+        self._check_update(version)
         own: dict[str, torch.Tensor] = self._model.state_dict(keep_vars=True)
         new = dict(weights)
         # Tied parameters are one tensor under several names, any one of which will do.
@@ -175,31 +184,28 @@ class HFEngine:
 
     async def close(self) -> None:
         """See `Engine.close`. Calls still generating get a `RolloutError`."""
-        self._closed = True
-        if self._driver is not None:
-            self._driver.cancel()
-        self._fail_all(RolloutError("the engine was closed while generating"))
+        self._stop()
         self._rows = _Rows(0)
-        self._cache = SlotCache(num_layers=0)
+        self._cache.clear()
 
-    async def _drive(self) -> None:
-        try:
-            while self._waiting or len(self._rows):
-                self._step()
-                await asyncio.sleep(0)
-        except Exception as error:
-            self._fail_all(error)
+    def _check_request(self, request: Request) -> None:
+        check_request(request, max_length=self._max_length, vocab_size=self._vocab_size)
 
-    def _fail_all(self, error: Exception) -> None:
-        calls = self._waiting.clear() | {call for call, _, _ in self._rows.owners}
-        self._rows.owners.clear()
-        for call in calls:
-            call.finished.put_nowait(error)
+    def _num_running(self) -> int:
+        return len(self._rows)
+
+    def _free_memory(self) -> None:
+        self._cache.clear()
+        if self._device.type != "cpu":
+            self._model.to("cpu")
+            torch.accelerator.empty_cache()
+
+    def _take_memory(self) -> None:
+        self._model.to(self._device)
 
     @torch.inference_mode()
     def _step(self) -> None:
-        """Drop what was abandoned, admit what fits, then sample one token for every live sample."""
-        self._drop_abandoned()
+        """Admit what fits, then sample one token for every live sample."""
         num_old = len(self._rows)
         prefill_logits = self._admit()
         logits = [] if num_old == 0 else [self._decode(num_old)]
@@ -209,30 +215,19 @@ class HFEngine:
             self._sample(torch.cat(logits) if len(logits) > 1 else logits[0])
             self._retire()
 
-    def _drop_abandoned(self) -> None:
-        self._waiting.drop_abandoned()
-        self._release(np.array([i for i, (call, _, _) in enumerate(self._rows.owners) if call.abandoned], np.int64))
-
     def _admit(self) -> torch.Tensor | None:
         """Prefill waiting samples into free slots; their logits [M, V], in slot order."""
         rows = self._rows
         first = len(rows)
         prompts: list[tuple[int, ...]] = []
         slot_prompts: list[int] = []
-        for call, request, indices in self._waiting.admit(self._max_num_seqs - first):
-            slots = slice(len(rows), len(rows) + len(indices))
-            rows.seeds[slots] = sample_seeds(request.seed, np.array(indices))
-            rows.temperatures[slots] = request.sampling.temperature
-            rows.prompt_lengths[slots] = len(request.prompt_token_ids)
-            rows.num_sampled[slots] = 0
-            rows.max_tokens[slots] = request.sampling.max_tokens
-            rows.owners.extend((call, request, i) for i in indices)
-            slot_prompts.extend([len(prompts)] * len(indices))
-            prompts.append(request.prompt_token_ids)
+        for group in self._waiting.admit(self._max_num_seqs - first):
+            rows.add(group)
+            slot_prompts.extend([len(prompts)] * len(group))
+            prompts.append(group[0].start_token_ids)
         if not prompts:
             return None
         admitted = slice(first, len(rows))
-        rows.reserve_tokens(int(rows.max_tokens[admitted].max()))
         needed = int((rows.prompt_lengths[admitted] + rows.max_tokens[admitted]).max())
         self._cache.reserve(_round_up(len(rows), 64, self._max_num_seqs), _round_up(needed, 64, self._max_length))
         return self._prefill(prompts, slot_prompts, first)
@@ -288,7 +283,7 @@ class HFEngine:
     def _sample(self, logits_BV: torch.Tensor) -> None:
         rows = self._rows
         batch = len(rows)
-        at = rows.num_sampled[:batch]
+        at = rows.num_sampled[:batch].copy()
         u = uniforms(rows.seeds[:batch], at)
         tokens_B, log_probs_B = sample_tokens(logits_BV, rows.temperatures[:batch], u)
         rows.last_tokens[:batch] = tokens_B.cpu().numpy()
@@ -297,6 +292,7 @@ class HFEngine:
         rows.log_probs[every, at] = log_probs_B.cpu().numpy()
         rows.versions[every, at] = self._version
         rows.num_sampled[:batch] += 1
+        extend_runs(rows.runs[:batch], rows.tokens[:batch], at)
         self._completion_tokens += batch
 
     def _retire(self) -> None:
@@ -304,22 +300,28 @@ class HFEngine:
         rows = self._rows
         batch = len(rows)
         stopped = np.isin(rows.last_tokens[:batch], self._eos)
-        finished = np.flatnonzero(stopped | (rows.num_sampled[:batch] >= rows.max_tokens[:batch]))
+        full = rows.num_sampled[:batch] >= rows.max_tokens[:batch]
+        repetitive = is_repetitive(
+            rows.runs[:batch], rows.min_pattern_sizes[:batch], rows.max_pattern_sizes[:batch], rows.min_counts[:batch]
+        )
+        finished = np.flatnonzero(stopped | full | repetitive)
         for row in finished.tolist():
-            call, request, index = rows.owners[row]
-            count = int(rows.num_sampled[row])
-            reason: FinishReason = "stop" if stopped[row] else "length"
-            call.finished.put_nowait(
-                Completion(
-                    request_id=request.request_id,
-                    index=index,
-                    token_ids=rows.tokens[row, :count].copy(),
-                    log_probs=rows.log_probs[row, :count].copy(),
-                    weight_versions=rows.versions[row, :count].copy(),
-                    finish_reason=reason,
-                )
-            )
+            self._finish(row, "stop" if stopped[row] else "length" if full[row] else "repetition")
         self._release(finished)
+
+    def _finish(self, row: int, reason: FinishReason) -> None:
+        rows, sample = self._rows, self._rows.samples[row]
+        new = slice(sample.num_begun, int(rows.num_sampled[row]))
+        sample.finish(rows.tokens[row, new], rows.log_probs[row, new], rows.versions[row, new], reason)
+
+    @torch.inference_mode()
+    def _remove_running(self, which: Callable[[Sample], bool], *, as_aborted: bool) -> list[Sample]:
+        removed = [(row, sample) for row, sample in enumerate(self._rows.samples) if which(sample)]
+        if as_aborted:
+            for row, _ in removed:
+                self._finish(row, "abort")
+        self._release(np.array([row for row, _ in removed], np.int64))
+        return [sample for _, sample in removed]
 
     def _release(self, slots: NDArray[np.int64]) -> None:
         """Free ``slots``: the last live samples move into the holes."""
@@ -333,10 +335,15 @@ class HFEngine:
             rows.move(tail, holes)
             length = int((rows.prompt_lengths[holes] + rows.num_sampled[holes]).max())
             self._cache.move(self._tensor(tail), self._tensor(holes), length)
-        del rows.owners[left:]
+        del rows.samples[left:]
 
     def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+def _widened(array: NDArray[Any], num_columns: int) -> NDArray[Any]:
+    missing = num_columns - array.shape[1]
+    return array if missing <= 0 else np.pad(array, ((0, 0), (0, missing)))
 
 
 def _round_up(value: int, multiple: int, limit: int) -> int:

@@ -55,6 +55,13 @@ class SlotCache:
             self.values[index] = values = like_1KTD.new_zeros(shape)
         return keys, values
 
+    def clear(self) -> None:
+        """Free the buffers and what is stored in them."""
+        self.keys = [None] * len(self.keys)
+        self.values = [None] * len(self.values)
+        self.num_slots = 0
+        self.capacity = 0
+
     def move(self, src: torch.Tensor, dst: torch.Tensor, length: int) -> None:
         """Copy the first ``length`` tokens of slots ``src`` to slots ``dst`` (both [M], disjoint)."""
         for buffer in (*self.keys, *self.values):

@@ -8,7 +8,30 @@ from numpy.typing import NDArray
 
 from gcore_rollout.errors import RequestError
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "repetition", "abort"]
+"""An end-of-sequence token was sampled; max_tokens were; the last tokens repeat a pattern; `Engine.abort` cut it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepetitionDetection:
+    """Ends a sample whose last tokens are one pattern ``min_count`` times in a row; as vLLM's parameter of this name.
+
+    Like ``max_tokens`` it cuts off what the policy would have gone on with.
+    """
+
+    max_pattern_size: int
+    """Longest pattern looked for, in tokens."""
+    min_count: int
+    min_pattern_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_pattern_size <= self.max_pattern_size:
+            raise RequestError(
+                f"min_pattern_size is {self.min_pattern_size} and max_pattern_size is {self.max_pattern_size}: "
+                "1 <= min_pattern_size <= max_pattern_size is needed"
+            )
+        if self.min_count < 2:
+            raise RequestError(f"min_count is {self.min_count}: at least 2 is needed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +46,7 @@ class SamplingParams:
     """Longest completion, in tokens, end-of-sequence included."""
     temperature: float = 1.0
     """Divides the logits; 0 takes the most probable token."""
+    repetition_detection: RepetitionDetection | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -41,12 +65,53 @@ class Request:
     n: int = 1
     seed: int = 0
     """With the sample's index it fixes the random numbers, whatever else is in the batch."""
+    indices: tuple[int, ...] | None = None
+    """Which of the ``n`` samples are wanted; None: all."""
+    begun: "tuple[Completion, ...]" = ()
+    """Samples that were aborted, to go on behind the tokens that they have: ``max_tokens`` counts these, and the new
+    completion repeats them, with their log-probs and versions. The request's other samples start anew."""
+
+    @property
+    def sample_indices(self) -> tuple[int, ...]:
+        """The samples that are wanted."""
+        return tuple(range(self.n)) if self.indices is None else self.indices
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise RequestError(f"request {self.request_id!r} has an empty prompt")
         if self.n < 1:
             raise RequestError(f"request {self.request_id!r} asks for n={self.n} completions: at least 1 is needed")
+        wanted = self.sample_indices
+        if not wanted or len(set(wanted)) < len(wanted) or not 0 <= min(wanted) <= max(wanted) < self.n:
+            raise RequestError(
+                f"request {self.request_id!r} has indices {wanted}: one or more of 0 to {self.n - 1} are needed, "
+                "each once"
+            )
+        for begun in self.begun:
+            self._check_begun(begun)
+        indices = [begun.index for begun in self.begun]
+        if len(set(indices)) < len(indices):
+            raise RequestError(f"request {self.request_id!r} has begun samples {indices}: each index may come once")
+
+    def _check_begun(self, begun: "Completion") -> None:
+        name = f"request {self.request_id!r} has a begun sample"
+        if begun.request_id != self.request_id:
+            raise RequestError(f"{name} of request {begun.request_id!r}: only its own can go on")
+        if begun.index not in self.sample_indices:
+            raise RequestError(f"{name} {begun.index}: one of those wanted, {self.sample_indices}, is needed")
+        if begun.finish_reason != "abort":
+            raise RequestError(f"{name} {begun.index} with finish reason {begun.finish_reason!r}: 'abort' is needed")
+        shapes = [begun.token_ids.shape, begun.log_probs.shape, begun.weight_versions.shape]
+        if shapes != [(begun.token_ids.size,)] * 3:
+            raise RequestError(
+                f"{name} {begun.index} whose token_ids, log_probs and weight_versions have shapes {shapes}: "
+                "one shape [T] is needed"
+            )
+        if begun.token_ids.size >= self.sampling.max_tokens:
+            raise RequestError(
+                f"{name} {begun.index} of {begun.token_ids.size} tokens: "
+                f"fewer than max_tokens={self.sampling.max_tokens} are needed to go on"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

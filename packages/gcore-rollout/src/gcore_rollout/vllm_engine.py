@@ -1,9 +1,8 @@
 """The `vllm` engine: vLLM's scheduler and kernels, in this process and stepped by this event loop."""
 
-import asyncio
 import gc
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -11,14 +10,16 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import numpy as np
 import torch
 
-from gcore_rollout.calls import Call, WaitingLine, check_request, check_weights
+from gcore_rollout.calls import Sample, check_request, check_weights
 from gcore_rollout.engine import EngineStats
 from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
+from gcore_rollout.in_process import InProcessEngine
 from gcore_rollout.sampling import sample_seeds
-from gcore_rollout.types import Completion, Request
+from gcore_rollout.types import FinishReason, Request
 from gcore_rollout.vllm_process import (
     check_head_size,
     checkpoint_shapes,
+    free_kv_cache,
     import_vllm,
     process_state_kept,
     repack_head,
@@ -30,7 +31,7 @@ from gcore_rollout.vllm_process import (
 )
 
 if TYPE_CHECKING:
-    from vllm import LLMEngine, RequestOutput, SamplingParams
+    from vllm import CompletionOutput, LLMEngine, RequestOutput, SamplingParams
     from vllm.config import VllmConfig
     from vllm.inputs.engine import TokensInput
     from vllm.logprobs import FlatLogprobs
@@ -41,13 +42,18 @@ _TEMPERATURES = (0.01, 2.0)
 _CPU_KV_CACHE_BYTES = 1 << 30
 
 
-class VLLMEngine:
+class VLLMEngine(InProcessEngine):
     """Runs a model under vLLM, one device per engine.
 
     Samples enter vLLM in the order of calls, at most ``max_num_seqs`` at a time, each with a seed of its own. The same
     seed gives the same tokens as long as rounding does: vLLM's kernels may add in another order in another batch.
+    A sample that was aborted and goes on draws with a generator that starts anew, from a seed of its own, and
+    repetitions are looked for in its new tokens alone.
 
-    Log-probs are of the distribution sampled from: temperature applied; greedy ones at temperature 1.
+    `sleep` frees keys, values and weights on a GPU, if the engine was made for it; on CPU under Linux, keys and values.
+
+    Temperatures from 0.01 to 2, or 0, are accepted. Log-probs are of the distribution sampled from: temperature
+    applied; greedy ones at temperature 1.
 
     What a live engine leaves in its process, beyond memory: a default process group of world size 1, unless
     `torch.distributed` was initialised before (`close` takes it down again); vLLM's logging configuration and
@@ -76,11 +82,13 @@ class VLLMEngine:
     ) -> None:
         from vllm import LLMEngine
 
+        super().__init__()
         group_existed = torch.distributed.is_initialized()
         self._engine: LLMEngine | None = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self._engine.engine_core.set_weight_version("0")
         VLLMEngine._made_process_group |= not group_existed
         VLLMEngine._num_live += 1
+        self._can_sleep = config.model_config.enable_sleep_mode
         self._on_cpu = config.device_config.device_type == "cpu"
         self._max_length = config.model_config.max_model_len
         self._max_num_seqs = config.scheduler_config.max_num_seqs
@@ -89,13 +97,10 @@ class VLLMEngine:
         self._shapes = {name: shape for name, shape in shapes.items() if not (self._tied and name == _TIED_HEAD)}
         self._eos = list(eos_token_ids)
         self._recompute_kv = recompute_kv
-        self._waiting = WaitingLine()
-        self._running: dict[str, tuple[Call, Request, int]] = {}
+        self._running: dict[str, Sample] = {}
         self._sample_ids = count()
-        self._version = 0
         self._prompt_tokens = 0
         self._finished_tokens = 0
-        self._driver: asyncio.Task[None] | None = None
 
     @classmethod
     def from_pretrained(
@@ -109,6 +114,7 @@ class VLLMEngine:
         eos_token_ids: Sequence[int] | None = None,
         enforce_eager: bool | None = None,
         recompute_kv: bool = False,
+        enable_sleep_mode: bool = False,
     ) -> Self:
         """Load a local Hugging Face folder. The device is the first one visible to this process.
 
@@ -122,6 +128,7 @@ class VLLMEngine:
             recompute_kv: on `update_weights`, compute the keys and values of running samples again with the new
                 weights. By default those computed before stay, as in the `hf` engine: no stall, and the log-probs
                 are still those of the distribution sampled from.
+            enable_sleep_mode: on a GPU, take memory in the way that `sleep` needs; on CPU `sleep` needs nothing.
 
         Raises:
             MissingExtraError: vLLM is not installed.
@@ -151,6 +158,7 @@ class VLLMEngine:
                 max_num_seqs=max_num_seqs,
                 kv_cache_memory_bytes=kv_cache_memory_bytes,
                 enforce_eager=eager,
+                enable_sleep_mode=enable_sleep_mode and not on_cpu,
                 skip_tokenizer_init=True,
                 # The model's own generation config may hold top-k, top-p or penalties.
                 generation_config="vllm",
@@ -169,10 +177,6 @@ class VLLMEngine:
             check_head_size(config)
             return cls(config, shapes=shapes, eos_token_ids=eos_token_ids, recompute_kv=recompute_kv)
 
-    @property
-    def weight_version(self) -> int:
-        return self._version
-
     def stats(self) -> EngineStats:
         """See `Engine.stats`. A prompt counts when its first sample starts, whatever vLLM's cache then saves."""
         return EngineStats(
@@ -183,31 +187,14 @@ class VLLMEngine:
             weight_version=self._version,
         )
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
-        """See `Engine.generate`. Temperatures from 0.01 to 2, or 0, are accepted."""
-        self._open()
-        for request in requests:
-            self._check(request)
-        call = self._waiting.join(requests)
-        if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive())
-        try:
-            async with aclosing(call.completions()) as completions:
-                async for completion in completions:
-                    yield completion
-        finally:
-            if call.abandoned:
-                self._abandon(call)
-
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """See `Engine.update_weights`. Unknown or missing names and wrong shapes are refused before any copy.
 
         Samples that are running go on with the new weights, over keys and values of the old ones unless
         ``recompute_kv`` was set; samples that start later share no cached prefix with them.
         """
+        self._check_update(version)
         engine = self._open()
-        if version <= self._version:
-            raise ValueError(f"version is {version}: it must be above the present {self._version}")
         new = {name: tensor.detach() for name, tensor in weights}
         check_weights(self._shapes, new, optional=frozenset({_TIED_HEAD} if self._tied else ()))
         if self._tied:
@@ -225,9 +212,7 @@ class VLLMEngine:
         engine = self._engine
         if engine is None:
             return
-        if self._driver is not None:
-            self._driver.cancel()
-        self._fail_all(RolloutError("the engine was closed while generating"))
+        self._stop()
         self._engine = None
         VLLMEngine._num_live -= 1
         is_last = VLLMEngine._num_live == 0
@@ -238,11 +223,11 @@ class VLLMEngine:
         gc.collect()
 
     def _open(self) -> "LLMEngine":
-        if self._engine is None:
-            raise RolloutError("the engine is closed: make a new one with from_pretrained")
+        self._check_open()
+        assert self._engine is not None
         return self._engine
 
-    def _check(self, request: Request) -> None:
+    def _check_request(self, request: Request) -> None:
         check_request(request, max_length=self._max_length, vocab_size=self._vocab_size)
         sampling = request.sampling
         low, high = _TEMPERATURES
@@ -252,13 +237,24 @@ class VLLMEngine:
                 f"vLLM takes 0 (greedy) or {low} to {high}"
             )
 
-    async def _drive(self) -> None:
-        try:
-            while self._waiting or self._running:
-                self._step()
-                await asyncio.sleep(0)
-        except Exception as error:
-            self._fail_all(error)
+    def _num_running(self) -> int:
+        return len(self._running)
+
+    def _free_memory(self) -> None:
+        engine = self._open()
+        if self._on_cpu:
+            # What is left of the cache is zeros: vLLM must not look for prefixes there.
+            is_reset = engine.reset_prefix_cache()
+            assert is_reset
+            engine.collective_rpc(free_kv_cache)
+        elif self._can_sleep:
+            engine.sleep(level=1)
+        else:
+            raise RolloutError("sleep needs an engine made with from_pretrained(..., enable_sleep_mode=True)")
+
+    def _take_memory(self) -> None:
+        if not self._on_cpu:
+            self._open().wake_up()
 
     def _step(self) -> None:
         engine = self._open()
@@ -271,78 +267,96 @@ class VLLMEngine:
 
     def _admit(self, engine: "LLMEngine") -> None:
         """Hand waiting samples to vLLM while there is room."""
-        for call, request, indices in self._waiting.admit(self._max_num_seqs - len(self._running)):
-            if indices.start == 0:
-                self._prompt_tokens += len(request.prompt_token_ids)
-            prompt = _prompt(request, self._version)
-            seeds = sample_seeds(request.seed, np.array(indices))
-            for index, seed in zip(indices, seeds.tolist(), strict=True):
+        for group in self._waiting.admit(self._max_num_seqs - len(self._running)):
+            prompt = _prompt(group[0].start_token_ids, self._version)
+            for sample in group:
+                if not sample.shares_prompt:
+                    self._prompt_tokens += len(sample.start_token_ids)
                 sample_id = str(next(self._sample_ids))
-                self._running[sample_id] = (call, request, index)
-                engine.add_request(sample_id, prompt, _sampling_params(request, seed, self._eos))
+                self._running[sample_id] = sample
+                engine.add_request(sample_id, prompt, _sampling_params(sample, self._eos))
 
     def _finish(self, output: "RequestOutput") -> None:
-        call, request, index = self._running.pop(output.request_id)
-        sample = output.outputs[0]
-        self._finished_tokens += len(sample.token_ids)
-        if sample.finish_reason not in ("stop", "length"):
-            reason = f"{sample.finish_reason}, {sample.stop_reason}"
-            call.finished.put_nowait(RolloutError(f"vLLM gave up a sample of {request.request_id!r}: {reason}"))
+        sample = self._running.pop(output.request_id)
+        result = output.outputs[0]
+        self._finished_tokens += len(result.token_ids)
+        if result.finish_reason not in ("stop", "length", "repetition"):
+            reason = f"{result.finish_reason}, {result.stop_reason}"
+            error = RolloutError(f"vLLM gave up a sample of {sample.request.request_id!r}: {reason}")
+            sample.call.finished.put_nowait(error)
             return
-        assert sample.weight_versions is not None
-        versions = [np.full(span.end - span.start, int(span.version), np.int32) for span in sample.weight_versions]
-        call.finished.put_nowait(
-            Completion(
-                request_id=request.request_id,
-                index=index,
-                token_ids=np.array(sample.token_ids, np.int64),
-                log_probs=np.array(cast("FlatLogprobs", sample.logprobs).logprobs, np.float32),
-                weight_versions=np.concatenate(versions),
-                finish_reason=sample.finish_reason,
-            )
-        )
+        _hand_over(sample, result, result.finish_reason)
 
-    def _abandon(self, call: Call) -> None:
-        self._waiting.drop_abandoned()
-        self._abort([sample_id for sample_id, (owner, _, _) in self._running.items() if owner is call])
-
-    def _fail_all(self, error: Exception) -> None:
-        calls = self._waiting.clear() | {call for call, _, _ in self._running.values()}
-        self._abort(list(self._running))
-        for call in calls:
-            call.finished.put_nowait(error)
-
-    def _abort(self, sample_ids: list[str]) -> None:
-        if self._engine is None or not sample_ids:
-            return
-        self._finished_tokens += self._tokens_sampled(sample_ids)
-        self._engine.abort_request(sample_ids)
-        for sample_id in sample_ids:
+    def _remove_running(self, which: Callable[[Sample], bool], *, as_aborted: bool) -> list[Sample]:
+        removed = {sample_id: sample for sample_id, sample in self._running.items() if which(sample)}
+        if self._engine is None or not removed:
+            return []
+        if as_aborted:
+            self._hand_over_unfinished(removed)
+        self._finished_tokens += self._tokens_sampled(removed)
+        self._engine.abort_request(list(removed))
+        for sample_id in removed:
             del self._running[sample_id]
+        return list(removed.values())
+
+    def _hand_over_unfinished(self, samples: dict[str, Sample]) -> None:
+        from vllm.v1.engine import FinishReason as VLLMFinishReason
+
+        for state in self._states(samples):
+            # vLLM itself makes this output when it aborts, but only for an asynchronous front end.
+            output = cast(
+                "RequestOutput",
+                state.make_request_output(
+                    new_token_ids=[], pooling_output=None, finish_reason=VLLMFinishReason.ABORT, stop_reason=None
+                ),
+            )
+            _hand_over(samples[output.request_id], output.outputs[0], "abort")
 
     def _tokens_sampled(self, sample_ids: Iterable[str]) -> int:
         """Tokens sampled so far by samples that are running."""
+        return sum(state.detokenizer.num_output_tokens() for state in self._states(sample_ids))
+
+    def _states(self, sample_ids: Iterable[str]) -> list[Any]:
+        """What vLLM's front end keeps of samples that are running."""
         if self._engine is None:
-            return 0
+            return []
         wanted = set(sample_ids)
         states = cast(Iterable[Any], self._engine.output_processor.request_states.values())
-        return sum(s.detokenizer.num_output_tokens() for s in states if s.external_req_id in wanted)
+        return [state for state in states if state.external_req_id in wanted]
 
 
-def _prompt(request: Request, version: int) -> "TokensInput":
+def _hand_over(sample: Sample, result: "CompletionOutput", reason: FinishReason) -> None:
+    spans = result.weight_versions or []
+    versions = [np.full(span.end - span.start, int(span.version), np.int32) for span in spans]
+    sample.finish(
+        np.array(result.token_ids, np.int64),
+        np.array(cast("FlatLogprobs", result.logprobs).logprobs, np.float32),
+        np.concatenate([np.empty(0, np.int32), *versions]),
+        reason,
+    )
+
+
+def _prompt(token_ids: tuple[int, ...], version: int) -> "TokensInput":
     from vllm.inputs.engine import tokens_input
 
     # vLLM cannot drop cached prefixes while samples run: the salt keeps those of other versions apart.
-    return tokens_input(list(request.prompt_token_ids), cache_salt=str(version))
+    return tokens_input(list(token_ids), cache_salt=str(version))
 
 
-def _sampling_params(request: Request, seed: int, eos_token_ids: list[int]) -> "SamplingParams":
+def _sampling_params(sample: Sample, eos_token_ids: list[int]) -> "SamplingParams":
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
 
+    sampling = sample.request.sampling
+    seed = int(sample_seeds(sample.request.seed, np.array([sample.index]))[0])
+    if sample.begun is not None:
+        # With the old seed the next token would be drawn with the first one's random numbers.
+        seed = int(sample_seeds(seed, np.array([sample.num_begun]))[0])
+    detection = sampling.repetition_detection
     return SamplingParams(
-        max_tokens=request.sampling.max_tokens,
-        temperature=request.sampling.temperature,
+        max_tokens=sampling.max_tokens - sample.num_begun,
+        temperature=sampling.temperature,
+        repetition_detection=None if detection is None else RepetitionDetectionParams(**asdict(detection)),
         # vLLM's generators take signed 64-bit seeds, and -1 for none.
         seed=seed >> 1,
         stop_token_ids=eos_token_ids,

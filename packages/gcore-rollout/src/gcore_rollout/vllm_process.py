@@ -1,9 +1,12 @@
 """What vLLM does to the process it runs in, and what has to be known of it before and after."""
 
+import ctypes
 import gc
 import json
+import mmap
 import os
 import random
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,6 +108,25 @@ def shut_down(engine: "LLMEngine", *, is_last: bool, made_process_group: bool) -
         groups.destroy_model_parallel()
         groups._WORLD.destroy()
         groups._WORLD = None
+
+
+def free_kv_cache(worker: Any) -> None:
+    """Give the pages behind a CPU worker's keys and values back to the system; they read as zeros when next used.
+
+    vLLM's own sleep does nothing on CPU. Elsewhere than under Linux this does nothing either.
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    # All layers' caches are views of one allocation, or of a few.
+    storages = {s.data_ptr(): s.nbytes() for cache in worker.model_runner.kv_caches for s in [cache.untyped_storage()]}
+    for address, size in storages.items():
+        # Whole pages only: the first and the last may hold something else.
+        first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if length > 0 and libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED):
+            code = ctypes.get_errno()
+            raise OSError(code, f"madvise of the key-value cache: {os.strerror(code)}")
 
 
 def repack_head(model: torch.nn.Module) -> None:

@@ -16,7 +16,8 @@ from gcore_controller import run_inline
 from gcore_llm.evaluate import Evaluation
 from gcore_llm.exchange import workload_of
 from gcore_llm.program import Job, State, rlhf_program
-from gcore_llm.roles import Roles, build_reward, build_roles, build_tokenizer
+from gcore_llm.rewards import make_runner, reward_function
+from gcore_llm.roles import Roles, build_roles, build_tokenizer
 from gcore_llm.settings import resolve
 from gcore_rollout import Completion, Engine, EngineStats, Request
 
@@ -29,9 +30,9 @@ def run(
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     tokenizer = build_tokenizer(model)
-    reward = TimedReward(build_reward(config))
+    reward = TimedReward(reward_function(config))
     # No checkpoint is taken here.
-    roles = build_roles(config, model, model.parent / "checkpoints", tokenizer, reward)
+    roles = build_roles(config, model, model.parent / "checkpoints", tokenizer, make_runner(reward, config))
     watched = _WatchedEngine(roles.policy)
     recorder = _Recorder(watched, reward)
     job = Job(
@@ -69,6 +70,21 @@ class _WatchedEngine:
         async for completion in self._engine.generate(requests):
             self.lengths.append(completion.token_ids.size)
             yield completion
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        await self._engine.abort(request_ids)
+
+    async def pause(self) -> None:
+        await self._engine.pause()
+
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    async def sleep(self) -> None:
+        await self._engine.sleep()
+
+    async def wake(self) -> None:
+        await self._engine.wake()
 
     async def update_weights(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
         await self._engine.update_weights(weights, version=version)

@@ -14,6 +14,7 @@ from gcore_bench.grpo.settings import load_train_prompts, train_config
 from gcore_bench.grpo.workload import Workload
 from gcore_llm.config import WarmupConfig
 from gcore_llm.display import Display
+from gcore_llm.rewards import make_runner, reward_function
 from gcore_llm.roles import build_tokenizer
 from gcore_llm.run_folder import RunFolder, write_atomically
 from gcore_llm.settings import resolve
@@ -44,7 +45,8 @@ def _make_warmed_up(workload: Workload, folder: Path, threads: int) -> None:
     prompts = load_train_prompts(config, tokenizer)
     judged = replace(prompts, val=prompts.train[:_NUM_JUDGED])
     with Display() as display:
-        asyncio.run(warm_up(config, run, initial, judged, tokenizer, display))
+        reward = make_runner(reward_function(config), config)
+        asyncio.run(warm_up(config, run, initial, judged, tokenizer, reward, display))
     run.model.rename(folder)
     shutil.rmtree(run.path)
 

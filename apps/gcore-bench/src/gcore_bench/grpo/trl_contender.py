@@ -14,7 +14,8 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from gcore_bench.grpo.measure import StepClock, StepFigures, TimedReward
 from gcore_bench.grpo.settings import load_train_prompts, train_config
 from gcore_bench.grpo.workload import PROMPT_LENGTH, Workload
-from gcore_llm.roles import build_reward, build_tokenizer
+from gcore_llm.rewards import reward_function
+from gcore_llm.roles import build_tokenizer
 
 
 def run(workload: Workload, model: Path, *, use_vllm: bool, steps: int, threads: int, seed: int) -> list[StepFigures]:
@@ -23,7 +24,7 @@ def run(workload: Workload, model: Path, *, use_vllm: bool, steps: int, threads:
     config = train_config(workload, seed=seed)
     tokenizer = build_tokenizer(model)
     prompts = load_train_prompts(config, tokenizer).train
-    reward = TimedReward(build_reward(config))
+    reward = TimedReward(reward_function(config))
 
     def score_all(completions: list[str], prompt_index: list[int], **_: Any) -> list[float | None]:
         chosen = [prompts[i] for i in prompt_index]

@@ -1,0 +1,347 @@
+"""An engine in a process of its own, called over a socket, with weights handed over in shared memory."""
+
+import asyncio
+import os
+import pickle
+import socket
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+
+from gcore_rollout import wire
+from gcore_rollout.child_process import ChildProcess
+from gcore_rollout.engine import Engine, EngineStats
+from gcore_rollout.errors import EngineDiedError, EngineStartError, RolloutError
+from gcore_rollout.shared_weights import SharedWeights
+from gcore_rollout.types import Completion, Request
+from gcore_rollout.wire import Abandon, Beat, Call, Done, Failed, Finished, FromEngine, Generate, Setup, UpdateWeights
+
+PRELOAD_HF = ("gcore_rollout.hf_engine",)
+"""What every engine here needs."""
+PRELOAD_VLLM = (
+    *PRELOAD_HF,
+    "vllm.engine.arg_utils",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.gpu_model_runner",
+)
+"""What `VLLMEngine` needs beyond that; whoever sets it keeps a server with vLLM imported."""
+
+_BEAT_INTERVAL_S = 0.25
+_END_TIMEOUT_S = 10.0
+
+
+@dataclass(eq=False)
+class _Stream:
+    """One `generate` call: what it is owed, and what has come."""
+
+    unfinished: dict[tuple[str, int], None]
+    items: asyncio.Queue[Completion | Exception | None] = field(default_factory=asyncio.Queue)
+
+
+class EngineProcess:
+    """An engine that another process runs; made by `start`.
+
+    All calls of `Engine` are forwarded and may be made at the same time. Exceptions come back as they were raised
+    there, with a note that holds the traceback. `stats` and `weight_version` are those of the last sign of life, at
+    most a quarter of a second old unless the engine is in the middle of a long step.
+
+    When the process dies, every call in flight raises `EngineDiedError`, after the completions that arrived; so does
+    every later one. It ends when this process does, however that ends, and leaves nothing behind. One that says nothing
+    for ``heartbeat_timeout_s`` is killed. Bound to the event loop that it was started in. Linux only.
+
+    Attributes:
+        pid: The process's number.
+    """
+
+    def __init__(
+        self,
+        process: ChildProcess,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        weights_socket: socket.socket,
+        *,
+        heartbeat_timeout_s: float,
+    ) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._weights_socket = weights_socket
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._silent_s = 0.0
+        self._stats = EngineStats(prompt_tokens=0, completion_tokens=0, num_running=0, num_waiting=0, weight_version=0)
+        self._weights = SharedWeights()
+        self._streams: dict[int, _Stream] = {}
+        self._replies: dict[int, asyncio.Future[None]] = {}
+        self._last_call_id = 0
+        self._ready = self._new_future()
+        self._killed_because = ""
+        self._death: str | None = None
+        self._closed = False
+        self._life = asyncio.create_task(self._live())
+
+    @classmethod
+    async def start(
+        cls,
+        factory: Callable[[], Engine | Awaitable[Engine]],
+        *,
+        num_threads: int | None = None,
+        env: Mapping[str, str] | None = None,
+        preload: tuple[str, ...] = PRELOAD_HF,
+        start_timeout_s: float = 600.0,
+        heartbeat_timeout_s: float = 120.0,
+    ) -> Self:
+        """Start a process and wait until its engine is made.
+
+        Args:
+            factory: makes the engine there; picklable, such as ``partial(HFEngine.from_pretrained, path)``.
+            num_threads: of torch on CPU; default: torch's own choice.
+            env: environment variables beside those of this process, such as CUDA_VISIBLE_DEVICES. They are set before
+                the engine is made, but after the modules of ``preload`` were imported.
+            preload: modules that are imported once, in a server from which all processes with the same ``preload`` are
+                forked. None of them may start threads or touch a GPU on import.
+            heartbeat_timeout_s: how long the process may be silent. Its event loop is, during a step of the engine,
+                while a step compiles, and while weights are copied: be generous.
+
+        Raises:
+            EngineStartError: it was not ready in time.
+            EngineDiedError: the process died before it was ready.
+            Exception: what the factory raised.
+        """
+        if heartbeat_timeout_s <= 0:
+            raise ValueError(f"heartbeat_timeout_s is {heartbeat_timeout_s}: more than 0 is needed")
+        if num_threads is not None and num_threads < 1:
+            raise ValueError(f"num_threads is {num_threads}: at least 1 is needed")
+        setup = Setup(
+            environment=dict(os.environ) | dict(env or {}),
+            import_path=list(sys.path),
+            folder=os.getcwd(),  # noqa: PTH109
+            num_threads=num_threads,
+            beat_interval_s=min(_BEAT_INTERVAL_S, heartbeat_timeout_s / 4),
+            factory=pickle.dumps(factory),
+        )
+        engine: Self | None = None
+        try:
+            async with asyncio.timeout(start_timeout_s):
+                engine = await cls._fork(preload, heartbeat_timeout_s)
+                wire.send(engine._writer, setup)
+                await engine._ready
+        except BaseException as error:
+            if engine is not None:
+                engine._kill("its start failed")
+                await engine.close()
+            if isinstance(error, TimeoutError):
+                raise EngineStartError(f"the engine process was not ready after {start_timeout_s} s") from error
+            raise
+        return engine
+
+    @classmethod
+    async def _fork(cls, preload: tuple[str, ...], heartbeat_timeout_s: float) -> Self:
+        channel, their_channel = socket.socketpair()
+        weights, their_weights = socket.socketpair()
+        try:
+            process = await ChildProcess.fork(their_channel, their_weights, preload=preload)
+        except BaseException:
+            channel.close()
+            weights.close()
+            raise
+        reader, writer = await wire.streams(channel)
+        return cls(process, reader, writer, weights, heartbeat_timeout_s=heartbeat_timeout_s)
+
+    @property
+    def weight_version(self) -> int:
+        return self._stats.weight_version
+
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`; as of the process's last message, even if that was its last."""
+        return self._stats
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
+        """See `Engine.generate`.
+
+        Raises:
+            EngineDiedError: with what was not finished.
+        """
+        stream = _Stream({(r.request_id, i): None for r in requests for i in r.sample_indices})
+        self._check_open(tuple(stream.unfinished))
+        call_id = self._new_call_id()
+        self._streams[call_id] = stream
+        wire.send(self._writer, Generate(call_id, tuple(requests)))
+        try:
+            while (item := await stream.items.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            if self._streams.pop(call_id, None) and self._death is None:
+                wire.send(self._writer, Abandon(call_id))
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """See `Engine.abort`."""
+        await self._call("abort", None if request_ids is None else tuple(request_ids))
+
+    async def pause(self) -> None:
+        """See `Engine.pause`."""
+        await self._call("pause")
+
+    async def resume(self) -> None:
+        """See `Engine.resume`."""
+        await self._call("resume")
+
+    async def sleep(self) -> None:
+        """See `Engine.sleep`."""
+        await self._call("sleep")
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+        await self._call("wake")
+
+    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+        """See `Engine.update_weights`.
+
+        Weights are copied to shared memory, unless they are a `SharedWeights`, and by the engine out of that; the
+        memory is kept for the next time. When this returns they are the caller's again. An iterable that fails
+        half-way leaves the engine with its old weights. If this is cancelled, the update may yet happen.
+        """
+        self._check_open()
+        if isinstance(weights, SharedWeights):
+            shared = weights
+        else:
+            shared = self._weights
+            await shared.unread()
+            self._check_open()
+            shared.write(weights)
+        layout = shared.layout
+        call_id, reply = self._new_reply()
+        shared.read_until(reply)
+        with suppress(ConnectionError):  # it has just died: the reply will say so
+            socket.send_fds(self._weights_socket, [b"\0"], [shared.fileno()])
+        wire.send(self._writer, UpdateWeights(call_id, layout, version))
+        await asyncio.shield(reply)
+
+    async def close(self) -> None:
+        """See `Engine.close`. Calls still generating get what the engine raises; a process that hangs is killed."""
+        if not self._closed:
+            self._closed = True
+            try:
+                async with asyncio.timeout(_END_TIMEOUT_S):
+                    await self._reply_to("close")
+            except (TimeoutError, RolloutError):
+                self._kill("it did not close")
+            finally:
+                self._writer.close()
+                self._weights.close()
+        await asyncio.wait([self._life])
+
+    async def _call(self, method: str, *arguments: Any) -> None:
+        self._check_open()
+        await self._reply_to(method, *arguments)
+
+    async def _reply_to(self, method: str, *arguments: Any) -> None:
+        if self._death is not None:
+            return
+        call_id, reply = self._new_reply()
+        wire.send(self._writer, Call(call_id, method, arguments))
+        # Without the shield, whoever cancels the caller would cancel what the process answers to.
+        await asyncio.shield(reply)
+
+    def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
+        if self._closed:
+            raise RolloutError("the engine is closed: start a new one")
+        if self._death is not None:
+            raise EngineDiedError(self._death, unfinished=unfinished)
+
+    def _new_call_id(self) -> int:
+        self._last_call_id += 1
+        return self._last_call_id
+
+    def _new_reply(self) -> "tuple[int, asyncio.Future[None]]":
+        call_id = self._new_call_id()
+        reply = self._replies[call_id] = self._new_future()
+        return call_id, reply
+
+    def _new_future(self) -> "asyncio.Future[None]":
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Whoever waits for it may be cancelled: then nobody else looks at an exception.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return future
+
+    def _kill(self, reason: str) -> None:
+        self._killed_because = f" because {reason}"
+        self._process.kill()
+
+    async def _live(self) -> None:
+        """Take messages until the process is gone, then tell everybody."""
+        receiving = asyncio.create_task(self._receive())
+        watching = asyncio.create_task(self._watch())
+        ending = asyncio.create_task(self._process.ended())
+        # Either comes first: the end of the channel, or, where a child of the process holds that open, its own.
+        await asyncio.wait([receiving, ending], return_when=asyncio.FIRST_COMPLETED)
+        watching.cancel()
+        # What it had sent is still to be read; and a process without a channel is of no use.
+        await asyncio.wait([receiving, ending], timeout=_END_TIMEOUT_S)
+        receiving.cancel()
+        if not ending.done():
+            self._kill("it closed its end of the channel")
+        end = await ending
+        self._death = f"engine process {self.pid} {end}{self._killed_because}"
+        self._process.close()
+        self._weights_socket.close()
+        self._writer.close()
+        if self._closed:
+            self._fail_all(lambda _: RolloutError("the engine was closed while generating"))
+        else:
+            self._fail_all(lambda unfinished: EngineDiedError(self._death or "", unfinished=unfinished))
+
+    async def _receive(self) -> None:
+        message: FromEngine | None
+        while (message := await wire.receive(self._reader)) is not None:
+            self._silent_s = 0.0
+            match message:
+                case Finished(call_id, completion):
+                    if stream := self._streams.get(call_id):
+                        stream.unfinished.pop((completion.request_id, completion.index), None)
+                        stream.items.put_nowait(completion)
+                case Done(call_id, stats):
+                    self._stats = stats
+                    self._end_call(call_id, None)
+                case Failed(call_id):
+                    self._end_call(call_id, wire.exception(message, self.pid))
+                case Beat(stats):
+                    self._stats = stats
+                    if not self._ready.done():
+                        self._ready.set_result(None)
+
+    def _end_call(self, call_id: int, error: Exception | None) -> None:
+        if stream := self._streams.pop(call_id, None):
+            stream.items.put_nowait(error)
+            return
+        reply = self._replies.pop(call_id, None) or self._ready
+        if reply.done():
+            return
+        if error is None:
+            reply.set_result(None)
+        else:
+            reply.set_exception(error)
+
+    def _fail_all(self, error: Callable[[tuple[tuple[str, int], ...]], Exception]) -> None:
+        for call_id in list(self._streams):
+            self._end_call(call_id, error(tuple(self._streams[call_id].unfinished)))
+        for reply in (*self._replies.values(), self._ready):
+            if not reply.done():
+                reply.set_exception(error(()))
+        self._replies.clear()
+
+    async def _watch(self) -> None:
+        """Kill the process when it has been silent for too long."""
+        await asyncio.wait([self._ready])
+        interval_s = min(_BEAT_INTERVAL_S, self._heartbeat_timeout_s / 4)
+        while self._silent_s < self._heartbeat_timeout_s:
+            await asyncio.sleep(interval_s)
+            # Not by the clock: after a pause of this event loop, what came in meanwhile is read before the next turn.
+            self._silent_s += interval_s
+        self._kill(f"it had been silent for {self._heartbeat_timeout_s} s")

@@ -1,0 +1,197 @@
+"""One episode: a policy and an environment take turns, on one growing sequence of tokens."""
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_rollout.engine import Engine
+from gcore_rollout.errors import EpisodeError, RequestError
+from gcore_rollout.multi_turn.chat import ChatEncoder
+from gcore_rollout.multi_turn.environment import Environment, Reply
+from gcore_rollout.types import Completion, Request, SamplingParams
+
+T = TypeVar("T")
+EpisodeEnd = Literal["done", "length", "max_turns"]
+"""The environment ended it; the tokens were used up; the turns were."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeLimits:
+    """How long an episode may get."""
+
+    max_turns: int = 8
+    """Of the policy."""
+    max_tokens_per_turn: int | None = None
+    """None: what is left of the episode's."""
+    step_timeout_s: float = 60.0
+    """For the environment to answer one turn, or to begin."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "max_tokens_per_turn", "step_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise RequestError(f"{name} is {value}: a finite number above 0 is needed")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Episode:
+    """What was said, as one prompt and one response. Arrays have shape [R], R the response's length."""
+
+    prompt_ids: NDArray[np.int64]
+    """[P] up to the policy's first token."""
+    token_ids: NDArray[np.int64]
+    """All turns of the policy, and between them what the environment said."""
+    response_mask: NDArray[np.bool_]
+    """Where the policy wrote the token."""
+    log_probs: NDArray[np.float32]
+    """As `Completion.log_probs`; 0 where the environment wrote."""
+    weight_versions: NDArray[np.int32]
+    """Version of the weights that made each token; -1 where the environment wrote."""
+    turns: tuple[str, ...]
+    """The policy's, as text."""
+    score: float
+    """Sum of the rewards of all turns."""
+    end: EpisodeEnd
+
+
+async def run_episode(
+    engine: Engine,
+    environment: Environment,
+    encoder: ChatEncoder,
+    *,
+    request_id: str,
+    sampling: SamplingParams,
+    limits: EpisodeLimits | None = None,
+    seed: int = 0,
+) -> Episode:
+    """Play one episode. Many at once make one continuous stream of requests.
+
+    Every turn goes on behind the very tokens of those before it. A turn that `Engine.abort` cuts short, as a change of
+    weights may, is gone on with.
+
+    Args:
+        engine: the policy.
+        environment: a new one.
+        encoder: of the policy's tokenizer.
+        request_id: those of its turns begin with it.
+        sampling: ``max_tokens`` bounds the whole response [R], what the environment says included.
+        limits: default: `EpisodeLimits()`.
+        seed: with the turn's number it fixes the random numbers.
+
+    Raises:
+        EpisodeError: the environment failed, or did not answer in time.
+        RequestError: the first messages do not fit the model.
+    """
+    limits = limits or EpisodeLimits()
+    opening = await _within(environment.reset(), limits.step_timeout_s, f"episode {request_id!r}: reset")
+    prompt_ids = encoder.first(opening.messages, tools=opening.tools)
+    pieces = _Pieces()
+    turns: list[str] = []
+    score = 0.0
+    while True:
+        room = sampling.max_tokens - pieces.num_tokens
+        request = Request(
+            request_id=f"{request_id}/{len(turns)}",
+            prompt_token_ids=(*prompt_ids, *pieces.token_ids()),
+            sampling=dataclasses.replace(sampling, max_tokens=min(room, limits.max_tokens_per_turn or room)),
+            seed=hash((seed, len(turns))),
+        )
+        completion = await _completed(engine, request)
+        pieces.add_completion(completion)
+        turns.append(encoder.text(completion.token_ids.tolist()))
+        what = f"episode {request_id!r}: step {len(turns)}"
+        reply = await _within(environment.step(turns[-1]), limits.step_timeout_s, what)
+        score += _checked(reply, what).reward
+        end: EpisodeEnd | None = None
+        said: list[int] = []
+        if reply.done:
+            end = "done"
+        elif completion.finish_reason != "stop":
+            # A turn that was cut off has no end that a message could stand behind.
+            end = "length"
+        elif len(turns) == limits.max_turns:
+            end = "max_turns"
+        else:
+            said = encoder.next(reply.messages, last_token=int(completion.token_ids[-1]))
+            end = "length" if pieces.num_tokens + len(said) >= sampling.max_tokens else None
+        if end is not None:
+            return pieces.episode(prompt_ids, turns=tuple(turns), score=score, end=end)
+        pieces.add_environment(said)
+
+
+async def _completed(engine: Engine, request: Request) -> Completion:
+    """The whole turn, through as many requests as it takes."""
+    while True:
+        [completion] = [c async for c in engine.generate([request])]
+        if completion.finish_reason != "abort":
+            return completion
+        request = dataclasses.replace(request, begun=(completion,))
+
+
+async def _within(answer: Awaitable[T], timeout_s: float, what: str) -> T:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await answer
+    except TimeoutError:
+        raise EpisodeError(f"{what} took longer than {timeout_s} s") from None
+    except Exception as error:
+        raise EpisodeError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _checked(reply: Reply, what: str) -> Reply:
+    if not math.isfinite(reply.reward):
+        raise EpisodeError(f"{what}: the reward is {reply.reward}, a finite number is needed")
+    return reply
+
+
+class _Pieces:
+    """The response so far."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.float32], NDArray[np.int32]]] = []
+        self.num_tokens = 0
+
+    def token_ids(self) -> list[int]:
+        return [token for ids, *_ in self._parts for token in ids.tolist()]
+
+    def add_completion(self, completion: Completion) -> None:
+        written = np.ones(completion.token_ids.size, np.bool_)
+        self._add(completion.token_ids, written, completion.log_probs, completion.weight_versions)
+
+    def add_environment(self, token_ids: list[int]) -> None:
+        size = len(token_ids)
+        self._add(
+            np.array(token_ids, np.int64),
+            np.zeros(size, np.bool_),
+            np.zeros(size, np.float32),
+            np.full(size, -1, np.int32),
+        )
+
+    def episode(self, prompt_ids: list[int], *, turns: tuple[str, ...], score: float, end: EpisodeEnd) -> Episode:
+        token_ids, mask, log_probs, versions = (np.concatenate(column) for column in zip(*self._parts, strict=True))
+        return Episode(
+            prompt_ids=np.array(prompt_ids, np.int64),
+            token_ids=token_ids,
+            response_mask=mask,
+            log_probs=log_probs,
+            weight_versions=versions,
+            turns=turns,
+            score=score,
+            end=end,
+        )
+
+    def _add(
+        self,
+        token_ids: NDArray[np.int64],
+        mask: NDArray[np.bool_],
+        log_probs: NDArray[np.float32],
+        versions: NDArray[np.int32],
+    ) -> None:
+        self._parts.append((token_ids, mask, log_probs, versions))
+        self.num_tokens += token_ids.size

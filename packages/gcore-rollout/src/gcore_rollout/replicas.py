@@ -1,0 +1,466 @@
+"""Several engines as one: requests go where there is least to do, and the others make what a dead one owed."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from gcore_rollout.engine import Engine, EngineStats
+from gcore_rollout.errors import EngineDiedError, RolloutError
+from gcore_rollout.shared_weights import SharedWeights
+from gcore_rollout.types import Completion, Request
+
+
+@dataclass(eq=False)
+class _Part:
+    """Samples of a request, which one replica makes together."""
+
+    request: Request
+    """For these samples alone."""
+    aborted: "asyncio.Future[None]"
+    deaths: int = 0
+    """Replicas that have died with it."""
+
+    def __post_init__(self) -> None:
+        self.unfinished = set(self.request.sample_indices)
+
+    @property
+    def work(self) -> int:
+        return len(self.unfinished) * self.request.sampling.max_tokens
+
+    def left(self, begun: Sequence[Completion], *, deaths: int) -> "_Part":
+        """What is unfinished, as a part, of which these samples have been begun."""
+        by_index = {c.index: c for c in (*self.request.begun, *begun)}
+        whole = replace(self.request, begun=tuple(by_index.values()))
+        return _Part(_of(whole, sorted(self.unfinished)), self.aborted, deaths)
+
+
+def _of(request: Request, indices: Sequence[int]) -> Request:
+    """The request for some of its samples."""
+    return replace(request, indices=tuple(indices), begun=tuple(c for c in request.begun if c.index in indices))
+
+
+@dataclass(eq=False)
+class _Replica:
+    engine: Engine
+    is_replacement: bool = False
+    has_weights: bool = True
+    """Whether its weights are the present ones."""
+    leaves: bool = False
+    has_finished: bool = False
+    work: int = 0
+    tasks: set["asyncio.Task[None] | None"] = field(default_factory=set["asyncio.Task[None] | None"])
+    """Of the parts that it makes."""
+
+    def __post_init__(self) -> None:
+        self.before = self.engine.stats()
+
+    @property
+    def serves(self) -> bool:
+        return self.has_weights and not self.leaves
+
+
+@dataclass(eq=False)
+class _Run:
+    """One `generate` call."""
+
+    num_pending: int
+    parts: set[_Part] = field(default_factory=set[_Part])
+    items: asyncio.Queue[Completion | Exception] = field(default_factory=asyncio.Queue)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+
+    async def stop(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+class EngineReplicas:
+    """Engines of any kind with the same weights, behind the interface of one.
+
+    A request goes to the replica with the least outstanding work, counted as ``max_tokens`` for every unfinished
+    sample; its samples stay together, for their prompt is computed once, unless they are more than a fair share of all
+    work. On engines whose samples depend on their seeds alone, results do not depend on which replica made them.
+
+    A replica that raises `EngineDiedError` is gone: its unfinished samples start anew on another, each exactly once.
+    When all are gone, calls raise `EngineDiedError` with what is unfinished.
+
+    Args:
+        engines: all with the same `weight_version`; closed by `close`.
+        restart: makes a replacement for a replica that died; it serves once it has the present weights, which are at
+            hand if `update_weights` has been called, and otherwise come with its next call. A replacement that dies
+            before it has finished a sample is not replaced.
+        max_deaths: how many replicas may die with the same sample before its call fails: it may be what kills them.
+
+    Raises:
+        ValueError: no engines, or different weight versions.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        *,
+        restart: Callable[[], Awaitable[Engine]] | None = None,
+        max_deaths: int = 3,
+    ) -> None:
+        versions = {engine.weight_version for engine in engines}
+        if len(versions) != 1:
+            raise ValueError(f"engines have weight versions {sorted(versions)}: one version and one engine are needed")
+        if max_deaths < 1:
+            raise ValueError(f"max_deaths is {max_deaths}: at least 1 is needed")
+        (self._version,) = versions
+        self._replicas = [_Replica(engine) for engine in engines]
+        self._restart = restart
+        self._max_deaths = max_deaths
+        self._runs: set[_Run] = set()
+        self._restarts: set[asyncio.Task[None]] = set()
+        self._errands: set[asyncio.Task[None]] = set()
+        self._losses: deque[str] = deque(maxlen=4)
+        self._gone_prompt_tokens = 0
+        self._gone_completion_tokens = 0
+        self._own_weights: SharedWeights | None = None
+        self._present: tuple[SharedWeights, int] | None = None
+        self._changing = asyncio.Lock()
+        self._is_paused = False
+        self._is_asleep = False
+        self._closed = False
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The replicas that are alive."""
+        return [replica.engine for replica in self._replicas]
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`: sums over the replicas, of what each has done as one of them; the gone count, too."""
+        both = [(replica.before, replica.engine.stats()) for replica in self._replicas]
+        return EngineStats(
+            prompt_tokens=self._gone_prompt_tokens + sum(s.prompt_tokens - b.prompt_tokens for b, s in both),
+            completion_tokens=self._gone_completion_tokens
+            + sum(s.completion_tokens - b.completion_tokens for b, s in both),
+            num_running=sum(s.num_running for _, s in both),
+            num_waiting=sum(s.num_waiting for _, s in both),
+            weight_version=self._version,
+        )
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
+        """See `Engine.generate`.
+
+        Raises:
+            EngineDiedError: all replicas are dead, or too many died with one sample; with what is unfinished.
+        """
+        self._check_open()
+        run = _Run(num_pending=sum(len(r.sample_indices) for r in requests))
+        self._runs.add(run)
+        for part in self._split(requests):
+            self._submit(part, run)
+        try:
+            while run.num_pending:
+                item = await run.items.get()
+                if isinstance(item, EngineDiedError):
+                    await run.stop()
+                    while not run.items.empty():
+                        if isinstance(late := run.items.get_nowait(), Completion):
+                            yield late
+                    unfinished = tuple((p.request.request_id, i) for p in run.parts for i in sorted(p.unfinished))
+                    raise EngineDiedError(item.reason, unfinished=unfinished) from item
+                if isinstance(item, Exception):
+                    raise item
+                run.num_pending -= 1
+                yield item
+        finally:
+            self._runs.discard(run)
+            await run.stop()
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """See `Engine.abort`."""
+        wanted = None if request_ids is None else set(request_ids)
+        for run in self._runs:
+            for part in run.parts:
+                if (wanted is None or part.request.request_id in wanted) and not part.aborted.done():
+                    part.aborted.set_result(None)
+        await self._all("abort", request_ids)
+
+    async def pause(self) -> None:
+        """See `Engine.pause`."""
+        self._is_paused = True
+        await self._all("pause")
+
+    async def resume(self) -> None:
+        """See `Engine.resume`."""
+        self._is_paused = False
+        await self._all("resume")
+
+    async def sleep(self) -> None:
+        """See `Engine.sleep`."""
+        await self._all("sleep")
+        self._is_asleep = True
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+        self._is_asleep = False
+        await self._all("wake")
+
+    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+        """See `Engine.update_weights`. Weights are written to shared memory once, for all replicas.
+
+        Replicas that refuse what others take are dead. If all refuse it, their error is raised and nothing has changed.
+        If this is cancelled, the update happens all the same, in all of them.
+        """
+        self._check_open()
+        await asyncio.shield(self._keep(self._errands, self._update_weights(weights, version)))
+
+    async def _update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        async with self._changing:
+            if version <= self._version:
+                raise ValueError(f"version is {version}: it must be above the present {self._version}")
+            if isinstance(weights, SharedWeights):
+                shared = weights
+            else:
+                shared = self._own_weights = self._own_weights or SharedWeights()
+                await shared.unread()
+                shared.write(weights)
+            replicas = list(self._replicas)
+            with shared.reading():
+                updates = (replica.engine.update_weights(shared, version=version) for replica in replicas)
+                outcomes = await asyncio.gather(*updates, return_exceptions=True)
+            refusals = [e for e in outcomes if isinstance(e, Exception) and not isinstance(e, EngineDiedError)]
+            agreed = any(outcome is None for outcome in outcomes)
+            for replica, outcome in zip(replicas, outcomes, strict=True):
+                if outcome is None:
+                    replica.has_weights = True
+                elif agreed or isinstance(outcome, EngineDiedError):
+                    self._bury(replica, str(outcome))
+            if agreed:
+                self._version = version
+                self._present = (shared, shared.num_writes)
+            elif refusals:
+                raise refusals[0]
+            else:
+                raise EngineDiedError(self._obituary())
+
+    async def add(self, engine: Engine) -> None:
+        """Take in a replica. It serves once it has the present weights: at once if they are at hand.
+
+        Raises:
+            ValueError: its weights are newer than those of the others.
+        """
+        await self._add(_Replica(engine))
+
+    async def remove(self, engine: Engine, *, drain: bool = True) -> None:
+        """Let a replica go, which stays open; return when it has nothing more to do here.
+
+        Args:
+            drain: let it finish what it has begun. Otherwise its samples are aborted and go on elsewhere.
+
+        Raises:
+            ValueError: it is not one of the replicas, or the last one that could serve.
+            EngineDiedError: it died before that; its samples are made elsewhere all the same.
+        """
+        replica = next((r for r in self._replicas if r.engine is engine), None)
+        if replica is None:
+            raise ValueError("the engine to be removed is not one of the replicas")
+        if not any(r.serves for r in self._replicas if r is not replica):
+            raise ValueError("the engine to be removed is the last one that serves: add another before")
+        replica.leaves = True
+        try:
+            if not drain and replica.tasks:
+                await engine.abort()
+            while replica.tasks:
+                await asyncio.wait([task for task in replica.tasks if task])
+        except EngineDiedError as death:
+            self._bury(replica, str(death))
+            raise
+        except BaseException:
+            replica.leaves = False
+            raise
+        if replica not in self._replicas:
+            raise EngineDiedError("the engine to be removed has died")
+        self._depart(replica)
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        self._closed = True
+        for task in self._restarts:
+            task.cancel()
+        await asyncio.gather(*self._restarts, return_exceptions=True)
+        await asyncio.gather(*(engine.close() for engine in self.engines))
+        await asyncio.gather(*self._errands, return_exceptions=True)
+        if self._own_weights is not None:
+            self._own_weights.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RolloutError("the replicas are closed: make new ones")
+
+    def _split(self, requests: Sequence[Request]) -> Iterator[_Part]:
+        """Each request as one part, or as several if it is more than a replica's fair share of all work."""
+        num_replicas = max(1, sum(r.serves for r in self._replicas))
+        new = sum(len(r.sample_indices) * r.sampling.max_tokens for r in requests)
+        outstanding = sum(r.work for r in self._replicas) + new
+        fair_share = outstanding / num_replicas
+        for request in requests:
+            largest = max(1, int(fair_share / request.sampling.max_tokens))
+            indices = request.sample_indices
+            num_parts = min(num_replicas, -(-len(indices) // largest))
+            bounds = [len(indices) * i // num_parts for i in range(num_parts + 1)]
+            for start, stop in pairwise(bounds):
+                yield _Part(_of(request, indices[start:stop]), asyncio.get_running_loop().create_future())
+
+    def _submit(self, part: _Part, run: _Run) -> None:
+        run.parts.add(part)
+        task = asyncio.create_task(self._serve(part, run))
+        run.tasks.add(task)
+        task.add_done_callback(run.tasks.discard)
+
+    async def _serve(self, part: _Part, run: _Run) -> None:
+        """Make a part's samples; what its replica does not finish is submitted again."""
+        try:
+            replica = await self._replica_for(part)
+            if replica is None:
+                self._abort_unfinished(part, run)
+                return
+            task = asyncio.current_task()
+            replica.tasks.add(task)
+            replica.work += part.work
+            try:
+                await self._take(part, run, replica)
+            finally:
+                replica.tasks.discard(task)
+                replica.work -= part.work
+        except Exception as error:
+            run.items.put_nowait(error)
+        else:
+            run.parts.discard(part)
+
+    async def _take(self, part: _Part, run: _Run, replica: _Replica) -> None:
+        completions = replica.engine.generate([part.request])
+        cut_short: list[Completion] = []
+        try:
+            async for completion in completions:
+                if completion.finish_reason == "abort" and replica.leaves and not part.aborted.done():
+                    cut_short.append(completion)
+                else:
+                    part.unfinished.remove(completion.index)
+                    replica.work -= part.request.sampling.max_tokens
+                    replica.has_finished = True
+                    run.items.put_nowait(completion)
+        except Exception as error:
+            if isinstance(error, EngineDiedError):
+                self._bury(replica, error.reason)
+            if replica in self._replicas:
+                raise
+            if part.deaths + 1 >= self._max_deaths:
+                raise EngineDiedError(f"{self._max_deaths} replicas died with the same sample") from error
+        finally:
+            if hasattr(completions, "aclose"):
+                await cast(AsyncGenerator[Any], completions).aclose()
+        if part.unfinished:
+            self._submit(part.left(cut_short, deaths=part.deaths + (replica not in self._replicas)), run)
+
+    async def _replica_for(self, part: _Part) -> _Replica | None:
+        """The one with the least to do; none if the part is aborted before there is one."""
+        while True:
+            if part.aborted.done():
+                return None
+            ready = [r for r in self._replicas if r.serves]
+            if ready:
+                return min(ready, key=lambda r: r.work)
+            if not self._restarts:
+                raise EngineDiedError(self._obituary())
+            await asyncio.wait({*self._restarts, part.aborted}, return_when=asyncio.FIRST_COMPLETED)
+
+    def _abort_unfinished(self, part: _Part, run: _Run) -> None:
+        begun = {c.index: c for c in part.request.begun}
+        for index in sorted(part.unfinished):
+            part.unfinished.remove(index)
+            nothing = Completion(
+                request_id=part.request.request_id,
+                index=index,
+                token_ids=np.zeros(0, np.int64),
+                log_probs=np.zeros(0, np.float32),
+                weight_versions=np.zeros(0, np.int32),
+                finish_reason="abort",
+            )
+            run.items.put_nowait(begun.get(index, nothing))
+
+    async def _all(self, method: str, *arguments: object) -> None:
+        """Call a method of all replicas; those that turn out to be dead are not missed."""
+        self._check_open()
+        replicas = list(self._replicas)
+        calls = (getattr(replica.engine, method)(*arguments) for replica in replicas)
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        for replica, outcome in zip(replicas, outcomes, strict=True):
+            if isinstance(outcome, EngineDiedError):
+                self._bury(replica, str(outcome))
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, EngineDiedError):
+                raise outcome
+
+    def _depart(self, replica: _Replica) -> None:
+        self._replicas.remove(replica)
+        stats = replica.engine.stats()
+        self._gone_prompt_tokens += stats.prompt_tokens - replica.before.prompt_tokens
+        self._gone_completion_tokens += stats.completion_tokens - replica.before.completion_tokens
+
+    def _bury(self, replica: _Replica, reason: str) -> None:
+        """Do without a replica from now on, and replace it if that is asked for. Nothing if that has been done."""
+        if replica not in self._replicas:
+            return
+        self._losses.append(reason)
+        self._depart(replica)
+        self._keep(self._errands, replica.engine.close())
+        hopeless = replica.is_replacement and not replica.has_finished
+        if self._restart is not None and not (self._closed or replica.leaves or hopeless):
+            self._keep(self._restarts, self._replace(self._restart))
+
+    def _keep(self, tasks: "set[asyncio.Task[None]]", work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Run something whether or not its caller waits for it."""
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task
+
+    async def _replace(self, restart: Callable[[], Awaitable[Engine]]) -> None:
+        try:
+            engine = await restart()
+        except Exception as error:
+            self._losses.append(f"a replacement could not be made: {error!r}")
+            return
+        try:
+            await self._add(_Replica(engine, is_replacement=True))
+        except Exception as error:
+            self._losses.append(f"a replacement could not be taken in: {error!r}")
+            await engine.close()
+
+    async def _add(self, replica: _Replica) -> None:
+        self._check_open()
+        engine = replica.engine
+        async with self._changing:
+            if engine.weight_version > self._version:
+                raise ValueError(f"the engine has weights {engine.weight_version}: the others have {self._version}")
+            if engine.weight_version < self._version and self._present is not None:
+                shared, num_writes = self._present
+                if shared.num_writes == num_writes and shared.is_whole:
+                    with shared.reading():
+                        await engine.update_weights(shared, version=self._version)
+            if self._is_paused:
+                await engine.pause()
+            if self._is_asleep:
+                await engine.sleep()
+            replica.has_weights = engine.weight_version == self._version
+            self._replicas.append(replica)
+
+    def _obituary(self) -> str:
+        if self._replicas:
+            return "no replica serves: those that are left have older weights, or are leaving"
+        return f"no replica is left: {'; '.join(self._losses) or 'all were removed'}"

@@ -1,0 +1,303 @@
+"""What runs in the other process: it isolates itself, runs the program, and watches it.
+
+Started by path in a bare interpreter, so it imports the standard library only, and of that what is quick to import:
+each program pays for it. Its one argument is the JSON of `types.Setup`. Three processes come of it: the watcher, which
+stays outside; the first process of the namespaces, which lives as long as the program and reaps what it leaves; and the
+program.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import types
+from contextlib import suppress
+from pathlib import Path
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+    from gcore_rollout.sandbox.types import Report, Setup
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x40000
+MNT_DETACH = 2
+AT_FDCWD, AT_RECURSIVE = -100, 0x8000
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 1, 2
+SYS_MOUNT_SETATTR = 442
+"""The same number on every architecture; glibc names it from 2.36 on only."""
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+CAPABILITY_VERSION_3 = 0x20080522
+NOBODY = 65534
+
+HOME = "/sandbox"
+"""The folder a program starts in and may write to."""
+
+NEW_ROOT = "/proc"
+"""Where the program's file system is put together. It exists on every Linux, and nothing of it is to be seen there."""
+
+SET_UP, READY_FOR_TESTS = b"set up\n", b"ready for tests\n"
+"""What the program's process says before the program, and between it and its tests."""
+
+VISIBLE = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache"]
+DEVICES = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
+
+_libc = ctypes.CDLL(None, use_errno=True)
+# Programs replace functions of os, some by habit: those needed after one has run are held here.
+_read, _write, _exit = os.read, os.write, os._exit
+
+
+def main() -> None:
+    setup: Setup = json.loads(sys.argv[1])
+    watched = {signal.SIGCHLD, signal.SIGTERM, signal.SIGALRM}
+    # Waited for, not handled: none can come between the fork and the moment its process id is known.
+    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    own = (os.getuid(), os.getgid())
+    target = (NOBODY, NOBODY) if own[0] == 0 else own
+    try:
+        if setup["isolation"] == "namespaces":
+            _enter_namespaces(own, target)
+    except OSError as error:
+        os.write(setup["control_fd"], f"{error}\n".encode())
+        return
+    signal.setitimer(signal.ITIMER_REAL, setup["wall_s"])
+    first = os.fork()
+    if first == 0:
+        os.close(setup["report_fd"])
+        _start_the_program(setup, target)
+    os.close(setup["control_fd"])
+    report = _watch(first, watched)
+    os.write(setup["report_fd"], json.dumps(report).encode())
+    os._exit(0)
+
+
+def _watch(first: int, watched: set[signal.Signals]) -> "Report":
+    timed_out = False
+    # A child that is stopped sends the same signal as one that ends.
+    while os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        seen = signal.sigwait(watched)
+        if seen != signal.SIGCHLD:
+            timed_out = timed_out or seen == signal.SIGALRM
+            os.kill(first, signal.SIGKILL)
+    # Not reaped yet, so the group's number is still its own. In a process namespace all are dead by now.
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(first, signal.SIGKILL)
+    _, status, usage = os.wait4(first, 0)
+    return {"exit_code": _exit_code(status), "timed_out": timed_out, "cpu_s": usage.ru_utime + usage.ru_stime}
+
+
+def _exit_code(status: int) -> int:
+    """As a shell gives it: 128 + n for signal n."""
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _enter_namespaces(own: tuple[int, int], target: tuple[int, int]) -> None:
+    """New user, mount, network, process and IPC namespaces; the next child is the first process of them.
+
+    Root becomes nobody in there: the kernel holds root to no limit of processes, and files of root stay out of reach.
+    Only a process outside may map a second user, hence the helper.
+    """
+    go, done = os.pipe(), os.pipe()
+    watcher = os.getpid()
+    helper = os.fork()
+    if helper == 0:
+        os.close(go[1])
+        os.read(go[0], 1)
+        answer = b""
+        try:
+            for kind, outside, inside in zip(("uid", "gid"), own, target, strict=True):
+                if kind == "gid" and own[0] != 0:
+                    Path(f"/proc/{watcher}/setgroups").write_text("deny")
+                lines = (f"{n} {n} 1\n" for n in dict.fromkeys((outside, inside)))
+                Path(f"/proc/{watcher}/{kind}_map").write_text("".join(lines))
+        except OSError as error:
+            answer = str(error).encode()
+        os.write(done[1], answer)
+        os._exit(0)
+    os.close(done[1])
+    flags = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS
+    try:
+        _check(_libc.unshare(flags), "unshare")
+    finally:
+        os.write(go[1], b"x")
+        answer = os.read(done[0], 4096)
+        os.waitpid(helper, 0)
+        for fd in (*go, done[0]):
+            os.close(fd)
+    if answer:
+        raise OSError(answer.decode())
+    # The helper's end is in the line, and only the program's may be.
+    signal.sigwait({signal.SIGCHLD})
+
+
+def _start_the_program(setup: "Setup", target: tuple[int, int]) -> "NoReturn":
+    """Lose every right that is not needed, then run what the control socket sends.
+
+    The first process of a namespace gets no signal that it does not handle, a CPU limit's among them, so the program is
+    the second.
+    """
+    control = setup["control_fd"]
+    try:
+        os.setsid()
+        if setup["isolation"] == "namespaces":
+            _see_only(setup)
+            if os.getuid() != target[0]:
+                os.setgroups([])
+                os.setresgid(target[1], target[1], target[1])
+                os.setresuid(target[0], target[0], target[0])
+            _drop_capabilities()
+            _limit(resource.RLIMIT_NPROC, setup["processes"] + 1)
+        _prctl(PR_SET_NO_NEW_PRIVS, 1)
+        _limit(resource.RLIMIT_CPU, setup["cpu_s"])
+        _limit(resource.RLIMIT_AS, setup["memory_bytes"])
+        _limit(resource.RLIMIT_FSIZE, setup["disk_bytes"])
+        _limit(resource.RLIMIT_NOFILE, setup["open_files"])
+        _limit(resource.RLIMIT_CORE, 0)
+    except (OSError, ValueError) as error:
+        os.write(control, f"{error}\n".encode())
+        os._exit(1)
+    program = os.fork()
+    if program:
+        _reap_until(program)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+    sys.path += setup["import_paths"]
+    sys.argv = ["solution.py"]
+    os.set_inheritable(control, False)
+    os.write(control, SET_UP)
+    task = _next_line(control)
+    if task["tests"]:
+        _run_with_tests(task["program"], control)
+    else:
+        os.close(control)
+        _run(task["program"], "__main__")
+    # As an interpreter that ends: threads are waited for, output is flushed.
+    sys.exit(0)
+
+
+def _reap_until(program: int) -> "NoReturn":
+    # It holds no end of a pipe that says to a reader that the program goes on.
+    os.closerange(0, 1 << 16)
+    while True:
+        ended, status = os.wait()
+        if ended == program:
+            os._exit(_exit_code(status))
+
+
+def _run_with_tests(program: str, control: int) -> "NoReturn":
+    """Run the program, and only then ask for the tests, each with the token that says it passed."""
+    names = _run(program, "solution")
+    _write(control, READY_FOR_TESTS)
+    status = 0
+    for source, token in _next_line(control)["tests"]:
+        try:
+            exec(compile(source, "tests.py", "exec"), names)
+        except Exception as error:
+            sys.__excepthook__(type(error), error, error.__traceback__)
+            status = 1
+        else:
+            _write(control, f"{token}\n".encode())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _exit(status)
+
+
+def _run(program: str, name: str) -> "dict[str, Any]":
+    """Run a program as the module of that name; its variables."""
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    exec(compile(program, "solution.py", "exec"), module.__dict__)
+    return module.__dict__
+
+
+def _see_only(setup: "Setup") -> None:
+    """A read-only file system of the interpreter and the system's libraries, with an empty folder to write to."""
+    _mount(None, "/", None, MS_REC | MS_PRIVATE)
+    _mount("tmpfs", NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    # Longer paths later: one that lies in another is there already.
+    for path in sorted({*VISIBLE, *DEVICES, sys.base_prefix, *setup["import_paths"]}, key=len):
+        _show(path)
+    Path(NEW_ROOT + HOME).mkdir()
+    _read_only(NEW_ROOT, AT_RECURSIVE)
+    size = f"size={setup['disk_bytes']},nr_inodes=4096,mode=1777"
+    _mount("tmpfs", NEW_ROOT + HOME, "tmpfs", MS_NOSUID | MS_NODEV, size)
+    os.chdir(NEW_ROOT)
+    _check(_libc.pivot_root(b".", b"."), "pivot_root")
+    _check(_libc.umount2(b".", MNT_DETACH), "umount2")
+    os.chdir(HOME)
+
+
+def _show(path: str) -> None:
+    source, place = Path(path), Path(NEW_ROOT + path)
+    if place.exists() or place.is_symlink() or not source.exists():
+        return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_symlink():
+        place.symlink_to(source.readlink())
+        return
+    if source.is_dir():
+        place.mkdir()
+    else:
+        place.touch()
+    _mount(path, str(place), None, MS_BIND | MS_REC)
+
+
+class _MountAttributes(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
+
+
+def _read_only(path: str, flags: int) -> None:
+    attributes = _MountAttributes(attr_set=MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID)
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    result = _libc.syscall(
+        ctypes.c_long(SYS_MOUNT_SETATTR), AT_FDCWD, path.encode(), flags, ctypes.byref(attributes), size
+    )
+    _check(result, f"mount_setattr {path}")
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    source_b, kind_b, data_b = (text and text.encode() for text in (source, kind, data))
+    _check(_libc.mount(source_b, target.encode(), kind_b, ctypes.c_ulong(flags), data_b), f"mount {target}")
+
+
+def _drop_capabilities() -> None:
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
+    none = (ctypes.c_uint32 * 6)()
+    _check(_libc.capset(header, none), "capset")
+
+
+def _prctl(option: int, value: int) -> None:
+    _check(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
+
+
+def _limit(which: int, value: int) -> None:
+    hard = resource.getrlimit(which)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(which, (value, value))
+
+
+def _check(result: int, what: str) -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def _next_line(fd: int) -> "Any":
+    """The next message of the control socket, JSON on one line."""
+    parts = [b""]
+    while not parts[-1].endswith(b"\n"):
+        part = _read(fd, 1 << 16)
+        if not part:
+            # Whoever asked has gone.
+            _exit(1)
+        parts.append(part)
+    return json.loads(b"".join(parts))
+
+
+if __name__ == "__main__":
+    main()

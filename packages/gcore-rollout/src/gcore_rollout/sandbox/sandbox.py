@@ -1,0 +1,283 @@
+"""Runs Python programs in other processes, under limits, without blocking the event loop."""
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from gcore_rollout.errors import SandboxError
+from gcore_rollout.sandbox.child import HOME, READY_FOR_TESTS, SET_UP
+from gcore_rollout.sandbox.output_pipe import OutputPipe
+from gcore_rollout.sandbox.types import Outcome, Report, SandboxLimits, SandboxResult, Setup
+
+Isolation = Literal["namespaces", "limits"]
+"""What stands between a program and the machine; see `Sandbox`."""
+
+CHILD = Path(__file__).with_name("child.py")
+
+GRACE_S = 60.0
+"""The program is killed at its time limit by its watcher; this much later, the watcher is."""
+
+KILLED = 128 + signal.SIGKILL
+
+LEFT_OPEN_S = 1.0
+"""How long to wait for the end of output that a process which got away may hold open (``limits`` only)."""
+
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "PYTHONUTF8": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+"""All that a program finds in its environment. Sets are iterated in the same order each time."""
+
+
+class Sandbox:
+    """Runs untrusted Python programs, each in a new interpreter with the standard library.
+
+    With ``namespaces`` a program has no network, not even loopback; sees the interpreter and the system's libraries,
+    read-only, and an empty folder that goes away with it; sees no other process, and none of its own outlives it; has
+    no capabilities; and is nobody if this process is root.
+
+    With ``limits`` it has the network, the files and the rights of this process: memory, CPU and wall time, output and
+    the size of a file are bounded, but it may read, write, send and signal what this process may, and a child that
+    makes a session of its own outlives it. Use that where the machine itself is thrown away.
+
+    Not protected against in either: bugs of the kernel; memory outside of an address space (files in memory, up to
+    ``disk_bytes`` each); ``processes`` times the limits of memory and CPU time, as those are of each process.
+
+    Args:
+        limits: of each program.
+        isolation: tried once here.
+        max_concurrency: most programs at one time; default: as many as there are CPUs.
+        import_paths: folders to import from besides the standard library, absolute; the program can read them.
+
+    Raises:
+        SandboxError: a bad setting, or this machine cannot enforce the isolation.
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: SandboxLimits | None = None,
+        isolation: Isolation = "namespaces",
+        max_concurrency: int | None = None,
+        import_paths: Sequence[str | Path] = (),
+    ) -> None:
+        self._limits = limits or SandboxLimits()
+        self._isolation: Isolation = isolation
+        if isolation not in get_args(Isolation):
+            raise SandboxError(f"isolation is {isolation!r}: one of {', '.join(get_args(Isolation))} is needed")
+        self._max_concurrency = os.cpu_count() or 1 if max_concurrency is None else max_concurrency
+        if self._max_concurrency < 1:
+            raise SandboxError(f"max_concurrency is {max_concurrency}: at least 1 is needed")
+        self._import_paths = [Path(path) for path in import_paths]
+        for path in self._import_paths:
+            if not path.is_absolute() or not path.is_dir():
+                raise SandboxError(f"import_paths holds {str(path)!r}: an absolute path of a folder is needed")
+        self._python = str(Path(sys.executable).resolve())
+        self._places = asyncio.Semaphore(self._max_concurrency)
+        self._try_isolation()
+
+    @property
+    def limits(self) -> SandboxLimits:
+        return self._limits
+
+    async def run(self, program: str, *, stdin: str = "", tests: Sequence[str] = ()) -> SandboxResult:
+        """Run a program to its end, and then, if it did not exit, the tests among its variables.
+
+        Without tests it is ``__main__``; with tests it is the module ``solution``, as those may import it. A test
+        passed if a token came back that was sent, with the tests, only after the program's own text had run: leaving
+        early by any way passes nothing. Still, a test shares the process with what it tests: a program that looks for
+        the harness among its frames can take the token, and an object equal to everything satisfies an assertion.
+        What must not be forged is compared outside: give ``stdin``, look at ``stdout``.
+
+        Raises:
+            SandboxError: the program could not be started.
+        """
+        began = time.monotonic()
+        async with self._places:
+            with ExitStack() as stack:
+                folder = HOME
+                if self._isolation == "limits":
+                    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gcore-sandbox-"))
+                text = os.memfd_create("stdin")
+                stack.callback(os.close, text)
+                os.write(text, stdin.encode("utf-8", "surrogatepass"))
+                os.lseek(text, 0, os.SEEK_SET)
+                return await self._run(_Talk(program=program, tests=tests), text, folder, began)
+
+    async def _run(self, talk: "_Talk", stdin: int, folder: str, began: float) -> SandboxResult:
+        bound = self._limits.output_bytes
+        with OutputPipe(bound) as stdout, OutputPipe(bound) as stderr, OutputPipe(1 << 16) as report:
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                process = subprocess.Popen(
+                    self._command(theirs.fileno(), report.write_fd),
+                    stdin=stdin,
+                    stdout=stdout.write_fd,
+                    stderr=stderr.write_fd,
+                    cwd="/" if self._isolation == "namespaces" else folder,
+                    env=ENVIRONMENT | {"HOME": folder, "TMPDIR": folder},
+                    pass_fds=(theirs.fileno(), report.write_fd),
+                )
+                theirs.close()
+                tasks = [
+                    asyncio.create_task(work)
+                    for work in (
+                        talk.over(ours),
+                        stdout.read(on_too_much=process.terminate),
+                        stderr.read(on_too_much=process.terminate),
+                    )
+                ]
+                try:
+                    async with asyncio.timeout(self._limits.wall_s + GRACE_S):
+                        await report.read()
+                    # Without a namespace that ends with the program, a process that got away may hold them open.
+                    await asyncio.wait(tasks, timeout=LEFT_OPEN_S)
+                except TimeoutError:
+                    raise SandboxError(f"a program's watcher is silent {GRACE_S} s after the time limit") from None
+                finally:
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.gather(*tasks, return_exceptions=True)
+                    await _stop(process)
+        error = stderr.data.decode(errors="replace")
+        if not talk.started or not report.data:
+            raise SandboxError(f"a program could not be started: {talk.first_line or error or process.returncode}")
+        return self._result(
+            json.loads(report.data),
+            too_much=stdout.too_much or stderr.too_much,
+            stdout=stdout.data.decode(errors="replace"),
+            stderr=error,
+            passed=talk.passed(),
+            wall_s=time.monotonic() - began,
+        )
+
+    def _result(self, report: Report, *, too_much: bool, **fields: Any) -> SandboxResult:
+        # The kernel's count at the kill, in ticks, and the one reported differ a little.
+        out_of_cpu = report["exit_code"] == KILLED and report["cpu_s"] > 0.9 * self._limits.cpu_s
+        outcome: Outcome = "failed" if report["exit_code"] else "finished"
+        if too_much:
+            outcome = "output_limit"
+        elif report["timed_out"] or out_of_cpu:
+            outcome = "timed_out"
+        return SandboxResult(outcome=outcome, exit_code=report["exit_code"], cpu_s=report["cpu_s"], **fields)
+
+    def _command(self, control_fd: int, report_fd: int) -> list[str]:
+        limits = self._limits
+        setup = Setup(
+            isolation=self._isolation,
+            control_fd=control_fd,
+            report_fd=report_fd,
+            import_paths=[str(path) for path in self._import_paths],
+            wall_s=limits.wall_s,
+            cpu_s=limits.cpu_s,
+            memory_bytes=limits.memory_bytes,
+            disk_bytes=limits.disk_bytes,
+            open_files=limits.open_files,
+            processes=limits.processes,
+        )
+        # Bare: no site-packages, none of the user's, no folder of the script, and no .pyc written.
+        return [self._python, "-s", "-S", "-P", "-B", str(CHILD), json.dumps(setup)]
+
+    def _try_isolation(self) -> None:
+        """Start a child that gets no program."""
+        report_end, report = os.pipe()
+        ours, theirs = socket.socketpair()
+        try:
+            with ours, theirs:
+                ours.settimeout(GRACE_S)
+                fds = (theirs.fileno(), report)
+                child = subprocess.Popen(
+                    self._command(*fds),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    env=ENVIRONMENT,
+                    pass_fds=fds,
+                )
+                theirs.close()
+                with ours.makefile("rb") as lines:
+                    answer = lines.readline()
+            said = child.communicate(timeout=GRACE_S)[1]
+        finally:
+            os.close(report_end)
+            os.close(report)
+        if answer != SET_UP:
+            reason = answer.decode().strip() or said.decode(errors="replace").strip()
+            raise SandboxError(
+                f"isolation is {self._isolation!r}, which this machine does not give ({reason}): allow unprivileged "
+                "user namespaces (sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_"
+                "userns=0; in a container a seccomp profile that allows unshare and mount, or --privileged), on Linux "
+                "5.12 or later, or take isolation='limits' where the machine is thrown away afterwards"
+            )
+
+
+@dataclass
+class _Talk:
+    """What is said to one program's harness, and what it answers."""
+
+    program: str
+    tests: Sequence[str]
+    first_line: str = ""
+    started: bool = False
+    heard: set[str] = field(default_factory=set[str])
+
+    def __post_init__(self) -> None:
+        self._tokens = [secrets.token_hex(16) for _ in self.tests]
+
+    async def over(self, ours: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=ours)
+        # The program may close its end or write what it likes: then the tokens do not come, which is all that counts.
+        try:
+            with suppress(ConnectionError, ValueError):
+                line = await reader.readline()
+                self.first_line, self.started = line.decode(errors="replace"), line == SET_UP
+                if self.started:
+                    await _say(writer, {"program": self.program, "tests": bool(self.tests)})
+                if self.started and self.tests and await reader.readline() == READY_FOR_TESTS:
+                    await _say(writer, {"tests": list(zip(self.tests, self._tokens, strict=True))})
+                    for _ in self.tests:
+                        self.heard.add((await reader.readline()).decode(errors="replace").strip())
+        finally:
+            writer.close()
+
+    def passed(self) -> tuple[bool, ...]:
+        return tuple(token in self.heard for token in self._tokens)
+
+
+async def _say(writer: asyncio.StreamWriter, message: object) -> None:
+    writer.write(json.dumps(message).encode() + b"\n")
+    await writer.drain()
+
+
+async def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Have the watcher kill its program, if it has not ended, and wait for the watcher."""
+    process.terminate()
+    try:
+        # It has ended, as a rule, or is about to, so no time is spent on a thread.
+        process.wait(timeout=0.01)
+    except subprocess.TimeoutExpired:
+        await asyncio.to_thread(_wait, process)
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(timeout=GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,145 @@
+"""`gcore-llm train` with responses that take several steps, or several turns."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from command_line import Cli, option_set, step_rows
+
+from gcore_llm.tiny_model import tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def chatty(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model that ends its responses at any digit: their lengths have a long tail."""
+    path = tmp_path_factory.mktemp("chatty") / "model"
+    shutil.copytree(tiny, path)
+    digits = tiny_tokenizer()("0123456789")["input_ids"]
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, *digits]}))
+    return path
+
+
+PARTIAL = [
+    *("--rollout.partial-rollout", "True", "--rollout.over-sample-rate", "1"),
+    *("--data.max-response-length", "48", "--actor.optim.lr", "1e-2", "--trainer.save-freq", "1"),
+]
+
+
+def args_of(own_args: list[str], model: Path, num_steps: int) -> list[str]:
+    args = option_set(own_args, "--model", str(model))
+    for option, value in zip(PARTIAL[::2], PARTIAL[1::2], strict=True):
+        args = option_set(args, option, value) if option in args else [*args, option, value]
+    return option_set(args, "--trainer.total-training-steps", str(num_steps))
+
+
+def test_long_responses_go_on_in_later_steps(cli: Cli, own_args: list[str], chatty: Path) -> None:
+    """What was begun is kept in checkpoints: an interrupted run goes on as one that was not."""
+    cli.ok(*args_of(own_args, chatty, 4), "--name", "whole")
+    rows = step_rows(cli.cwd / "runs/whole")
+    assert all(row["sampling/unfinished_groups"] > 0 for row in rows)
+    assert all(row["sampling/groups"] == 8 for row in rows)
+    # Generation in step s is by weights s - 1; some tokens are older.
+    assert any(row["sampling/oldest_version"] < row["step"] - 1 for row in rows)
+    assert all(row["response_length/max"] <= 48 for row in rows)
+    # The engine's log-probs are those of the weights that made each token, so they differ from the present ones.
+    assert rows[0]["training/rollout_probs_diff_mean"] < 1e-5
+    assert rows[-1]["training/rollout_probs_diff_mean"] > 1e-4
+
+    cli.ok(*args_of(own_args, chatty, 2), "--name", "parted")
+    cli.ok(*args_of(own_args, chatty, 4), "--name", "parted")
+    for row, expected in zip(step_rows(cli.cwd / "runs/parted"), rows, strict=True):
+        same = [name for name in expected if not name.startswith(("timing_s/", "perf/"))]
+        assert {name: row[name] for name in same} == {name: expected[name] for name in same}
+
+
+def test_stale_responses_are_made_anew(cli: Cli, own_args: list[str], chatty: Path) -> None:
+    cli.ok(*args_of(own_args, chatty, 4), "--rollout.max-staleness", "1")
+    rows = step_rows(cli.cwd / "runs/default")
+    assert all(row["sampling/oldest_version"] >= row["step"] - 2 for row in rows)
+
+
+WORLD = '''
+from gcore_rollout.multi_turn import Opening, Reply, Tool, ToolEnvironment
+
+
+class Guessing:
+    """Wants one character after the other, and says so."""
+
+    def __init__(self, row):
+        self.wanted = iter("abc")
+        self.answer = str(row["answer"])
+
+    async def reset(self):
+        return Opening(messages=[{"role": "user", "content": f"{self.answer}: "}])
+
+    async def step(self, completion):
+        wanted = next(self.wanted, None)
+        if wanted is None:
+            return Reply(done=True)
+        return Reply(messages=[{"role": "user", "content": f" {wanted}? "}], reward=float(wanted in completion))
+
+
+def broken(row):
+    class Broken(Guessing):
+        async def step(self, completion):
+            raise RuntimeError("the board fell over")
+
+    return Broken(row)
+'''
+
+
+def multi_turn_args(cli: Cli, own_args: list[str], chatty: Path, function: str) -> list[str]:
+    (cli.cwd / "world.py").write_text(WORLD)
+    args = option_set(option_set(own_args, "--model", str(chatty)), "--data.max-response-length", "128")
+    return [*args, "--rollout.multi-turn.environment", f"world.py:{function}"]
+
+
+@pytest.mark.parametrize("has_reward", [True, False])
+def test_an_environment(cli: Cli, own_args: list[str], chatty: Path, has_reward: bool) -> None:
+    args = multi_turn_args(cli, own_args, chatty, "Guessing")
+    cli.ok(*(args if has_reward else option_set(args, "--reward", "")))
+    rows = step_rows(cli.cwd / "runs/default")
+    for row in rows:
+        assert 1 < row["reward/turns/mean"] <= 4
+        assert row["actor/grad_norm"] > 0
+        # Log-probs of what the policy wrote, behind what it was told, are the trainer's.
+        assert row["training/rollout_probs_diff_mean"] < 1e-5
+        if not has_reward:
+            assert row["critic/score/mean"] == pytest.approx(row["reward/environment/mean"])
+
+
+def test_a_broken_environment(cli: Cli, own_args: list[str], chatty: Path) -> None:
+    args = multi_turn_args(cli, own_args, chatty, "broken")
+    finished = cli(*args)
+    assert finished.code == 2
+    assert "step 1: RuntimeError: the board fell over" in " ".join(finished.err.split())
+    cli.ok(*args, "--reward-calls.on-error", "drop", "--name", "dropped")
+    assert all(row["sampling/groups"] == 0 for row in step_rows(cli.cwd / "runs/dropped"))
+    assert all(row["sampling/dropped_groups"] > 0 for row in step_rows(cli.cwd / "runs/dropped"))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            ["--rollout.multi-turn.environment", "none.py:f"],
+            "rollout.multi_turn.environment is 'none.py:f': no such file",
+        ),
+        (["--rollout.multi-turn.max-assistant-turns", "0"], "max_assistant_turns is 0: 1 or more is needed"),
+        (
+            ["--rollout.over-sample-rate", "-1"],
+            "rollout.over_sample_rate is -1.0: a finite number, 0 or more is needed",
+        ),
+        (["--rollout.max-staleness", "0"], "rollout.max_staleness is 0: 1 or more is needed"),
+        (
+            ["--rollout.partial-rollout", "True", "--rollout.multi-turn.environment", "x.py:f"],
+            "for an environment cannot wait for the next step",
+        ),
+        (["--rollout.partial-rollout", "True", "--algorithm.adv-estimator", "remax"], "another estimator is needed"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_settings(cli: Cli, own_args: list[str], options: list[str], expected: str) -> None:
+    assert expected in " ".join(cli.refused(*own_args, *options).split())
+    assert list(cli.cwd.iterdir()) == []

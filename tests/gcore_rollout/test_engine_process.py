@@ -1,0 +1,338 @@
+"""An engine behind a socket: the same promises, and what happens when either side dies."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from engine_oracles import TinyModel, collect, errors, first_then_abandon, make_request
+from fake_engine import FakeEngine, be_killed, make_owner, make_slow_engine, report, sleep_for_ever
+
+from gcore_rollout import Engine
+from gcore_rollout.engine_process import PRELOAD_VLLM, EngineProcess
+from gcore_rollout.errors import EngineDiedError, EngineStartError, MissingExtraError, RequestError, RolloutError
+from gcore_rollout.hf_engine import HFEngine
+from gcore_rollout.shared_weights import SharedWeights
+from gcore_rollout.vllm_engine import VLLMEngine
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+# All engines here come from one server: what they need is imported once.
+start = partial(EngineProcess.start, preload=(*PRELOAD_VLLM, "fake_engine"))
+start_bare = partial(EngineProcess.start, preload=())
+"""From a server that has not imported torch, and is there in no time."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_compiled() -> Iterator[None]:
+    """The server takes it over; else vLLM would compile for ten seconds at its first log-probs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_COMPILE_DISABLE", "1")
+        yield
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def slow() -> AsyncIterator[EngineProcess]:
+    """A fresh process whose samples take 20 ms a token."""
+    engine = await start(make_slow_engine)
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def hf(tied: TinyModel) -> AsyncIterator[EngineProcess]:
+    engine = await start(partial(HFEngine.from_pretrained, tied.path), num_threads=1)
+    yield engine
+    await engine.close()
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie is not: nobody may be there to reap it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 20) -> float:
+    """Seconds until it is true."""
+    start = time.monotonic()
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.002)
+    return time.monotonic() - start
+
+
+async def test_completions_are_those_of_the_engine(hf: EngineProcess, tied: TinyModel) -> None:
+    here = HFEngine.from_pretrained(tied.path)
+    requests = [make_request(f"r{i}", 3 + i, n=3, temperature=0.3 * i, seed=i) for i in range(6)]
+    expected, found = await collect(here, *requests), await collect(hf, *requests)
+    assert sorted(found) == sorted(expected)
+    for key, c in found.items():
+        e = expected[key]
+        assert c.token_ids.tolist() == e.token_ids.tolist()
+        assert c.weight_versions.tolist() == e.weight_versions.tolist()
+        np.testing.assert_allclose(c.log_probs, e.log_probs, atol=1e-5, rtol=0)
+        assert c.finish_reason == e.finish_reason
+        assert (c.token_ids.dtype, c.log_probs.dtype, c.weight_versions.dtype) == (np.int64, np.float32, np.int32)
+    assert hf.stats().prompt_tokens == sum(3 + i for i in range(6))
+
+
+async def test_new_weights_take_effect_and_bad_ones_do_not(hf: EngineProcess, tied: TinyModel) -> None:
+    requests = [make_request("r", 9, n=2)]
+    version = hf.weight_version + 1
+    await hf.update_weights(tied.new.state_dict().items(), version=version)
+    assert hf.weight_version == hf.stats().weight_version == version
+    for bad, message in (
+        ({"model.norm.weight": torch.ones(128)}, "missing names"),
+        ({**tied.old.state_dict(), "model.norm.weight": torch.zeros(3)}, r"'model.norm.weight' has shape \(3,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            await hf.update_weights(bad.items(), version=version + 1)
+    with pytest.raises(ValueError, match=f"must be above the present {version}"):
+        await hf.update_weights(tied.old.state_dict().items(), version=version)
+
+    def torn() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(tied.old.state_dict().items())[:5]
+        raise OSError("a trainer rank is gone")
+
+    with pytest.raises(OSError, match="a trainer rank is gone"):
+        await hf.update_weights(torn(), version=version + 1)
+    found = await collect(hf, *requests)
+    assert max(errors(tied.new, requests, found)) < 1e-5
+    assert {int(v) for c in found.values() for v in c.weight_versions} == {version}
+
+
+async def test_one_memory_serves_two_engines(hf: EngineProcess, tied: TinyModel) -> None:
+    """And the tensors handed over are the caller's when `update_weights` returns."""
+    here = HFEngine.from_pretrained(tied.path)
+    shared = SharedWeights()
+    requests = [make_request("r", 9, n=2)]
+    for model in (tied.new, tied.old):
+        shared.write(model.state_dict().items())
+        version = hf.weight_version + 1
+        await asyncio.gather(*(engine.update_weights(shared, version=version) for engine in (hf, here)))
+        for _, tensor in shared:
+            tensor.fill_(float("nan"))
+        for engine in (hf, here):
+            assert max(errors(model, requests, await collect(engine, *requests))) < 1e-5
+    shared.close()
+
+
+async def test_updates_made_at_once_do_not_mix() -> None:
+    """Each is written when the one before it has been read, cancelled or not."""
+    engine = await start(FakeEngine)
+    weights = [{f"w{i}": torch.full((1 << 16,), float(version)) for i in range(8)} for version in range(1, 9)]
+    updates = [asyncio.create_task(engine.update_weights(w.items(), version=v)) for v, w in enumerate(weights, 1)]
+    await asyncio.sleep(0)
+    updates[0].cancel()
+    for update in updates[1:]:
+        await update
+        await collect(engine, make_request("check weights", 1, max_tokens=1))
+    assert engine.weight_version == 8
+    await engine.close()
+
+
+async def test_completions_come_as_they_finish_in_calls_of_their_own(slow: EngineProcess) -> None:
+    async def arrivals(name: str) -> list[tuple[str, int]]:
+        requests = [make_request(f"{name} long", 2, max_tokens=8), make_request(f"{name} short", 2, max_tokens=2)]
+        return [(c.request_id, len(c.token_ids)) async for c in slow.generate(requests)]
+
+    for name, found in zip("abc", await asyncio.gather(*map(arrivals, "abc")), strict=True):
+        assert found == [(f"{name} short", 2), (f"{name} long", 8)]
+    assert [c async for c in slow.generate([])] == []
+
+
+async def test_abandoned_samples_free_the_engine(slow: EngineProcess) -> None:
+    await first_then_abandon(slow, [make_request("r", 2, max_tokens=1), make_request("x", 2, n=5, max_tokens=10_000)])
+    running = asyncio.create_task(collect(slow, make_request("y", 2, max_tokens=10_000)))
+    await until(lambda: slow.stats().num_running == 1)
+    running.cancel()
+    await until(lambda: slow.stats().num_running == 0)
+
+
+async def test_control_is_forwarded(slow: EngineProcess) -> None:
+    running = asyncio.create_task(collect(slow, *(make_request(name, 2, max_tokens=10_000) for name in "ab")))
+    await until(lambda: slow.stats().completion_tokens > 0)
+    with pytest.raises(RolloutError, match="2 samples are running"):
+        await slow.sleep()
+    await slow.pause()
+    await slow.abort(["a"])
+    await asyncio.sleep(0.05)
+    before = slow.stats().completion_tokens
+    await asyncio.sleep(0.3)
+    assert slow.stats().completion_tokens == before
+    await slow.resume()
+    await until(lambda: slow.stats().completion_tokens > before)
+    await slow.abort()
+    found = await running
+    assert all(c.finish_reason == "abort" and 0 < len(c.token_ids) < 10_000 for c in found.values())
+    a, b = (len(found[name, 0].token_ids) for name in "ab")
+    assert a < b
+    await slow.sleep()
+    await slow.wake()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("refuse", RequestError, "too long"),
+        ("miss an extra", MissingExtraError, "'vllm' is not installed: pip install 'gcore-rollout[vllm]'"),
+        ("raise what cannot be pickled", RolloutError, "UnpicklableError: holds a lock"),
+    ],
+)
+async def test_errors_come_back(slow: EngineProcess, name: str, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind) as info:
+        await collect(slow, make_request(name, 2))
+    assert str(info.value) == message
+    (note,) = info.value.__notes__
+    assert note.startswith(f"raised in engine process {slow.pid}:\nTraceback")
+    assert "fake_engine.py" in note
+    assert len(await collect(slow, make_request("fine", 2, max_tokens=1))) == 1
+
+
+async def test_kill_is_noticed_at_once(slow: EngineProcess) -> None:
+    """By every call: what had arrived is still handed out, and the rest is named."""
+    requests = [make_request("short", 2, n=2, max_tokens=1), make_request("long", 2, n=3, max_tokens=10_000)]
+
+    async def consume() -> tuple[list[tuple[str, int]], EngineDiedError, float]:
+        found: list[tuple[str, int]] = []
+        try:
+            async for c in slow.generate(requests):
+                found.append((c.request_id, c.index))
+                await asyncio.sleep(0.5)  # so that the second is still in the queue at the death
+        except EngineDiedError as death:
+            return found, death, time.monotonic()
+        raise AssertionError("it did not die")
+
+    calls = [asyncio.create_task(consume()) for _ in range(3)]
+    await until(lambda: slow.stats().num_running == 9)
+    os.kill(slow.pid, signal.SIGKILL)
+    killed = time.monotonic()
+    for found, death, noticed in await asyncio.gather(*calls):
+        assert sorted(found) == [("short", 0), ("short", 1)]
+        assert str(death) == f"engine process {slow.pid} was killed by SIGKILL; unfinished samples: 3"
+        assert sorted(death.unfinished) == [("long", i) for i in range(3)]
+        assert noticed - killed < 2
+    with pytest.raises(EngineDiedError) as info:
+        await collect(slow, *requests)
+    assert len(info.value.unfinished) == 5
+    with pytest.raises(EngineDiedError, match=r"was killed by SIGKILL$"):
+        await slow.update_weights([("w", torch.ones(1))], version=1)
+    assert slow.stats().prompt_tokens == 12
+
+
+async def test_exit_is_told_from_kill(slow: EngineProcess) -> None:
+    with pytest.raises(EngineDiedError, match=f"engine process {slow.pid} ended with exit code 3"):
+        await collect(slow, make_request("exit", 2))
+
+
+async def test_hung_process_is_killed_and_a_busy_owner_is_no_hang() -> None:
+    engine = await start(FakeEngine, heartbeat_timeout_s=1.0)
+    time.sleep(2.5)
+    assert len(await collect(engine, make_request("r", 2))) == 1
+    with pytest.raises(EngineDiedError, match=r"was killed by SIGKILL because it had been silent for 1.0 s"):
+        await collect(engine, make_request("hang", 2))
+    assert not is_alive(engine.pid)
+    await engine.close()
+
+
+async def test_closing(slow: EngineProcess) -> None:
+    running = asyncio.create_task(collect(slow, make_request("r", 2, max_tokens=10_000)))
+    await until(lambda: slow.stats().num_running == 1)
+    await asyncio.gather(slow.close(), slow.close())
+    with pytest.raises(RolloutError, match="closed"):
+        await running
+    for call in (collect(slow, make_request("r", 2)), slow.pause(), slow.update_weights([], version=1)):
+        with pytest.raises(RolloutError, match="the engine is closed: start a new one"):
+            await call
+    assert not is_alive(slow.pid)
+
+
+async def test_what_a_process_has_and_has_not(hf: EngineProcess, tmp_path: Path, monkeypatch: Any) -> None:
+    """Its environment, folder and threads are those asked for; of other processes it holds nothing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GREETING", "from the owner")
+    others = [await start_bare(FakeEngine) for _ in range(2)]
+    for starts, env, expected, threads in (
+        (start_bare, None, "from the owner", None),
+        (partial(start, num_threads=3), {"GREETING": "hello"}, "hello", 3),
+    ):
+        with pytest.raises(RolloutError) as info:
+            await starts(report, env=env)
+        found = json.loads(str(info.value))
+        assert found["GREETING"] == expected
+        assert found["folder"] == str(tmp_path)
+        assert found["threads"] == threads
+        assert found["ignores_sigint"]
+        # Messages, weights, and the pair of its own event loop.
+        assert found["sockets"] == 4
+    for other in others:
+        await other.close()
+
+
+async def test_starts_that_fail() -> None:
+    with pytest.raises(EngineStartError, match=r"the engine process was not ready after 0.5 s"):
+        await start_bare(sleep_for_ever, start_timeout_s=0.5)
+    with pytest.raises(EngineDiedError, match=r"was killed by SIGKILL$"):
+        await start_bare(be_killed)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'no_such'") as info:
+        await start_bare(partial(cast(Any, FakeEngine), no_such=1))
+    assert "raised in engine process" in info.value.__notes__[0]
+    with pytest.raises(ValueError, match="num_threads is 0: at least 1 is needed"):
+        await start_bare(FakeEngine, num_threads=0)
+    with pytest.raises(ValueError, match="heartbeat_timeout_s is 0: more than 0 is needed"):
+        await start_bare(FakeEngine, heartbeat_timeout_s=0)
+
+
+async def test_engines_go_with_their_fork_server_and_another_takes_its_place() -> None:
+    engine = await start_bare(FakeEngine)
+    server = parent_of(engine.pid)
+    os.kill(server, signal.SIGKILL)
+    with pytest.raises(EngineDiedError, match="ended with the fork server that it came from"):
+        await collect(engine, make_request("wait", 2))
+    again = await start_bare(FakeEngine)
+    assert parent_of(again.pid) != server
+    await again.pause()
+    await again.close()
+    await engine.close()
+
+
+async def test_engine_goes_with_its_owner() -> None:
+    """However that ends, and even while it hangs; no shared memory stays behind."""
+    owner = await start(make_owner)
+    engine = owner.stats().prompt_tokens
+    server = parent_of(engine)
+    assert parent_of(server) == owner.pid
+    maps = Path(f"/proc/{owner.pid}/maps").read_text()
+    assert "/memfd:gcore-weights (deleted)" in maps, "memory without a name, which ends with its last user"
+    assert "/dev/shm" not in maps
+    os.kill(engine, signal.SIGSTOP)
+    os.kill(owner.pid, signal.SIGKILL)
+    assert await until(lambda: not is_alive(engine) and not is_alive(server)) < 5
+    await owner.close()
+
+
+async def test_vllm_in_a_process(tied: TinyModel) -> None:
+    make = partial(VLLMEngine.from_pretrained, tied.path, kv_cache_memory_bytes=64 << 20)
+    engine: Engine = await start(make, num_threads=1)
+    requests = [make_request(f"r{i}", 3 + 20 * i, n=2) for i in range(3)]
+    assert max(errors(tied.old, requests, await collect(engine, *requests))) < 1e-4
+    await engine.update_weights(tied.new.state_dict().items(), version=1)
+    found = await collect(engine, *requests)
+    assert max(errors(tied.new, requests, found)) < 1e-4
+    assert {int(v) for c in found.values() for v in c.weight_versions} == {1}
+    await engine.close()

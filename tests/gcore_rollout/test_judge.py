@@ -1,0 +1,308 @@
+"""Verdicts of language models: read, reduced, compared; from scripted answers and from a real engine."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_oracles import TinyModel, make_engine
+
+from gcore_rollout import Completion, EngineStats, Request, SamplingParams
+from gcore_rollout.errors import NoScoreError, RewardConfigError, RewardError
+from gcore_rollout.rewards import (
+    Failed,
+    GroupRewardRunner,
+    JudgeModel,
+    JudgeReward,
+    PairwiseJudge,
+    RewardRunner,
+    ScorePattern,
+    evaluate,
+    evaluate_group,
+    parse_winner,
+)
+
+SAMPLING = SamplingParams(max_tokens=64)
+
+
+class ScriptedEngine:
+    """An engine that says what a function tells it to; the tokens are the characters."""
+
+    weight_version = 0
+
+    def __init__(self, say: Callable[[str, int], str], delay_s: float = 0.0) -> None:
+        self.say = say
+        self.delay_s = delay_s
+        self.requests: list[Request] = []
+        self.calls = self.running = self.most_running = 0
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
+        self.calls += 1
+        self.requests += requests
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        await asyncio.sleep(self.delay_s)
+        self.running -= 1
+        # As from an engine, not in the order of the requests.
+        for request in reversed(requests):
+            for index in reversed(request.sample_indices):
+                token_ids = np.array(encode(self.say(decode(request.prompt_token_ids), index)), np.int64)
+                yield Completion(
+                    request_id=request.request_id,
+                    index=index,
+                    token_ids=token_ids,
+                    log_probs=np.zeros(token_ids.shape, np.float32),
+                    weight_versions=np.zeros(token_ids.shape, np.int32),
+                    finish_reason="stop",
+                )
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None: ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    async def update_weights(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None: ...
+
+    def stats(self) -> EngineStats:
+        raise NotImplementedError
+
+    async def close(self) -> None: ...
+
+
+def encode(text: str) -> list[int]:
+    return [ord(c) for c in text]
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    return "".join(map(chr, token_ids))
+
+
+def model_of(engine: Any, **options: Any) -> JudgeModel:
+    return JudgeModel(engine=engine, encode=encode, decode=decode, sampling=SAMPLING, **options)
+
+
+def judge(*answers: str, template: str = "{prompt} {completion}", **options: Any) -> JudgeReward:
+    """A judge that gives these answers as its samples."""
+    model = model_of(ScriptedEngine(lambda _, index: answers[index]), n=len(answers))
+    return JudgeReward(model=model, template=template, **options)
+
+
+async def scored(reward: JudgeReward, completion: str = "c") -> Any:
+    return await evaluate(reward, prompt="p", completion=completion, row={"gold": 4})
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("Score: 7", 0.7),
+        ("Score:10", 1.0),
+        ("Score: 0.5 points", 0.05),
+        ("First I thought Score: 2, now Score: 9.", 0.9),
+        ("Score: 11", None),
+        ("Score: -1", None),
+        ("score 7", None),
+        ("Score: seven", None),
+        ("", None),
+    ],
+)
+def test_score_pattern(text: str, score: float | None) -> None:
+    assert ScorePattern()(text) == (None if score is None else pytest.approx(score))
+
+
+def test_score_pattern_of_ones_own() -> None:
+    assert ScorePattern(pattern=r"\[\[(\w+)\]\]", low=-1, high=1)("[[0]]") == 0.5
+    assert ScorePattern(pattern=r"\[\[(\w+)\]\]", low=-1, high=1)("[[good]]") is None
+    assert ScorePattern(pattern=r"a(b)?")("a") is None, "the group took no part"
+
+
+@pytest.mark.parametrize("reduce", ["mean", "median", "majority"])
+async def test_several_verdicts(reduce: Any) -> None:
+    answers = ["Score: 2 a", "Score: 9 b", "Score: 5 c", "Score: 2 d", "well", "Score: 2", "Score: 9"]
+    reward = judge(*answers, reduce=reduce)
+    result = await scored(reward)
+    expected = {"mean": 29 / 60, "median": 0.35, "majority": 0.2}[reduce]
+    assert result.score == pytest.approx(expected)
+    assert result.parts == {"parsed": pytest.approx(6 / 7), "spread": pytest.approx(0.7)}
+    assert result.feedback == {"mean": "Score: 5 c", "median": "Score: 2 a", "majority": "Score: 2 a"}[reduce]
+    assert reward.stats().parse_rate == pytest.approx(6 / 7)
+
+
+async def test_a_tie_of_the_majority_goes_to_the_lowest() -> None:
+    assert (await scored(judge("Score: 8", "Score: 3", "Score: 8", "Score: 3", reduce="majority"))).score == 0.3
+
+
+async def test_what_cannot_be_read() -> None:
+    silent = judge("hm", "well")
+    with pytest.raises(
+        NoScoreError, match=r"reward 'JudgeReward' .* none of 2 verdicts could be parsed, the first is 'hm'"
+    ):
+        await scored(silent)
+    assert (silent.stats().num_verdicts, silent.stats().num_unparsable, silent.stats().parse_rate) == (2, 2, 0.0)
+    outcome = await RewardRunner(silent).score(prompt="p", completion="c", row={})
+    assert isinstance(outcome, Failed)
+    assert (await scored(judge("hm", "Score: 10", on_unparsable=0.0))).score == 0.5
+    assert (await scored(judge("hm", on_unparsable=-1))).score == -1.0
+    assert judge("x").stats().parse_rate == 1.0
+
+
+async def test_the_question_and_a_parser_of_ones_own() -> None:
+    engine = ScriptedEngine(lambda question, _: question)
+    reward = JudgeReward(
+        model=model_of(engine),
+        template="{{Q}} {prompt} | {completion} | {gold}",
+        parse=lambda text: float(text.endswith("{gold} | 4")),
+    )
+    result = await evaluate(reward, prompt="{p!r} {0}", completion="{gold}", row={"gold": 4, "prompt": "the row's"})
+    assert result.feedback == "{Q} {p!r} {0} | {gold} | 4", "braces in values mean nothing"
+    assert result.score == 1.0
+    [verdict] = await reward.verdicts("a", "b", {"gold": 3})
+    assert (verdict.score, verdict.text) == (0.0, "{Q} a | b | 3")
+    with pytest.raises(RewardError, match=r"the row has no 'gold' for the judge's template: it has \['answer'\]"):
+        await evaluate(reward, prompt="", completion="", row={"answer": 4})
+
+
+async def test_calls_run_together_and_a_question_has_one_answer() -> None:
+    """Each call is one stream of the engine's; what is drawn depends on the question and the seed alone."""
+    engine = ScriptedEngine(lambda question, _: f"Score: {len(question) % 10}", delay_s=0.05)
+    reward = JudgeReward(model=model_of(engine, n=2), template="{prompt} {completion}")
+    runner = RewardRunner(reward)
+    texts = ["a" * i for i in range(16)]
+    results = await asyncio.gather(*(runner.score(prompt="p", completion=t, row={}) for t in texts))
+    assert [r.score for r in results if not isinstance(r, Failed)] == [((2 + i) % 10) / 10 for i in range(16)]
+    assert (engine.calls, engine.most_running) == (16, 16)
+    assert len({r.request_id for r in engine.requests}) == len({r.seed for r in engine.requests}) == 16
+    first = engine.requests[3]
+    await runner.score(prompt="p", completion="aaa", row={})
+    assert engine.requests[-1].seed == first.seed
+    assert engine.requests[-1].request_id != first.request_id
+    other = JudgeReward(model=model_of(engine, seed=1), template="{prompt} {completion}")
+    await evaluate(other, prompt="p", completion="aaa", row={})
+    assert engine.requests[-1].seed != first.seed
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: judge("x", template="{prompt}"), r"template is '\{prompt\}': \{completion\} is needed in it"),
+        (lambda: judge("x", template="{completion"), "template is '{completion': "),
+        (lambda: judge("x", template="{completion.__class__}"), "names alone are needed"),
+        (lambda: judge("x", template="{completion} {}"), r"the field \{\}: names alone are needed"),
+        (lambda: judge("x", reduce="max"), "reduce is 'max': one of mean, median, majority is needed"),
+        (lambda: judge("x", on_unparsable="skip"), "on_unparsable is 'skip': 'drop' or a finite number is needed"),
+        (lambda: judge("x", on_unparsable=math.nan), "on_unparsable is nan: 'drop' or a finite number is needed"),
+        (lambda: judge(), "n is 0: at least 1 is needed"),
+        (lambda: ScorePattern(pattern="("), r"pattern is '\(': "),
+        (lambda: ScorePattern(pattern="x"), "pattern is 'x': a group around the number is needed"),
+        (lambda: ScorePattern(low=1, high=1), "low and high are 1 and 1: finite, low below high, is needed"),
+        (lambda: pairwise(lambda *_: "", template="{completion_a}"), r"\{completion_b\} is needed in it"),
+        (lambda: pairwise(lambda *_: "", on_unparsable=0.5), "on_unparsable is 0.5: one of drop, tie is needed"),
+    ],
+)
+def test_bad_settings(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(RewardConfigError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("text", "winner"),
+    [
+        ("Winner: A", "A"),
+        ("winner: **b**", "B"),
+        ("Winner: [[A]]", "A"),
+        ("Winner: A? No. Winner: Tie.", "tie"),
+        ("Winner: Anna", None),
+        ("A wins", None),
+        ("", None),
+    ],
+)
+def test_parse_winner(text: str, winner: str | None) -> None:
+    assert parse_winner(text) == winner
+
+
+def pairwise(say: Callable[[str, str], str], n: int = 1, template: str = "", **options: Any) -> PairwiseJudge:
+    """A judge that is told both completions."""
+    engine = ScriptedEngine(lambda question, _: say(*question.split("|")[1:3]))
+    text = template or "{prompt}|{completion_a}|{completion_b}"
+    return PairwiseJudge(model=model_of(engine, n=n), template=text, **options)
+
+
+async def compared(reward: PairwiseJudge, *completions: str) -> list[Any]:
+    return list(await evaluate_group(reward, prompt="p", completions=completions, row={}))
+
+
+async def test_wins_become_scores() -> None:
+    reward = pairwise(lambda a, b: f"Winner: {'A' if len(a) > len(b) else 'B' if len(b) > len(a) else 'tie'}", n=3)
+    results = await compared(reward, "a", "aaa", "aa", "aa")
+    assert [r.score for r in results] == pytest.approx([0, 1, 0.5, 0.5])
+    assert all(r.parts == {"parsed": 1.0, "consistent": 1.0} for r in results)
+    assert reward.stats().num_verdicts == 4 * 3 * 3
+
+
+async def test_a_liking_for_the_first_place_cancels_out() -> None:
+    results = await compared(pairwise(lambda *_: "Winner: A"), "x", "y", "z")
+    assert [r.score for r in results] == [0.5, 0.5, 0.5]
+    assert [r.parts["consistent"] for r in results] == [0.0, 0.0, 0.0]
+
+
+async def test_a_group_is_one_call_of_the_engine() -> None:
+    engine = ScriptedEngine(lambda *_: "Winner: A")
+    reward = PairwiseJudge(model=model_of(engine), template="{completion_a}|{completion_b}")
+    await compared(reward, "x", "y", "z")
+    assert engine.calls == 1
+    asked = [decode(r.prompt_token_ids) for r in engine.requests]
+    assert asked == ["x|y", "x|z", "y|x", "y|z", "z|x", "z|y"]
+
+
+async def test_comparisons_that_cannot_be_read() -> None:
+    def say(a: str, b: str) -> str:
+        return "hm" if "bad" in (a, b) else f"Winner: {'A' if a > b else 'B'}"
+
+    results = await compared(pairwise(say, on_unparsable="tie"), "a", "b", "bad")
+    assert [r.score for r in results] == [0.25, 0.75, 0.5]
+    assert [r.parts for r in results] == [{"parsed": 0.5, "consistent": 1.0}] * 2 + [{"parsed": 0.0}]
+    runner = GroupRewardRunner(pairwise(say))
+    outcome = await runner.score(prompt="p", completions=["a", "b", "bad"], row={})
+    assert isinstance(outcome, Failed)
+    assert "none of 4 verdicts on completion 2 could be parsed" in str(outcome.error)
+    assert runner.stats().num_no_score == 1
+    good = await compared(pairwise(lambda a, b: "hm" if a == "bad" else say(a, b.replace("bad", "c"))), "a", "b", "bad")
+    assert [r.score for r in good] == pytest.approx([0, 2 / 3, 1]), "the verdicts that are left"
+
+
+async def test_one_completion_has_nothing_to_be_compared_with() -> None:
+    with pytest.raises(NoScoreError, match="a group of 1 has nothing to compare"):
+        await compared(pairwise(lambda *_: "Winner: A"), "x")
+
+
+async def test_a_real_engine(tied: TinyModel) -> None:
+    """A random model judges: its verdicts depend on the question alone, whatever runs beside it."""
+    engine = make_engine("hf", tied, max_num_seqs=8)
+    model = JudgeModel(
+        engine=engine,
+        encode=lambda text: [ord(c) % 96 for c in text],
+        decode=lambda token_ids: " ".join(map(str, token_ids)),
+        sampling=SamplingParams(max_tokens=12),
+        n=3,
+    )
+    reward = JudgeReward(
+        model=model, template="{completion}: good?", parse=lambda text: float(text.split()[0]), reduce="median"
+    )
+    alone = [await evaluate(reward, prompt="", completion=c, row={}) for c in ("a", "bb", "ccc")]
+    runner = RewardRunner(reward)
+    beside = await asyncio.gather(*(runner.score(prompt="", completion=c, row={}) for c in ("ccc", "bb", "x", "a")))
+    assert [beside[3], beside[1], beside[0]] == alone
+    verdicts = await reward.verdicts("", "a", {})
+    assert len({v.text for v in verdicts}) > 1, "samples differ"
+    assert alone[0].score == sorted(v.score for v in verdicts if v.score is not None)[1]
+    with pytest.raises(RewardError, match="RequestError"):
+        await evaluate(reward, prompt="", completion="x" * 600, row={})
+    outcome = await runner.score(prompt="", completion="a", row={})
+    assert outcome == alone[0], "the engine goes on"
+    await engine.close()

@@ -1,0 +1,338 @@
+"""Episodes of several turns: exact tokens, masks, log-probs, tools, and what goes wrong in them."""
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_oracles import EOS_TOKEN_IDS, VOCAB_SIZE, TinyModel
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from gcore_rollout import Completion, EngineStats, Request, SamplingParams
+from gcore_rollout.errors import EpisodeError, RequestError, RolloutError
+from gcore_rollout.hf_engine import HFEngine
+from gcore_rollout.multi_turn import (
+    ChatEncoder,
+    EpisodeLimits,
+    Opening,
+    Reply,
+    Tool,
+    ToolEnvironment,
+    hermes_calls,
+    run_episode,
+)
+
+START, END = "<|start|>", "<|end|>"
+# Of assistants' turns only those behind the last question keep their reasoning, as in Qwen3's template.
+TEMPLATE = """
+{%- set last = namespace(question=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set last.question = loop.index0 %}{% endif %}{% endfor %}
+{%- if tools %}{{ '<|start|>system ' + tools | map(attribute='function.name') | join(',') + '<|end|>\n' }}{% endif %}
+{%- for m in messages %}
+    {{- '<|start|>' + m.role + ' ' }}
+    {%- if m.role == 'assistant' and loop.index0 > last.question %}{{ 'thinking ' }}{% endif %}
+    {{- m.content + '<|end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant ' }}{% endif %}"""
+
+
+def make_tokenizer(template: str | None = TEMPLATE) -> Any:
+    """Characters, and `ab` as one token, so that text can be written in more than one way."""
+    characters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 \n.,:;!?'_-+*/=(){}[]<>\""
+    tokens = ["<pad>", END, START, "<unk>", "ab", "<eos>", *characters]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    assert len(vocabulary) <= VOCAB_SIZE
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("a", "b")], unk_token="<unk>"))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        eos_token=END,
+        pad_token="<pad>",
+        additional_special_tokens=[START],
+        chat_template=template,
+    )
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers with given tokens, one turn after the other."""
+
+    turns: Sequence[Sequence[int]]
+    finish_reasons: Sequence[Any] = ()
+    requests: list[Request] = field(default_factory=list)
+    weight_version = 3
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
+        [request] = requests
+        tokens = np.array(self.turns[len(self.requests)], np.int64)
+        reason = self.finish_reasons[len(self.requests)] if self.finish_reasons else "stop"
+        self.requests.append(request)
+        await asyncio.sleep(0)
+        yield Completion(
+            request_id=request.request_id,
+            index=0,
+            token_ids=tokens,
+            log_probs=np.full(tokens.size, -0.5, np.float32),
+            weight_versions=np.full(tokens.size, self.weight_version, np.int32),
+            finish_reason=reason,
+        )
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None: ...
+    async def pause(self) -> None: ...
+    async def resume(self) -> None: ...
+    async def sleep(self) -> None: ...
+    async def wake(self) -> None: ...
+    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None: ...
+    async def close(self) -> None: ...
+
+    def stats(self) -> EngineStats:
+        raise AssertionError("no episode asks for them")
+
+
+@dataclass
+class Questions:
+    """Asks one thing after the other, and rewards every answer with 1."""
+
+    texts: Sequence[str]
+    role: str = "user"
+    heard: list[str] = field(default_factory=list)
+
+    async def reset(self) -> Opening:
+        return Opening(messages=[{"role": "user", "content": self.texts[0]}])
+
+    async def step(self, completion: str) -> Reply:
+        self.heard.append(completion)
+        if len(self.heard) == len(self.texts):
+            return Reply(reward=1.0, done=True)
+        return Reply(messages=[{"role": self.role, "content": self.texts[len(self.heard)]}], reward=1.0)
+
+
+SAMPLING = SamplingParams(max_tokens=200)
+
+
+def encoded(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+async def test_tokens_stay_as_they_were_sampled() -> None:
+    """`a` and `b` are not joined to `ab`, and the environment's words stand where the template has them."""
+    tokenizer = make_tokenizer()
+    a, b, end = (tokenizer.convert_tokens_to_ids(t) for t in ("a", "b", END))
+    engine = ScriptedEngine([[a, b, end], [b, end]])
+    world = Questions(["x", "abc"])
+    episode = await run_episode(engine, world, ChatEncoder(tokenizer), request_id="e", sampling=SAMPLING)
+    assert encoded(tokenizer, "ab") != [a, b]
+    assert world.heard == ["ab", "b"]
+    assert episode.prompt_ids.tolist() == encoded(tokenizer, "<|start|>user x<|end|>\n<|start|>assistant ")
+    said = encoded(tokenizer, "\n<|start|>user abc<|end|>\n<|start|>assistant ")
+    assert episode.token_ids.tolist() == [a, b, end, *said, b, end]
+    written = [True] * 3 + [False] * len(said) + [True] * 2
+    assert episode.response_mask.tolist() == written
+    assert episode.log_probs.tolist() == [-0.5 if w else 0 for w in written]
+    assert episode.weight_versions.tolist() == [3 if w else -1 for w in written]
+    assert (episode.turns, episode.score, episode.end) == (("ab", "b"), 2.0, "done")
+    first, second = engine.requests
+    assert second.prompt_token_ids == (*first.prompt_token_ids, a, b, end, *said)
+    assert first.seed != second.seed
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_further_messages_are_rendered_as_the_template_would(role: str) -> None:
+    """Whatever it does to earlier turns."""
+    tokenizer = make_tokenizer()
+    encoder = ChatEncoder(tokenizer)
+    message = {"role": role, "content": "seen"}
+    behind = f"\n<|start|>{role} seen<|end|>\n<|start|>assistant "
+    assert encoder.next([message], last_token=tokenizer.eos_token_id) == encoded(tokenizer, behind)
+    # Of a turn that ended with another token than the template's, the end is added.
+    assert encoder.next([message], last_token=5) == encoded(tokenizer, END + behind)
+
+
+def test_without_a_template_contents_follow_each_other() -> None:
+    tokenizer = make_tokenizer(None)
+    encoder = ChatEncoder(tokenizer)
+    assert encoder.first([{"role": "user", "content": "1+1="}]) == encoded(tokenizer, "1+1=")
+    assert encoder.next([{"role": "user", "content": " no"}], last_token=1) == encoded(tokenizer, " no")
+    with pytest.raises(RolloutError, match="the tokenizer has no chat template that could announce them"):
+        encoder.first([{"role": "user", "content": "1+1="}], tools=[{"type": "function"}])
+
+
+def test_a_template_that_cannot_go_on_is_refused() -> None:
+    tokenizer = make_tokenizer("{{ messages | length }}{% for m in messages | reverse %}{{ m.content }}{% endfor %}")
+    with pytest.raises(RolloutError, match="does not render further messages behind those before them"):
+        ChatEncoder(tokenizer).next([{"role": "user", "content": "x"}], last_token=1)
+
+
+async def test_log_probs_are_those_of_the_whole_sequence(tied: TinyModel) -> None:
+    """By transformers, in one forward pass over all turns; concurrent episodes do not disturb each other."""
+    tokenizer = make_tokenizer()
+    engine = HFEngine.from_pretrained(tied.path, eos_token_ids=EOS_TOKEN_IDS)
+    limits = EpisodeLimits(max_tokens_per_turn=40)
+    episodes = await asyncio.gather(
+        *(
+            run_episode(
+                engine,
+                Questions([f"{i}?", "and?", "so?"]),
+                ChatEncoder(tokenizer),
+                request_id=str(i),
+                sampling=SamplingParams(max_tokens=150),
+                limits=limits,
+                seed=i,
+            )
+            for i in range(12)
+        )
+    )
+    assert max(len(e.turns) for e in episodes) > 1
+    for episode in episodes:
+        ids = torch.from_numpy(np.concatenate([episode.prompt_ids, episode.token_ids]))
+        logits_RV = tied.old(input_ids=ids[None]).logits[0, episode.prompt_ids.size - 1 : -1]
+        expected = logits_RV.log_softmax(-1).gather(1, torch.from_numpy(episode.token_ids)[:, None])[:, 0]
+        mask = episode.response_mask
+        np.testing.assert_allclose(episode.log_probs[mask], expected.numpy()[mask], atol=1e-4)
+        assert not episode.log_probs[~mask].any()
+    await engine.close()
+
+
+async def test_an_aborted_turn_goes_on() -> None:
+    engine = ScriptedEngine([[7, 8], [7, 8, 9, 1]], ["abort", "stop"])
+    encoder = ChatEncoder(make_tokenizer())
+    episode = await run_episode(engine, Questions(["x"]), encoder, request_id="e", sampling=SAMPLING)
+    assert episode.token_ids.tolist() == [7, 8, 9, 1]
+    [begun] = engine.requests[1].begun
+    assert begun.token_ids.tolist() == [7, 8]
+    assert engine.requests[0].request_id == engine.requests[1].request_id
+
+
+@pytest.mark.parametrize(
+    ("limits", "max_tokens", "reasons", "end", "turns"),
+    [
+        (EpisodeLimits(max_turns=2), 200, [], "max_turns", 2),
+        (EpisodeLimits(), 4, [], "length", 1),
+        (EpisodeLimits(), 200, ["stop", "length"], "length", 2),
+        (EpisodeLimits(), 200, ["repetition"], "length", 1),
+    ],
+)
+async def test_episodes_end(limits: EpisodeLimits, max_tokens: int, reasons: list[str], end: str, turns: int) -> None:
+    """With what the policy wrote last: nobody reads what would have been said to it."""
+    engine = ScriptedEngine([[7, 8, 1]] * 4, reasons)
+    episode = await run_episode(
+        engine,
+        Questions(["x"] * 4),
+        ChatEncoder(make_tokenizer()),
+        request_id="e",
+        sampling=SamplingParams(max_tokens=max_tokens),
+        limits=limits,
+    )
+    assert (episode.end, len(episode.turns), episode.score) == (end, turns, turns)
+    assert episode.response_mask[-3:].all()
+    assert engine.requests[0].sampling.max_tokens == max_tokens
+
+
+async def test_broken_environments_are_reported() -> None:
+    class Broken(Questions):
+        async def step(self, completion: str) -> Reply:
+            del completion
+            if self.texts[0] == "slow":
+                await asyncio.sleep(60)
+            if self.texts[0] == "nan":
+                return Reply(done=True, reward=float("nan"))
+            raise KeyError("board")
+
+    for text, message in {
+        "broken": "episode 'e': step 1: KeyError: 'board'",
+        "slow": "episode 'e': step 1 took longer than 0.05 s",
+        "nan": "episode 'e': step 1: the reward is nan, a finite number is needed",
+    }.items():
+        with pytest.raises(EpisodeError, match=re.escape(message)):
+            await run_episode(
+                ScriptedEngine([[7, 1]]),
+                Broken([text]),
+                ChatEncoder(make_tokenizer()),
+                request_id="e",
+                sampling=SAMPLING,
+                limits=EpisodeLimits(step_timeout_s=0.05),
+            )
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(RequestError, match="max_turns is 0: a finite number above 0 is needed"):
+        EpisodeLimits(max_turns=0)
+    with pytest.raises(ValueError, match="a reply that does not end the episode needs one or more"):
+        Reply(reward=1.0)
+    with pytest.raises(ValueError, match="an episode begins with one or more"):
+        Opening(messages=[])
+
+
+async def add(a: int, b: int) -> int:
+    return a + b
+
+
+async def sleep(seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
+INTEGERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+TOOLS = [
+    Tool(name="add", description="Adds.", function=add, parameters=INTEGERS),
+    Tool(name="sleep", description="Sleeps.", function=sleep, parameters={"type": "object"}, timeout_s=0.05),
+]
+
+
+async def test_tools_answer_the_calls_of_a_turn() -> None:
+    """All of them, in their order; what is wrong with a call is said to the policy."""
+    world = ToolEnvironment([{"role": "user", "content": "?"}], TOOLS, reward=lambda text: float(text == "5"))
+    turn = "".join(
+        f"<tool_call>\n{call}\n</tool_call>"
+        for call in (
+            '{"name": "add", "arguments": {"a": 2, "b": 3}}',
+            '{"name": "sleep", "arguments": {"seconds": 9}}',
+            '{"name": "add", "arguments": {"a": 2}}',
+            '{"name": "mul", "arguments": {}}',
+            '{"name": "add"',
+            '{"name": 3}',
+        )
+    )
+    reply = await world.step(turn)
+    answers = [m["content"] for m in reply.messages]
+    assert answers[:2] == ["5", "error: sleep took longer than 0.05 s"]
+    assert answers[2].startswith("error: TypeError: add() missing 1 required positional argument: 'b'")
+    assert answers[3] == "error: there is no tool 'mul': there are add, sleep"
+    assert answers[4].startswith("error: the call is not JSON: ")
+    assert answers[5] == "error: a call is an object with a name and an object of arguments"
+    assert [m["role"] for m in reply.messages] == ["tool"] * 6
+    assert await world.step("5") == Reply(reward=1.0, done=True)
+    assert await world.step("6") == Reply(reward=0.0, done=True)
+
+
+async def test_long_answers_are_cut() -> None:
+    async def shout() -> str:
+        return "x" * 5000
+
+    tool = Tool(name="shout", description="", function=shout, parameters={}, max_characters=10)
+    assert await tool({}) == "xxxxxxxxxx ... (5,000 characters)"
+
+
+async def test_an_episode_with_tools() -> None:
+    tokenizer = make_tokenizer()
+    encoder = ChatEncoder(tokenizer)
+    call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+    engine = ScriptedEngine([encoded(tokenizer, call + END), encoded(tokenizer, "5" + END)])
+    world = ToolEnvironment([{"role": "user", "content": "2+3"}], TOOLS, reward=lambda text: float(text == "5"))
+    episode = await run_episode(engine, world, encoder, request_id="e", sampling=SAMPLING)
+    text = tokenizer.decode([*episode.prompt_ids, *episode.token_ids])
+    assert text == (
+        "<|start|>system add,sleep<|end|>\n<|start|>user 2+3<|end|>\n<|start|>assistant "
+        f"{call}<|end|>\n<|start|>tool 5<|end|>\n<|start|>assistant 5<|end|>"
+    )
+    assert tokenizer.decode(episode.token_ids[episode.response_mask]) == f"{call}<|end|>5<|end|>"
+    assert episode.score == 1.0
+
+
+def test_text_without_calls_has_none() -> None:
+    assert hermes_calls("<tool_call> never closed") == []

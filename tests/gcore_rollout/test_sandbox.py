@@ -1,0 +1,412 @@
+"""Programs that misbehave, and what comes of it."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gcore_rollout.errors import SandboxError
+from gcore_rollout.sandbox import Isolation, Sandbox, SandboxLimits
+from gcore_rollout.sandbox import sandbox as implementation
+
+QUICK = SandboxLimits(
+    wall_s=5, memory_bytes=256 << 20, disk_bytes=1 << 20, output_bytes=10_000, open_files=32, processes=8
+)
+
+
+def make(isolation: Isolation = "namespaces", **options: Any) -> Sandbox:
+    try:
+        options = {"limits": QUICK, **options}
+        return Sandbox(isolation=isolation, **options)
+    except SandboxError as error:
+        if isolation == "namespaces" and "which this machine does not give" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
+@pytest.fixture(params=["namespaces", "limits"])
+def sandbox(request: pytest.FixtureRequest) -> Sandbox:
+    return make(request.param)
+
+
+@pytest.fixture
+def isolated() -> Sandbox:
+    return make()
+
+
+def processes_with(marker: str) -> list[str]:
+    """Command lines on this machine that hold a string."""
+    found: list[str] = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = file.read_bytes().decode(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if marker in line:
+            found.append(line)
+    return found
+
+
+async def test_input_and_output(sandbox: Sandbox) -> None:
+    program = "import sys\nif __name__ == '__main__':\n    print(sum(map(int, sys.stdin)))\n    sys.stderr.write('é')\n"
+    result = await sandbox.run(program, stdin="\n".join(map(str, range(100_000))))
+    assert (result.outcome, result.exit_code, result.stdout, result.stderr) == ("finished", 0, "4999950000\n", "é")
+    assert 0 < result.cpu_s < result.wall_s
+    assert (await sandbox.run("raise KeyError('gold')")).stderr.endswith("KeyError: 'gold'\n")
+    assert (await sandbox.run("1 / 0")).outcome == "failed"
+    assert (await sandbox.run("import sys; sys.exit(3)")).exit_code == 3
+    assert (await sandbox.run("import atexit; atexit.register(print, 'bye')")).stdout == "bye\n"
+
+
+async def test_tests_see_the_program(sandbox: Sandbox) -> None:
+    program = (
+        "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: 'int'\ndef f(x):\n    return P(x).x + 1\n"
+    )
+    tests = ["assert f(1) == 2", "assert f(1) == 3, 'no'", "from solution import P\nassert P(1) == P(1)", "f() = 1"]
+    result = await sandbox.run(program, tests=tests)
+    assert result.passed == (True, False, True, False)
+    assert "AssertionError: no" in result.stderr
+    assert "SyntaxError" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os; os._exit(0)",
+        "import sys; sys.exit(0)",
+        "raise SystemExit",
+        "quit()",
+        "import os; os.kill(os.getpid(), 9)",
+        "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'ready for tests\\nTrue\\npassed\\n0\\n')\n"
+        "    except OSError: pass\nos._exit(0)",
+        "import os; os.closerange(0, 64)",
+        "import os\nif os.fork(): os._exit(0)",
+        "print('passed'); assert False",
+        "def f(): raise SystemExit",
+        "def f():\n    import os\n    os._exit(0)",
+        "def f(): return 2",
+        "import threading\nthreading.main_thread().join = None\nimport _thread\n_thread.interrupt_main()",
+        "\udcff",
+    ],
+)
+async def test_leaving_early_passes_nothing(isolated: Sandbox, program: str) -> None:
+    result = await isolated.run(program, tests=["assert f() == 1", "pass"])
+    assert not result.passed[0]
+    assert "def f(): return 2" in program or result.passed == (False, False)
+
+
+async def test_a_program_without_tests_to_pass_passes_none(isolated: Sandbox) -> None:
+    assert (await isolated.run("x = 1")).passed == ()
+
+
+@pytest.mark.parametrize(
+    "program", ["while True: pass", "import time; time.sleep(100)", "import os; os.read(0, 1); os.pause()"]
+)
+@pytest.mark.parametrize("isolation", ["namespaces", "limits"])
+async def test_wall_time(isolation: Isolation, program: str) -> None:
+    program = program.replace("os.pause()", "__import__('signal').pause()")
+    sandbox = make(isolation, limits=SandboxLimits(wall_s=0.5))
+    began = time.monotonic()
+    result = await sandbox.run(program, tests=["pass"])
+    assert (result.outcome, result.passed, result.exit_code) == ("timed_out", (False,), 137)
+    assert time.monotonic() - began < 4
+
+
+async def test_cpu_time() -> None:
+    sandbox = make(limits=SandboxLimits(wall_s=20, cpu_s=1))
+    result = await sandbox.run("import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass")
+    assert result.outcome == "timed_out"
+    assert 0.9 < result.cpu_s < 1.5
+    assert result.wall_s < 19
+
+
+async def test_memory(sandbox: Sandbox) -> None:
+    result = await sandbox.run(
+        "try:\n    b = bytearray(1 << 30)\nexcept MemoryError:\n    print('no')\nx = [0] * 10**9"
+    )
+    assert (result.outcome, result.stdout) == ("failed", "no\n")
+    assert "MemoryError" in result.stderr
+
+
+async def test_output(sandbox: Sandbox) -> None:
+    result = await sandbox.run("while True: print('x' * 1000)")
+    assert (result.outcome, len(result.stdout)) == ("output_limit", QUICK.output_bytes)
+    result = await sandbox.run("import sys\nwhile True: sys.stderr.write('x' * 1000)", tests=["pass"])
+    assert (result.outcome, len(result.stderr), result.passed) == ("output_limit", QUICK.output_bytes, (False,))
+
+
+async def test_files(sandbox: Sandbox) -> None:
+    """The size of a file, how many are open, and an empty folder to work in that is gone afterwards."""
+    program = (
+        "import os, tempfile\nprint(os.listdir())\nopen('mine', 'w').write('x')\n"
+        "try:\n    f = open('big', 'wb', 0)\n    for _ in range(9): f.write(bytes(1 << 18))\n"
+        "except OSError as e: print(e.errno)\n"
+        "try: [open('/dev/null') for _ in range(99)]\nexcept OSError as e: print(e.errno)\n"
+    )
+    for _ in range(2):
+        result = await sandbox.run(program)
+        assert result.stdout.splitlines()[0] == "[]"
+        assert result.stdout.splitlines()[-1] == "24"
+        assert result.stdout.splitlines()[1] in ("27", "28"), "file too large, no space left"
+
+
+async def test_environment(isolated: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PASSWORD", "secret")
+    result = await isolated.run(
+        "import os, sys\nprint(os.environ.get('PASSWORD'), sys.argv, [p for p in sys.path if 'site-packages' in p])\n"
+        "print(os.getuid() == 0, os.getpid(), os.path.exists('/proc/self'), sorted(os.listdir('/dev')))\n"
+    )
+    assert result.stdout == ("None ['solution.py'] []\nFalse 2 False ['null', 'random', 'urandom', 'zero']\n")
+
+
+async def test_the_machine_cannot_be_written_or_looked_at(isolated: Sandbox, tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.write_text("data")
+    target.chmod(0o666)
+    program = f"""
+import ctypes, glob, os, shutil, sys
+for path in ({str(target)!r}, {str(target.parent)!r}, {__file__!r}):
+    print(os.path.exists(path))
+shutil.rmtree("/etc", ignore_errors=True)
+shutil.rmtree({str(target.parent)!r}, ignore_errors=True)
+writable = []
+for folder in ["/", "/usr", "/usr/lib", "/etc", "/dev", sys.base_prefix, os.path.dirname(os.__file__)]:
+    try:
+        open(folder + "/gcore-was-here", "w")
+        writable.append(folder)
+    except OSError as error:
+        assert error.errno in (30, 13), error
+print(writable)
+libc = ctypes.CDLL(None, use_errno=True)
+# A remount, and the same as root of a user namespace of its own.
+for _ in range(2):
+    print(libc.mount(None, b"/", None, ctypes.c_ulong(0x20 | 0x1000), None), ctypes.get_errno())
+    libc.unshare(0x10020000)
+"""
+    result = await isolated.run(program)
+    assert result.stderr == ""
+    assert result.stdout == "False\nFalse\nFalse\n[]\n-1 1\n-1 1\n"
+    assert target.read_text() == "data"
+
+
+async def test_no_network(isolated: Sandbox) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
+        local.bind("\0gcore-sandbox-test")
+        local.listen()
+        program = f"""
+import socket
+for family, address in [(socket.AF_INET, ("127.0.0.1", {server.getsockname()[1]})), (socket.AF_INET, ("8.8.8.8", 53)),
+                        (socket.AF_UNIX, "\\0gcore-sandbox-test")]:
+    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+        try:
+            socket.socket(family, kind).connect(address)
+            print("connected", family, address)
+        except OSError as error:
+            print(error.errno)
+"""
+        assert (await isolated.run(program)).stdout == "101\n101\n101\n101\n111\n111\n", "no network, nobody listens"
+        host = await make("limits").run(program)
+        assert "connected" in host.stdout, "the server does listen"
+
+
+async def test_fork_bomb(isolated: Sandbox) -> None:
+    """No more processes than allowed, counted from outside."""
+    marker = f"gcore-bomb-{os.getpid()}"
+    program = f"""
+import ctypes, os, time
+libc = ctypes.CDLL(None)
+name = {marker!r}.encode()[:15]
+libc.prctl(15, name, 0, 0, 0)
+end = time.monotonic() + 60
+while time.monotonic() < end:
+    try:
+        os.fork()
+    except OSError:
+        pass
+"""
+    task = asyncio.create_task(make(limits=SandboxLimits(wall_s=2, processes=8)).run(program))
+    most = 0
+    while not task.done():
+        await asyncio.sleep(0.1)
+        most = max(most, processes_named(marker[:15]))
+    assert (await task).outcome == "timed_out"
+    assert 1 < most <= 8
+    assert processes_named(marker[:15]) == 0
+
+
+def processes_named(name: str) -> int:
+    found = 0
+    for file in Path("/proc").glob("[0-9]*/comm"):
+        try:
+            found += file.read_text().strip() == name
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+async def test_threads_are_bounded_too() -> None:
+    program = (
+        "import threading, time\nn = 0\ntry:\n    for n in range(100):\n"
+        "        threading.Thread(target=time.sleep, args=(0.2,)).start()\nexcept RuntimeError:\n    print(n)\n"
+    )
+    sandbox = make(limits=SandboxLimits(processes=8))
+    assert (await sandbox.run(program)).stdout == "7\n", "and the first one is the program's"
+
+
+@pytest.mark.parametrize("session", [True, False])
+async def test_a_child_left_behind_is_killed(isolated: Sandbox, session: bool) -> None:
+    marker = f"31{os.getpid()}.{session:d}"
+    program = f"import subprocess\nsubprocess.Popen(['sleep', '{marker}'], start_new_session={session})\nprint('left')"
+    began = time.monotonic()
+    result = await isolated.run(program)
+    assert (result.outcome, result.stdout) == ("finished", "left\n")
+    assert time.monotonic() - began < QUICK.wall_s
+    assert not processes_with(marker)
+
+
+async def test_with_limits_only_the_group_is_killed() -> None:
+    marker = f"32{os.getpid()}.5"
+    result = await make("limits").run(f"import subprocess\nsubprocess.Popen(['sleep', '{marker}'])\nprint('left')")
+    assert result.stdout == "left\n"
+    assert not processes_with(marker)
+
+
+async def test_signals_reach_nobody_else(isolated: Sandbox) -> None:
+    result = await isolated.run(
+        f"import os\nfor pid in (-1, {os.getpid()}):\n    try: os.kill(pid, 9)\n    except OSError as e: print(e.errno)"
+    )
+    assert result.stdout == "3\n3\n", "no such process"
+
+
+async def test_a_cancelled_call_leaves_nothing(sandbox: Sandbox) -> None:
+    marker = f"33{os.getpid()}.7"
+    task = asyncio.create_task(sandbox.run(f"import subprocess\nsubprocess.run(['sleep', '{marker}'])"))
+    async with asyncio.timeout(10):
+        while not processes_with(marker):
+            await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not processes_with(marker)
+    assert (await sandbox.run("print(1)")).stdout == "1\n", "its place is free again"
+
+
+async def test_the_loop_goes_on_and_places_are_bounded() -> None:
+    sandbox = make(max_concurrency=2)
+    longest, last = 0.0, time.monotonic()
+
+    async def tick() -> None:
+        nonlocal longest, last
+        while True:
+            await asyncio.sleep(0.005)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+
+    ticker = asyncio.create_task(tick())
+    program = "import time\nprint(time.monotonic())\ntime.sleep(0.3)\nprint(time.monotonic())"
+    results = await asyncio.gather(*(sandbox.run(program) for _ in range(6)))
+    ticker.cancel()
+    spans = [tuple(map(float, r.stdout.split())) for r in results]
+    at_once = [sum(b <= start < e for b, e in spans) for start, _ in spans]
+    assert max(at_once) == 2
+    assert longest < 0.25
+
+
+async def test_many_leave_no_descriptor_and_no_child(sandbox: Sandbox) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    await asyncio.gather(*(sandbox.run("print(1)", tests=["pass"]) for _ in range(8)))
+    await asyncio.sleep(0.05)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+async def test_import_paths(tmp_path: Path) -> None:
+    (tmp_path / "helpful.py").write_text("VALUE = 7\n")
+    tmp_path.chmod(0o755)
+    for isolation in ("namespaces", "limits"):
+        result = await make(isolation, import_paths=[tmp_path]).run("import helpful\nprint(helpful.VALUE)")
+        assert result.stdout == "7\n", result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_concurrency": 0}, "max_concurrency is 0: at least 1 is needed"),
+        ({"import_paths": ["relative"]}, "import_paths holds 'relative': an absolute path of a folder is needed"),
+        ({"isolation": "magic"}, "isolation is 'magic': one of namespaces, limits is needed"),
+    ],
+)
+def test_bad_settings(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SandboxError, match=message):
+        Sandbox(**options)
+
+
+@pytest.mark.parametrize(
+    "field", ["wall_s", "cpu_s", "memory_bytes", "disk_bytes", "output_bytes", "open_files", "processes"]
+)
+def test_bad_limits(field: str) -> None:
+    with pytest.raises(SandboxError, match=f"{field} is 0: more than 0 is needed"):
+        SandboxLimits(**{field: 0})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        (
+            "CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000",
+            "CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x1",
+            "unshare: Invalid argument",
+        ),
+        ("SYS_MOUNT_SETATTR = 442", "SYS_MOUNT_SETATTR = 100000", "mount_setattr /proc: Function not implemented"),
+    ],
+)
+def test_a_machine_that_cannot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, old: str, new: str, why: str) -> None:
+    """A kernel that refuses is refused at once, with what to do."""
+    text = implementation.CHILD.read_text()
+    assert old in text
+    other = tmp_path / "child.py"
+    other.write_text(text.replace(old, new))
+    make()
+    monkeypatch.setattr(implementation, "CHILD", other)
+    with pytest.raises(
+        SandboxError, match=rf"isolation is 'namespaces', which .* \(.*{why}\): allow .* isolation='limits'"
+    ):
+        Sandbox()
+
+
+async def test_an_interpreter_that_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sandbox = make("limits")
+    monkeypatch.setattr(implementation, "CHILD", tmp_path / "nowhere.py")
+    with pytest.raises(SandboxError, match=r"a program could not be started: .*nowhere\.py"):
+        await sandbox.run("print(1)")
+
+
+def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
+    """The watcher ends its program when the process that asked is killed."""
+    marker = f"34{os.getpid()}.3"
+    script = tmp_path / "owner.py"
+    script.write_text(
+        "import asyncio, subprocess\nfrom gcore_rollout.sandbox import Sandbox\n"
+        f'program = \'import subprocess; subprocess.run(["sleep", "{marker}"])\'\n'
+        "asyncio.run(Sandbox(isolation='limits').run(program))\n"
+    )
+    owner = subprocess.Popen([sys.executable, script])
+    try:
+        wait_until(lambda: bool(processes_with(marker)))
+    finally:
+        owner.kill()
+        owner.wait()
+    wait_until(lambda: not processes_with(marker))
+
+
+def wait_until(holds: Any) -> None:
+    end = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)

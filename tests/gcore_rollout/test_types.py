@@ -1,0 +1,88 @@
+"""What a request refuses, and what its completions can be kept as."""
+
+import pickle
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_oracles import make_request
+
+from gcore_rollout import Completion
+from gcore_rollout.errors import RequestError
+from gcore_rollout.types import RepetitionDetection
+
+
+def _begun(num_tokens: int = 3, **fields: Any) -> Completion:
+    completion = Completion(
+        request_id="r",
+        index=1,
+        token_ids=np.arange(num_tokens),
+        log_probs=np.full(num_tokens, -0.5, np.float32),
+        weight_versions=np.zeros(num_tokens, np.int32),
+        finish_reason="abort",
+    )
+    return replace(completion, **fields)
+
+
+def test_begun_samples_are_accepted() -> None:
+    begun = (_begun(), _begun(0, index=0), _begun(15, index=3))
+    assert replace(make_request("r", 4, n=4, max_tokens=16), begun=begun).begun == begun
+
+
+@pytest.mark.parametrize(
+    ("begun", "message"),
+    [
+        ([_begun(request_id="other")], "of request 'other': only its own can go on"),
+        ([_begun(index=4)], r"sample 4: one of those wanted, \(0, 1, 2, 3\), is needed"),
+        ([_begun(index=-1)], r"sample -1: one of those wanted, \(0, 1, 2, 3\), is needed"),
+        ([_begun(), _begun(2)], r"begun samples \[1, 1\]: each index may come once"),
+        ([_begun(finish_reason="stop")], "sample 1 with finish reason 'stop': 'abort' is needed"),
+        ([_begun(16)], "sample 1 of 16 tokens: fewer than max_tokens=16 are needed"),
+        (
+            [_begun(log_probs=np.zeros(2, np.float32))],
+            r"have shapes \[\(3,\), \(2,\), \(3,\)\]: one shape \[T\] is needed",
+        ),
+        ([_begun(weight_versions=np.zeros((3, 1), np.int32))], r"one shape \[T\] is needed"),
+    ],
+)
+def test_bad_begun_samples_are_refused(begun: list[Completion], message: str) -> None:
+    with pytest.raises(RequestError, match=f"request 'r' has .*{message}"):
+        replace(make_request("r", 4, n=4, max_tokens=16), begun=tuple(begun))
+
+
+@pytest.mark.parametrize("indices", [(), (4,), (-1,), (1, 1)])
+def test_bad_indices_are_refused(indices: tuple[int, ...]) -> None:
+    with pytest.raises(RequestError, match=r"'r' has indices .*: one or more of 0 to 3 are needed, each once"):
+        replace(make_request("r", 4, n=4), indices=indices)
+    assert replace(make_request("r", 4, n=4), indices=(2, 0)).sample_indices == (2, 0)
+
+
+def test_completions_are_kept_as_plain_values() -> None:
+    """As a checkpoint or a file of arrays would."""
+    begun = _begun()
+    values = asdict(begun)
+    assert {name: type(value) for name, value in values.items()} == {
+        "request_id": str,
+        "index": int,
+        "token_ids": np.ndarray,
+        "log_probs": np.ndarray,
+        "weight_versions": np.ndarray,
+        "finish_reason": str,
+    }
+    for revived in (Completion(**values), pickle.loads(pickle.dumps(begun))):
+        assert asdict(revived).keys() == values.keys()
+        assert all(np.array_equal(asdict(revived)[name], value) for name, value in values.items())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count", "message"),
+    [
+        ((0, 4), 3, "min_pattern_size is 0 and max_pattern_size is 4"),
+        ((5, 4), 3, "1 <= min_pattern_size <= max_pattern_size is needed"),
+        ((1, 4), 1, "min_count is 1: at least 2 is needed"),
+    ],
+)
+def test_bad_repetition_detection_is_refused(sizes: tuple[int, int], count: int, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        RepetitionDetection(min_pattern_size=sizes[0], max_pattern_size=sizes[1], min_count=count)
