@@ -1,5 +1,6 @@
 """`gcore-llm train` with every kind of reward: judges, classifiers, servers, programs in a sandbox."""
 
+import asyncio
 import json
 import math
 import threading
@@ -13,7 +14,11 @@ import torch
 from command_line import Cli, option_set, step_rows, write_rows
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
+from gcore_llm.cli import parse_train
+from gcore_llm.rewards import Rewards
+from gcore_llm.settings import resolve
 from gcore_llm.tiny_model import tiny_tokenizer
+from gcore_rollout.rewards import Scored
 
 # A random model writes any character: its last digit is its verdict, and if it writes none, that is one, too.
 JUDGE = [
@@ -65,6 +70,17 @@ def test_a_classifier(cli: Cli, own_args: list[str], tmp_path: Path) -> None:
     tiny_tokenizer().save_pretrained(tmp_path / "scorer")
     options = ["--reward-model.kind", "classifier", "--reward-model.path", str(tmp_path / "scorer"), "--reward", ""]
     rows = rows_of(cli, own_args, *options)
+
+    async def score() -> float:
+        rewards = await Rewards.start(resolve(parse_train([*own_args[1:], *options])))
+        scored = await rewards.runner.score(prompt="1+1=", completion="2", row={})
+        await rewards.close()
+        assert isinstance(scored, Scored)
+        return scored.score
+
+    model = Qwen3ForSequenceClassification.from_pretrained(tmp_path / "scorer")
+    ids = tiny_tokenizer()("1+1=2<eos>", return_tensors="pt")["input_ids"]
+    assert asyncio.run(score()) == pytest.approx(model(input_ids=ids).logits.item(), abs=1e-5)
     assert all(row["critic/score/mean"] == pytest.approx(row["reward/model/mean"]) for row in rows)
     assert all(row["actor/grad_norm"] > 0 for row in rows)
 

@@ -20,6 +20,7 @@ ADAPTERS = {
     "vllm": [
         "packages/gcore-rollout/src/gcore_rollout/vllm_engine.py",
         "packages/gcore-rollout/src/gcore_rollout/vllm_process.py",
+        "apps/gcore-bench/src/gcore_bench/rollout/vllm_contender.py",
         "apps/gcore-bench/src/gcore_bench/grpo/trl_weight_sync.py",
     ],
     "reasoning_gym": ["packages/gcore-rollout/src/gcore_rollout/rewards/reasoning_gym.py"],

@@ -1,6 +1,6 @@
 """What scores a run's responses: a reward function, a reward model, or both."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -131,7 +131,14 @@ async def _reward_model(config: TrainConfig) -> tuple[RewardFunction, Callable[[
         from gcore_rollout.rewards.sequence_classifier import SequenceClassifierReward
 
         dtype: torch.dtype = getattr(torch, config.dtype)
-        classifier = SequenceClassifierReward.from_pretrained(path, dtype=dtype, device=config.device)
+        tokenizer = build_tokenizer(Path(path))
+
+        def encode(prompt: str, completion: str) -> Sequence[int]:
+            # The prompt is rendered already, and the model has learned to score at the token that ends an answer.
+            text = prompt + completion + tokenizer.eos_token
+            return tokenizer(text, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
+
+        classifier = SequenceClassifierReward.from_pretrained(path, encode=encode, dtype=dtype, device=config.device)
 
         async def close() -> None:
             classifier.close()

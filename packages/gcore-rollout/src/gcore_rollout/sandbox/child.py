@@ -48,7 +48,7 @@ DEVICES = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 # Programs replace functions of os, some by habit: those needed after one has run are held here.
-_read, _write, _exit = os.read, os.write, os._exit
+_read, _write, _leave = os.read, os.write, os._exit
 
 
 def main() -> None:
@@ -204,7 +204,7 @@ def _run_with_tests(program: str, control: int) -> "NoReturn":
             _write(control, f"{token}\n".encode())
     sys.stdout.flush()
     sys.stderr.flush()
-    _exit(status)
+    _leave(status)
 
 
 def _run(program: str, name: str) -> "dict[str, Any]":
@@ -294,7 +294,7 @@ def _next_line(fd: int) -> "Any":
         part = _read(fd, 1 << 16)
         if not part:
             # Whoever asked has gone.
-            _exit(1)
+            _leave(1)
         parts.append(part)
     return json.loads(b"".join(parts))
 
