@@ -109,6 +109,21 @@ def test_an_environment(cli: Cli, own_args: list[str], chatty: Path, has_reward:
             assert row["critic/score/mean"] == pytest.approx(row["reward/environment/mean"])
 
 
+def test_a_judge_whose_verdict_is_read(cli: Cli, own_args: list[str], chatty: Path) -> None:
+    """Responses are handed back with the judge's words, and the last one's score counts."""
+    args = option_set(option_set(own_args, "--model", str(chatty)), "--data.max-response-length", "96")
+    args = [*option_set(args, "--reward", ""), "--rollout.multi-turn.max-revisions", "2"]
+    judge = ["--reward-model.kind", "judge", "--reward-model.path", str(chatty)]
+    for name, value in {"pattern": r"(\d)", "high": "9", "unparsable-score": "0", "max-response-length": "16"}.items():
+        judge += [f"--reward-model.judge.{name}", value]
+    cli.ok(*args, *judge)
+    for row in step_rows(cli.cwd / "runs/default"):
+        assert 1 < row["reward/turns/mean"] <= 3
+        assert row["critic/score/mean"] == pytest.approx(row["reward/environment/mean"])
+        assert -1e-9 < row["critic/score/min"] <= row["critic/score/max"] < 1 + 1e-9
+        assert row["training/rollout_probs_diff_mean"] < 1e-5
+
+
 def test_a_broken_environment(cli: Cli, own_args: list[str], chatty: Path) -> None:
     args = multi_turn_args(cli, own_args, chatty, "broken")
     finished = cli(*args)
@@ -136,6 +151,11 @@ def test_a_broken_environment(cli: Cli, own_args: list[str], chatty: Path) -> No
             ["--rollout.partial-rollout", "True", "--rollout.multi-turn.environment", "x.py:f"],
             "for an environment cannot wait for the next step",
         ),
+        (
+            ["--rollout.multi-turn.max-revisions", "2", "--rollout.multi-turn.environment", "x.py:f"],
+            "rollout.multi_turn.max_revisions is 2: one of them is needed",
+        ),
+        (["--rollout.multi-turn.good-enough", "inf"], "good_enough is inf: a finite number is needed"),
         (["--rollout.partial-rollout", "True", "--algorithm.adv-estimator", "remax"], "another estimator is needed"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

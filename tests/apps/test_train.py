@@ -212,13 +212,12 @@ def test_any_number_of_controllers_gives_the_same_run(cli: Cli, own_args: list[s
 def test_router_replay(cli: Cli, own_args: list[str], tmp_path: Path) -> None:
     """The second update of a step sends tokens where the pass for old log-probs did, in both backends alike."""
     torch.manual_seed(0)
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
     config = Qwen3MoeConfig(
+        **heads,
         vocab_size=len(tiny_tokenizer()),
         hidden_size=32,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=32,

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +21,13 @@ from gcore_rollout.multi_turn import (
     EpisodeLimits,
     Opening,
     Reply,
+    RevisionEnvironment,
     Tool,
     ToolEnvironment,
     hermes_calls,
     run_episode,
 )
+from gcore_rollout.rewards import Scored
 
 START, END = "<|start|>", "<|end|>"
 # Of assistants' turns only those behind the last question keep their reasoning, as in Qwen3's template.
@@ -336,3 +338,42 @@ async def test_an_episode_with_tools() -> None:
 
 def test_text_without_calls_has_none() -> None:
     assert hermes_calls("<tool_call> never closed") == []
+
+
+def by_length(feedback: str) -> Callable[[str], Awaitable[Scored]]:
+    async def reward(text: str) -> Scored:
+        return Scored(score=len(text) / 10, feedback=feedback)
+
+    return reward
+
+
+@pytest.mark.parametrize(
+    ("max_revisions", "max_tokens", "turns", "score", "end"),
+    [(3, 200, 3, 0.5, "done"), (1, 200, 2, 0.3, "done"), (3, 30, 1, 0.4, "length")],
+)
+async def test_answers_go_back_with_what_was_said_of_them(
+    max_revisions: int, max_tokens: int, turns: int, score: float, end: str
+) -> None:
+    """Until one is good enough, or nothing is left; the last one's score counts, be it worse than another's."""
+    tokenizer = make_tokenizer()
+    engine = ScriptedEngine([encoded(tokenizer, text + END) for text in ("wxyz", "xyz", "vwxyz")])
+    world = RevisionEnvironment(
+        [{"role": "user", "content": "?"}], by_length("longer!"), good_enough=0.5, max_revisions=max_revisions
+    )
+    episode = await run_episode(
+        engine, world, ChatEncoder(tokenizer), request_id="e", sampling=SamplingParams(max_tokens=max_tokens)
+    )
+    assert (len(episode.turns), episode.score, episode.end) == (turns, pytest.approx(score), end)
+    assert tokenizer.decode(episode.token_ids).count("<|start|>user longer!") == turns - 1
+
+
+async def test_without_words_the_score_is_said() -> None:
+    world = RevisionEnvironment([], by_length(""), good_enough=1.0, max_revisions=1)
+    assert (await world.step("abcd")).messages == [{"role": "user", "content": "The answer scores 0.4."}]
+
+
+def test_bad_revisions_are_refused() -> None:
+    with pytest.raises(RequestError, match="max_revisions is 0: at least 1 is needed"):
+        RevisionEnvironment([], by_length(""), good_enough=1.0, max_revisions=0)
+    with pytest.raises(RequestError, match="good_enough is nan: a finite number is needed"):
+        RevisionEnvironment([], by_length(""), good_enough=float("nan"), max_revisions=1)

@@ -23,6 +23,7 @@ NEEDED_TO_IMPORT = {
 """Third-party distributions without which ``import gcore_x`` fails."""
 
 WITHOUT_EXTRA = {
+    "http": ("aiohttp", "from gcore_rollout.rewards import HTTPReward as use; use('http://localhost')"),
     "math-verify": ("math_verify", "from gcore_rollout.rewards import MathVerifyReward as use; use()"),
     "reasoning-gym": ("reasoning_gym", "from gcore_rollout.rewards import ReasoningGymReward as use; use()"),
     "vllm": ("vllm", "from gcore_rollout.vllm_engine import VLLMEngine; VLLMEngine.from_pretrained('model')"),

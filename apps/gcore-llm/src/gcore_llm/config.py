@@ -95,6 +95,11 @@ class MultiTurnConfig:
     environment: str = ""
     """PATH.py:function, which makes from a row an environment of one episode (gcore_rollout.multi_turn.Environment),
     such as a ToolEnvironment; it rewards turns, and the reward, if there is one, scores the last. Empty: one turn."""
+    max_revisions: int = 0
+    """In the place of an environment: so many times a response is handed back with its reward's feedback, such as a
+    judge's verdict, for the policy to do better; the last one's score counts."""
+    good_enough: float = 1.0
+    """A response of this score is not handed back."""
     max_assistant_turns: int = 8
     """Most turns of the policy; all of them together have data.max-response-length tokens, with what it is told."""
     max_tokens_per_turn: int = 0
@@ -105,6 +110,14 @@ class MultiTurnConfig:
     def __post_init__(self) -> None:
         check_at_least("rollout.multi_turn.max_assistant_turns", self.max_assistant_turns, 1)
         check_at_least("rollout.multi_turn.max_tokens_per_turn", self.max_tokens_per_turn, 0)
+        check_at_least("rollout.multi_turn.max_revisions", self.max_revisions, 0)
+        if not math.isfinite(self.good_enough):
+            raise UserError(f"rollout.multi_turn.good_enough is {self.good_enough}: a finite number is needed")
+        if self.environment and self.max_revisions:
+            raise UserError(
+                f"rollout.multi_turn.environment is {self.environment!r} and rollout.multi_turn.max_revisions is "
+                f"{self.max_revisions}: one of them is needed"
+            )
         if not self.step_timeout_s > 0:
             raise UserError(f"rollout.multi_turn.step_timeout_s is {self.step_timeout_s}: above 0 is needed")
 
@@ -137,10 +150,10 @@ class RolloutConfig:
             raise UserError(
                 f"rollout.over_sample_rate is {self.over_sample_rate}: a finite number, 0 or more is needed"
             )
-        if self.partial_rollout and self.multi_turn.environment:
+        if self.partial_rollout and (self.multi_turn.environment or self.multi_turn.max_revisions):
             raise UserError(
-                f"rollout.multi_turn.environment is {self.multi_turn.environment!r} and rollout.partial_rollout is "
-                "true: one of them is needed, for an environment cannot wait for the next step"
+                "rollout.partial_rollout is true and rollout.multi_turn makes several turns: one of them is needed, "
+                "for an environment cannot wait for the next step"
             )
         check_at_least("rollout.max_num_seqs", self.max_num_seqs, 1)
         if not self.temperature > 0:
@@ -378,6 +391,11 @@ class TrainConfig:
             raise UserError(
                 f"algorithm.overlong.buffer_len is {self.algorithm.overlong.buffer_len}: at most "
                 f"data.max_response_length={self.data.max_response_length} is needed"
+            )
+        if self.rollout.multi_turn.max_revisions and not self.data.train_files:
+            raise UserError(
+                f"rollout.multi_turn.max_revisions is {self.rollout.multi_turn.max_revisions} without "
+                "data.train_files: prompts of files are needed, whose messages a revision can follow"
             )
         if self.rollout.partial_rollout and self.algorithm.adv_estimator == "remax":
             raise UserError(

@@ -160,11 +160,13 @@ class Generation:
                 raise
             draft.num_failed += 1
             return
-        scored = await self.sampler.reward.score(prompt=prompt.text, completion=episode.turns[-1], row=prompt.row)
-        if isinstance(scored, Failed):
-            draft.num_failed += 1
-            return
-        score = episode.score + scored.score
+        score, parts = episode.score, {"turns": float(len(episode.turns)), "environment": episode.score}
+        if not world.has_reward:
+            scored = await self.sampler.reward.score(prompt=prompt.text, completion=episode.turns[-1], row=prompt.row)
+            if isinstance(scored, Failed):
+                draft.num_failed += 1
+                return
+            score, parts = score + scored.score, {**scored.parts, **parts}
         if index is None:
             draft.greedy_score = score
             return
@@ -176,7 +178,7 @@ class Generation:
             truncated=episode.end != "done",
             score=score,
             mask=episode.response_mask,
-            parts={**scored.parts, "turns": float(len(episode.turns)), "environment": episode.score},
+            parts=parts,
         )
 
 

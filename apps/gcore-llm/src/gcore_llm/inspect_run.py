@@ -74,7 +74,12 @@ async def evaluate_run(path: Path) -> tuple[int, Evaluation]:
         raise UserError(f"{path} has no held-out prompts: it was trained with data.val_size=0 and no data.val_files")
     rewards = await Rewards.start(config)
     result = await evaluate(
-        Sampler(policy=engine, reward=rewards.runner, tokenizer=tokenizer, world=build_world(config, tokenizer)),
+        Sampler(
+            policy=engine,
+            reward=rewards.runner,
+            tokenizer=tokenizer,
+            world=build_world(config, tokenizer, rewards.runner),
+        ),
         prompts.val,
         group=InlineCollectives(InlineGroup(1), 0),
         timer=StageTimer(),

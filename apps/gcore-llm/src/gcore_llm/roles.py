@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from gcore_llm.errors import UserError
 from gcore_llm.exchange import sample_flops, workload_of
 from gcore_llm.learner import Learner, LocalLearner
 from gcore_rollout import Engine
-from gcore_rollout.multi_turn import ChatEncoder, Environment, EpisodeLimits
-from gcore_rollout.rewards import OnError, RewardRunner, load_function
+from gcore_rollout.multi_turn import ChatEncoder, Environment, EpisodeLimits, RevisionEnvironment
+from gcore_rollout.rewards import Failed, OnError, RewardRunner, Scored, load_function
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,8 @@ class World:
 
     make: Callable[[Mapping[str, Any]], Environment]
     """An environment of one episode, from a row."""
+    has_reward: bool
+    """Whether its rewards are all there is; otherwise the run's reward scores the last turn, too."""
     encoder: ChatEncoder
     limits: EpisodeLimits
     on_error: OnError
@@ -122,18 +125,22 @@ def build_engine(config: TrainConfig, model: Path, tokenizer: Any) -> Engine:
     )
 
 
-def build_world(config: TrainConfig, tokenizer: Any) -> World | None:
+def build_world(config: TrainConfig, tokenizer: Any, reward: RewardRunner) -> World | None:
     """The environment that the config names.
 
     Raises:
         RewardError: it does not load.
     """
     multi_turn = config.rollout.multi_turn
-    if not multi_turn.environment:
+    if multi_turn.max_revisions:
+        make = partial(_revision, config, reward)
+    elif multi_turn.environment:
+        make = load_function(multi_turn.environment, setting="rollout.multi_turn.environment")
+    else:
         return None
-    make = load_function(multi_turn.environment, setting="rollout.multi_turn.environment")
     return World(
         make=make,
+        has_reward=multi_turn.max_revisions > 0,
         encoder=ChatEncoder(tokenizer),
         limits=EpisodeLimits(
             max_turns=multi_turn.max_assistant_turns,
@@ -141,6 +148,22 @@ def build_world(config: TrainConfig, tokenizer: Any) -> World | None:
             step_timeout_s=multi_turn.step_timeout_s,
         ),
         on_error=config.reward_calls.on_error,
+    )
+
+
+def _revision(config: TrainConfig, reward: RewardRunner, row: Mapping[str, Any]) -> Environment:
+    prompt = row[config.data.prompt_key]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+    async def score(completion: str) -> Scored:
+        scored = await reward.score(prompt=str(messages[-1]["content"]), completion=completion, row=row)
+        if isinstance(scored, Failed):
+            raise scored.error
+        return scored
+
+    multi_turn = config.rollout.multi_turn
+    return RevisionEnvironment(
+        messages, score, good_enough=multi_turn.good_enough, max_revisions=multi_turn.max_revisions
     )
 
 

@@ -65,7 +65,7 @@ def train(config: TrainConfig, display: Display) -> Result:
         rewards = runner.run(Rewards.start(config))
         try:
             runner.run(_try_reward(rewards.runner, prompts))
-            world = build_world(config, tokenizer)
+            world = build_world(config, tokenizer, rewards.runner)
             inputs = _Inputs(tokenizer=tokenizer, prompts=prompts, reward=rewards.runner, world=world)
             run = _run_with(config, inputs, runner, display)
         finally:

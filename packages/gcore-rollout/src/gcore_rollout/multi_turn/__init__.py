@@ -3,6 +3,7 @@
 from gcore_rollout.multi_turn.chat import ChatEncoder, Message
 from gcore_rollout.multi_turn.environment import Environment, Opening, Reply
 from gcore_rollout.multi_turn.episode import Episode, EpisodeLimits, run_episode
+from gcore_rollout.multi_turn.revision import RevisionEnvironment
 from gcore_rollout.multi_turn.tools import Tool, ToolCall, ToolEnvironment, hermes_calls
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Message",
     "Opening",
     "Reply",
+    "RevisionEnvironment",
     "Tool",
     "ToolCall",
     "ToolEnvironment",

@@ -1,0 +1,215 @@
+"""The `vllm_server` engine: a `vllm serve` that runs elsewhere."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from gcore_rollout.errors import RequestError, RolloutError, ServerRequestError
+from gcore_rollout.http_engine import ServerEngine
+from gcore_rollout.served_model import ServedModel
+from gcore_rollout.server_client import ServerClient
+from gcore_rollout.server_sample import Piece, RunningSample
+from gcore_rollout.types import Request
+
+# vLLM draws from a clamped or refused temperature outside these bounds.
+_TEMPERATURES = (0.01, 2.0)
+_WORKER = "gcore_rollout.vllm_worker.TiedHeadWorker"
+_REPACK = {"method": "repack_tied_head"}
+
+
+class VLLMServerEngine(ServerEngine):
+    """Generates on a `vllm serve` (0.32), tokens in and tokens out.
+
+    The server has to be started so, on CPU with ``--no-enable-chunked-prefill`` besides::
+
+        VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs \\
+            --generation-config vllm --skip-tokenizer-init
+
+    and for `sleep` with ``--enable-sleep-mode``; on CPU, where vLLM frees nothing, `sleep` only stops it. vLLM's build
+    for CPU starts with ``python -m vllm.entrypoints.openai.api_server --model MODEL`` instead of ``vllm serve MODEL``.
+
+    For new weights of a model with a tied head, a server on CPU also needs this package on its import path, and
+    ``--worker-extension-cls gcore_rollout.vllm_worker.TiedHeadWorker``. vLLM alone would go on with the old head, so
+    `update_weights` is refused without it.
+
+    Temperatures, seeds and what goes on after an abort are as in `VLLMEngine`. The version of each token is the
+    server's own record. Tokens come one by one, each in a message: a higher ``--stream-interval`` costs it less.
+
+    See `ServerEngine` for what its loss means, and for what it has to itself.
+    """
+
+    _GENERATE_PATH: ClassVar[str] = "/inference/v1/generate"
+    _ENDS_PAUSED_SAMPLES: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        client: ServerClient,
+        model: ServedModel,
+        *,
+        max_num_seqs: int,
+        weights_dir: str | Path | None,
+        eos_token_ids: Sequence[int],
+        repacks_head: bool,
+    ) -> None:
+        super().__init__(client, model, max_num_seqs=max_num_seqs, weights_dir=weights_dir)
+        self._eos = list(eos_token_ids)
+        self._repacks_head = repacks_head
+
+    @classmethod
+    def connect(
+        cls,
+        url: str,
+        *,
+        weights_dir: str | Path | None = None,
+        model_path: str | Path | None = None,
+        max_num_seqs: int | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+        timeout_s: float = 600.0,
+        api_key: str | None = None,
+    ) -> Self:
+        """Ask a server what it runs, and take it over: awake, not paused, and with weights of version 0.
+
+        Blocks until the server has answered, which takes it some seconds the first time.
+
+        Args:
+            url: such as "http://10.0.0.7:8000".
+            weights_dir: existing folder that this machine and the server's see under the same path; `update_weights`
+                needs it. In memory (/dev/shm) if both are one machine.
+            model_path: folder of the served model here; default: where the server has it.
+            max_num_seqs: most samples asked for at once, each over a connection of its own; default: as many as the
+                server computes at once.
+            eos_token_ids: tokens that end a completion; default: what the model's generation config says.
+            timeout_s: how long the server may be silent while it is to work; loading weights takes it that long.
+            api_key: what the server was started with, if it asks for one.
+
+        Raises:
+            MissingExtraError: aiohttp is not installed.
+            EngineDiedError: the server cannot be reached.
+            RolloutError: it was started without something that is needed.
+        """
+        client = ServerClient(url, timeout_s=timeout_s, api_key=api_key)
+        config = _config(client)
+        mode = config["model_config"]["logprobs_mode"]
+        if mode != "processed_logprobs":
+            raise RolloutError(
+                f"the server at {url} gives log-probs of the kind {mode!r}: "
+                "start it with --logprobs-mode processed_logprobs"
+            )
+        paths = client.call_blocking("GET", "/openapi.json")["paths"]
+        if cls._GENERATE_PATH not in paths:
+            raise RolloutError(f"the server at {url} has no {cls._GENERATE_PATH}: start it with --enable-scale-out")
+        path = Path(config["model_config"]["model"] if model_path is None else model_path)
+        model = ServedModel.from_folder(path, max_length=config["model_config"]["max_model_len"])
+        engine = cls(
+            client,
+            model,
+            max_num_seqs=config["scheduler_config"]["max_num_seqs"] if max_num_seqs is None else max_num_seqs,
+            weights_dir=weights_dir,
+            eos_token_ids=model.eos_token_ids if eos_token_ids is None else eos_token_ids,
+            repacks_head=model.tied and config["device_config"]["device"] == "cpu",
+        )
+        # Whoever had it before may have left it like that.
+        if client.call_blocking("GET", "/is_sleeping")["is_sleeping"]:
+            client.call_blocking("POST", "/wake_up")
+        client.call_blocking("POST", "/update_weight_version", body={"new_version": "0"})
+        return engine
+
+    def _check_request(self, request: Request) -> None:
+        super()._check_request(request)
+        low, high = _TEMPERATURES
+        temperature = request.sampling.temperature
+        if temperature != 0 and not low <= temperature <= high:
+            raise RequestError(
+                f"request {request.request_id!r} has temperature {temperature}: "
+                f"vLLM takes 0 (greedy) or {low} to {high}"
+            )
+
+    def _body(self, running: RunningSample) -> dict[str, Any]:
+        sample = running.sample
+        sampling = sample.request.sampling
+        detection = sampling.repetition_detection
+        return {
+            "request_id": running.server_id,
+            "token_ids": sample.start_token_ids,
+            "stream": True,
+            "cache_salt": self._cache_salt,
+            "sampling_params": {
+                "max_tokens": sampling.max_tokens - sample.num_begun,
+                "temperature": sampling.temperature,
+                "seed": running.seed,
+                "repetition_detection": None if detection is None else asdict(detection),
+                "stop_token_ids": self._eos,
+                # What ends a completion is said here alone.
+                "ignore_eos": True,
+                "detokenize": False,
+                "logprobs": 0,
+            },
+        }
+
+    def _reader(self, running: RunningSample) -> Callable[[Any], Piece]:
+        return partial(self._piece, running)
+
+    def _piece(self, running: RunningSample, event: Any) -> Piece:
+        if "error" in event:
+            raise self._failure(running, status=int(event["error"]["code"]), answer=event["error"]["message"])
+        (choice,) = event["choices"]
+        content: list[Any] = (choice["logprobs"] or {}).get("content") or []
+        spans = choice["weight_versions"]
+        return Piece(
+            token_ids=choice["token_ids"] or [],
+            log_probs=[entry["logprob"] for entry in content],
+            finish_reason=choice["finish_reason"],
+            version_spans=None if spans is None else [(int(s["version"]), s["start"], s["end"]) for s in spans],
+        )
+
+    async def _abort_on_server(self, server_ids: Sequence[str]) -> None:
+        # Without ids vLLM would abort everything.
+        if server_ids:
+            ids = [f"generate-tokens-{server_id}" for server_id in server_ids]
+            await self._client.call("POST", "/abort_requests", body={"request_ids": ids})
+
+    async def _pause_server(self) -> None:
+        await self._client.call("POST", "/pause", params={"mode": "keep", "clear_cache": "false"})
+
+    async def _resume_server(self) -> None:
+        await self._client.call("POST", "/resume")
+
+    async def _sleep_server(self) -> None:
+        await self._client.call("POST", "/sleep", params={"level": "1"})
+
+    async def _wake_server(self) -> None:
+        await self._client.call("POST", "/wake_up")
+
+    async def _check_update_possible(self) -> None:
+        if self._repacks_head:
+            try:
+                await self._repack_head()
+            except ServerRequestError as error:
+                raise RolloutError(
+                    f"the server at {self._client.url} would keep the old weights of its tied head: "
+                    f"start it with --worker-extension-cls {_WORKER}"
+                ) from error
+
+    async def _load_on_server(self, folder: Path, version: int) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await self._client.call("POST", "/collective_rpc", body=body)
+        if self._repacks_head:
+            await self._repack_head()
+        await self._client.call("POST", "/update_weight_version", body={"new_version": str(version)})
+
+    async def _repack_head(self) -> None:
+        await self._client.call("POST", "/collective_rpc", body=_REPACK)
+
+
+def _config(client: ServerClient) -> Any:
+    """vLLM's configuration, as the server has it."""
+    try:
+        return client.call_blocking("GET", "/server_info", params={"config_format": "json"})["vllm_config"]
+    except ServerRequestError as error:
+        if error.status != 404:
+            raise
+        raise RolloutError(
+            f"the server at {client.url} does not tell what it runs: start `vllm serve` with VLLM_SERVER_DEV_MODE=1"
+        ) from error

@@ -1,0 +1,60 @@
+"""Servers of other projects, started for tests."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_SERVE_SGLANG = Path(__file__).parents[2] / "scripts" / "sglang-cpu" / "serve"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def served(command: Sequence[str], *, port: int, env: Mapping[str, str], log: Path, timeout_s: float) -> Generator[str]:
+    """Run a server and yield its URL once it says that it is well."""
+    url = f"http://127.0.0.1:{port}"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, env={**os.environ, **env}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        _until_well(process, url, log, timeout_s)
+        yield url
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=20)
+        # What it has started is in its session, too, and must not outlive it.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextmanager
+def served_by_sglang(python: str, model: Path, *, log: Path) -> Generator[str]:
+    """SGLang in an environment of its own."""
+    port = free_port()
+    with served([str(_SERVE_SGLANG), python, str(model), str(port)], port=port, env={}, log=log, timeout_s=600) as url:
+        yield url
+
+
+def _until_well(process: "subprocess.Popen[bytes]", url: str, log: Path, timeout_s: float) -> None:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    end = time.monotonic() + timeout_s
+    while True:
+        with suppress(OSError), opener.open(f"{url}/health", timeout=5):
+            return
+        if process.poll() is not None or time.monotonic() > end:
+            tail = "\n".join(log.read_text().splitlines()[-30:])
+            raise RuntimeError(f"the server at {url} did not come up (exit status {process.returncode}):\n{tail}")
+        time.sleep(0.2)
