@@ -21,7 +21,7 @@ from gcore_rollout.errors import (
     ServerRequestError,
     UnsupportedModelError,
 )
-from gcore_rollout.vllm_server import VLLMServerEngine
+from gcore_rollout.servers.vllm import VLLMServerEngine
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -17,8 +17,8 @@ from sglang_exchanges import Recorder, run_scenario
 from test_engines import MAX_NUM_SEQS, TOLERANCE, Subject
 from test_sglang_server import check_scenario
 
-from gcore_rollout.server_client import ServerClient
-from gcore_rollout.sglang_server import SGLangServerEngine
+from gcore_rollout.servers.client import ServerClient
+from gcore_rollout.servers.sglang import SGLangServerEngine
 
 PYTHON = os.environ.get("GCORE_SGLANG_PYTHON", "")
 

@@ -10,7 +10,7 @@ from engine_oracles import EOS_TOKEN_IDS, TinyModel, errors, reference_after_swa
 from sglang_exchanges import RECORDED, Replay, Scenario, run_scenario
 
 from gcore_rollout.errors import RequestError, RolloutError
-from gcore_rollout.sglang_server import SGLangServerEngine
+from gcore_rollout.servers.sglang import SGLangServerEngine
 from gcore_rollout.types import RepetitionDetection, Request, SamplingParams
 
 TOLERANCE = 1e-5

@@ -12,8 +12,8 @@ from server_oracles import PROMISES, STEP_S, check_closing, check_update_in_mid_
 from server_processes import free_port, served
 from test_engines import MAX_NUM_SEQS, TOLERANCE, Subject
 
-from gcore_rollout.server_client import ServerClient
-from gcore_rollout.vllm_server import VLLMServerEngine
+from gcore_rollout.servers.client import ServerClient
+from gcore_rollout.servers.vllm import VLLMServerEngine
 
 globals().update(PROMISES)
 

@@ -6,7 +6,10 @@ from gcore_rollout.vllm_process import repack_head
 
 
 class TiedHeadWorker:
-    """Methods for vLLM's workers: `vllm serve --worker-extension-cls gcore_rollout.vllm_worker.TiedHeadWorker`."""
+    """Methods for vLLM's workers.
+
+    ``vllm serve --worker-extension-cls gcore_rollout.servers.vllm_worker.TiedHeadWorker`` adds them.
+    """
 
     model_runner: Any
 

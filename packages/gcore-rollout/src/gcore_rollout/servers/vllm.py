@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from gcore_rollout.errors import RequestError, RolloutError, ServerRequestError
-from gcore_rollout.http_engine import ServerEngine
-from gcore_rollout.served_model import ServedModel
-from gcore_rollout.server_client import ServerClient
-from gcore_rollout.server_sample import Piece, RunningSample
+from gcore_rollout.servers.client import ServerClient
+from gcore_rollout.servers.engine import ServerEngine
+from gcore_rollout.servers.model import ServedModel
+from gcore_rollout.servers.sample import Piece, RunningSample
 from gcore_rollout.types import Request
 
 # vLLM draws from a clamped or refused temperature outside these bounds.
 _TEMPERATURES = (0.01, 2.0)
-_WORKER = "gcore_rollout.vllm_worker.TiedHeadWorker"
+_WORKER = "gcore_rollout.servers.vllm_worker.TiedHeadWorker"
 _REPACK = {"method": "repack_tied_head"}
 
 
@@ -31,8 +31,8 @@ class VLLMServerEngine(ServerEngine):
     for CPU starts with ``python -m vllm.entrypoints.openai.api_server --model MODEL`` instead of ``vllm serve MODEL``.
 
     For new weights of a model with a tied head, a server on CPU also needs this package on its import path, and
-    ``--worker-extension-cls gcore_rollout.vllm_worker.TiedHeadWorker``. vLLM alone would go on with the old head, so
-    `update_weights` is refused without it.
+    ``--worker-extension-cls gcore_rollout.servers.vllm_worker.TiedHeadWorker``. vLLM alone would go on with the old
+    head, so `update_weights` is refused without it.
 
     Temperatures, seeds and what goes on after an abort are as in `VLLMEngine`. The version of each token is the
     server's own record. Tokens come one by one, each in a message: a higher ``--stream-interval`` costs it less.

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from gcore_rollout.errors import RequestError, RolloutError
-from gcore_rollout.http_engine import ServerEngine
-from gcore_rollout.served_model import ServedModel
-from gcore_rollout.server_client import ServerClient
-from gcore_rollout.server_sample import Piece, RunningSample
+from gcore_rollout.servers.client import ServerClient
+from gcore_rollout.servers.engine import ServerEngine
+from gcore_rollout.servers.model import ServedModel
+from gcore_rollout.servers.sample import Piece, RunningSample
 from gcore_rollout.types import FinishReason, RepetitionDetection, Request
 
 # Below this SGLang takes the most probable token.

@@ -13,11 +13,11 @@ import torch
 from gcore_rollout.calls import Call, Sample, WaitingLine, check_request, check_weights
 from gcore_rollout.engine import EngineStats
 from gcore_rollout.errors import EngineDiedError, RolloutError, ServerRequestError
-from gcore_rollout.served_model import TIED_HEAD, ServedModel
-from gcore_rollout.server_client import ServerClient
-from gcore_rollout.server_sample import Piece, RunningSample
+from gcore_rollout.servers.client import ServerClient
+from gcore_rollout.servers.model import TIED_HEAD, ServedModel
+from gcore_rollout.servers.sample import Piece, RunningSample
+from gcore_rollout.servers.weights_folder import remove_weights, write_weights
 from gcore_rollout.types import Completion, Request
-from gcore_rollout.weights_folder import remove_weights, write_weights
 
 # An abort that overtakes its request on the way finds nothing to end: it is sent until the sample has come.
 _ABORT_INTERVAL_S = 0.25

@@ -1,0 +1,1 @@
+"""Engines whose servers run elsewhere."""
