@@ -1,5 +1,28 @@
 import os
+from pathlib import Path
+
+import pytest
 
 # Two workers share two cores: with more threads than cores, OpenMP's threads wait for each other longer than they work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+LONGEST_FIRST = (
+    "workspace/test_readmes.py",
+    "apps/test_learner_ranks.py",
+    "apps/test_train.py",
+    "gcore_rollout/test_engines.py",
+    "apps/test_bench.py",
+    "apps/test_rewards.py",
+    "apps/test_rollouts.py",
+    "gcore_rollout/test_vllm_server.py",
+    "gcore_trainer/test_megatron_training.py",
+    "gcore_trainer/test_megatron_lora.py",
+)
+"""Files of a minute or more. A file is one worker's, so one that began last would keep the others waiting."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    place = {tests / name: i for i, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))

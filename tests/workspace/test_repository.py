@@ -106,3 +106,9 @@ def test_the_ci_script_can_be_run() -> None:
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", script], check=True)
     assert script.read_text().endswith("\nuv run pytest\n"), "the tests' own line comes last"
+
+
+def test_files_that_are_run_first_exist() -> None:
+    names = re.findall(r'"(\w+/test_\w+\.py)"', (ROOT / "tests/conftest.py").read_text())
+    assert len(names) > 5
+    assert [name for name in names if not (ROOT / "tests" / name).is_file()] == []
