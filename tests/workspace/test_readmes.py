@@ -35,6 +35,7 @@ CHECKED_ELSEWHERE = {
     r"(uv run )?gcore-bench grpo( --.*)?": "tests/apps/test_bench.py::test_bench_measures_gcore_and_trl",
     r"(uv run )?gcore-bench ckpt( --.*)?": "tests/apps/test_bench_ckpt.py::test_bench_measures_saves_and_loads",
     r"(uv run )?gcore-bench trainer( --.*)?": "tests/apps/test_bench_trainer.py::test_bench_measures_the_trainer",
+    r"(uv run )?gcore-bench rollout( --.*)?": "tests/apps/test_bench_rollout.py::test_bench_measures_rollouts",
 }
 """Commands that are not run here, and what runs them: the CI script, which holds the very words, or a test."""
 

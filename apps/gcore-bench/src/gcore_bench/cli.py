@@ -19,6 +19,7 @@ commands:
   grpo     GRPO steps under gcore and under TRL's GRPOTrainer: the same task, model, batch and step count
   ckpt     saves and loads of the same state under gcore-ckpt, DCP, Orbax and others, beside the memory and the disk
   trainer  training steps, log-probabilities and long sequences under gcore-trainer, beside TRL's and verl's losses
+  rollout  generation, new weights and sandboxed programs under gcore-rollout, beside bare vLLM and transformers
 
 gcore-bench COMMAND --help documents every option.
 """
@@ -82,12 +83,26 @@ def _trainer(args: Sequence[str]) -> None:
     run(options, _console())
 
 
+def _rollout(args: Sequence[str]) -> None:
+    from gcore_bench.rollout.options import RolloutOptions
+
+    options = tyro.cli(RolloutOptions, args=args, prog="gcore-bench rollout")
+    from gcore_bench.rollout.command import run
+
+    run(options, _console())
+
+
 def _console() -> Console:
     # A table is not worth much folded into 80 columns, which is what rich assumes of a file or a pipe.
     return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"grpo": _grpo, "ckpt": _ckpt, "trainer": _trainer}
+_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "grpo": _grpo,
+    "ckpt": _ckpt,
+    "trainer": _trainer,
+    "rollout": _rollout,
+}
 
 if __name__ == "__main__":
     main()

@@ -10,27 +10,20 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from gcore_bench.environment import QUIET
 from gcore_bench.grpo.errors import BenchError
 from gcore_bench.trainer import child
 from gcore_bench.trainer.figures import Spec
 
 _POLL_S = 0.05
 _TIMEOUT_S = 3600.0
-_ENVIRONMENT = {
-    # Idle OpenMP threads spin by default: with a neighbour on the cores, every contender would suffer at random.
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "TQDM_DISABLE": "1",
-}
 
 
 def start_server(threads: int) -> None:
     """Start the process that contenders' processes are forked from: torch and transformers are imported once."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["gcore_bench.trainer.preload"])
     before = os.environ.copy()
-    os.environ.update(_ENVIRONMENT, OMP_NUM_THREADS=str(threads))
+    os.environ.update(QUIET, OMP_NUM_THREADS=str(threads))
     try:
         forkserver.ensure_running()
     finally:

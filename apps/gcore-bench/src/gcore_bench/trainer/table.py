@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from rich.table import Table
 
+from gcore_bench.tables import figures_table
 from gcore_bench.trainer.options import TrainerOptions
 from gcore_bench.trainer.summary import Summary
 from gcore_bench.trainer.workload import Deal
@@ -31,7 +32,7 @@ def part_table(summary: Summary, options: TrainerOptions, deals: Mapping[str, De
 
 def tokens_table(rows: Rows) -> Table:
     """Which of the computed tokens are needed."""
-    shown = _table("computed tokens", "computed", "of samples", "needed", "over shared")
+    shown = figures_table("computed tokens", "computed", "of samples", "needed", "over shared")
     shared = rows["gcore-shared"]["computed"]
     for name, row in rows.items():
         fractions = (f"{row[key]:.1%}" for key in ("real_fraction", "needed_fraction"))
@@ -52,7 +53,7 @@ def _step_table(rows: Rows) -> Table:
         "loss",
         "grad norm",
     )
-    shown = _table("one policy-gradient step", *columns)
+    shown = figures_table("one policy-gradient step", *columns)
     base = rows.get("gcore-shared", {})
     for name, row in rows.items():
         cells: list[str] = []
@@ -68,7 +69,7 @@ def _step_table(rows: Rows) -> Table:
 
 def _balance_table(rows: Rows, deals: Mapping[str, Deal]) -> Table:
     columns = ("step s", "ratio", "CPU s, slowest", "CPU s, all", "ranks max/mean", "passes max/mean", "passes", "loss")
-    shown = _table("gcore-shared on 2 FSDP ranks", *columns)
+    shown = figures_table("gcore-shared on 2 FSDP ranks", *columns)
     base = rows["balanced"]
     for name, row in rows.items():
         found = deals[name]
@@ -88,7 +89,7 @@ def _balance_table(rows: Rows, deals: Mapping[str, Deal]) -> Table:
 
 def _log_probs_table(rows: Rows) -> Table:
     columns = ("tokens", "logits MB", "extra MB", "over logits", "s", "CPU s", "mean log-prob")
-    shown = _table("log-probabilities, forward and backward", *columns)
+    shown = figures_table("log-probabilities, forward and backward", *columns)
     for name, row in sorted(rows.items(), key=lambda item: -item[1]["tokens"]):
         shown.add_row(
             name,
@@ -105,7 +106,7 @@ def _log_probs_table(rows: Rows) -> Table:
 
 def _context_table(rows: Rows) -> Table:
     columns = ("step s", "us a token", "CPU s, slowest rank", "us a token", "CPU s, all", "extra MB a rank", "loss")
-    shown = _table("one long sequence, divided among ranks", *columns)
+    shown = figures_table("one long sequence, divided among ranks", *columns)
     for name, row in sorted(rows.items(), key=lambda item: item[1]["tokens"]):
         shown.add_row(
             name,
@@ -121,17 +122,9 @@ def _context_table(rows: Rows) -> Table:
 
 
 def _mfu_table(rows: Rows) -> Table:
-    shown = _table("packed training in bfloat16", "step s", "peak MB", "MFU", "over 45 %")
+    shown = figures_table("packed training in bfloat16", "step s", "peak MB", "MFU", "over 45 %")
     for name, row in rows.items():
         shown.add_row(name, f"{row['step_s']:.3f}", _mb(row), f"{row['mfu']:.1%}", _ratio(row["mfu"], row["target"]))
-    return shown
-
-
-def _table(title: str, *columns: str) -> Table:
-    shown = Table(title=title, title_justify="left", caption_justify="left")
-    shown.add_column("", no_wrap=True)
-    for column in columns:
-        shown.add_column(column, justify="right")
     return shown
 
 

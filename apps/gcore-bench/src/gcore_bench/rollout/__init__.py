@@ -1,0 +1,1 @@
+"""Generation, new weights and sandboxed programs under gcore-rollout, beside bare vLLM and transformers."""
