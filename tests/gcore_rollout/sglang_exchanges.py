@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -94,7 +95,7 @@ async def run_scenario(engine: Engine, model: TinyModel) -> Scenario:
     return Scenario([plain, greedy, long], [again, guarded], crossing, cut, found)
 
 
-class _Server:
+class _Server(ABC):
     """A web server in this event loop."""
 
     @asynccontextmanager
@@ -110,8 +111,8 @@ class _Server:
         finally:
             await runner.cleanup()
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        raise NotImplementedError
+    @abstractmethod
+    async def handle(self, request: web.Request) -> web.StreamResponse: ...
 
 
 class Recorder(_Server):

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from gcore_llm.config import (
     ActorConfig,
     DataConfig,
-    RolloutConfig,
     TaskConfig,
     TrainConfig,
     TrainerConfig,
     WarmupConfig,
 )
+from gcore_llm.rollout_config import RolloutConfig
 from gcore_trainer import OptimizerConfig, PolicyLossConfig
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -119,7 +120,7 @@ class EngineProcess:
         setup = Setup(
             environment=dict(os.environ) | dict(env or {}),
             import_path=list(sys.path),
-            folder=os.getcwd(),  # noqa: PTH109
+            folder=str(Path.cwd()),
             num_threads=num_threads,
             beat_interval_s=min(_BEAT_INTERVAL_S, heartbeat_timeout_s / 4),
             factory=pickle.dumps(factory),

@@ -8,12 +8,12 @@ from gcore_llm.config import (
     ActorConfig,
     AlgorithmConfig,
     DataConfig,
-    RolloutConfig,
     TaskConfig,
     TrainConfig,
     TrainerConfig,
 )
 from gcore_llm.prompts import PromptSets
+from gcore_llm.rollout_config import RolloutConfig
 from gcore_llm.tasks import load_task
 from gcore_trainer import OptimizerConfig, PolicyLossConfig
 

@@ -43,6 +43,7 @@ class ServerClient:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s is {timeout_s}: more than 0 is needed")
         try:
+            # Only whether it is there is asked; what is used of it is imported where it is used.
             import aiohttp  # noqa: F401  # pyright: ignore[reportUnusedImport]
         except ModuleNotFoundError as error:
             if error.name != "aiohttp":
