@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 _PRELOADED = ["gcore_trainer.torch_trainer", "gcore_trainer.frozen_model", "torch._dynamo"]
 """What ranks would import, each for itself."""
+
+_DEATH_S = 0.5
+"""How long a rank's error waits for news of another rank's death."""
 
 CostOf = Callable[[MicroBatch], float]
 """Simulated work of a micro-batch, in any unit."""
@@ -172,21 +176,41 @@ class RankedLearner:
         try:
             error, value = self._connections[rank].recv()
         except (EOFError, OSError):
-            process = self._processes[rank]
-            process.join()
-            self._kill()
-            code = process.exitcode or 0
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            raise RankError(f"training rank {rank} (process {process.pid}) {how}") from None
+            self._processes[rank].join()
+            raise self._death_of(rank) from None
         if error is not None:
+            # A rank that misses another in a collective may say so before it is known that the other has died.
+            if isinstance(error, RankError) and (dead := self._dead_rank()) is not None:
+                raise self._death_of(dead) from error
             self._kill()
             raise error
         return value
+
+    def _dead_rank(self) -> int | None:
+        """A rank that has ended by a signal or with an error, or does so soon."""
+        until_s = time.monotonic() + _DEATH_S
+        while True:
+            for rank, process in enumerate(self._processes):
+                if process.exitcode:
+                    return rank
+            if time.monotonic() > until_s:
+                return None
+            time.sleep(0.02)
+
+    def _death_of(self, rank: int) -> RankError:
+        """How a rank has ended; the others are ended, too."""
+        process = self._processes[rank]
+        self._kill()
+        code = process.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return RankError(f"training rank {rank} (process {process.pid}) {how}")
 
     def _kill(self) -> None:
         """End all ranks: one that has failed leaves the others waiting in a collective."""
         for process in self._processes:
             process.kill()
+        for process in self._processes:
+            process.join()
         for connection in self._connections:
             connection.close()
         self._connections = []
