@@ -84,9 +84,9 @@ async def test_tests_see_the_program(sandbox: Sandbox) -> None:
         "raise SystemExit",
         "quit()",
         "import os; os.kill(os.getpid(), 9)",
-        "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'ready for tests\\nTrue\\npassed\\n0\\n')\n"
+        "import os\nfor fd in range(3, 4096):\n    try: os.write(fd, b'ready for tests\\nTrue\\npassed\\n0\\n')\n"
         "    except OSError: pass\nos._exit(0)",
-        "import os; os.closerange(0, 64)",
+        "import os; os.closerange(0, 1 << 16)",
         "import os\nif os.fork(): os._exit(0)",
         "print('passed'); assert False",
         "def f(): raise SystemExit",
