@@ -3,7 +3,7 @@
 import asyncio
 import mmap
 import pickle
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -97,12 +97,17 @@ async def collect(engine: Engine, *requests: Request) -> Found:
     return found
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Give way until it is true."""
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0)
+
+
 async def until_sampled(engine: Engine, num_tokens: int) -> None:
     """Give way to the engine until it has sampled ``num_tokens`` more."""
     goal = engine.stats().completion_tokens + num_tokens
-    async with asyncio.timeout(30):
-        while engine.stats().completion_tokens < goal:
-            await asyncio.sleep(0)
+    await until(lambda: engine.stats().completion_tokens >= goal)
 
 
 def resident_bytes() -> int:
@@ -112,18 +117,14 @@ def resident_bytes() -> int:
 
 async def until_idle(engine: Engine) -> None:
     """Give way to the engine until no sample is running or waiting."""
-    async with asyncio.timeout(30):
-        while (stats := engine.stats()).num_running or stats.num_waiting:
-            await asyncio.sleep(0)
+    await until(lambda: not (engine.stats().num_running or engine.stats().num_waiting))
 
 
 async def interrupt(engine: Engine, *requests: Request, after: int) -> Found:
     """Completions of requests that are aborted once ``after`` tokens have been sampled, if they need as many."""
     goal = engine.stats().completion_tokens + after
     running = asyncio.create_task(collect(engine, *requests))
-    async with asyncio.timeout(30):
-        while engine.stats().completion_tokens < goal and not running.done():
-            await asyncio.sleep(0)
+    await until(lambda: engine.stats().completion_tokens >= goal or running.done())
     await engine.abort()
     return await running
 

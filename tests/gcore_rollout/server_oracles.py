@@ -15,9 +15,6 @@ from test_engines import TOLERANCE, Subject
 from gcore_rollout import Engine, SamplingParams
 from gcore_rollout.errors import RolloutError
 
-STEP_S = 0.005
-"""What servers sleep before a step: else samples of these tiny models may be finished before an abort arrives."""
-
 _TAKE_TOO_SHORT = {
     # Its samples may be finished before a server has got new weights: `check_update_in_mid_generation` is for servers.
     "test_update_in_mid_generation",

@@ -117,19 +117,32 @@ async def test_new_weights_take_effect_and_bad_ones_do_not(hf: EngineProcess, ti
 
 
 async def test_one_memory_serves_two_engines(hf: EngineProcess, tied: TinyModel) -> None:
-    """And the tensors handed over are the caller's when `update_weights` returns."""
+    """One computes with it in place, the other copies; what is written later is not theirs until they are told."""
     here = HFEngine.from_pretrained(tied.path)
     shared = SharedWeights()
     requests = [make_request("r", 9, n=2)]
-    for model in (tied.new, tied.old):
+    garbage = [("w", torch.full((1 << 20,), float("nan")))]
+    for model in (tied.new, tied.old, tied.new):
         shared.write(model.state_dict().items())
         version = hf.weight_version + 1
         await asyncio.gather(*(engine.update_weights(shared, version=version) for engine in (hf, here)))
-        for _, tensor in shared:
-            tensor.fill_(float("nan"))
+        for _ in range(3):
+            shared.write(garbage)
         for engine in (hf, here):
             assert max(errors(model, requests, await collect(engine, *requests))) < 1e-5
     shared.close()
+    assert max(errors(tied.new, requests, await collect(hf, *requests))) < 1e-5
+
+
+async def test_weights_of_another_type_are_copied(tied: TinyModel) -> None:
+    """And those after them are computed with in place again."""
+    engine = await start(partial(HFEngine.from_pretrained, tied.path), num_threads=1)
+    requests = [make_request("r", 9, n=2)]
+    weights = tied.new.state_dict().items()
+    for version, dtype in enumerate((torch.float32, torch.float64, torch.float32, torch.float64), start=1):
+        await engine.update_weights([(name, tensor.to(dtype)) for name, tensor in weights], version=version)
+        assert max(errors(tied.new, requests, await collect(engine, *requests))) < 1e-5
+    await engine.close()
 
 
 async def test_updates_made_at_once_do_not_mix() -> None:

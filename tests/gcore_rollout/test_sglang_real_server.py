@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from engine_oracles import TinyModel, collect, errors, first_then_abandon, make_request
-from server_oracles import PROMISES, STEP_S, check_closing, check_update_in_mid_generation
+from server_oracles import PROMISES, check_closing, check_update_in_mid_generation
 from server_processes import served_by_sglang
 from sglang_exchanges import Recorder, run_scenario
+from slow_hf_engine import STEP_S
 from test_engines import MAX_NUM_SEQS, TOLERANCE, Subject
 from test_sglang_server import check_scenario
 

@@ -23,6 +23,10 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.double(), b.double())
 
 
+def num_memories(shared: SharedWeights) -> int:
+    return len(shared._memories)  # pyright: ignore[reportPrivateUsage]
+
+
 models = st.lists(
     st.builds(random_tensor, st.sampled_from(DTYPES), st.lists(st.integers(0, 40), max_size=3), st.integers(0, 1000)),
     max_size=6,
@@ -89,17 +93,27 @@ def test_weights_written_in_part_are_none() -> None:
 
 
 async def test_nothing_is_written_under_a_reader() -> None:
-    shared = SharedWeights()
-    shared.write([("w", torch.ones(3))])
+    """Nor is more memory kept than is read, and one to write to."""
+    shared, loop = SharedWeights(), asyncio.get_running_loop()
+    views: list[tuple[asyncio.Future[None], torch.Tensor]] = []
+    for i in range(4):
+        shared.write([("w", torch.full((3,), float(i)))])
+        views.append((loop.create_future(), dict(shared)["w"]))
+        shared.read_until(views[-1][0])
+    assert [view.tolist() for _, view in views] == [[i] * 3 for i in range(4)]
+    assert num_memories(shared) == 4
+    for reader, _ in views[1:]:
+        reader.set_result(None)
+    await asyncio.sleep(0)
+    shared.write([("w", torch.full((3,), 4.0))])
+    assert num_memories(shared) == 2
+    assert views[0][1].tolist() == [0] * 3
     with shared.reading():
-        with pytest.raises(RolloutError, match=r"1 engines are still copying these weights: await unread\(\) first"):
-            shared.write([("w", torch.zeros(3))])
-        waiting = asyncio.create_task(shared.unread())
-        await asyncio.sleep(0)
-        assert not waiting.done()
-    await waiting
-    assert dict(shared)["w"].sum() == 3
+        shared.write([("w", torch.full((3,), 5.0))])
+        assert num_memories(shared) == 3
+    assert dict(shared)["w"].tolist() == [5] * 3
     shared.close()
+    assert views[0][1].tolist() == [0] * 3
 
 
 def test_weights_are_made_one_by_one() -> None:

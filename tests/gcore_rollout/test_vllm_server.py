@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from engine_oracles import TinyModel, collect, errors, make_request
-from server_oracles import PROMISES, STEP_S, check_closing, check_update_in_mid_generation
+from server_oracles import PROMISES, check_closing, check_update_in_mid_generation
 from server_processes import free_port, served
+from slow_hf_engine import STEP_S
 from test_engines import MAX_NUM_SEQS, TOLERANCE, Subject
 
 from gcore_rollout.servers.client import ServerClient

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from gcore_rollout.types import Completion, Request
 
@@ -89,4 +89,17 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Free the engine. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class TakesWeightsInPlace(Protocol):
+    """An engine that can compute with tensors which somebody else keeps for it."""
+
+    async def update_weights_in_place(self, weights: Iterable[tuple[str, "torch.Tensor"]], *, version: int) -> bool:
+        """`Engine.update_weights` that copies only what lies on another device, or has another type.
+
+        Returns:
+            Whether the tensors are in use from now on: they must not change until the next update is done.
+        """
         ...

@@ -13,13 +13,25 @@ from typing import Any, Self
 
 import torch
 
-from gcore_rollout import wire
 from gcore_rollout.child_process import ChildProcess
 from gcore_rollout.engine import Engine, EngineStats
 from gcore_rollout.errors import EngineDiedError, EngineStartError, RolloutError
 from gcore_rollout.shared_weights import SharedWeights
 from gcore_rollout.types import Completion, Request
-from gcore_rollout.wire import Abandon, Beat, Call, Done, Failed, Finished, FromEngine, Generate, Setup, UpdateWeights
+from gcore_rollout.wire import (
+    Abandon,
+    Beat,
+    Call,
+    Channel,
+    Done,
+    Failed,
+    Finished,
+    FromEngine,
+    Generate,
+    Setup,
+    UpdateWeights,
+    exception,
+)
 
 PRELOAD_HF = ("gcore_rollout.hf_engine",)
 """What every engine here needs."""
@@ -47,8 +59,8 @@ class EngineProcess:
     """An engine that another process runs; made by `start`.
 
     All calls of `Engine` are forwarded and may be made at the same time. Exceptions come back as they were raised
-    there, with a note that holds the traceback. `stats` and `weight_version` are those of the last sign of life, at
-    most a quarter of a second old unless the engine is in the middle of a long step.
+    there, with a note that holds the traceback. `stats` and `weight_version` are what the process has last told: after
+    every call, and within 20 ms of a change, unless the engine is in the middle of a long step.
 
     When the process dies, every call in flight raises `EngineDiedError`, after the completions that arrived; so does
     every later one. It ends when this process does, however that ends, and leaves nothing behind. One that says nothing
@@ -59,31 +71,27 @@ class EngineProcess:
     """
 
     def __init__(
-        self,
-        process: ChildProcess,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        weights_socket: socket.socket,
-        *,
-        heartbeat_timeout_s: float,
+        self, process: ChildProcess, channel: Channel, weights_socket: socket.socket, *, heartbeat_timeout_s: float
     ) -> None:
         self.pid = process.pid
         self._process = process
-        self._reader = reader
-        self._writer = writer
+        self._channel = channel
         self._weights_socket = weights_socket
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._silent_s = 0.0
         self._stats = EngineStats(prompt_tokens=0, completion_tokens=0, num_running=0, num_waiting=0, weight_version=0)
         self._weights = SharedWeights()
+        self._weights_in_use: asyncio.Future[Any] | None = None
+        self._last_update = self._new_future()
+        self._last_update.set_result(None)
         self._streams: dict[int, _Stream] = {}
-        self._replies: dict[int, asyncio.Future[None]] = {}
+        self._replies: dict[int, asyncio.Future[Any]] = {}
         self._last_call_id = 0
-        self._ready = self._new_future()
         self._killed_because = ""
         self._death: str | None = None
         self._closed = False
         self._life = asyncio.create_task(self._live())
+        self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
@@ -117,20 +125,23 @@ class EngineProcess:
             raise ValueError(f"heartbeat_timeout_s is {heartbeat_timeout_s}: more than 0 is needed")
         if num_threads is not None and num_threads < 1:
             raise ValueError(f"num_threads is {num_threads}: at least 1 is needed")
-        setup = Setup(
-            environment=dict(os.environ) | dict(env or {}),
-            import_path=list(sys.path),
-            folder=str(Path.cwd()),
-            num_threads=num_threads,
-            beat_interval_s=min(_BEAT_INTERVAL_S, heartbeat_timeout_s / 4),
-            factory=pickle.dumps(factory),
-        )
+        packed = pickle.dumps(factory)
         engine: Self | None = None
         try:
             async with asyncio.timeout(start_timeout_s):
                 engine = await cls._fork(preload, heartbeat_timeout_s)
-                wire.send(engine._writer, setup)
-                await engine._ready
+                call_id, ready = engine._new_reply()
+                setup = Setup(
+                    call_id,
+                    environment=dict(os.environ) | dict(env or {}),
+                    import_path=list(sys.path),
+                    folder=str(Path.cwd()),
+                    num_threads=num_threads,
+                    beat_interval_s=min(_BEAT_INTERVAL_S, heartbeat_timeout_s / 4),
+                    factory=packed,
+                )
+                engine._channel.send(setup)
+                await ready
         except BaseException as error:
             if engine is not None:
                 engine._kill("its start failed")
@@ -138,6 +149,7 @@ class EngineProcess:
             if isinstance(error, TimeoutError):
                 raise EngineStartError(f"the engine process was not ready after {start_timeout_s} s") from error
             raise
+        engine._watcher = asyncio.create_task(engine._watch())
         return engine
 
     @classmethod
@@ -150,8 +162,10 @@ class EngineProcess:
             channel.close()
             weights.close()
             raise
-        reader, writer = await wire.streams(channel)
-        return cls(process, reader, writer, weights, heartbeat_timeout_s=heartbeat_timeout_s)
+        # The process speaks when it is spoken to, and then this is the engine.
+        opened = await Channel.open(channel, lambda message: engine._take(message))
+        engine = cls(process, opened, weights, heartbeat_timeout_s=heartbeat_timeout_s)
+        return engine
 
     @property
     def weight_version(self) -> int:
@@ -171,7 +185,7 @@ class EngineProcess:
         self._check_open(tuple(stream.unfinished))
         call_id = self._new_call_id()
         self._streams[call_id] = stream
-        wire.send(self._writer, Generate(call_id, tuple(requests)))
+        self._channel.send(Generate(call_id, tuple(requests)))
         try:
             while (item := await stream.items.get()) is not None:
                 if isinstance(item, Exception):
@@ -179,7 +193,7 @@ class EngineProcess:
                 yield item
         finally:
             if self._streams.pop(call_id, None) and self._death is None:
-                wire.send(self._writer, Abandon(call_id))
+                self._channel.send(Abandon(call_id))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """See `Engine.abort`."""
@@ -204,24 +218,30 @@ class EngineProcess:
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """See `Engine.update_weights`.
 
-        Weights are copied to shared memory, unless they are a `SharedWeights`, and by the engine out of that; the
-        memory is kept for the next time. When this returns they are the caller's again. An iterable that fails
-        half-way leaves the engine with its old weights. If this is cancelled, the update may yet happen.
+        Weights are copied to shared memory, unless they are a `SharedWeights`: an `HFEngine` on CPU computes with what
+        lies there, others copy it once more. When this returns they are the caller's again, a `SharedWeights` to be
+        written anew. An iterable that fails half-way leaves the engine with its old weights. If this is cancelled, the
+        update may yet happen.
         """
         self._check_open()
         if isinstance(weights, SharedWeights):
             shared = weights
         else:
             shared = self._weights
-            await shared.unread()
+            # One after the other, for each that is on its way has memory of its own.
+            while not self._last_update.done():
+                await asyncio.wait([self._last_update])
             self._check_open()
             shared.write(weights)
         layout = shared.layout
         call_id, reply = self._new_reply()
-        shared.read_until(reply)
+        self._last_update = reply
+        in_use = self._new_future()
+        shared.read_until(in_use)
+        reply.add_done_callback(lambda _: self._weights_taken(reply, in_use))
         with suppress(ConnectionError):  # it has just died: the reply will say so
             socket.send_fds(self._weights_socket, [b"\0"], [shared.fileno()])
-        wire.send(self._writer, UpdateWeights(call_id, layout, version))
+        self._channel.send(UpdateWeights(call_id, layout, version))
         await asyncio.shield(reply)
 
     async def close(self) -> None:
@@ -234,7 +254,7 @@ class EngineProcess:
             except (TimeoutError, RolloutError):
                 self._kill("it did not close")
             finally:
-                self._writer.close()
+                self._channel.close()
                 self._weights.close()
         await asyncio.wait([self._life])
 
@@ -246,7 +266,7 @@ class EngineProcess:
         if self._death is not None:
             return
         call_id, reply = self._new_reply()
-        wire.send(self._writer, Call(call_id, method, arguments))
+        self._channel.send(Call(call_id, method, arguments))
         # Without the shield, whoever cancels the caller would cancel what the process answers to.
         await asyncio.shield(reply)
 
@@ -260,86 +280,85 @@ class EngineProcess:
         self._last_call_id += 1
         return self._last_call_id
 
-    def _new_reply(self) -> "tuple[int, asyncio.Future[None]]":
+    def _new_reply(self) -> "tuple[int, asyncio.Future[Any]]":
         call_id = self._new_call_id()
         reply = self._replies[call_id] = self._new_future()
         return call_id, reply
 
-    def _new_future(self) -> "asyncio.Future[None]":
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def _new_future(self) -> "asyncio.Future[Any]":
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         # Whoever waits for it may be cancelled: then nobody else looks at an exception.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return future
+
+    def _weights_taken(self, reply: "asyncio.Future[Any]", in_use: "asyncio.Future[Any]") -> None:
+        """The memory of an update is free at once if it was copied; if it is used, that of the update before is."""
+        takes_over = not reply.exception() and reply.result()
+        no_more = self._weights_in_use if takes_over else in_use
+        if takes_over:
+            self._weights_in_use = in_use
+        if no_more is not None:
+            no_more.set_result(None)
 
     def _kill(self, reason: str) -> None:
         self._killed_because = f" because {reason}"
         self._process.kill()
 
     async def _live(self) -> None:
-        """Take messages until the process is gone, then tell everybody."""
-        receiving = asyncio.create_task(self._receive())
-        watching = asyncio.create_task(self._watch())
+        """Wait until the process is gone, then tell everybody."""
         ending = asyncio.create_task(self._process.ended())
+        ends = [self._channel.gone, ending]
         # Either comes first: the end of the channel, or, where a child of the process holds that open, its own.
-        await asyncio.wait([receiving, ending], return_when=asyncio.FIRST_COMPLETED)
-        watching.cancel()
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if self._watcher is not None:
+            self._watcher.cancel()
         # What it had sent is still to be read; and a process without a channel is of no use.
-        await asyncio.wait([receiving, ending], timeout=_END_TIMEOUT_S)
-        receiving.cancel()
+        await asyncio.wait(ends, timeout=_END_TIMEOUT_S)
         if not ending.done():
             self._kill("it closed its end of the channel")
         end = await ending
         self._death = f"engine process {self.pid} {end}{self._killed_because}"
         self._process.close()
         self._weights_socket.close()
-        self._writer.close()
+        self._channel.close()
         if self._closed:
             self._fail_all(lambda _: RolloutError("the engine was closed while generating"))
         else:
             self._fail_all(lambda unfinished: EngineDiedError(self._death or "", unfinished=unfinished))
+        if self._weights_in_use is not None:
+            self._weights_in_use.set_result(None)
 
-    async def _receive(self) -> None:
-        message: FromEngine | None
-        while (message := await wire.receive(self._reader)) is not None:
-            self._silent_s = 0.0
-            match message:
-                case Finished(call_id, completion):
-                    if stream := self._streams.get(call_id):
-                        stream.unfinished.pop((completion.request_id, completion.index), None)
-                        stream.items.put_nowait(completion)
-                case Done(call_id, stats):
-                    self._stats = stats
-                    self._end_call(call_id, None)
-                case Failed(call_id):
-                    self._end_call(call_id, wire.exception(message, self.pid))
-                case Beat(stats):
-                    self._stats = stats
-                    if not self._ready.done():
-                        self._ready.set_result(None)
+    def _take(self, message: FromEngine) -> None:
+        self._silent_s = 0.0
+        match message:
+            case Finished(call_id, completion):
+                if stream := self._streams.get(call_id):
+                    stream.unfinished.pop((completion.request_id, completion.index), None)
+                    stream.items.put_nowait(completion)
+            case Done(call_id, stats, value):
+                self._stats = stats
+                self._end_call(call_id, None, value)
+            case Failed(call_id):
+                self._end_call(call_id, exception(message, self.pid))
+            case Beat(stats):
+                self._stats = stats
 
-    def _end_call(self, call_id: int, error: Exception | None) -> None:
+    def _end_call(self, call_id: int, error: Exception | None, value: Any = None) -> None:
         if stream := self._streams.pop(call_id, None):
             stream.items.put_nowait(error)
-            return
-        reply = self._replies.pop(call_id, None) or self._ready
-        if reply.done():
-            return
-        if error is None:
-            reply.set_result(None)
-        else:
-            reply.set_exception(error)
+        elif reply := self._replies.pop(call_id, None):
+            if error is None:
+                reply.set_result(value)
+            else:
+                reply.set_exception(error)
 
     def _fail_all(self, error: Callable[[tuple[tuple[str, int], ...]], Exception]) -> None:
-        for call_id in list(self._streams):
-            self._end_call(call_id, error(tuple(self._streams[call_id].unfinished)))
-        for reply in (*self._replies.values(), self._ready):
-            if not reply.done():
-                reply.set_exception(error(()))
-        self._replies.clear()
+        for call_id in (*self._streams, *self._replies):
+            unfinished = self._streams[call_id].unfinished if call_id in self._streams else ()
+            self._end_call(call_id, error(tuple(unfinished)))
 
     async def _watch(self) -> None:
         """Kill the process when it has been silent for too long."""
-        await asyncio.wait([self._ready])
         interval_s = min(_BEAT_INTERVAL_S, self._heartbeat_timeout_s / 4)
         while self._silent_s < self._heartbeat_timeout_s:
             await asyncio.sleep(interval_s)

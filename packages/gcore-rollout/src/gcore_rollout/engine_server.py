@@ -9,13 +9,26 @@ import sys
 from collections.abc import AsyncGenerator, Coroutine
 from typing import TYPE_CHECKING, Any, cast
 
-from gcore_rollout import wire
-from gcore_rollout.engine import Engine
+from gcore_rollout.engine import Engine, EngineStats, TakesWeightsInPlace
 from gcore_rollout.types import Request
-from gcore_rollout.wire import Abandon, Beat, Call, Done, Finished, FromEngine, Generate, Setup, ToEngine, UpdateWeights
+from gcore_rollout.wire import (
+    Abandon,
+    Beat,
+    Call,
+    Channel,
+    Done,
+    Finished,
+    Generate,
+    Setup,
+    ToEngine,
+    UpdateWeights,
+    failure,
+)
 
 if TYPE_CHECKING:
     from gcore_rollout.shared_weights import SharedWeightsReader
+
+_STATS_INTERVAL_S = 0.02
 
 
 def run(channel: socket.socket, weights: socket.socket) -> None:
@@ -25,64 +38,30 @@ def run(channel: socket.socket, weights: socket.socket) -> None:
         channel: messages, of which the first is a `Setup`.
         weights: file descriptors of shared weights, one ahead of each `UpdateWeights`.
     """
-    asyncio.run(_live(channel, weights))
-
-
-async def _live(channel: socket.socket, weights: socket.socket) -> None:
-    reader, writer = await wire.streams(channel)
-    setup: Setup | None = await wire.receive(reader)
-    if setup is None:
-        return
-    try:
-        engine = await _build(setup)
-    except Exception as error:
-        wire.send(writer, wire.failure(0, error))
-        await _close(writer)
-        return
-    server = _EngineServer(engine, writer, weights)
-    beats = asyncio.create_task(server.beat(setup.beat_interval_s))
-    message: ToEngine | None
-    while (message := await wire.receive(reader)) is not None:
-        server.take(message)
-    beats.cancel()
-    server.cancel_all()
-    await engine.close()
-    await _close(writer)
-
-
-async def _build(setup: Setup) -> Engine:
-    os.environ.clear()
-    os.environ.update(setup.environment)
-    os.chdir(setup.folder)
-    sys.path[:] = setup.import_path
-    if setup.num_threads is not None:
-        import torch
-
-        torch.set_num_threads(setup.num_threads)
-    made = pickle.loads(setup.factory)()
-    return await made if inspect.isawaitable(made) else made
-
-
-async def _close(writer: asyncio.StreamWriter) -> None:
-    writer.close()
-    try:
-        await writer.wait_closed()
-    except ConnectionError:
-        return  # the owner is gone already
+    asyncio.run(_EngineServer(weights).live(channel))
 
 
 class _EngineServer:
     """Runs each message as a task of its own."""
 
-    def __init__(self, engine: Engine, writer: asyncio.StreamWriter, weights: socket.socket) -> None:
-        self._engine = engine
-        self._writer = writer
+    def __init__(self, weights: socket.socket) -> None:
         self._weights = weights
         self._shared_weights: SharedWeightsReader | None = None
+        self._engine: Engine | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    def take(self, message: ToEngine) -> None:
+    async def live(self, channel: socket.socket) -> None:
+        self._channel = await Channel.open(channel, self._take)
+        await self._channel.gone
+        for task in self._tasks.values():
+            task.cancel()
+        if self._engine is not None:
+            await self._engine.close()
+
+    def _take(self, message: ToEngine) -> None:
         match message:
+            case Setup(call_id):
+                self._start(call_id, self._build(message))
             case Generate(call_id, requests):
                 self._start(call_id, self._generate(call_id, requests))
             case UpdateWeights(call_id):
@@ -90,56 +69,71 @@ class _EngineServer:
                 _, (fd,), _, _ = socket.recv_fds(self._weights, 1, 1, socket.MSG_CMSG_CLOEXEC)
                 self._start(call_id, self._update(fd, message))
             case Call(call_id, method, arguments):
-                self._start(call_id, self._call(method, arguments))
+                self._start(call_id, getattr(self._engine, method)(*arguments))
             case Abandon(call_id):
                 if task := self._tasks.get(call_id):
                     task.cancel()
 
-    async def beat(self, interval_s: float) -> None:
-        while True:
-            await self._send(Beat(self._engine.stats()))
-            await asyncio.sleep(interval_s)
-
-    def cancel_all(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-
-    def _start(self, call_id: int, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, call_id: int, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(self._answer(call_id, work))
         self._tasks[call_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(call_id))
 
-    async def _answer(self, call_id: int, work: Coroutine[Any, Any, None]) -> None:
+    async def _answer(self, call_id: int, work: Coroutine[Any, Any, Any]) -> None:
         try:
-            await work
+            value = await work
         except Exception as error:
-            await self._send(wire.failure(call_id, error))
+            self._channel.send(failure(call_id, error))
         else:
-            await self._send(Done(call_id, self._engine.stats()))
+            assert self._engine is not None
+            self._channel.send(Done(call_id, self._engine.stats(), value))
 
-    async def _call(self, method: str, arguments: tuple[Any, ...]) -> None:
-        await getattr(self._engine, method)(*arguments)
+    async def _build(self, setup: Setup) -> None:
+        os.environ.clear()
+        os.environ.update(setup.environment)
+        os.chdir(setup.folder)
+        sys.path[:] = setup.import_path
+        if setup.num_threads is not None:
+            import torch
+
+            torch.set_num_threads(setup.num_threads)
+        made = pickle.loads(setup.factory)()
+        engine: Engine = await made if inspect.isawaitable(made) else made
+        self._engine = engine
+        self._start(0, self._beat(engine, setup.beat_interval_s))
+
+    async def _beat(self, engine: Engine, interval_s: float) -> None:
+        """Tell what has changed soon, and now and then that nothing has."""
+        clock = asyncio.get_running_loop().time
+        told: EngineStats | None = None
+        told_at = clock()
+        while True:
+            stats = engine.stats()
+            if stats != told or clock() >= told_at + interval_s:
+                told, told_at = stats, clock()
+                self._channel.send(Beat(stats))
+            await asyncio.sleep(min(_STATS_INTERVAL_S, interval_s))
 
     async def _generate(self, call_id: int, requests: tuple[Request, ...]) -> None:
+        assert self._engine is not None
         completions = self._engine.generate(requests)
         try:
             async for completion in completions:
-                await self._send(Finished(call_id, completion))
+                self._channel.send(Finished(call_id, completion))
         finally:
             if hasattr(completions, "aclose"):
                 await cast(AsyncGenerator[Any], completions).aclose()
 
-    async def _update(self, fd: int, update: UpdateWeights) -> None:
+    async def _update(self, fd: int, update: UpdateWeights) -> bool:
+        """Whether the memory is in use from now on, as the engine's weights."""
+        assert self._engine is not None
         if self._shared_weights is None:
             # Not before: it imports torch, which may come later than the fork and in another configuration.
             from gcore_rollout.shared_weights import SharedWeightsReader
 
             self._shared_weights = SharedWeightsReader()
-        await self._engine.update_weights(self._shared_weights.read(fd, update.layout), version=update.version)
-
-    async def _send(self, message: FromEngine) -> None:
-        try:
-            wire.send(self._writer, message)
-            await self._writer.drain()
-        except ConnectionError:
-            return  # the owner is gone: the reader sees the same, and ends the process
+        weights = self._shared_weights.read(fd, update.layout)
+        if isinstance(self._engine, TakesWeightsInPlace):
+            return await self._engine.update_weights_in_place(weights, version=update.version)
+        await self._engine.update_weights(weights, version=update.version)
+        return False

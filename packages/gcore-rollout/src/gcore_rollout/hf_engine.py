@@ -123,6 +123,8 @@ class HFEngine(InProcessEngine):
         self._rows = _Rows(max_num_seqs)
         self._prompt_tokens = 0
         self._completion_tokens = 0
+        # Whether the parameters are memory of somebody else, which is not to be written to.
+        self._is_borrowing = False
 
     @classmethod
     def from_pretrained(
@@ -171,16 +173,40 @@ class HFEngine(InProcessEngine):
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """See `Engine.update_weights`. Unknown or missing names and wrong shapes are refused before any copy."""
+        own, new = self._checked_weights(weights, version)
+        for name, tensor in new.items():
+            if self._is_borrowing:
+                own[name].data = torch.empty_like(own[name])
+            own[name].data.copy_(tensor, non_blocking=True)
+        self._is_borrowing = False
+        self._version = version
+
+    async def update_weights_in_place(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> bool:
+        """See `TakesWeightsInPlace`."""
+        own, new = self._checked_weights(weights, version)
+        if any((t.device, t.dtype) != (own[name].device, own[name].dtype) for name, t in new.items()):
+            await self.update_weights(new.items(), version=version)
+            return False
+        for name, tensor in new.items():
+            own[name].data = tensor.detach()
+        self._is_borrowing = True
+        self._version = version
+        return True
+
+    def _checked_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The model's own and the new ones, which fit."""
         self._check_update(version)
         own: dict[str, torch.Tensor] = self._model.state_dict(keep_vars=True)
+        if self._vision is not None:
+            own = {checkpoint_name(self._model, name): tensor for name, tensor in own.items()}
         new = dict(weights)
         # Tied parameters are one tensor under several names, any one of which will do.
         given = {own[name].data_ptr() for name in new.keys() & own.keys()}
         tied = frozenset(name for name, tensor in own.items() if name not in new and tensor.data_ptr() in given)
         check_weights({name: tuple(tensor.shape) for name, tensor in own.items()}, new, optional=tied)
-        for name, tensor in new.items():
-            own[name].data.copy_(tensor, non_blocking=True)
-        self._version = version
+        return own, new
 
     async def close(self) -> None:
         """See `Engine.close`. Calls still generating get a `RolloutError`."""

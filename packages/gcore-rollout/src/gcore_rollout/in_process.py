@@ -115,6 +115,8 @@ class InProcessEngine(ABC):
         try:
             while self._has_work():
                 self._step()
+                # A message that came meanwhile is read in the first turn of the event loop, and acts in the second.
+                await asyncio.sleep(0)
                 await asyncio.sleep(0)
         except Exception as error:
             self._fail(error)

@@ -226,7 +226,6 @@ class EngineReplicas:
                 shared = weights
             else:
                 shared = self._own_weights = self._own_weights or SharedWeights()
-                await shared.unread()
                 shared.write(weights)
             replicas = list(self._replicas)
             with shared.reading():

@@ -14,6 +14,7 @@ import torch
 from gcore_rollout.errors import RolloutError
 
 _ALIGNMENT_BYTES = 64
+_MAX_MAPPINGS = 2
 
 
 @dataclass(frozen=True)
@@ -52,26 +53,44 @@ class WeightsLayout:
         return max((slot.end_bytes for slot in self.slots), default=0)
 
 
+class _Memory:
+    """Anonymous shared memory, which is the kernel's to free when its last user is gone."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("gcore-weights")
+        self.readers: set[asyncio.Future[None]] = set()
+        self._capacity_bytes = 0
+        self._mapping: mmap.mmap | None = None
+
+    def mapped(self, size_bytes: int) -> mmap.mmap:
+        """A mapping of at least so much; the present one if that will do."""
+        if self._mapping is None or size_bytes > self._capacity_bytes:
+            # Twice as much as was there: what is not written to takes no memory, and mapping again does take time.
+            self._capacity_bytes = max(size_bytes, 2 * self._capacity_bytes, mmap.PAGESIZE)
+            os.ftruncate(self.fd, self._capacity_bytes)
+            self._mapping = mmap.mmap(self.fd, self._capacity_bytes)
+        return self._mapping
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
 class SharedWeights:
-    """One model's weights in anonymous shared memory, which is the kernel's to free when its last user is gone.
+    """One model's weights in anonymous shared memory, written once for any number of engines.
 
     Iterating yields (name, tensor) views of the memory, so it can be given to `update_weights` of any engine. An
-    `EngineProcess` does not iterate: it maps the same memory. To feed several of them, write once and hand the same
-    object to all.
+    `EngineProcess` does not iterate: it maps the same memory, and an engine that can computes with the weights where
+    they lie. New weights are then written to a second memory, and the ones after these to the first.
 
-    Weights are complete in this memory before an engine copies the first of them, so that a sender which fails half-way
-    leaves every engine with its old ones. It costs one copy more than a transfer that fills and loads at the same time.
-
-    The memory is kept and written again at the next update. Linux only.
+    Weights are complete before an engine takes the first of them, so that a sender which fails half-way leaves every
+    engine with its old ones. Linux only.
     """
 
     def __init__(self) -> None:
-        self._fd = os.memfd_create("gcore-weights")
-        self._capacity_bytes = 0
-        self._mapping: mmap.mmap | None = None
-        self._layout: WeightsLayout | None = None
-        self._readers: set[asyncio.Future[None]] = set()
+        self._memories: list[_Memory] = []
+        self._present: tuple[_Memory, WeightsLayout] | None = None
         self._num_writes = 0
+        self._is_closed = False
 
     @property
     def layout(self) -> WeightsLayout:
@@ -80,14 +99,12 @@ class SharedWeights:
         Raises:
             RolloutError: nothing has been written, or not to its end.
         """
-        if self._layout is None:
-            raise RolloutError("there are no weights: nothing was written, writing failed, or the memory was closed")
-        return self._layout
+        return self._whole()[1]
 
     @property
     def is_whole(self) -> bool:
         """Whether there are weights."""
-        return self._layout is not None
+        return self._present is not None
 
     @property
     def num_writes(self) -> int:
@@ -95,20 +112,21 @@ class SharedWeights:
         return self._num_writes
 
     def fileno(self) -> int:
-        """The memory's file descriptor."""
-        return self._fd
+        """The file descriptor of the memory that holds the weights; another write may make it another."""
+        return self._whole()[0].fd
 
     def write(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy weights in; an iterable that makes them one by one is never asked for two at a time.
+        """Copy weights in, where nobody reads: what engines use stays as it is.
+
+        An iterable that makes them one by one is never asked for two at a time.
 
         Raises:
-            RolloutError: an engine is still copying out of this memory (see `unread`), or it was closed.
+            RolloutError: the memory was closed.
         """
-        if self._readers:
-            raise RolloutError(f"{len(self._readers)} engines are still copying these weights: await unread() first")
-        if self._fd < 0:
+        if self._is_closed:
             raise RolloutError("the shared weights are closed")
-        self._layout = None
+        self._present = None
+        memory = self._unread_memory()
         self._num_writes += 1
         slots: list[WeightSlot] = []
         end = 0
@@ -116,18 +134,19 @@ class SharedWeights:
             offset = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             slot = WeightSlot(name, tensor.dtype, tuple(tensor.shape), offset)
             end = slot.end_bytes
-            slot.view(self._mapped(end)).copy_(tensor.detach())
+            slot.view(memory.mapped(end)).copy_(tensor.detach())
             slots.append(slot)
-        self._mapped(end)
-        self._layout = WeightsLayout(tuple(slots))
+        memory.mapped(end)
+        self._present = (memory, WeightsLayout(tuple(slots)))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for slot in self.layout.slots:
-            yield slot.name, slot.view(self._mapped(slot.end_bytes))
+        memory, layout = self._whole()
+        for slot in layout.slots:
+            yield slot.name, slot.view(memory.mapped(slot.end_bytes))
 
     @contextmanager
     def reading(self) -> Generator[None]:
-        """Nothing is written while this is held."""
+        """Nothing is written over the present weights while this is held."""
         reader = asyncio.get_running_loop().create_future()
         self.read_until(reader)
         try:
@@ -136,52 +155,53 @@ class SharedWeights:
             reader.set_result(None)
 
     def read_until(self, reader: "asyncio.Future[None]") -> None:
-        """Nothing is written until this future is done."""
-        self._readers.add(reader)
-        reader.add_done_callback(self._readers.discard)
-
-    async def unread(self) -> None:
-        """Wait until no engine copies out of this memory."""
-        while self._readers:
-            await asyncio.wait(self._readers)
+        """Nothing is written over the present weights until this future is done."""
+        readers = self._whole()[0].readers
+        readers.add(reader)
+        reader.add_done_callback(readers.discard)
 
     def close(self) -> None:
-        """Give the memory back, once the last engine that copies out of it has done so. Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
-        self._mapping = None
-        self._layout = None
+        """Give the memory back, once the last engine that reads it has done so. Idempotent."""
+        for memory in self._memories:
+            memory.close()
+        self._memories.clear()
+        self._present = None
+        self._is_closed = True
 
-    def _mapped(self, size_bytes: int) -> mmap.mmap:
-        """A mapping of at least so much; the present one if that will do."""
-        if self._mapping is None or size_bytes > self._capacity_bytes:
-            # Twice as much as was there: what is not written to takes no memory, and mapping again does take time.
-            self._capacity_bytes = max(size_bytes, 2 * self._capacity_bytes, mmap.PAGESIZE)
-            os.ftruncate(self._fd, self._capacity_bytes)
-            self._mapping = mmap.mmap(self._fd, self._capacity_bytes)
-        return self._mapping
+    def _whole(self) -> tuple[_Memory, WeightsLayout]:
+        if self._present is None:
+            raise RolloutError("there are no weights: nothing was written, writing failed, or the memory was closed")
+        return self._present
+
+    def _unread_memory(self) -> _Memory:
+        """One to write to: kept from earlier writes, or a new one; no other that is unread is kept."""
+        first, *others = [memory for memory in self._memories if not memory.readers] or [_Memory()]
+        for memory in others:
+            memory.close()
+        self._memories = [first, *(memory for memory in self._memories if memory.readers)]
+        return first
 
 
 class SharedWeightsReader:
     """The other side: another process's weights, mapped here.
 
-    The mapping is kept for the next time, as long as that brings the same memory: making it anew costs a quarter of the
-    time that copying out of it does.
+    Mappings are kept for the next time: making one anew costs a quarter of the time that copying out of it does.
     """
 
     def __init__(self) -> None:
-        self._inode = -1
-        self._mapping: mmap.mmap | None = None
+        self._mappings: dict[int, mmap.mmap] = {}
 
     def read(self, fd: int, layout: WeightsLayout) -> Iterator[tuple[str, torch.Tensor]]:
         """Views of the memory, not to be written to; the descriptor is closed at once."""
         try:
             inode = os.fstat(fd).st_ino
-            if self._mapping is None or inode != self._inode or layout.size_bytes > len(self._mapping):
-                self._mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
-                self._inode = inode
+            mapping = self._mappings.pop(inode, None)
+            if mapping is None or layout.size_bytes > len(mapping):
+                mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         finally:
             os.close(fd)
-        mapping = self._mapping
+        # The last used last; what only this mapping keeps of a sender that is gone is freed.
+        self._mappings[inode] = mapping
+        while len(self._mappings) > _MAX_MAPPINGS:
+            del self._mappings[next(iter(self._mappings))]
         return ((slot.name, slot.view(mapping)) for slot in layout.slots)

@@ -5,8 +5,9 @@ import pickle
 import socket
 import struct
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from gcore_rollout.engine import EngineStats
 from gcore_rollout.errors import RolloutError
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
     from gcore_rollout.shared_weights import WeightsLayout
 
 _LENGTH = struct.Struct("!Q")
-_BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Setup:
     """The first message to a new process: what it takes over from its owner, and what it is to run."""
 
+    call_id: int
     environment: dict[str, str]
     import_path: list[str]
     folder: str
@@ -77,6 +78,8 @@ class Done:
 
     call_id: int
     stats: EngineStats
+    value: Any = None
+    """What it returned."""
 
 
 @dataclass(frozen=True)
@@ -92,34 +95,63 @@ class Failed:
 
 @dataclass(frozen=True)
 class Beat:
-    """The process's event loop is alive; the first one says that the engine is ready."""
+    """The process's event loop is alive."""
 
     stats: EngineStats
 
 
-ToEngine = Generate | Abandon | Call | UpdateWeights
+ToEngine = Setup | Generate | Abandon | Call | UpdateWeights
 FromEngine = Finished | Done | Failed | Beat
 
 
-async def streams(channel: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Both directions of a connected socket, which they own from now on."""
-    return await asyncio.open_connection(sock=channel, limit=_BUFFER_BYTES)
+class Channel(asyncio.Protocol):
+    """One end of a connected socket, for messages both ways.
 
+    A message is handed over in the turn of the event loop that reads its last byte: where an engine's steps fill the
+    loop, each turn more would be a step more.
 
-def send(writer: asyncio.StreamWriter, message: ToEngine | FromEngine | Setup) -> None:
-    """Queue a message; `writer.drain` waits until the other side keeps up."""
-    data = pickle.dumps(message, protocol=5)
-    writer.write(_LENGTH.pack(len(data)) + data)
+    Attributes:
+        gone: Done once the other end is, and all that it sent is handed over.
+    """
 
+    def __init__(self, take: Callable[[Any], None]) -> None:
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._take = take
+        self._buffer = bytearray()
 
-async def receive(reader: asyncio.StreamReader) -> Any:
-    """The next message; None when the other side is gone, in mid-message or between two."""
-    try:
-        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        data = await reader.readexactly(length)
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
-    return pickle.loads(data)
+    @classmethod
+    async def open(cls, sock: socket.socket, take: Callable[[Any], None]) -> Self:
+        """Own a socket from now on, and give ``take`` each message that comes."""
+        _, channel = await asyncio.get_running_loop().create_connection(lambda: cls(take), sock=sock)
+        return channel
+
+    def send(self, message: ToEngine | FromEngine) -> None:
+        """Queue a message; it is lost if the other end is gone."""
+        data = pickle.dumps(message, protocol=5)
+        self._transport.write(_LENGTH.pack(len(data)) + data)
+
+    def close(self) -> None:
+        """Close this end behind what was sent. Idempotent."""
+        self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                return
+            with memoryview(self._buffer)[_LENGTH.size : end] as packed:
+                message = pickle.loads(packed)
+            del self._buffer[:end]
+            self._take(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+        if not self.gone.done():
+            self.gone.set_result(None)
 
 
 def failure(call_id: int, error: Exception) -> Failed:

@@ -1,6 +1,6 @@
 """An `HFEngine` that notes its steps and updates, and may have its new weights from elsewhere than its caller."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ class _ClockedHFEngine(HFEngine):
     clock: StepClock
     source: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
 
-    def __init__(self, model: Any, *, eos_token_ids: Sequence[int], max_num_seqs: int = 256) -> None:
-        super().__init__(model, eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs)
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **options)
         # A request's token i is made by pass i, if there is no other request.
         model.register_forward_hook(lambda *_: self.clock.note_pass())
 
@@ -26,6 +26,16 @@ class _ClockedHFEngine(HFEngine):
         self.clock.note_update_start()
         await super().update_weights(weights if self.source is None else self.source(), version=version)
         self.clock.note_update_end()
+
+    async def update_weights_in_place(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> bool:
+        if self.source is not None:
+            # These are the caller's again when the update is done.
+            await self.update_weights(weights, version=version)
+            return False
+        self.clock.note_update_start()
+        is_in_use = await super().update_weights_in_place(weights, version=version)
+        self.clock.note_update_end()
+        return is_in_use
 
 
 def make_engine(model: Path, clock: Path, source: Source, file: Path, *, max_num_seqs: int) -> Engine:
