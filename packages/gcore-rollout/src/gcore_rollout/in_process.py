@@ -1,60 +1,22 @@
 """Engines stepped by this event loop: what they do alike, whatever computes their steps."""
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from abc import abstractmethod
+from collections.abc import Callable
 
-from gcore_rollout.calls import Sample, WaitingLine
+from gcore_rollout.calls import Call, Sample
 from gcore_rollout.errors import RolloutError
-from gcore_rollout.types import Completion, Request
+from gcore_rollout.queueing_engine import QueueingEngine
 
 
-class InProcessEngine(ABC):
-    """An engine whose steps run on the event loop, so every other method acts between two of them.
+class InProcessEngine(QueueingEngine):
+    """An engine whose steps run on the event loop, so every other method acts between two of them."""
 
-    It keeps the samples that wait; those that run are the subclass's.
-    """
+    _HOW_TO_OPEN = "make a new one with from_pretrained"
 
     def __init__(self) -> None:
-        self._waiting = WaitingLine()
-        self._version = 0
-        self._is_closed = False
-        self._is_paused = False
-        self._is_asleep = False
+        super().__init__()
         self._driver: asyncio.Task[None] | None = None
-
-    @property
-    def weight_version(self) -> int:
-        return self._version
-
-    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
-        """See `Engine.generate`."""
-        self._check_open()
-        for request in requests:
-            self._check_request(request)
-        call = self._waiting.join(requests)
-        self._start()
-        try:
-            async with aclosing(call.completions()) as completions:
-                async for completion in completions:
-                    yield completion
-        finally:
-            if call.abandoned:
-                self._waiting.remove(lambda sample: sample.call is call)
-                self._remove_running(lambda sample: sample.call is call, as_aborted=False)
-
-    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """See `Engine.abort`."""
-        self._check_open()
-        ids = None if request_ids is None else frozenset(request_ids)
-
-        def is_meant(sample: Sample) -> bool:
-            return ids is None or sample.request.request_id in ids
-
-        self._remove_running(is_meant, as_aborted=True)
-        for sample in self._waiting.remove(is_meant):
-            sample.abort_unstarted()
 
     async def pause(self) -> None:
         """See `Engine.pause`."""
@@ -72,11 +34,7 @@ class InProcessEngine(ABC):
         self._check_open()
         if self._is_asleep:
             return
-        running, waiting = self._num_running(), len(self._waiting)
-        if running or waiting:
-            raise RolloutError(
-                f"{running} samples are running and {waiting} are waiting: abort them or let them finish before sleep"
-            )
+        self._check_idle()
         self._free_memory()
         self._is_asleep = True
 
@@ -89,16 +47,11 @@ class InProcessEngine(ABC):
         self._is_asleep = False
         self._start()
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise RolloutError("the engine is closed: make a new one with from_pretrained")
+    def _abandon(self, call: Call) -> None:
+        self._remove_running(lambda sample: sample.call is call, as_aborted=False)
 
-    def _check_update(self, version: int) -> None:
-        self._check_open()
-        if self._is_asleep:
-            raise RolloutError("the engine is asleep: wake it before update_weights")
-        if version <= self._version:
-            raise ValueError(f"version is {version}: it must be above the present {self._version}")
+    async def _abort_running(self, which: Callable[[Sample], bool]) -> None:
+        self._remove_running(which, as_aborted=True)
 
     def _stop(self) -> None:
         """The part of `close` that is the same everywhere."""
@@ -128,13 +81,6 @@ class InProcessEngine(ABC):
         samples = self._waiting.remove(lambda _: True) + self._remove_running(lambda _: True, as_aborted=False)
         for call in {sample.call for sample in samples}:
             call.finished.put_nowait(error)
-
-    @abstractmethod
-    def _check_request(self, request: Request) -> None:
-        """Refuse a request that the model cannot take."""
-
-    @abstractmethod
-    def _num_running(self) -> int: ...
 
     @abstractmethod
     def _step(self) -> None:

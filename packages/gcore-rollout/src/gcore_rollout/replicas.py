@@ -3,7 +3,6 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -12,72 +11,9 @@ import torch
 
 from gcore_rollout.engine import Engine, EngineStats
 from gcore_rollout.errors import EngineDiedError, RolloutError
+from gcore_rollout.replica_work import Part, Replica, Run, part_of
 from gcore_rollout.shared_weights import SharedWeights
 from gcore_rollout.types import Completion, Request
-
-
-@dataclass(eq=False)
-class _Part:
-    """Samples of a request, which one replica makes together."""
-
-    request: Request
-    """For these samples alone."""
-    aborted: "asyncio.Future[None]"
-    deaths: int = 0
-    """Replicas that have died with it."""
-
-    def __post_init__(self) -> None:
-        self.unfinished = set(self.request.sample_indices)
-
-    @property
-    def work(self) -> int:
-        return len(self.unfinished) * self.request.sampling.max_tokens
-
-    def left(self, begun: Sequence[Completion], *, deaths: int) -> "_Part":
-        """What is unfinished, as a part, of which these samples have been begun."""
-        by_index = {c.index: c for c in (*self.request.begun, *begun)}
-        whole = replace(self.request, begun=tuple(by_index.values()))
-        return _Part(_of(whole, sorted(self.unfinished)), self.aborted, deaths)
-
-
-def _of(request: Request, indices: Sequence[int]) -> Request:
-    """The request for some of its samples."""
-    return replace(request, indices=tuple(indices), begun=tuple(c for c in request.begun if c.index in indices))
-
-
-@dataclass(eq=False)
-class _Replica:
-    engine: Engine
-    is_replacement: bool = False
-    has_weights: bool = True
-    """Whether its weights are the present ones."""
-    leaves: bool = False
-    has_finished: bool = False
-    work: int = 0
-    tasks: set["asyncio.Task[None] | None"] = field(default_factory=set["asyncio.Task[None] | None"])
-    """Of the parts that it makes."""
-
-    def __post_init__(self) -> None:
-        self.before = self.engine.stats()
-
-    @property
-    def serves(self) -> bool:
-        return self.has_weights and not self.leaves
-
-
-@dataclass(eq=False)
-class _Run:
-    """One `generate` call."""
-
-    num_pending: int
-    parts: set[_Part] = field(default_factory=set[_Part])
-    items: asyncio.Queue[Completion | Exception] = field(default_factory=asyncio.Queue)
-    tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
-
-    async def stop(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
 class EngineReplicas:
@@ -114,10 +50,10 @@ class EngineReplicas:
         if max_deaths < 1:
             raise ValueError(f"max_deaths is {max_deaths}: at least 1 is needed")
         (self._version,) = versions
-        self._replicas = [_Replica(engine) for engine in engines]
+        self._replicas = [Replica(engine) for engine in engines]
         self._restart = restart
         self._max_deaths = max_deaths
-        self._runs: set[_Run] = set()
+        self._runs: set[Run] = set()
         self._restarts: set[asyncio.Task[None]] = set()
         self._errands: set[asyncio.Task[None]] = set()
         self._losses: deque[str] = deque(maxlen=4)
@@ -158,7 +94,7 @@ class EngineReplicas:
             EngineDiedError: all replicas are dead, or too many died with one sample; with what is unfinished.
         """
         self._check_open()
-        run = _Run(num_pending=sum(len(r.sample_indices) for r in requests))
+        run = Run(num_pending=sum(len(r.sample_indices) for r in requests))
         self._runs.add(run)
         for part in self._split(requests):
             self._submit(part, run)
@@ -252,7 +188,7 @@ class EngineReplicas:
         Raises:
             ValueError: its weights are newer than those of the others.
         """
-        await self._add(_Replica(engine))
+        await self._add(Replica(engine))
 
     async def remove(self, engine: Engine, *, drain: bool = True) -> None:
         """Let a replica go, which stays open; return when it has nothing more to do here.
@@ -300,7 +236,7 @@ class EngineReplicas:
         if self._closed:
             raise RolloutError("the replicas are closed: make new ones")
 
-    def _split(self, requests: Sequence[Request]) -> Iterator[_Part]:
+    def _split(self, requests: Sequence[Request]) -> Iterator[Part]:
         """Each request as one part, or as several if it is more than a replica's fair share of all work."""
         num_replicas = max(1, sum(r.serves for r in self._replicas))
         new = sum(len(r.sample_indices) * r.sampling.max_tokens for r in requests)
@@ -312,15 +248,15 @@ class EngineReplicas:
             num_parts = min(num_replicas, -(-len(indices) // largest))
             bounds = [len(indices) * i // num_parts for i in range(num_parts + 1)]
             for start, stop in pairwise(bounds):
-                yield _Part(_of(request, indices[start:stop]), asyncio.get_running_loop().create_future())
+                yield Part(part_of(request, indices[start:stop]), asyncio.get_running_loop().create_future())
 
-    def _submit(self, part: _Part, run: _Run) -> None:
+    def _submit(self, part: Part, run: Run) -> None:
         run.parts.add(part)
         task = asyncio.create_task(self._serve(part, run))
         run.tasks.add(task)
         task.add_done_callback(run.tasks.discard)
 
-    async def _serve(self, part: _Part, run: _Run) -> None:
+    async def _serve(self, part: Part, run: Run) -> None:
         """Make a part's samples; what its replica does not finish is submitted again."""
         try:
             replica = await self._replica_for(part)
@@ -340,7 +276,7 @@ class EngineReplicas:
         else:
             run.parts.discard(part)
 
-    async def _take(self, part: _Part, run: _Run, replica: _Replica) -> None:
+    async def _take(self, part: Part, run: Run, replica: Replica) -> None:
         completions = replica.engine.generate([part.request])
         cut_short: list[Completion] = []
         try:
@@ -365,7 +301,7 @@ class EngineReplicas:
         if part.unfinished:
             self._submit(part.left(cut_short, deaths=part.deaths + (replica not in self._replicas)), run)
 
-    async def _replica_for(self, part: _Part) -> _Replica | None:
+    async def _replica_for(self, part: Part) -> Replica | None:
         """The one with the least to do; none if the part is aborted before there is one."""
         while True:
             if part.aborted.done():
@@ -377,7 +313,7 @@ class EngineReplicas:
                 raise EngineDiedError(self._obituary())
             await asyncio.wait({*self._restarts, part.aborted}, return_when=asyncio.FIRST_COMPLETED)
 
-    def _abort_unfinished(self, part: _Part, run: _Run) -> None:
+    def _abort_unfinished(self, part: Part, run: Run) -> None:
         begun = {c.index: c for c in part.request.begun}
         for index in sorted(part.unfinished):
             part.unfinished.remove(index)
@@ -404,13 +340,13 @@ class EngineReplicas:
             if isinstance(outcome, BaseException) and not isinstance(outcome, EngineDiedError):
                 raise outcome
 
-    def _depart(self, replica: _Replica) -> None:
+    def _depart(self, replica: Replica) -> None:
         self._replicas.remove(replica)
         stats = replica.engine.stats()
         self._gone_prompt_tokens += stats.prompt_tokens - replica.before.prompt_tokens
         self._gone_completion_tokens += stats.completion_tokens - replica.before.completion_tokens
 
-    def _bury(self, replica: _Replica, reason: str) -> None:
+    def _bury(self, replica: Replica, reason: str) -> None:
         """Do without a replica from now on, and replace it if that is asked for. Nothing if that has been done."""
         if replica not in self._replicas:
             return
@@ -436,12 +372,12 @@ class EngineReplicas:
             self._losses.append(f"a replacement could not be made: {error!r}")
             return
         try:
-            await self._add(_Replica(engine, is_replacement=True))
+            await self._add(Replica(engine, is_replacement=True))
         except Exception as error:
             self._losses.append(f"a replacement could not be taken in: {error!r}")
             await engine.close()
 
-    async def _add(self, replica: _Replica) -> None:
+    async def _add(self, replica: Replica) -> None:
         self._check_open()
         engine = replica.engine
         async with self._changing:

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
@@ -10,14 +10,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from gcore_rollout.calls import Call, Sample, WaitingLine, check_request, check_weights
+from gcore_rollout.calls import Call, Sample, check_request, check_weights
 from gcore_rollout.engine import EngineStats
 from gcore_rollout.errors import EngineDiedError, RolloutError, ServerRequestError
+from gcore_rollout.queueing_engine import QueueingEngine
 from gcore_rollout.servers.client import ServerClient
 from gcore_rollout.servers.model import TIED_HEAD, ServedModel
 from gcore_rollout.servers.sample import Piece, RunningSample
 from gcore_rollout.servers.weights_folder import remove_weights, write_weights
-from gcore_rollout.types import Completion, Request
+from gcore_rollout.types import Request
 
 # An abort that overtakes its request on the way finds nothing to end: it is sent until the sample has come.
 _ABORT_INTERVAL_S = 0.25
@@ -25,8 +26,8 @@ _ABORT_INTERVAL_S = 0.25
 _SETTLE_INTERVAL_S = 0.02
 
 
-class ServerEngine(ABC):
-    """An engine that a server runs; this process sends it samples, one request each, and keeps those that wait.
+class ServerEngine(QueueingEngine):
+    """An engine that a server runs; this process sends it samples, one request each.
 
     The server is this engine's alone: its weights, its pauses and the labels of its weights are set from here. It is
     never started or stopped: `close` leaves it idle, with the weights that it has.
@@ -35,6 +36,7 @@ class ServerEngine(ABC):
     an `EngineDiedError` that names the server, and so do all later calls. Nothing is sent a second time.
     """
 
+    _HOW_TO_OPEN = "connect again"
     _GENERATE_PATH: ClassVar[str]
     _ENDS_PAUSED_SAMPLES: ClassVar[bool]
     """Whether the server answers an abort while it is paused."""
@@ -46,6 +48,7 @@ class ServerEngine(ABC):
             raise ValueError(f"max_num_seqs is {max_num_seqs}: at least 1 is needed")
         if weights_dir is not None and not Path(weights_dir).is_dir():
             raise ValueError(f"weights_dir is {str(weights_dir)!r}: an existing folder that the server sees is needed")
+        super().__init__()
         self._client = client
         self._model = model
         self._max_num_seqs = max_num_seqs
@@ -53,22 +56,12 @@ class ServerEngine(ABC):
         self._weights_folder: Path | None = None
         # Servers keep prefixes computed with older weights, also of an earlier client: each version has its own.
         self._identity = uuid.uuid4().hex
-        self._waiting = WaitingLine()
         self._running: dict[str, RunningSample] = {}
-        self._version = 0
         self._prompt_tokens = 0
         self._completion_tokens = 0
-        self._is_closed = False
-        self._is_paused = False
-        self._is_asleep = False
         self._is_held = False
-        self._death: str | None = None
         self._control: asyncio.Future[None] | None = None
         self._farewells: set[asyncio.Task[None]] = set()
-
-    @property
-    def weight_version(self) -> int:
-        return self._version
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`. As counted here; what the server has in its own line counts as running."""
@@ -79,45 +72,6 @@ class ServerEngine(ABC):
             num_waiting=len(self._waiting),
             weight_version=self._version,
         )
-
-    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
-        """See `Engine.generate`.
-
-        Raises:
-            EngineDiedError: the server is lost; with what was not finished.
-            RolloutError: the server refused a sample.
-        """
-        self._check_open(tuple((r.request_id, i) for r in requests for i in r.sample_indices))
-        for request in requests:
-            self._check_request(request)
-        call = self._waiting.join(requests)
-        self._admit()
-        try:
-            async with aclosing(call.completions()) as completions:
-                async for completion in completions:
-                    yield completion
-        finally:
-            if call.abandoned:
-                self._waiting.remove(lambda sample: sample.call is call)
-                self._drop([r for r in self._running.values() if r.sample.call is call])
-
-    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """See `Engine.abort`."""
-        self._check_open()
-        ids = None if request_ids is None else frozenset(request_ids)
-
-        def is_meant(sample: Sample) -> bool:
-            return ids is None or sample.request.request_id in ids
-
-        for sample in self._waiting.remove(is_meant):
-            sample.abort_unstarted()
-        meant = [r for r in self._running.values() if is_meant(r.sample)]
-        if (self._is_paused or self._is_held) and not self._ENDS_PAUSED_SAMPLES:
-            for running in meant:
-                running.finish("abort")
-            self._drop(meant)
-            return
-        await self._end(meant)
 
     async def pause(self) -> None:
         """See `Engine.pause`."""
@@ -131,26 +85,21 @@ class ServerEngine(ABC):
         async with self._controlling():
             await self._resume_server()
             self._is_paused = False
-        self._admit()
+        self._start()
 
     async def sleep(self) -> None:
         """See `Engine.sleep`."""
         async with self._controlling():
             if self._is_asleep:
                 return
-            running, waiting = len(self._running), len(self._waiting)
-            if running or waiting:
-                raise RolloutError(
-                    f"{running} samples are running and {waiting} are waiting: "
-                    "abort them or let them finish before sleep"
-                )
+            self._check_idle()
             # First, so that no sample starts meanwhile.
             self._is_asleep = True
             try:
                 await self._sleep_server()
             except ServerRequestError:
                 self._is_asleep = False
-                self._admit()
+                self._start()
                 raise
 
     async def wake(self) -> None:
@@ -160,7 +109,7 @@ class ServerEngine(ABC):
                 return
             await self._wake_server()
             self._is_asleep = False
-        self._admit()
+        self._start()
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """See `Engine.update_weights`. Unknown or missing names and wrong shapes are refused before anything is sent.
@@ -173,10 +122,7 @@ class ServerEngine(ABC):
             EngineDiedError: the server could not load them: what it has now is not known.
         """
         async with self._controlling():
-            if self._is_asleep:
-                raise RolloutError("the engine is asleep: wake it before update_weights")
-            if version <= self._version:
-                raise ValueError(f"version is {version}: it must be above the present {self._version}")
+            self._check_update(version)
             if self._weights_dir is None:
                 raise RolloutError("the engine was made without weights_dir: update_weights needs it")
             model = self._model
@@ -186,7 +132,7 @@ class ServerEngine(ABC):
                 new.pop(TIED_HEAD, None)
             await self._check_update_possible()
             await _to_its_end(self._replace_weights(new, self._weights_dir, version))
-        self._admit()
+        self._start()
 
     async def close(self) -> None:
         """See `Engine.close`. The server stays, awake and not paused; calls still generating get a `RolloutError`."""
@@ -207,12 +153,6 @@ class ServerEngine(ABC):
         if self._weights_folder is not None:
             remove_weights(self._weights_folder)
 
-    def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
-        if self._is_closed:
-            raise RolloutError("the engine is closed: connect again")
-        if self._death is not None:
-            raise EngineDiedError(self._death, unfinished=unfinished)
-
     @asynccontextmanager
     async def _controlling(self) -> AsyncGenerator[None]:
         """One at a time: what changes the state of the server. A loss of the server ends the engine."""
@@ -231,7 +171,7 @@ class ServerEngine(ABC):
             self._control = None
             mine.set_result(None)
 
-    def _admit(self) -> None:
+    def _start(self) -> None:
         """Ask the server for waiting samples while there is room."""
         if self._is_paused or self._is_asleep or self._is_held or self._is_closed or self._death is not None:
             return
@@ -276,10 +216,19 @@ class ServerEngine(ABC):
             running.sample.call.finished.put_nowait(error)
         finally:
             self._running.pop(running.server_id, None)
-            self._admit()
+            self._start()
 
-    async def _end(self, meant: Sequence[RunningSample]) -> None:
+    def _abandon(self, call: Call) -> None:
+        self._drop([r for r in self._running.values() if r.sample.call is call])
+
+    async def _abort_running(self, which: Callable[[Sample], bool]) -> None:
         """Have the server end samples, and wait until they have come."""
+        meant = [r for r in self._running.values() if which(r.sample)]
+        if (self._is_paused or self._is_held) and not self._ENDS_PAUSED_SAMPLES:
+            for running in meant:
+                running.finish("abort")
+            self._drop(meant)
+            return
         tasks = {r.server_id: r.task for r in meant if r.task is not None}
         end = asyncio.get_running_loop().time() + self._client.timeout_s
         try:
@@ -300,7 +249,7 @@ class ServerEngine(ABC):
                 running.task.cancel()
         if meant and self._death is None:
             self._say_farewell(meant)
-        self._admit()
+        self._start()
 
     def _say_farewell(self, gone: Sequence[RunningSample]) -> None:
         """Tell the server, in the background, that nobody waits for these any more."""
@@ -369,6 +318,9 @@ class ServerEngine(ABC):
             if running.task is not None and running.task is not asyncio.current_task():
                 running.task.cancel()
         self._running.clear()
+
+    def _num_running(self) -> int:
+        return len(self._running)
 
     def _check_request(self, request: Request) -> None:
         check_request(request, max_length=self._model.max_length, vocab_size=self._model.vocab_size)
