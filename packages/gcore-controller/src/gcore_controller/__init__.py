@@ -5,6 +5,7 @@ from gcore_controller.context import Context, Program
 from gcore_controller.dynamic_sampling import DynamicSampler, Harvest
 from gcore_controller.inline import run_inline
 from gcore_controller.stages import Span, StageTimer, seconds_by_stage
+from gcore_controller.virtual_time import VirtualTimeLoop, run_simulated
 
 __all__ = [
     "Collectives",
@@ -16,6 +17,8 @@ __all__ = [
     "Program",
     "Span",
     "StageTimer",
+    "VirtualTimeLoop",
     "run_inline",
+    "run_simulated",
     "seconds_by_stage",
 ]

@@ -4,7 +4,9 @@ Controllers exchange small objects and references here; bulk bytes travel betwee
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import add, itemgetter
 from typing import Any, Protocol, TypeVar
 
 from gcore_controller.errors import CollectiveMismatchError
@@ -41,15 +43,22 @@ class Collectives(Protocol):
         """Wait for every controller."""
         ...
 
+    async def take_tickets(self, count: int, *, counter: str = "") -> range:
+        """The next ``count`` numbers of a counter that all controllers share, from 0: each goes to one of them.
+
+        No collective: a controller may call it when it likes. Which one gets which numbers depends on who is first.
+        """
+        ...
+
 
 class _Round:
-    """One collective in flight: what has arrived, and the future on which early arrivals wait."""
+    """One collective in flight: what has arrived, and the future of what comes of it."""
 
     def __init__(self, op: str, world_size: int) -> None:
         self.op = op
         self.values: list[Any] = [None] * world_size
         self.num_arrived = 0
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
 
 class InlineGroup:
@@ -60,9 +69,13 @@ class InlineGroup:
             raise ValueError(f"world_size is {world_size}: at least 1 is needed")
         self.world_size = world_size
         self._rounds: dict[int, _Round] = {}
+        self._next_tickets: dict[str, int] = {}
 
-    async def meet(self, *, rank: int, sequence: int, op: str, value: Any) -> list[Any]:
-        """Hand in ``value`` for collective number ``sequence`` and get everyone's, by rank."""
+    async def meet(self, *, rank: int, sequence: int, op: str, value: Any, combine: Callable[[list[Any]], T]) -> T:
+        """Hand in ``value`` for collective number ``sequence``, and get what ``combine`` makes of all, in rank order.
+
+        It is called once, by the last to come: among thousands of controllers, one sum for each would take long.
+        """
         current = self._rounds.get(sequence)
         if current is None:
             current = self._rounds[sequence] = _Round(op, self.world_size)
@@ -71,16 +84,20 @@ class InlineGroup:
                 f"collective {sequence}: rank {rank} called {op} where another controller called {current.op}; "
                 "every controller must make the same calls in the same order"
             )
-            current.done.cancel()
+            current.result.cancel()
             raise error
         current.values[rank] = value
         current.num_arrived += 1
         if current.num_arrived == self.world_size:
             del self._rounds[sequence]
-            current.done.set_result(None)
-        else:
-            await current.done
-        return current.values
+            current.result.set_result(combine(current.values))
+        return await current.result
+
+    def take_tickets(self, count: int, counter: str) -> range:
+        """See `Collectives.take_tickets`."""
+        start = self._next_tickets.get(counter, 0)
+        self._next_tickets[counter] = start + count
+        return range(start, start + count)
 
 
 class InlineCollectives:
@@ -99,27 +116,38 @@ class InlineCollectives:
     def world_size(self) -> int:
         return self._group.world_size
 
-    async def _meet(self, op: str, value: Any) -> list[Any]:
+    async def _meet(self, op: str, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
         sequence = self._sequence
         self._sequence += 1
-        return await self._group.meet(rank=self._rank, sequence=sequence, op=op, value=value)
+        return await self._group.meet(rank=self._rank, sequence=sequence, op=op, value=value, combine=combine)
 
     async def all_gather(self, value: T) -> list[T]:
-        return list(await self._meet("all_gather", value))
+        return list(await self._meet("all_gather", value, _as_they_are))
 
     async def all_reduce(self, value: float) -> float:
-        total = 0.0
-        for contribution in await self._meet("all_reduce", value):
-            total += contribution
-        return total
+        return await self._meet("all_reduce", value, _sum)
 
     async def broadcast(self, value: T | None, *, src: int = 0) -> T:
-        return (await self._meet(f"broadcast from {src}", value))[src]
+        return await self._meet(f"broadcast from {src}", value, itemgetter(src))
 
     async def all_to_all(self, parts: Sequence[T]) -> list[T]:
         if len(parts) != self.world_size:
             raise ValueError(f"parts has {len(parts)} entries: one for each of {self.world_size} controllers is needed")
-        return [sent[self._rank] for sent in await self._meet("all_to_all", parts)]
+        return [sent[self._rank] for sent in await self._meet("all_to_all", parts, _as_they_are)]
 
     async def barrier(self) -> None:
-        await self._meet("barrier", None)
+        await self._meet("barrier", None, _as_they_are)
+
+    async def take_tickets(self, count: int, *, counter: str = "") -> range:
+        if count < 0:
+            raise ValueError(f"count is {count}: 0 or more is needed")
+        return self._group.take_tickets(count, counter)
+
+
+def _as_they_are(values: list[Any]) -> list[Any]:
+    return values
+
+
+def _sum(values: list[float]) -> float:
+    # One after the other: Python's own sum of floats is not the same in every version.
+    return reduce(add, values, 0.0)

@@ -1,5 +1,6 @@
 """What a controller's program is given."""
 
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -19,6 +20,8 @@ class Context(Generic[RolesT]):
     roles: RolesT
     """Handles of the role services (policy engine, reward, trainer, ...), as the app declares them."""
     timer: StageTimer = field(default_factory=StageTimer)
+    clock: Callable[[], float] = time.monotonic
+    """Seconds, of the runtime's clock: real ones, or simulated ones."""
 
     @property
     def rank(self) -> int:

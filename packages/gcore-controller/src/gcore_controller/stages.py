@@ -18,7 +18,7 @@ class Span:
 class StageTimer:
     """Records which stage runs when. A stage entered inside another suspends it, so no second counts twice."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._stack: list[str] = []
         self._since_s = 0.0
@@ -34,6 +34,11 @@ class StageTimer:
         finally:
             self._switch()
             self._stack.pop()
+
+    @property
+    def current(self) -> str | None:
+        """The stage that runs now."""
+        return self._stack[-1] if self._stack else None
 
     def drain(self) -> list[Span]:
         """The spans since the last call, in order; a stage still running is cut here and goes on."""
