@@ -1,30 +1,31 @@
-"""Collectives, and the runtime that runs one program on every controller."""
+"""Collectives, in one process and over messages, and the runtime that runs one program on every controller."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from runtimes import Ctx, Run, run_here, run_over_messages
 
-from gcore_controller import Collectives, Context, InlineCollectives, InlineGroup, run_inline
+from gcore_controller import Collectives, InlineCollectives, InlineGroup, run_inline
 from gcore_controller.errors import CollectiveMismatchError
 
-Ctx = Context[list[str]]
+
+@pytest.fixture(params=[run_here, run_over_messages])
+def run(request: pytest.FixtureRequest) -> Run:
+    return request.param
 
 
-async def run(program: Callable[[Ctx], Awaitable[Any]], world_size: int) -> list[Any]:
-    return await run_inline(program, roles=[], world_size=world_size)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-async def test_every_collective(world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 8])
+async def test_every_collective(run: Run, world_size: int) -> None:
     async def program(ctx: Ctx) -> None:
         everyone = range(world_size)
         assert ctx.world_size == world_size
         assert await ctx.group.all_gather(ctx.rank) == list(everyone)
         assert await ctx.group.all_reduce(float(ctx.rank)) == sum(everyone)
-        last = world_size - 1
-        assert await ctx.group.broadcast(f"from {ctx.rank}" if ctx.rank == last else None, src=last) == f"from {last}"
+        for src in everyone:
+            said = await ctx.group.broadcast(f"from {ctx.rank}" if ctx.rank == src else None, src=src)
+            assert said == f"from {src}"
         sent = [(ctx.rank, to) for to in everyone]
         assert await ctx.group.all_to_all(sent) == [(source, ctx.rank) for source in everyone]
         await ctx.group.barrier()
@@ -44,7 +45,7 @@ async def test_results_are_by_rank_and_roles_are_shared() -> None:
     assert sorted(roles) == [f"controller {rank}" for rank in range(4)]
 
 
-async def test_collectives_keep_their_order_however_late_a_controller_is() -> None:
+async def test_collectives_keep_their_order_however_late_a_controller_is(run: Run) -> None:
     """A fast controller's next call never mixes with a slow one's last."""
 
     async def program(ctx: Ctx) -> list[list[tuple[int, int]]]:
@@ -59,7 +60,7 @@ async def test_collectives_keep_their_order_however_late_a_controller_is() -> No
     assert await run(program, 4) == [expected] * 4
 
 
-async def test_sums_are_added_in_rank_order() -> None:
+async def test_sums_are_added_in_rank_order(run: Run) -> None:
     """Whoever arrives first: floating-point sums are the same on every controller and in every run."""
     values = [1e16, 1.0, -1e16, 1.0]
 
@@ -71,7 +72,7 @@ async def test_sums_are_added_in_rank_order() -> None:
     assert await run(program, 4) == [sum(values)] * 4
 
 
-async def test_what_is_gathered_belongs_to_the_caller() -> None:
+async def test_what_is_gathered_belongs_to_the_caller(run: Run) -> None:
     async def program(ctx: Ctx) -> list[int]:
         gathered = await ctx.group.all_gather(ctx.rank)
         gathered.append(99)
@@ -90,7 +91,7 @@ async def test_what_is_gathered_belongs_to_the_caller() -> None:
     ids=["operation", "source"],
 )
 async def test_programs_that_go_different_ways(
-    first: Callable[[Collectives], Awaitable[Any]], second: Callable[[Collectives], Awaitable[Any]]
+    run: Run, first: Callable[[Collectives], Awaitable[Any]], second: Callable[[Collectives], Awaitable[Any]]
 ) -> None:
     async def program(ctx: Ctx) -> None:
         await ctx.group.barrier()
@@ -99,7 +100,7 @@ async def test_programs_that_go_different_ways(
     with pytest.raises(
         CollectiveMismatchError, match=r"collective 1: rank 2 called .* where another controller called"
     ):
-        await asyncio.wait_for(run(program, 4), timeout=5)
+        await asyncio.wait_for(run(program, 4), timeout=60)
 
 
 class OneOfUsFailedError(Exception):
@@ -107,7 +108,7 @@ class OneOfUsFailedError(Exception):
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-async def test_an_error_ends_all_and_surfaces_as_itself(world_size: int) -> None:
+async def test_an_error_ends_all_and_surfaces_as_itself(run: Run, world_size: int) -> None:
     ended: list[int] = []
 
     async def program(ctx: Ctx) -> None:
@@ -120,12 +121,12 @@ async def test_an_error_ends_all_and_surfaces_as_itself(world_size: int) -> None
             ended.append(ctx.rank)
 
     with pytest.raises(OneOfUsFailedError) as raised:
-        await asyncio.wait_for(run(program, world_size), timeout=5)
+        await asyncio.wait_for(run(program, world_size), timeout=60)
     assert sorted(ended) == list(range(world_size))
     assert raised.value.__context__ is None or raised.value.__suppress_context__
 
 
-async def test_cancellation_reaches_every_controller() -> None:
+async def test_cancellation_reaches_every_controller(run: Run) -> None:
     cancelled: list[int] = []
 
     async def program(ctx: Ctx) -> None:
@@ -150,3 +151,19 @@ async def test_wrong_calls() -> None:
     with pytest.raises(ValueError, match="parts has 2 entries: one for each of 1 controllers is needed"):
         await alone.all_to_all([1, 2])
     assert await alone.all_gather(1) == [1], "a refused call does not count"
+
+
+async def test_tickets_go_to_one_controller_each(run: Run) -> None:
+    async def program(ctx: Ctx) -> list[int]:
+        mine: list[int] = []
+        for i in range(5):
+            await asyncio.sleep(0.001 * ((ctx.rank + i) % 3))
+            mine += await ctx.group.take_tickets(ctx.rank + 1)
+            assert await ctx.group.take_tickets(1, counter=f"own {ctx.rank}") == range(i, i + 1)
+        with pytest.raises(ValueError, match="count is -1: 0 or more is needed"):
+            await ctx.group.take_tickets(-1)
+        return mine
+
+    taken = await run(program, 4)
+    assert [len(tickets) for tickets in taken] == [5, 10, 15, 20]
+    assert sorted(t for tickets in taken for t in tickets) == list(range(50))

@@ -115,19 +115,3 @@ async def test_deadline_in_real_time() -> None:
     with pytest.raises(DeadlineError, match=r"not done after 0\.02 s: controller 0 in no stage"):
         await run_inline(program, roles=None, timeout_s=0.02)
     assert await run_inline(slow_in_places, roles=None, timeout_s=60) == [None]
-
-
-async def test_tickets_go_to_one_controller_each() -> None:
-    async def program(ctx: Ctx) -> list[int]:
-        mine: list[int] = []
-        for i in range(5):
-            await asyncio.sleep(0.001 * ((ctx.rank + i) % 3))
-            mine += await ctx.group.take_tickets(ctx.rank + 1)
-            assert await ctx.group.take_tickets(1, counter=f"own {ctx.rank}") == range(i, i + 1)
-        with pytest.raises(ValueError, match="count is -1: 0 or more is needed"):
-            await ctx.group.take_tickets(-1)
-        return mine
-
-    taken = await run_inline(program, roles=None, world_size=4)
-    assert [len(tickets) for tickets in taken] == [5, 10, 15, 20]
-    assert sorted(t for tickets in taken for t in tickets) == list(range(50))

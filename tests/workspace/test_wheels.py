@@ -23,12 +23,13 @@ NEEDED_TO_IMPORT = {
 """Third-party distributions without which ``import gcore_x`` fails."""
 
 WITHOUT_EXTRA = {
-    "http": ("aiohttp", "from gcore_rollout.rewards import HTTPReward as use; use('http://localhost')"),
-    "math-verify": ("math_verify", "from gcore_rollout.rewards import MathVerifyReward as use; use()"),
-    "reasoning-gym": ("reasoning_gym", "from gcore_rollout.rewards import ReasoningGymReward as use; use()"),
-    "vllm": ("vllm", "from gcore_rollout.vllm_engine import VLLMEngine; VLLMEngine.from_pretrained('model')"),
+    "http": ("rollout", "aiohttp", "from gcore_rollout.rewards import HTTPReward as use; use('http://localhost')"),
+    "math-verify": ("rollout", "math_verify", "from gcore_rollout.rewards import MathVerifyReward as use; use()"),
+    "reasoning-gym": ("rollout", "reasoning_gym", "from gcore_rollout.rewards import ReasoningGymReward as use; use()"),
+    "ray": ("controller", "ray", "import gcore_controller.ray_runtime"),
+    "vllm": ("rollout", "vllm", "from gcore_rollout.vllm_engine import VLLMEngine; VLLMEngine.from_pretrained('model')"),
 }
-"""For each extra of gcore-rollout: the module to hide, and what then fails."""
+"""For each extra: whose it is, the module to hide, and what then fails."""
 
 
 def by_name(package: Distribution) -> str:
@@ -93,9 +94,9 @@ def test_a_missing_extra_says_how_to_install_it(extra: str, tmp_path: Path) -> N
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     save_file({"weight": np.zeros(1)}, model / "model.safetensors")
-    module, use = WITHOUT_EXTRA[extra]
+    package, module, use = WITHOUT_EXTRA[extra]
     result = run(sys.executable, "-c", f"import sys; sys.modules[{module!r}] = None; {use}", folder=tmp_path)
     assert result.returncode == 1
     assert result.stderr.endswith(
-        f"MissingExtraError: {module!r} is not installed: pip install 'gcore-rollout[{extra}]'\n"
+        f"MissingExtraError: {module!r} is not installed: pip install 'gcore-{package}[{extra}]'\n"
     )

@@ -80,12 +80,8 @@ class InlineGroup:
         if current is None:
             current = self._rounds[sequence] = _Round(op, self.world_size)
         if current.op != op:
-            error = CollectiveMismatchError(
-                f"collective {sequence}: rank {rank} called {op} where another controller called {current.op}; "
-                "every controller must make the same calls in the same order"
-            )
             current.result.cancel()
-            raise error
+            raise mismatch(sequence, rank=rank, op=op, other_op=current.op)
         current.values[rank] = value
         current.num_arrived += 1
         if current.num_arrived == self.world_size:
@@ -125,22 +121,20 @@ class InlineCollectives:
         return list(await self._meet("all_gather", value, _as_they_are))
 
     async def all_reduce(self, value: float) -> float:
-        return await self._meet("all_reduce", value, _sum)
+        return await self._meet("all_reduce", value, sum_in_order)
 
     async def broadcast(self, value: T | None, *, src: int = 0) -> T:
         return await self._meet(f"broadcast from {src}", value, itemgetter(src))
 
     async def all_to_all(self, parts: Sequence[T]) -> list[T]:
-        if len(parts) != self.world_size:
-            raise ValueError(f"parts has {len(parts)} entries: one for each of {self.world_size} controllers is needed")
+        check_parts(parts, self.world_size)
         return [sent[self._rank] for sent in await self._meet("all_to_all", parts, _as_they_are)]
 
     async def barrier(self) -> None:
         await self._meet("barrier", None, _as_they_are)
 
     async def take_tickets(self, count: int, *, counter: str = "") -> range:
-        if count < 0:
-            raise ValueError(f"count is {count}: 0 or more is needed")
+        check_count(count)
         return self._group.take_tickets(count, counter)
 
 
@@ -148,6 +142,32 @@ def _as_they_are(values: list[Any]) -> list[Any]:
     return values
 
 
-def _sum(values: list[float]) -> float:
-    # One after the other: Python's own sum of floats is not the same in every version.
+def sum_in_order(values: list[float]) -> float:
+    """One after the other: Python's own sum of floats is not the same in every version."""
     return reduce(add, values, 0.0)
+
+
+def mismatch(sequence: int, *, rank: int, op: str, other_op: str) -> CollectiveMismatchError:
+    """What to raise where controllers' calls differ."""
+    return CollectiveMismatchError(
+        f"collective {sequence}: rank {rank} called {op} where another controller called {other_op}; "
+        "every controller must make the same calls in the same order"
+    )
+
+
+def check_parts(parts: Sequence[object], world_size: int) -> None:
+    """
+    Raises:
+        ValueError: not one part for each controller.
+    """
+    if len(parts) != world_size:
+        raise ValueError(f"parts has {len(parts)} entries: one for each of {world_size} controllers is needed")
+
+
+def check_count(count: int) -> None:
+    """
+    Raises:
+        ValueError: a negative number of tickets.
+    """
+    if count < 0:
+        raise ValueError(f"count is {count}: 0 or more is needed")

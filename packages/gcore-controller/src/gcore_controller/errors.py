@@ -9,6 +9,21 @@ class CollectiveMismatchError(ControllerError):
     """Controllers met in different collectives: their programs went different ways."""
 
 
+class MissingExtraError(ControllerError, ImportError):
+    """An optional dependency is not installed; the message holds the install command."""
+
+    def __init__(self, module: str, extra: str) -> None:
+        super().__init__(f"{module!r} is not installed: pip install 'gcore-controller[{extra}]'")
+
+
+class ClusterError(ControllerError):
+    """A cluster has no room for a run."""
+
+
+class ControllerDiedError(ControllerError):
+    """A controller's process or node was lost."""
+
+
 class DeadlineError(ControllerError):
     """A run took longer than it may."""
 

@@ -1,0 +1,193 @@
+"""The `ray` runtime on a real cluster of several nodes, all on this machine."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import ray.cloudpickle as cloudpickle
+import runtimes
+import test_collectives
+from ray.cluster_utils import Cluster
+from runtimes import AnyProgram, Ctx, Run
+from test_collectives import OneOfUsFailedError
+
+from gcore_controller.errors import ClusterError, ControllerDiedError, DeadlineError
+from gcore_controller.ray_runtime import run_ray
+
+NUM_NODES = 3
+
+ON_RAY = {
+    "test_collectives_keep_their_order_however_late_a_controller_is",
+    "test_sums_are_added_in_rank_order",
+    "test_programs_that_go_different_ways",
+    "test_tickets_go_to_one_controller_each",
+}
+globals().update({name: getattr(test_collectives, name) for name in ON_RAY})
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[Cluster]:
+    """Test modules are in no place where a node would find them: what is in these travels with the programs."""
+    for module in (sys.modules[__name__], test_collectives, runtimes):
+        cloudpickle.register_pickle_by_value(module)
+    cluster = Cluster()
+    for _ in range(NUM_NODES):
+        cluster.add_node(num_cpus=4, object_store_memory=100 << 20, include_dashboard=False)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+async def on_ray(program: AnyProgram, world_size: int) -> list[Any]:
+    return await run_ray(program, roles=list[str](), world_size=world_size)
+
+
+@pytest.fixture
+def run() -> Run:
+    return on_ray
+
+
+async def test_controllers_are_processes_on_all_nodes() -> None:
+    async def program(ctx: Ctx) -> tuple[int, str, int]:
+        return ctx.rank, ray.get_runtime_context().get_node_id(), os.getpid()
+
+    found = await on_ray(program, NUM_NODES)
+    assert [rank for rank, _, _ in found] == list(range(NUM_NODES))
+    assert len({node for _, node, _ in found}) == NUM_NODES
+    assert len({pid for _, _, pid in found} | {os.getpid()}) == NUM_NODES + 1
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+async def test_every_collective(run: Run, world_size: int) -> None:
+    await test_collectives.test_every_collective(run, world_size)
+
+
+async def test_large_parts_arrive_whole() -> None:
+    async def program(ctx: Ctx) -> bool:
+        parts = [np.full(1 << 20, 10 * ctx.rank + to) for to in range(ctx.world_size)]
+        received = await ctx.group.all_to_all(parts)
+        return all(int(part[0]) == int(part[-1]) == 10 * src + ctx.rank for src, part in enumerate(received))
+
+    assert await on_ray(program, 3) == [True] * 3
+
+
+async def test_an_error_comes_back_as_it_was_raised(tmp_path: Path) -> None:
+    """Once every other program has cleaned up."""
+
+    async def program(ctx: Ctx) -> None:
+        try:
+            if ctx.rank == 1:
+                await asyncio.sleep(0.2)
+                raise OneOfUsFailedError("the third prompt")
+            await (ctx.group.barrier() if ctx.rank else asyncio.sleep(60))
+        finally:
+            (tmp_path / f"{ctx.rank} ended").touch()
+
+    with pytest.raises(OneOfUsFailedError, match="the third prompt") as info:
+        await on_ray(program, 3)
+    assert info.value.__notes__[0].startswith("raised by controller 1, process ")
+    assert "test_ray_runtime.py" in info.value.__notes__[0]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+async def test_a_killed_controller_is_named(tmp_path: Path) -> None:
+    async def program(ctx: Ctx) -> None:
+        if ctx.rank == 2:
+            (tmp_path / "pid.partial").write_text(str(os.getpid()))
+            (tmp_path / "pid.partial").rename(tmp_path / "pid")
+        while True:
+            await ctx.group.all_gather(ctx.rank)
+
+    running = asyncio.create_task(on_ray(program, 4))
+    while not (tmp_path / "pid").exists():
+        await asyncio.sleep(0.01)
+    pid = int((tmp_path / "pid").read_text())
+    os.kill(pid, signal.SIGKILL)
+    died = rf"controller 2, process {pid} on [\d.]+, died: it was killed, ran out of memory, or crashed"
+    with pytest.raises(ControllerDiedError, match=died):
+        await asyncio.wait_for(running, 30)
+
+
+async def test_a_lost_node_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    node = cluster.add_node(num_cpus=4, resources={"lost": 2}, object_store_memory=100 << 20)
+
+    async def program(ctx: Ctx) -> None:
+        (tmp_path / str(ctx.rank)).touch()
+        await asyncio.sleep(600)
+
+    running = asyncio.create_task(run_ray(program, roles=list[str](), world_size=2, resources={"lost": 1}))
+    while len(list(tmp_path.iterdir())) < 2:
+        await asyncio.sleep(0.01)
+    await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
+    with pytest.raises(ControllerDiedError, match=r"controller [01], process \d+ on [\d.]+, died: (it|its node) "):
+        await asyncio.wait_for(running, 60)
+    while ray.cluster_resources()["CPU"] > 4 * NUM_NODES:
+        await asyncio.sleep(0.1)
+
+
+async def test_deadline() -> None:
+    async def program(ctx: Ctx) -> None:
+        with ctx.timer.stage("gen"):
+            await asyncio.sleep(0.0 if ctx.rank else 600)
+        await ctx.group.barrier()
+
+    with pytest.raises(DeadlineError, match="not done after 1 s: controller 0 in gen, controller 1 in no stage"):
+        await run_ray(program, roles=list[str](), world_size=2, timeout_s=1)
+
+
+async def test_cancellation_reaches_every_controller(tmp_path: Path) -> None:
+    async def program(ctx: Ctx) -> None:
+        (tmp_path / f"{ctx.rank} began").touch()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            (tmp_path / f"{ctx.rank} ended").touch()
+
+    task = asyncio.create_task(on_ray(program, 2))
+    while len(list(tmp_path.iterdir())) < 2:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+async def test_too_few_resources_are_told_before_anything_starts() -> None:
+    async def program(ctx: Ctx) -> None:
+        raise AssertionError("it started")
+
+    with pytest.raises(ClusterError, match="99 controllers need 99 CPU: the cluster has 12; start more"):
+        await on_ray(program, 99)
+    with pytest.raises(ClusterError, match="2 controllers need 2 TPU: the cluster has 0"):
+        await run_ray(program, roles=list[str](), world_size=2, resources={"TPU": 1})
+    with pytest.raises(ValueError, match="world_size is 0: at least 1 is needed"):
+        await on_ray(program, 0)
+
+
+async def test_no_room_in_time() -> None:
+    async def holder(ctx: Ctx) -> None:
+        await asyncio.sleep(600)
+
+    holding = asyncio.create_task(run_ray(holder, roles=list[str](), world_size=3, num_cpus=4))
+    while ray.available_resources().get("CPU"):
+        await asyncio.sleep(0.05)
+    with pytest.raises(ClusterError, match=r"2 controllers, each with \{'CPU': 1.0\}, found no room within 0.5 s"):
+        await run_ray(holder, roles=list[str](), world_size=2, start_timeout_s=0.5)
+    holding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await holding
+    began = time.monotonic()
+    while ray.available_resources().get("CPU") != 12:
+        assert time.monotonic() - began < 30, "what a run had reserved is not free"
+        await asyncio.sleep(0.05)
