@@ -303,6 +303,31 @@ async def test_the_dead_are_replaced() -> None:
     assert {int(v) for c in found.values() for v in c.weight_versions} == {1}
 
 
+async def test_an_update_waits_for_a_replacement_when_all_are_dead() -> None:
+    """So do calls: the replacement has the weights before it makes a sample."""
+    replacement = fakes(1)[0]
+    may_start = asyncio.Event()
+
+    async def restart() -> FakeEngine:
+        await may_start.wait()
+        return replacement
+
+    (engine,) = fakes(1)
+    replicas = EngineReplicas([engine], restart=restart)
+    await replicas.update_weights(weights(1.0), version=1)
+    engine.die()
+    updates = [asyncio.create_task(replicas.update_weights(weights(v), version=v)) for v in (2, 3)]
+    requests = requests_of(5)
+    running = asyncio.create_task(collect(replicas, *requests))
+    await asyncio.sleep(0.02)
+    assert not any(update.done() for update in updates)
+    may_start.set()
+    await asyncio.gather(*updates)
+    assert replicas.weight_version == replacement.weight_version == 3
+    assert {int(v) for c in (await running).values() for v in c.weight_versions} <= {2, 3}
+    await replicas.close()
+
+
 async def test_replacing_has_an_end() -> None:
     made: list[FakeEngine] = []
 

@@ -55,12 +55,15 @@ class EngineReplicas:
         self._max_deaths = max_deaths
         self._runs: set[Run] = set()
         self._restarts: set[asyncio.Task[None]] = set()
+        self._updates: set[asyncio.Task[None]] = set()
         self._errands: set[asyncio.Task[None]] = set()
         self._losses: deque[str] = deque(maxlen=4)
         self._gone_prompt_tokens = 0
         self._gone_completion_tokens = 0
         self._own_weights: SharedWeights | None = None
         self._present: tuple[SharedWeights, int] | None = None
+        self._updating = asyncio.Lock()
+        # Who is in, and with which weights.
         self._changing = asyncio.Lock()
         self._is_paused = False
         self._is_asleep = False
@@ -149,13 +152,14 @@ class EngineReplicas:
         """See `Engine.update_weights`. Weights are written to shared memory once, for all replicas.
 
         Replicas that refuse what others take are dead. If all refuse it, their error is raised and nothing has changed.
-        If this is cancelled, the update happens all the same, in all of them.
+        If all are dead, the first replacement takes it. If this is cancelled, the update happens all the same, in all
+        of them.
         """
         self._check_open()
-        await asyncio.shield(self._keep(self._errands, self._update_weights(weights, version)))
+        await asyncio.shield(self._keep(self._updates, self._update_weights(weights, version)))
 
     async def _update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        async with self._changing:
+        async with self._updating:
             if version <= self._version:
                 raise ValueError(f"version is {version}: it must be above the present {self._version}")
             if isinstance(weights, SharedWeights):
@@ -163,10 +167,19 @@ class EngineReplicas:
             else:
                 shared = self._own_weights = self._own_weights or SharedWeights()
                 shared.write(weights)
-            replicas = list(self._replicas)
             with shared.reading():
-                updates = (replica.engine.update_weights(shared, version=version) for replica in replicas)
-                outcomes = await asyncio.gather(*updates, return_exceptions=True)
+                # Between two attempts replacements are taken in, which needs the other lock.
+                while not await self._hand_out(shared, version):
+                    if not self._restarts:
+                        raise EngineDiedError(self._obituary())
+                    await asyncio.wait(self._restarts, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _hand_out(self, shared: SharedWeights, version: int) -> bool:
+        """Give all replicas the same weights; whether there is one that has them."""
+        async with self._changing:
+            replicas = list(self._replicas)
+            updates = (replica.engine.update_weights(shared, version=version) for replica in replicas)
+            outcomes = await asyncio.gather(*updates, return_exceptions=True)
             refusals = [e for e in outcomes if isinstance(e, Exception) and not isinstance(e, EngineDiedError)]
             agreed = any(outcome is None for outcome in outcomes)
             for replica, outcome in zip(replicas, outcomes, strict=True):
@@ -179,8 +192,7 @@ class EngineReplicas:
                 self._present = (shared, shared.num_writes)
             elif refusals:
                 raise refusals[0]
-            else:
-                raise EngineDiedError(self._obituary())
+            return agreed
 
     async def add(self, engine: Engine) -> None:
         """Take in a replica. It serves once it has the present weights: at once if they are at hand.
@@ -228,7 +240,7 @@ class EngineReplicas:
             task.cancel()
         await asyncio.gather(*self._restarts, return_exceptions=True)
         await asyncio.gather(*(engine.close() for engine in self.engines))
-        await asyncio.gather(*self._errands, return_exceptions=True)
+        await asyncio.gather(*self._updates, *self._errands, return_exceptions=True)
         if self._own_weights is not None:
             self._own_weights.close()
 
@@ -309,9 +321,10 @@ class EngineReplicas:
             ready = [r for r in self._replicas if r.serves]
             if ready:
                 return min(ready, key=lambda r: r.work)
-            if not self._restarts:
+            awaited = {*self._restarts, *self._updates}
+            if not awaited:
                 raise EngineDiedError(self._obituary())
-            await asyncio.wait({*self._restarts, part.aborted}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({*awaited, part.aborted}, return_when=asyncio.FIRST_COMPLETED)
 
     def _abort_unfinished(self, part: Part, run: Run) -> None:
         begun = {c.index: c for c in part.request.begun}
