@@ -17,7 +17,6 @@ import torch
 from engine_oracles import TinyModel, collect, errors, first_then_abandon, make_request
 from fake_engine import FakeEngine, be_killed, make_owner, make_slow_engine, report, sleep_for_ever
 
-from gcore_rollout import Engine
 from gcore_rollout.engine_process import PRELOAD_VLLM, EngineProcess
 from gcore_rollout.errors import EngineDiedError, EngineStartError, MissingExtraError, RequestError, RolloutError
 from gcore_rollout.hf_engine import HFEngine
@@ -80,6 +79,7 @@ async def test_completions_are_those_of_the_engine(hf: EngineProcess, tied: Tiny
     here = HFEngine.from_pretrained(tied.path)
     requests = [make_request(f"r{i}", 3 + i, n=3, temperature=0.3 * i, seed=i) for i in range(6)]
     expected, found = await collect(here, *requests), await collect(hf, *requests)
+    assert await idle_cpu_share(hf) < 0.2
     assert sorted(found) == sorted(expected)
     for key, c in found.items():
         e = expected[key]
@@ -157,6 +157,18 @@ async def test_updates_made_at_once_do_not_mix() -> None:
         await collect(engine, make_request("check weights", 1, max_tokens=1))
     assert engine.weight_version == 8
     await engine.close()
+
+
+async def idle_cpu_share(engine: EngineProcess) -> float:
+    """Of one core, that a process takes which has nothing to do."""
+
+    def cpu_s() -> float:
+        fields = Path(f"/proc/{engine.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    before = cpu_s()
+    await asyncio.sleep(1)
+    return cpu_s() - before
 
 
 async def test_completions_come_as_they_finish_in_calls_of_their_own(slow: EngineProcess) -> None:
@@ -341,9 +353,10 @@ async def test_engine_goes_with_its_owner() -> None:
 
 async def test_vllm_in_a_process(tied: TinyModel) -> None:
     make = partial(VLLMEngine.from_pretrained, tied.path, kv_cache_memory_bytes=64 << 20)
-    engine: Engine = await start(make, num_threads=1)
+    engine = await start(make, num_threads=1)
     requests = [make_request(f"r{i}", 3 + 20 * i, n=2) for i in range(3)]
     assert max(errors(tied.old, requests, await collect(engine, *requests))) < 1e-4
+    assert await idle_cpu_share(engine) < 0.2
     await engine.update_weights(tied.new.state_dict().items(), version=1)
     found = await collect(engine, *requests)
     assert max(errors(tied.new, requests, found)) < 1e-4

@@ -7,6 +7,7 @@ import pickle
 import socket
 import sys
 from collections.abc import AsyncGenerator, Coroutine
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from gcore_rollout.engine import Engine, EngineStats, TakesWeightsInPlace
@@ -49,6 +50,7 @@ class _EngineServer:
         self._shared_weights: SharedWeightsReader | None = None
         self._engine: Engine | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._is_called = asyncio.Event()
 
     async def live(self, channel: socket.socket) -> None:
         self._channel = await Channel.open(channel, self._take)
@@ -59,6 +61,7 @@ class _EngineServer:
             await self._engine.close()
 
     def _take(self, message: ToEngine) -> None:
+        self._is_called.set()
         match message:
             case Setup(call_id):
                 self._start(call_id, self._build(message))
@@ -112,6 +115,11 @@ class _EngineServer:
             if stats != told or clock() >= told_at + interval_s:
                 told, told_at = stats, clock()
                 self._channel.send(Beat(stats))
+            self._is_called.clear()
+            if not stats.num_running:
+                # Nothing changes until somebody calls.
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._is_called.wait(), interval_s)
             await asyncio.sleep(min(_STATS_INTERVAL_S, interval_s))
 
     async def _generate(self, call_id: int, requests: tuple[Request, ...]) -> None:
