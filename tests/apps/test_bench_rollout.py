@@ -150,7 +150,7 @@ class FakeEngine:
     async def update(self, version: int) -> None:
         assert self._clock is not None
         self._clock.note_update_start()
-        time.sleep(0.05)
+        time.sleep(0.3)
         self._version = version
         self._clock.note_update_end()
 
@@ -174,8 +174,8 @@ async def test_the_time_without_a_token_is_that_of_the_copy(tmp_path: Path) -> N
     engine = FakeEngine(clock)
     way = Way(engine=cast(Any, engine), clocks=[clock], update=engine.update)
     row = await busy_figures(way, 1, sync_request(RolloutOptions()))
-    assert row["first_token_s"] >= row["busy_s"] >= 0.05
-    assert 0.04 < row["no_token_s"] <= row["first_token_s"]
+    assert row["first_token_s"] >= row["busy_s"] >= 0.3
+    assert 0.2 < row["no_token_s"] <= row["first_token_s"]
     assert row["old_steps"] == 0
 
 
@@ -248,7 +248,7 @@ def test_bench_measures_rollouts(tmp_path: Path) -> None:
 
     figures: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
     parts = {part["part"]: part for part in figures["parts"]}
-    assert list(parts) == ["generation", "sync", "sandbox"]
+    assert list(parts) == ["generation", "sync", "forms", "sandbox"]
     for part in parts.values():
         assert all(f"│ {row} " in done.stdout for row in part["summary"]["rows"])
         assert all(isfinite(r) and r >= 0 for of_row in part["ratios"].values() for r in of_row.values())
@@ -276,6 +276,16 @@ def test_bench_measures_rollouts(tmp_path: Path) -> None:
         if name != "memcpy":
             assert row["wall_s"] >= row["copy_s"] > 0
             assert min(row["first_token_s"], row["busy_s"], row["step_s"]) > 0
+
+    rows = parts["forms"]["summary"]["rows"]
+    deltas = [f"delta {share} %" for share in ("0.1", "1", "10", "100")]
+    assert list(rows) == ["memcpy", "full", *deltas, "adapters", "store full", "store delta 1 %", "broadcast"]
+    sent = {name: row["sent_bytes"] / rows["memcpy"]["sent_bytes"] for name, row in rows.items()}
+    assert 0 < sent["delta 0.1 %"] < sent["delta 1 %"] < sent["delta 10 %"] < sent["delta 100 %"] == sent["full"] == 1
+    assert sent["delta 1 %"] == pytest.approx(0.03, rel=0.1)  # six bytes an element instead of two
+    assert sent["adapters"] == 16 * (1024 + 512) / (1024 * 512)
+    assert all(row["apply_s"] > 0 for name, row in rows.items() if name != "broadcast")
+    assert min(rows[name]["encode_s"] for name in (*deltas, "store full", "store delta 1 %", "broadcast")) > 0
 
     rows = parts["sandbox"]["summary"]["rows"]
     assert list(rows)[:2] == ["bare", "limits"]

@@ -59,6 +59,10 @@ async def _measure(
                 runs = await generation.run_rounds(options, folder, processes, say=say)
             case "sync":
                 runs = await sync.run_rounds(options, folder, processes, say=say)
+            case "forms":
+                from gcore_bench.rollout import sync_forms
+
+                runs = await sync_forms.run_rounds(options, folder, say=say)
             case "sandbox":
                 runs = await sandbox_calls.run_rounds(options, say=say)
         found = _summary(part, runs)
@@ -72,7 +76,7 @@ def _summary(part: str, runs: list[Run]) -> PartSummary:
     match part:
         case "generation":
             bases = {name: base for name, base in generation.BASES.items() if name in summary.rows}
-        case "sync":
+        case "sync" | "forms":
             bases = {name: sync.MEMCPY for name in summary.rows if name != sync.MEMCPY}
         case _:
             bases = {name: sandbox_calls.BARE for name in summary.rows if name != sandbox_calls.BARE}

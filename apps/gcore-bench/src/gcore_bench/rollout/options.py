@@ -6,7 +6,7 @@ from typing import Literal, Self, get_args
 
 from gcore_bench.grpo.errors import BenchError
 
-PartName = Literal["generation", "sync", "sandbox"]
+PartName = Literal["generation", "sync", "forms", "sandbox"]
 GenerationContender = Literal[
     "vllm", "gcore-vllm", "gcore-vllm-process", "transformers", "gcore-hf", "gcore-hf-process"
 ]
@@ -17,7 +17,8 @@ class RolloutOptions:
     """Measure gcore-rollout beside bare vLLM, transformers' own generate, memcpy, files and a bare interpreter."""
 
     parts: tuple[PartName, ...] = get_args(PartName)
-    """generation: tokens a second; sync: new weights, and the first token that they make; sandbox: short programs."""
+    """generation: tokens a second; sync: new weights, and the first token that they make; forms: what is sent of new
+    weights in every form; sandbox: short programs."""
     contenders: tuple[GenerationContender, ...] = get_args(GenerationContender)
     """Who generates, in this order, in every round."""
     rounds: int = 3

@@ -34,5 +34,6 @@ def ratios(part: str, runs: Sequence[Run], bases: Mapping[str, str]) -> dict[str
 _OVER = {
     "generation": {"tokens_per_s": "tokens_per_s", "cpu_s": "cpu_s"},
     "sync": dict.fromkeys(("wall_s", "busy_s", "no_token_s", "copy_s"), "wall_s"),
+    "forms": {"wall_s": "wall_s"},
     "sandbox": {name: name for name in ("alone_ms", "cpu_ms", "together_ms")},
 }

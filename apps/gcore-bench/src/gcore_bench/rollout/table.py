@@ -29,6 +29,8 @@ def tables(found: PartSummary, options: RolloutOptions) -> list[Table]:
             shown = [_generation_table(found)]
         case "sync":
             shown = [_sync_table(found), _first_token_table(found)]
+        case "forms":
+            shown = [_forms_table(found)]
         case _:
             shown = [_sandbox_table(found)]
     shown[-1].caption = f"medians of {options.rounds} rounds; load of the machine {found.summary.load:.1f}"
@@ -85,6 +87,14 @@ def _first_token_table(found: PartSummary) -> Table:
     return shown
 
 
+def _forms_table(found: PartSummary) -> Table:
+    shown = figures_table("weight sync by form", "sent MB", "to encode s", "to apply s", "both over memcpy")
+    for name, row in found.summary.rows.items():
+        cells = [f"{row['sent_bytes'] / 2**20:,.1f}", _seconds(row, "encode_s"), _seconds(row, "apply_s")]
+        shown.add_row(name, *cells, _ratio(found.ratios.get(name, {}).get("wall_s")))
+    return shown
+
+
 def _sandbox_table(found: PartSummary) -> Table:
     cores = os.cpu_count() or 1
     columns = ("ms a call, alone", "over bare", "CPU ms", "over bare", f"ms a call, {cores} at a time", "over bare")
@@ -119,6 +129,11 @@ def notes(options: RolloutOptions) -> list[str]:
             "slowest process. First token: the end of the forward pass that makes it, in the quickest process; old "
             "steps: those that still end after the call. files: safetensors, written, not synced, and loaded by the "
             "engine."
+        )
+    if "forms" in options.parts:
+        lines.append(
+            "forms: bfloat16 weights; apply: until they are copied into an engine's memory, by way of the mirror. "
+            "Deltas: by share of changed elements. store: synced files. broadcast: gloo, applied while it is sent."
         )
     if "sandbox" in options.parts:
         lines.append("sandbox: several at a time: their wall time over the number of calls.")

@@ -1,0 +1,277 @@
+"""The part forms: new bfloat16 weights in every form in which they can travel, beside a copy of all of them."""
+
+import asyncio
+import multiprocessing
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from gcore_bench.grpo.errors import BenchError
+from gcore_bench.rollout.options import RolloutOptions
+from gcore_bench.trainer.figures import Run
+from gcore_rollout import Engine
+from gcore_rollout.weight_sync.adapters import A_OF, B_OF, AdapterWeights, merged
+from gcore_rollout.weight_sync.broadcast import WeightReceiver, WeightSender
+from gcore_rollout.weight_sync.delta import make_delta
+from gcore_rollout.weight_sync.mirror import FullWeights, WeightMirror
+from gcore_rollout.weight_sync.publisher import WeightPublisher
+from gcore_rollout.weight_sync.subscriber import WeightSubscriber
+
+MEMCPY = "memcpy"
+_MEMCPY_TIMES = 3
+_ROWS, _COLUMNS, _RANK = 1024, 512, 16
+_SHARES = {"delta 0.1 %": 0.001, "delta 1 %": 0.01, "delta 10 %": 0.1, "delta 100 %": 1.0}
+_STORE_SHARE = 0.01
+_BUCKET_BYTES = 32 << 20
+_TIMEOUT_S = 120
+
+State = dict[str, torch.Tensor]
+
+
+class _Sink:
+    """Of an engine, what an update needs: it copies the weights into its own."""
+
+    def __init__(self, state: State) -> None:
+        self.weight_version = 0
+        self.own = {name: tensor.clone() for name, tensor in state.items()}
+
+    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+        for name, tensor in weights:
+            self.own[name].copy_(tensor)
+        self.weight_version = version
+
+
+class _Side:
+    """An engine and its mirror."""
+
+    def __init__(self, state: State) -> None:
+        self.sink = _Sink(state)
+        self.mirror = WeightMirror(cast(Engine, self.sink), state.items())
+
+
+async def run_rounds(options: RolloutOptions, folder: Path, *, say: Callable[[str], object]) -> list[Run]:
+    """The copy, and every form, in turn, ``options.rounds`` times.
+
+    Raises:
+        BenchError: an engine has other weights than those that were sent.
+    """
+    torch.set_num_threads(options.threads)
+    generator = torch.Generator().manual_seed(options.seed)
+    state = {f"layers.{i}.weight": _random(_ROWS, _COLUMNS, generator) for i in range(options.sync_mb)}
+    forms = _Forms(state, folder, generator)
+    runs: list[Run] = []
+    try:
+        for number in range(1, options.rounds + 1):
+            for name in (MEMCPY, "full", *_SHARES, "adapters", "store full", "store delta 1 %", "broadcast"):
+                load = os.getloadavg()[0]
+                row = await forms.measured(name)
+                row["wall_s"] = row["encode_s"] + row["apply_s"]
+                runs.append(Run(part="forms", contender=name, round=number, load=load, rows={name: row}))
+                say(f"forms, round {number} of {options.rounds}: {name} {row['wall_s']:.3f} s, load {load:.1f}")
+    finally:
+        forms.close()
+    return runs
+
+
+class _Forms:
+    """The sender's weights, and an engine for each way of sending."""
+
+    def __init__(self, state: State, folder: Path, generator: torch.Generator) -> None:
+        self._state = state
+        self._folder = folder
+        self._generator = generator
+        self._version = 0
+        self._direct = _Side(state)
+        self._far = _Side(state)
+        self._num_stores = 0
+        self._url = ""
+        self._publisher: WeightPublisher | None = None
+        self._peer: _Peer | None = None
+
+    async def measured(self, name: str) -> dict[str, float]:
+        """Bytes sent, seconds to make them, and seconds from there until the engine has them."""
+        self._version += 1
+        match name:
+            case "memcpy":
+                return self._memcpy()
+            case "full":
+                return await self._full()
+            case "adapters":
+                return await self._adapters()
+            case "store full" | "store delta 1 %":
+                return await self._store(is_full=name == "store full")
+            case "broadcast":
+                return self._broadcast()
+            case _:
+                return await self._delta(_SHARES[name])
+
+    def close(self) -> None:
+        if self._peer is not None:
+            self._peer.close()
+
+    def _memcpy(self) -> dict[str, float]:
+        walls: list[float] = []
+        for _ in range(_MEMCPY_TIMES):
+            start_s = time.perf_counter()
+            for name, tensor in self._state.items():
+                self._far.sink.own[name].copy_(tensor)
+            walls.append(time.perf_counter() - start_s)
+        return {"sent_bytes": _size_bytes(self._state), "encode_s": 0.0, "apply_s": median(walls)}
+
+    async def _full(self) -> dict[str, float]:
+        start_s = time.perf_counter()
+        await self._direct.mirror.apply(FullWeights(version=self._version, tensors=self._state.items()))
+        end_s = time.perf_counter()
+        _check(self._direct.sink, self._state)
+        return {"sent_bytes": _size_bytes(self._state), "encode_s": 0.0, "apply_s": end_s - start_s}
+
+    async def _delta(self, share: float) -> dict[str, float]:
+        new, base_version = self._changed(share), self._direct.mirror.version
+        assert base_version is not None
+        start_s = time.perf_counter()
+        delta = make_delta(self._state, new.items(), base_version=base_version, version=self._version)
+        made_s = time.perf_counter()
+        await self._direct.mirror.apply(delta)
+        end_s = time.perf_counter()
+        self._state = new
+        _check(self._direct.sink, new)
+        return {"sent_bytes": delta.size_bytes, "encode_s": made_s - start_s, "apply_s": end_s - made_s}
+
+    async def _adapters(self) -> dict[str, float]:
+        base_version = self._direct.mirror.version
+        assert base_version is not None
+        tensors: State = {}
+        for name in self._state:
+            layer = name.removesuffix(".weight")
+            tensors[layer + A_OF] = _random(_RANK, _COLUMNS, self._generator)
+            tensors[layer + B_OF] = _random(_ROWS, _RANK, self._generator)
+        update = AdapterWeights(base_version=base_version, version=self._version, scaling=2.0, tensors=tensors)
+        start_s = time.perf_counter()
+        await self._direct.mirror.apply(update)
+        end_s = time.perf_counter()
+        _check(self._direct.sink, dict(merged(self._state, update)))
+        return {"sent_bytes": update.size_bytes, "encode_s": 0.0, "apply_s": end_s - start_s}
+
+    async def _store(self, *, is_full: bool) -> dict[str, float]:
+        """A delta is to the version that was published before it, in the same round."""
+        if is_full:
+            self._num_stores += 1
+            self._url = f"file://{self._folder}/store-{self._num_stores}"
+            self._publisher = WeightPublisher(self._url)
+        else:
+            self._state = self._changed(_STORE_SHARE)
+        assert self._publisher is not None
+        start_s = time.perf_counter()
+        manifest = self._publisher.publish(self._state.items(), version=self._version)
+        made_s = time.perf_counter()
+        await self._far.mirror.apply(*await WeightSubscriber(self._url).load(have=self._far.mirror.version))
+        end_s = time.perf_counter()
+        _check(self._far.sink, self._state)
+        if not is_full:
+            shutil.rmtree(self._url.removeprefix("file://"))
+        return {"sent_bytes": manifest.size_bytes, "encode_s": made_s - start_s, "apply_s": end_s - made_s}
+
+    def _broadcast(self) -> dict[str, float]:
+        if self._peer is None:
+            self._peer = _Peer(self._state, self._folder)
+            self._peer.send(self._state, self._version)
+            self._version += 1
+        start_s = time.perf_counter()
+        sent_s, end_s = self._peer.send(self._state, self._version)
+        return {
+            "sent_bytes": _size_bytes(self._state),
+            "encode_s": sent_s - start_s,
+            "apply_s": max(0.0, end_s - sent_s),
+        }
+
+    def _changed(self, share: float) -> State:
+        """New weights of which this share of elements differs."""
+        new: State = {}
+        for name, tensor in self._state.items():
+            changed = torch.rand(tensor.shape, generator=self._generator) < share
+            new[name] = torch.where(changed, -tensor, tensor)
+        return new
+
+
+class _Peer:
+    """Another process with an engine, in one gloo group with this one."""
+
+    def __init__(self, state: State, folder: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, other = context.Pipe()
+        file, shapes = str(folder / "rendezvous"), {name: tuple(tensor.shape) for name, tensor in state.items()}
+        self._process = context.Process(target=_follow, args=(other, file, shapes), daemon=True)
+        self._process.start()
+        _join(file, rank=0)
+        self._sender = WeightSender(_world(), bucket_bytes=_BUCKET_BYTES)
+
+    def send(self, state: State, version: int) -> tuple[float, float]:
+        """When all was sent, and when the other process had it in its engine."""
+        self._connection.send(None)
+        self._sender.send(state.items(), version=version)
+        sent_s = time.perf_counter()
+        if not self._connection.poll(_TIMEOUT_S):
+            raise BenchError("broadcast: the receiver does not answer")
+        end_s, checksum = self._connection.recv()
+        if checksum != _checksum(state):
+            raise BenchError("broadcast: the engine has other weights than those that were sent")
+        return sent_s, end_s
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.join(_TIMEOUT_S)
+        dist.destroy_process_group()
+
+
+def _follow(connection: Connection, file: str, shapes: dict[str, tuple[int, ...]]) -> None:
+    """The other process."""
+    torch.set_num_threads(1)
+    _join(file, rank=1)
+    sink = _Sink({name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()})
+    receiver = WeightReceiver(_world(), src=0, reuse_buffer=True)
+    with suppress(EOFError):  # there are no more
+        while True:
+            connection.recv()
+            incoming = receiver.receive()
+            asyncio.run(sink.update_weights(incoming.tensors, version=incoming.version))
+            connection.send((time.perf_counter(), _checksum(sink.own)))
+    dist.destroy_process_group()
+
+
+def _join(file: str, *, rank: int) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=2, timeout=timedelta(seconds=_TIMEOUT_S)
+    )
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _random(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=generator).mul_(0.02).bfloat16()
+
+
+def _size_bytes(state: State) -> int:
+    return sum(tensor.nbytes for tensor in state.values())
+
+
+def _checksum(state: State) -> int:
+    return sum(int(tensor.view(torch.int16).sum(dtype=torch.int64)) * i for i, tensor in enumerate(state.values(), 1))
+
+
+def _check(sink: _Sink, expected: State) -> None:
+    if not all(torch.equal(sink.own[name], tensor) for name, tensor in expected.items()):
+        raise BenchError("forms: an engine has other weights than those that were sent")

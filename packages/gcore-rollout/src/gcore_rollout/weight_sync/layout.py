@@ -1,0 +1,82 @@
+"""What a set of weights consists of: names, data types and shapes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Self
+
+import torch
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """Data type and shape of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        return cls(dtype=tensor.dtype, shape=tuple(tensor.shape))
+
+    @classmethod
+    def from_plain(cls, dtype: str, shape: list[int]) -> Self:
+        """The reverse of `plain`."""
+        return cls(dtype=getattr(torch, dtype), shape=tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def plain(self) -> tuple[str, list[int]]:
+        """As JSON can hold it."""
+        return str(self.dtype).removeprefix("torch."), list(self.shape)
+
+    def __str__(self) -> str:
+        dtype, shape = self.plain()
+        return f"{dtype} {shape}"
+
+
+Layout = Mapping[str, TensorSpec]
+"""By name."""
+
+
+def layout_of(weights: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    """The layout of weights."""
+    return {name: TensorSpec.of(tensor) for name, tensor in weights.items()}
+
+
+def check_layout(given: Layout, own: Layout) -> None:
+    """Refuse weights of another layout.
+
+    Raises:
+        ValueError: unknown or missing names, another shape or data type.
+    """
+    unknown, missing = sorted(given.keys() - own.keys()), sorted(own.keys() - given.keys())
+    if unknown or missing:
+        raise ValueError(f"weights do not match: unknown names {unknown[:3]}, missing names {missing[:3]}")
+    for name, spec in given.items():
+        if spec != own[name]:
+            raise ValueError(f"weight {name!r} is {spec}: {own[name]} is needed")
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a contiguous tensor as integers, shape [N]: a view in which NaN equals itself and -0.0 is not 0.0.
+
+    Raises:
+        ValueError: the elements have more than 8 bytes.
+    """
+    if tensor.dtype.itemsize not in _INTEGERS:
+        raise ValueError(f"{tensor.dtype} has elements of {tensor.dtype.itemsize} bytes: 8 or fewer are needed")
+    return tensor.detach().view(-1).view(_INTEGERS[tensor.dtype.itemsize])
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy in the host's memory."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())

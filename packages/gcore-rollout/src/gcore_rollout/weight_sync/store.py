@@ -1,0 +1,114 @@
+"""The objects below a URL, through tensorstore: calls with a bound on time, and errors that name the URL."""
+
+import os
+from typing import Any, TypeVar
+
+from gcore_rollout.errors import MissingExtraError
+
+try:
+    import tensorstore as ts
+except ImportError:
+    raise MissingExtraError("tensorstore", "store") from None
+
+_T = TypeVar("_T")
+_ANSWER_TIMEOUT_S = 60.0
+_SLOWEST_BYTES_PER_S = 2**20
+# With the defaults, 32 tries, a server that is gone would take a quarter of an hour to become an error.
+_RETRIES = {"max_retries": 5, "initial_delay": "250ms", "max_delay": "2s"}
+# One context for all: it is what makes `memory://` the same store for everyone in the process.
+_CONTEXT = ts.Context({"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES})
+
+
+class Pending:
+    """A call that has been made."""
+
+    def __init__(self, future: "ts.Future[Any]", url: str, timeout_s: float) -> None:
+        self._future = future
+        self._url = url
+        self._timeout_s = timeout_s
+
+    def result(self) -> Any:
+        """Its answer.
+
+        Raises:
+            TimeoutError: there was none in time.
+            OSError: the store says that it failed.
+        """
+        try:
+            return self._future.result(timeout=self._timeout_s)
+        except TimeoutError:
+            self._future.cancel()
+            raise TimeoutError(f"{self._url}: no answer within {self._timeout_s:.0f} s") from None
+        except (ValueError, NotImplementedError) as error:  # tensorstore's, whatever has gone wrong
+            raise OSError(f"{self._url}: {str(error).partition(' [')[0]}") from error
+
+
+class Objects:
+    """The objects below a URL.
+
+    Args:
+        url: ``file:///FOLDER``, ``s3://BUCKET/FOLDER``, ``gs://BUCKET/FOLDER``, or ``memory://NAME`` within a process.
+            An S3 endpoint, region and credentials are read from the usual environment variables (``AWS_*``).
+
+    Raises:
+        ValueError: the URL names no such place.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        try:
+            self._store = ts.KvStore.open(_spec(url), context=_CONTEXT).result()
+        except ValueError as error:
+            raise ValueError(f"url is {url!r}, which names no store: {error}") from None
+
+    def __str__(self) -> str:
+        return self._url
+
+    def keys(self) -> list[str]:
+        """Of all objects."""
+        return [key.decode() for key in self._pending(self._store.list()).result()]
+
+    def start_read(self, key: str, size_bytes: int = 0) -> Pending:
+        """Its result has ``state`` "value" or "missing", and ``value``."""
+        return self._pending(self._store.read(key), size_bytes)
+
+    def start_write(self, key: str, value: bytes) -> Pending:
+        """Write an object whole or not at all."""
+        return self._pending(self._store.write(key, value), len(value))
+
+    def create(self, key: str, value: bytes) -> bool:
+        """Write an object whole or not at all; False: another one is there."""
+        absent = self.start_read(key).result()
+        if absent.state == "missing":
+            stamp = self._pending(self._store.write(key, value, if_equal=absent.stamp.generation), len(value)).result()
+            if stamp.generation:
+                return True
+        # A try whose answer was lost may have written it.
+        return self.start_read(key).result().value == value
+
+    def delete(self, key: str) -> None:
+        self._pending(self._store.write(key, None)).result()
+
+    def delete_folder(self, folder: str) -> None:
+        everything = ts.KvStore.KeyRange(f"{folder}/", f"{folder}0")  # "0" is the character after "/"
+        self._pending(self._store.delete_range(everything)).result()
+
+    def _pending(self, future: "ts.Future[_T]", size_bytes: int = 0) -> Pending:
+        return Pending(future, self._url, _ANSWER_TIMEOUT_S + size_bytes / _SLOWEST_BYTES_PER_S)
+
+
+def _spec(url: str) -> dict[str, Any]:
+    """What tensorstore opens. The prefix ends with a slash, lest ``run`` hold the versions of ``run-2``."""
+    spec: dict[str, Any] = ts.KvStore.Spec(url).to_json()
+    if path := spec.pop("path", "").rstrip("/"):
+        spec["path"] = path + "/"
+    if spec["driver"] == "s3":
+        variables = os.environ
+        if endpoint := variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL"):
+            spec["endpoint"] = endpoint.rstrip("/")
+        if region := variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION"):
+            spec["aws_region"] = region
+        if variables.get("AWS_ACCESS_KEY_ID"):
+            # The default chain would look here first too, but prints errors about files that are not there.
+            spec["aws_credentials"] = {"type": "environment"}
+    return spec
