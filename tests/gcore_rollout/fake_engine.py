@@ -21,7 +21,7 @@ from gcore_rollout.errors import EngineDiedError, MissingExtraError, RequestErro
 
 if TYPE_CHECKING:
     from gcore_rollout.engine_process import EngineProcess
-    from gcore_rollout.shared_weights import SharedWeights
+    from gcore_rollout.weight_sync.shared_weights import SharedWeights
 
 
 class UnpicklableError(Exception):
@@ -244,7 +244,7 @@ async def make_owner() -> Owner:
     import torch
 
     from gcore_rollout.engine_process import EngineProcess
-    from gcore_rollout.shared_weights import SharedWeights
+    from gcore_rollout.weight_sync.shared_weights import SharedWeights
 
     owner = Owner()
     owner.inner = await EngineProcess.start(FakeEngine, preload=())

@@ -20,8 +20,8 @@ from fake_engine import FakeEngine, be_killed, make_owner, make_slow_engine, rep
 from gcore_rollout.engine_process import PRELOAD_VLLM, EngineProcess
 from gcore_rollout.errors import EngineDiedError, EngineStartError, MissingExtraError, RequestError, RolloutError
 from gcore_rollout.hf_engine import HFEngine
-from gcore_rollout.shared_weights import SharedWeights
 from gcore_rollout.vllm_engine import VLLMEngine
+from gcore_rollout.weight_sync.shared_weights import SharedWeights
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -13,12 +13,10 @@ from typing import Any, Self
 
 import torch
 
-from gcore_rollout.child_process import ChildProcess
 from gcore_rollout.engine import Engine, EngineStats
 from gcore_rollout.errors import EngineDiedError, EngineStartError, RolloutError
-from gcore_rollout.shared_weights import SharedWeights
-from gcore_rollout.types import Completion, Request
-from gcore_rollout.wire import (
+from gcore_rollout.processes.child_process import ChildProcess
+from gcore_rollout.processes.wire import (
     Abandon,
     Beat,
     Call,
@@ -32,6 +30,8 @@ from gcore_rollout.wire import (
     UpdateWeights,
     exception,
 )
+from gcore_rollout.types import Completion, Request
+from gcore_rollout.weight_sync.shared_weights import SharedWeights
 
 PRELOAD_HF = ("gcore_rollout.hf_engine",)
 """What every engine here needs."""

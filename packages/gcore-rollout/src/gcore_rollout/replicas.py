@@ -12,8 +12,8 @@ import torch
 from gcore_rollout.engine import Engine, EngineStats
 from gcore_rollout.errors import EngineDiedError, RolloutError
 from gcore_rollout.replica_work import Part, Replica, Run, part_of
-from gcore_rollout.shared_weights import SharedWeights
 from gcore_rollout.types import Completion, Request
+from gcore_rollout.weight_sync.shared_weights import SharedWeights
 
 
 class EngineReplicas:

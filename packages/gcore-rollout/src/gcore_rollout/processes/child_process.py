@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from gcore_rollout.errors import EngineDiedError
-from gcore_rollout.fork_server import STATUS
+from gcore_rollout.processes.fork_server import STATUS
 
 
 class _ForkServer:
@@ -26,7 +26,7 @@ class _ForkServer:
             arguments = f"{theirs.fileno()}, {os.getpid()}, {preload!r}"
             program = (
                 f"import sys; sys.path[:] = {sys.path!r}; "
-                f"from gcore_rollout.fork_server import serve; serve({arguments})"
+                f"from gcore_rollout.processes.fork_server import serve; serve({arguments})"
             )
             command = [sys.executable, "-c", program]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])

@@ -11,8 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from gcore_rollout.engine import Engine, EngineStats, TakesWeightsInPlace
-from gcore_rollout.types import Request
-from gcore_rollout.wire import (
+from gcore_rollout.processes.wire import (
     Abandon,
     Beat,
     Call,
@@ -25,9 +24,10 @@ from gcore_rollout.wire import (
     UpdateWeights,
     failure,
 )
+from gcore_rollout.types import Request
 
 if TYPE_CHECKING:
-    from gcore_rollout.shared_weights import SharedWeightsReader
+    from gcore_rollout.weight_sync.shared_weights import SharedWeightsReader
 
 _STATS_INTERVAL_S = 0.02
 
@@ -137,7 +137,7 @@ class _EngineServer:
         assert self._engine is not None
         if self._shared_weights is None:
             # Not before: it imports torch, which may come later than the fork and in another configuration.
-            from gcore_rollout.shared_weights import SharedWeightsReader
+            from gcore_rollout.weight_sync.shared_weights import SharedWeightsReader
 
             self._shared_weights = SharedWeightsReader()
         weights = self._shared_weights.read(fd, update.layout)

@@ -14,7 +14,7 @@ from gcore_rollout.errors import RolloutError
 from gcore_rollout.types import Completion, Request
 
 if TYPE_CHECKING:
-    from gcore_rollout.shared_weights import WeightsLayout
+    from gcore_rollout.weight_sync.shared_weights import WeightsLayout
 
 _LENGTH = struct.Struct("!Q")
 

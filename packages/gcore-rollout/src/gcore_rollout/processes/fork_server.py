@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 
-from gcore_rollout import engine_server
+from gcore_rollout.processes import engine_server
 
 STATUS = struct.Struct("!i")
 """A number on a status socket: first the pid, with a descriptor of the process, and last the exit code."""
