@@ -10,11 +10,12 @@ from gcore_trainer.errors import (
     TrainerError,
     UnsupportedModelError,
 )
-from gcore_trainer.types import MicroBatch, Sample
+from gcore_trainer.types import Images, MicroBatch, Sample
 
 __all__ = [
     "BatchError",
     "ConfigError",
+    "Images",
     "KLPenalty",
     "LossAggMode",
     "MicroBatch",

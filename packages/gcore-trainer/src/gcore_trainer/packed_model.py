@@ -11,7 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 
 from gcore_trainer import packed_attention
 from gcore_trainer.config import LoRAConfig
@@ -23,6 +28,7 @@ from gcore_trainer.packed_row import Row, RowMaker
 from gcore_trainer.router_replay import transformers_routers
 from gcore_trainer.token_scores import TokenScores, named_scores, token_scores
 from gcore_trainer.types import NOTHING, MicroBatch, by_sample
+from gcore_trainer.vision import VISION_MODELS, Vision
 
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LOGIT_CHANGES: dict[str, Any] = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
@@ -31,6 +37,8 @@ _LOGIT_CHANGES: dict[str, Any] = {"final_logit_softcapping": None, "logits_scali
 
 class PackedTransformer(ABC, Generic[ScoresT]):
     """Scores samples with a transformers model, computing no padding and every shared prompt once.
+
+    Models of `vision.VISION_MODELS` see the images of samples; their vision tower learns with the rest.
 
     Args:
         model: loaded with ``attn_implementation=packed_attention.ATTENTION_NAME``; use `from_pretrained`.
@@ -45,6 +53,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
 
     scores: ClassVar[Literal["tokens", "values"]]
     _auto_class: ClassVar[Any]
+    _vision_class: ClassVar[Any] = None
 
     def __init__(
         self,
@@ -56,12 +65,12 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         lora: LoRAConfig | None = None,
     ) -> None:
         # Any other attention ignores the plan that `score` hands it, and would let sequences see each other.
-        if model.config._attn_implementation != packed_attention.ATTENTION_NAME:
+        self._text_config = model.config.get_text_config()
+        if self._text_config._attn_implementation != packed_attention.ATTENTION_NAME:
             raise UnsupportedModelError(
-                f"the model's attn_implementation is {model.config._attn_implementation!r}: "
+                f"the model's attn_implementation is {self._text_config._attn_implementation!r}: "
                 f"{packed_attention.ATTENTION_NAME!r} is needed; {type(self).__name__}.from_pretrained loads it so"
             )
-        self._text_config = model.config.get_text_config()
         layer_types = set(getattr(self._text_config, "layer_types", None) or ())
         if unsupported := sorted(layer_types - _SUPPORTED_LAYER_TYPES):
             raise UnsupportedModelError(
@@ -74,6 +83,8 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             add_lora(model, lora)
         self.lora = lora
         self.model = model
+        self.vision = Vision(model) if model.config.model_type in VISION_MODELS else None
+        """How the model sees; None: it does not."""
         self.share_prefix = share_prefix
         self.compute_dtype = compute_dtype or model.dtype
         self.root = _Root(model, self._forward)
@@ -104,9 +115,12 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             UnsupportedModelError: the model has layers that packed attention does not compute.
         """
         packed_attention.register()
-        model: Any = cls._auto_class.from_pretrained(
-            path, dtype=dtype, attn_implementation=packed_attention.ATTENTION_NAME, **cls._load_options()
-        )
+        auto_class, attention = cls._auto_class, packed_attention.ATTENTION_NAME
+        if (model_type := AutoConfig.from_pretrained(path).model_type) in VISION_MODELS:
+            auto_class, attention = cls._vision_class, {"text_config": attention, "vision_config": "sdpa"}
+        if auto_class is None:
+            raise UnsupportedModelError(f"{path} is a {model_type!r} model: {cls.__name__} takes none that sees images")
+        model: Any = auto_class.from_pretrained(path, dtype=dtype, attn_implementation=attention, **cls._load_options())
         return cls(model.to(device), **options)
 
     @classmethod
@@ -116,7 +130,8 @@ class PackedTransformer(ABC, Generic[ScoresT]):
     def layers(self) -> list[torch.nn.Module]:
         """The model's layers, first to last."""
         count: int = self._text_config.num_hidden_layers
-        stacks = [m for m in self.model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
+        model: torch.nn.Module = self.model if self.vision is None else self.model.base_model.language_model
+        stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
         return list(stacks[0])
 
     @property
@@ -133,7 +148,15 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         """Hold only this rank's share of every row; all ranks of ``context`` score the same samples.
 
         Gradients of parameters are then parts, to be summed over these ranks.
+
+        Raises:
+            UnsupportedModelError: a model that sees images, among several ranks.
         """
+        if self.vision is not None and context.size > 1:
+            raise UnsupportedModelError(
+                f"{self.model.config.model_type!r} sees images, and {context.size} ranks are to divide its rows: "
+                "context and sequence parallel sizes of 1 are needed"
+            )
         self._context = context
 
     def leave_casting(self) -> None:
@@ -192,6 +215,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             dtype=self.compute_dtype,
             share_prefix=self.share_prefix,
             replay_routing=self.scores == "tokens",
+            vision=self.vision,
         )
         [row] = rows.make([samples])
         self.num_computed_tokens += row.num_tokens
@@ -216,9 +240,13 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             router.recorded = None if self._recorded is None else []
 
     def _forward(self, row: Row, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
-        output = self.model.base_model(
-            input_ids=row.input_ids, position_ids=row.positions, use_cache=False, packed=row.plan
-        )
+        if self.vision is None:
+            inputs = {"input_ids": row.input_ids, "position_ids": row.positions}
+        else:
+            embeddings_1TD = self.vision.embed(row.input_ids, row.images)
+            positions = row.positions if row.images is None else row.images.positions
+            inputs = {"inputs_embeds": embeddings_1TD, "position_ids": positions}
+        output = self.model.base_model(**inputs, use_cache=False, packed=row.plan)
         # A layer that mixes tokens in another way would mix those of different sequences, without an error.
         num_layers = self._text_config.num_hidden_layers
         if row.plan.num_calls != num_layers:
@@ -246,6 +274,7 @@ class PackedModel(PackedTransformer[TokenScores]):
 
     scores = "tokens"
     _auto_class = AutoModelForCausalLM
+    _vision_class = AutoModelForImageTextToText
 
     def __init__(self, model: Any, *, temperature: float = 1.0, **options: Any) -> None:
         if not 0 < temperature < np.inf:

@@ -16,6 +16,7 @@ from gcore_trainer.packed_attention import AttentionPlan, PackedPlan
 from gcore_trainer.packing import PackedBatch, pack
 from gcore_trainer.router_replay import input_places, routing_of_row
 from gcore_trainer.types import MicroBatch
+from gcore_trainer.vision import RowImages, Vision, refuse_images
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,6 +49,8 @@ class Row:
     """[P + R - 1] where each sample's input tokens stand in the whole row."""
     routing: torch.Tensor | None
     """[T, L, K] the experts that each token passes through, where routers do not choose (see `router_replay`)."""
+    images: RowImages | None
+    """None: there are none."""
     cp: ContextParallel
 
     def of_all_ranks(self, values_n: torch.Tensor) -> torch.Tensor:
@@ -76,6 +79,7 @@ class RowMaker:
         dtype: Of the model's activations.
         share_prefix: Compute equal prompts of a micro-batch once, where the row need not be cut within sequences.
         replay_routing: Impose the experts that samples bring: the policy's, not those of a critic.
+        vision: How the model sees; None: it does not.
         multiple_of: What the number of each rank's tokens must be a multiple of.
     """
 
@@ -84,6 +88,7 @@ class RowMaker:
     dtype: torch.dtype
     share_prefix: bool
     replay_routing: bool
+    vision: Vision | None = None
     multiple_of: int = 1
 
     def make(self, micro_batches: Sequence[MicroBatch], *, equal_lengths: bool = False) -> list[Row]:
@@ -92,6 +97,9 @@ class RowMaker:
         Args:
             micro_batches: the same on all ranks that work on them.
             equal_lengths: pad all to the longest.
+
+        Raises:
+            BatchError: a sample has images, and the model sees none; or they do not fit their prompt.
         """
         batches = [self._packed(samples) for samples in micro_batches]
         if equal_lengths:
@@ -124,6 +132,8 @@ class RowMaker:
             # All ranks of a row score something, for their collectives are the same.
             target_index = np.array([source_N.size])
             source_index = target_ids = np.zeros(1, np.int64)
+        if self.vision is None:
+            refuse_images(samples, "this backend or model sees none, the torch backend does with a Qwen-VL model")
         routing = routing_of_row(samples, batch) if self.replay_routing else None
         return Row(
             input_ids=self._tensor(batch.input_ids[places])[None],
@@ -137,6 +147,7 @@ class RowMaker:
             places=self._tensor(places),
             input_places=input_places(samples, batch),
             routing=None if routing is None else self._tensor(routing[places]),
+            images=None if self.vision is None else self.vision.row_images(samples, batch),
             cp=self.cp,
         )
 

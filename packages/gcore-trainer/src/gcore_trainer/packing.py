@@ -87,7 +87,7 @@ def pack(
         raise ConfigError(f"segment_multiple_of is {segment_multiple_of} with share_prefix=True: False is needed")
     by_prompt: dict[bytes, list[int]] = {}
     for i, sample in enumerate(samples):
-        key = sample.prompt_ids.tobytes() if share_prefix else i.to_bytes(8, "little")
+        key = sample.prompt_key if share_prefix else i.to_bytes(8, "little")
         by_prompt.setdefault(key, []).append(i)
 
     pieces: list[NDArray[np.int64]] = []

@@ -20,6 +20,7 @@ from gcore_trainer.token_scores import named_scores
 from gcore_trainer.torch_parallel import TorchParallel
 from gcore_trainer.trainer import ShareOf, Trainer
 from gcore_trainer.types import NOTHING, MicroBatch
+from gcore_trainer.vision import checkpoint_name, copy_processor
 
 
 class TorchTrainer(Trainer):
@@ -55,8 +56,11 @@ class TorchTrainer(Trainer):
         self._parallel = parallel
         if parallel is not None:
             parallel.shard(packed)
+        names = [name for name, _ in packed.model.named_parameters()]
+        self._hub_names = {n: n if packed.vision is None else checkpoint_name(packed.model, n) for n in names}
+        """What a Hugging Face folder calls each of transformers' parameters."""
         self._parameters: dict[str, torch.nn.Parameter] = {
-            name: p for name, p in packed.model.named_parameters() if p.requires_grad
+            self._hub_names[name]: p for name, p in packed.model.named_parameters() if p.requires_grad
         }
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
@@ -83,7 +87,7 @@ class TorchTrainer(Trainer):
         return self._packed.num_routers
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        parameters = ((name, _whole(p.detach())) for name, p in self._packed.model.named_parameters())
+        parameters = ((self._hub_names[name], _whole(p.detach())) for name, p in self._packed.model.named_parameters())
         if self._packed.lora is None:
             yield from parameters
         else:
@@ -91,12 +95,16 @@ class TorchTrainer(Trainer):
             yield from merged(parameters, adapters, self._packed.lora)
 
     def save_pretrained(self, path: str | Path) -> None:
+        model = self._packed.model
         if self._parallel is None and self._packed.lora is None:
-            self._packed.model.save_pretrained(path)
-            return
-        weights = {name: tensor.cpu() for name, tensor in self.export_weights()}
-        if self._parallel is None or self._parallel.mesh.get_rank() == 0:
-            self._packed.model.save_pretrained(path, state_dict=weights)
+            model.save_pretrained(path)
+        else:
+            weights = {name: tensor.cpu() for name, tensor in self.export_weights()}
+            if self._parallel is not None and self._parallel.mesh.get_rank() != 0:
+                return
+            model.save_pretrained(path, state_dict=weights)
+        if self._packed.vision is not None:
+            copy_processor(Path(model.name_or_path), Path(path))
 
     def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, share: ShareOf) -> dict[str, float]:
         self._optimizer.zero_grad(set_to_none=False)

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +23,40 @@ _PER_TOKEN = (
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Images:
+    """Images of a prompt, as transformers' image processors of the Qwen-VL kind give them, one after the other."""
+
+    pixel_values: NDArray[np.float32]
+    """[patches, features]."""
+    grid_thw: NDArray[np.int64]
+    """[images, 3] patches of each image in time, height and width."""
+
+    def __post_init__(self) -> None:
+        if self.grid_thw.ndim != 2 or self.grid_thw.shape[1] != 3 or not self.grid_thw.size:
+            raise BatchError(f"grid_thw has shape {self.grid_thw.shape}: (images, 3) and an image at least are needed")
+        num_patches = int(self.grid_thw.prod(1).sum())
+        if self.pixel_values.ndim != 2 or self.pixel_values.shape[0] != num_patches:
+            raise BatchError(
+                f"pixel_values has shape {self.pixel_values.shape}: ({num_patches}, features) is needed, "
+                f"for that many patches are in grid_thw"
+            )
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Equal for equal images."""
+        return blake2b(self.grid_thw.tobytes() + self.pixel_values.tobytes(), digest_size=16).digest()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Sample:
     """One prompt and one response. Every per-token array has shape [R], R the response's length.
 
-    Samples with equal prompts that land in one micro-batch share the prompt's forward and backward pass.
+    Samples with equal prompts, and equal images in them, that land in one micro-batch share the prompt's forward and
+    backward pass.
     """
 
     prompt_ids: NDArray[np.int64]
-    """[P], P >= 1."""
+    """[P], P >= 1; an image token stands once for each merged patch of an image."""
     response_ids: NDArray[np.int64]
     """[R], R >= 1."""
     response_mask: NDArray[np.bool_] | None = None
@@ -49,6 +77,8 @@ class Sample:
     routed_experts: NDArray[np.int16] | None = None
     """[P + R - 1, L, K] the K experts of the policy that every input token passes through in each of L layers (see
     `router_replay`); None: its routers choose."""
+    images: Images | None = None
+    """Of the prompt, in the order of their places; None: there are none."""
 
     def __post_init__(self) -> None:
         for field in ("prompt_ids", "response_ids"):
@@ -76,6 +106,11 @@ class Sample:
     def num_inputs(self) -> int:
         """P + R - 1: the last response token predicts nothing."""
         return self.prompt_ids.size + self.response_ids.size - 1
+
+    @property
+    def prompt_key(self) -> bytes:
+        """Equal for equal prompts with equal images."""
+        return self.prompt_ids.tobytes() + (b"" if self.images is None else self.images.digest)
 
     @property
     def mask(self) -> NDArray[np.bool_]:
