@@ -16,6 +16,11 @@ LONGEST_FIRST = (
     "apps/test_rewards.py",
     "apps/test_rollouts.py",
     "gcore_rollout/test_vllm_server.py",
+    "apps/test_policy_engines.py",
+    "gcore_controller/test_ray_runtime.py",
+    "apps/test_images.py",
+    "gcore_rollout/test_engines_behind_engines.py",
+    "gcore_rollout/test_engine_process.py",
     "gcore_trainer/test_megatron_training.py",
     "gcore_trainer/test_megatron_lora.py",
 )

@@ -1,6 +1,8 @@
 """The command line in processes of its own, and tiny runs for it."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from command_line import Cli, Server, write_rows
 
-from gcore_llm.tiny_model import make_tiny_model
+from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
 
 # What the command sets before it imports torch and transformers, which the server has done by then.
 ENVIRONMENT = {
@@ -56,6 +58,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model as it is before its warm-up."""
     path = tmp_path_factory.mktemp("models") / "tiny"
     make_tiny_model(path, seed=0)
+    return path
+
+
+@pytest.fixture(scope="session")
+def chatty(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model that ends its responses at any digit: their lengths have a long tail."""
+    path = tmp_path_factory.mktemp("chatty") / "model"
+    shutil.copytree(tiny, path)
+    digits = tiny_tokenizer()("0123456789")["input_ids"]
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, *digits]}))
     return path
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import Cli, option_set, step_rows, write_rows
+from command_line import Cli, option_set, step_rows, val_rows, write_rows
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from gcore_llm.cli import parse_train
@@ -58,6 +58,59 @@ def test_groups_without_a_verdict_are_not_trained_on(cli: Cli, own_args: list[st
     for row in rows:
         assert row["reward/model/parsed/mean"] <= 1
         assert row["critic/score/mean"] == pytest.approx(row["reward/model/mean"])
+
+
+# As for a score, a random model's last a or b is its verdict; most have none, and are ties.
+PAIRWISE = [
+    *(
+        "--reward-model.kind",
+        "judge",
+        "--reward-model.judge.pairwise",
+        "True",
+        "--reward-model.judge.pattern",
+        "([ab])",
+    ),
+    *("--reward-model.judge.max-response-length", "12", "--reward-model.judge.unparsable-score", "0.5"),
+]
+
+
+@pytest.mark.parametrize("has_function", [True, False])
+def test_a_judge_that_compares(cli: Cli, own_args: list[str], tiny: Path, has_function: bool) -> None:
+    """Each group's shares of wins have the mean of a tie; groups of ties alone have nothing to learn from."""
+    args = own_args if has_function else option_set(own_args, "--reward", "")
+    (cli.cwd / "question.txt").write_text("{answer}: {prompt}{completion_a}, or {completion_b}?")
+    options = [*PAIRWISE, "--reward-model.path", str(tiny), "--reward-model.judge.template", "question.txt"]
+    for row in rows_of(cli, args, *options, "--reward-model.weight", "2"):
+        assert row["reward/model/mean"] == pytest.approx(0.5)
+        assert 0 < row["reward/model/parsed/mean"] < 1
+        assert row["critic/score/mean"] == pytest.approx(row.get("reward/function/mean", 0.0) + 1.0)
+        assert row["critic/score/max"] > row["critic/score/min"]
+        assert ("reward/function/mean" in row) == has_function
+        assert row["actor/grad_norm"] > 0
+    # Held out, the greedy and the sampled answer are compared with each other.
+    if not has_function:
+        for row in val_rows(cli.cwd / "runs/default"):
+            assert row["val/greedy/score/mean"] + row["val/sampled/score/mean"] == pytest.approx(2.0)
+
+
+def test_comparison_of_responses_that_took_several_steps(
+    cli: Cli, own_args: list[str], chatty: Path, tiny: Path
+) -> None:
+    """A group is compared once all of it is there, whichever steps that took."""
+    args = option_set(option_set(own_args, "--model", str(chatty)), "--data.max-response-length", "48")
+    partial = ["--rollout.partial-rollout", "True", "--rollout.over-sample-rate", "1"]
+    rows = rows_of(cli, args, *PAIRWISE, *partial, "--reward-model.path", str(tiny))
+    assert all(row["sampling/unfinished_groups"] > 0 for row in rows)
+    assert all(row["reward/model/mean"] == pytest.approx(0.5) for row in rows)
+
+
+def test_groups_that_cannot_be_compared(cli: Cli, own_args: list[str], tiny: Path) -> None:
+    """A random model never says who wins: no group is left."""
+    options = ["--reward-model.path", str(tiny), "--algorithm.max-num-gen-batches", "1"]
+    cli.ok(*own_args, *PAIRWISE[:4], *PAIRWISE[6:8], *options)
+    for row in step_rows(cli.cwd / "runs/default"):
+        assert row["sampling/groups"] == 0
+        assert row["sampling/dropped_groups"] > 0
 
 
 def test_a_classifier(cli: Cli, own_args: list[str], tmp_path: Path) -> None:
@@ -152,6 +205,19 @@ def test_programs_are_run(cli: Cli, own_args: list[str]) -> None:
             "reward_model.judge.num_processes is 0 and reward_model.judge.engine",
         ),
         (["--reward-model.judge.n", "0"], "reward_model.judge.n is 0: 1 or more is needed"),
+        (
+            [*PAIRWISE[:-1], "0.25"],
+            "reward_model.judge.pairwise is true and reward_model.judge.unparsable_score is 0.25: 0.5, a tie",
+        ),
+        ([*PAIRWISE, "--reward-model.judge.high", "9"], "they are of scores, comparisons have winners"),
+        (
+            [*PAIRWISE, "--reward-model.path", "x", "--rollout.multi-turn.max-revisions", "1"],
+            "reward_model.judge.pairwise is true and rollout.multi_turn makes several turns",
+        ),
+        (
+            [*PAIRWISE, "--reward-model.path", "x", "--algorithm.adv-estimator", "remax"],
+            "reward_model.judge.pairwise is true and algorithm.adv_estimator is 'remax'",
+        ),
         (["--reward-calls.timeout-s", "0"], "reward_calls.timeout_s is 0.0: above 0 is needed"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

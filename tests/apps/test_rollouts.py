@@ -1,24 +1,9 @@
 """`gcore-llm train` with responses that take several steps, or several turns."""
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 from command_line import Cli, option_set, step_rows
-
-from gcore_llm.tiny_model import tiny_tokenizer
-
-
-@pytest.fixture(scope="module")
-def chatty(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model that ends its responses at any digit: their lengths have a long tail."""
-    path = tmp_path_factory.mktemp("chatty") / "model"
-    shutil.copytree(tiny, path)
-    digits = tiny_tokenizer()("0123456789")["input_ids"]
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, *digits]}))
-    return path
-
 
 PARTIAL = [
     *("--rollout.partial-rollout", "True", "--rollout.over-sample-rate", "1"),

@@ -19,9 +19,9 @@ from gcore_rollout.rewards import (
     PairwiseJudge,
     RewardRunner,
     ScorePattern,
+    WinnerPattern,
     evaluate,
     evaluate_group,
-    parse_winner,
 )
 
 SAMPLING = SamplingParams(max_tokens=64)
@@ -222,8 +222,16 @@ def test_bad_settings(make: Callable[[], object], message: str) -> None:
         ("", None),
     ],
 )
-def test_parse_winner(text: str, winner: str | None) -> None:
-    assert parse_winner(text) == winner
+def test_winner_pattern(text: str, winner: str | None) -> None:
+    assert WinnerPattern()(text) == winner
+
+
+def test_another_pattern_of_winners() -> None:
+    better = WinnerPattern(pattern=r"([ABC]) is better")
+    assert [better(text) for text in ("A is better. b is better", "C is better", "Winner: A")] == ["B", None, None]
+    for pattern, message in {"(": "pattern is '\\('", "A": "a group around the winner is needed"}.items():
+        with pytest.raises(RewardConfigError, match=message):
+            WinnerPattern(pattern=pattern)
 
 
 def pairwise(say: Callable[[str, str], str], n: int = 1, template: str = "", **options: Any) -> PairwiseJudge:

@@ -22,6 +22,7 @@ from gcore_rollout.rewards import (
     ThreadedReward,
     evaluate,
     evaluate_group,
+    part_means,
     reward_metrics,
     score,
 )
@@ -367,6 +368,8 @@ def test_metrics() -> None:
     }
     assert reward_metrics([Failed(error=RewardError("x"))]) == {"reward/failed_fraction": 1.0}
     assert reward_metrics([]) == {}
+    parts = [{"format": 1.0}, {}, {"format": 0.0, "rare": 3.0}]
+    assert part_means(parts) == {"reward/format/mean": 0.5, "reward/rare/mean": 3.0}
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ ADAPTERS = {
     "vllm": [
         "packages/gcore-rollout/src/gcore_rollout/vllm_engine.py",
         "packages/gcore-rollout/src/gcore_rollout/vllm_process.py",
+        "packages/gcore-rollout/src/gcore_rollout/vllm_speculation.py",
         "apps/gcore-bench/src/gcore_bench/rollout/vllm_contender.py",
         "apps/gcore-bench/src/gcore_bench/grpo/trl_weight_sync.py",
     ],
@@ -35,7 +36,7 @@ ADAPTERS = {
     "diffusers": [],
     "peft": ["packages/gcore-trainer/src/gcore_trainer/lora.py"],
     "megatron": ["packages/gcore-trainer/src/gcore_trainer/megatron/"],
-    "ray": [],
+    "ray": ["packages/gcore-controller/src/gcore_controller/ray_runtime.py"],
 }
 """The one file or folder of a distribution that may import each library with a life of its own."""
 
@@ -44,7 +45,7 @@ ONLY_IN_APPS = ["pydantic", "tyro", "tomllib", "tomli_w", "argparse", "rich", "g
 FOR_COMMANDS = ["argparse", "rich"]
 """Of these, what a package's `cli.py` and `cli_*.py` may import, and nothing else of it."""
 
-DISTRIBUTED_AS = {"orbax": "orbax-checkpoint", "megatron": "megatron-core"}
+DISTRIBUTED_AS = {"orbax": "orbax-checkpoint", "megatron": "megatron-core", "PIL": "pillow"}
 """Top-level modules whose distribution has another name."""
 
 USED_THROUGH_ANOTHER = {

@@ -27,7 +27,11 @@ WITHOUT_EXTRA = {
     "math-verify": ("rollout", "math_verify", "from gcore_rollout.rewards import MathVerifyReward as use; use()"),
     "reasoning-gym": ("rollout", "reasoning_gym", "from gcore_rollout.rewards import ReasoningGymReward as use; use()"),
     "ray": ("controller", "ray", "import gcore_controller.ray_runtime"),
-    "vllm": ("rollout", "vllm", "from gcore_rollout.vllm_engine import VLLMEngine; VLLMEngine.from_pretrained('model')"),
+    "vllm": (
+        "rollout",
+        "vllm",
+        "from gcore_rollout.vllm_engine import VLLMEngine; VLLMEngine.from_pretrained('model')",
+    ),
 }
 """For each extra: whose it is, the module to hide, and what then fails."""
 

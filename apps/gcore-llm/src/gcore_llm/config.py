@@ -48,6 +48,9 @@ class DataConfig:
     """How many prompts to hold out if there are no val-files; never more than a tenth of them."""
     prompt_key: str = "prompt"
     """Column of the prompt: text, or a list of chat messages."""
+    image_key: str = ""
+    """Column of a prompt's images, for a vision-language model: one, or a list, each a path (relative to the data file)
+    or the bytes of an image file; they stand where text has <image>, or a message a part of type image. Empty: none."""
     apply_chat_template: Literal["auto", "never"] = "auto"
     """auto: text becomes a user message wherever the tokenizer has a chat template."""
     train_batch_size: int = 32
@@ -329,7 +332,27 @@ class TrainConfig:
                 "rollout.partial_rollout is true and algorithm.adv_estimator is 'remax': another estimator is needed, "
                 "for its greedy responses are of the present weights"
             )
+        if self.data.image_key:
+            self._check_images()
         if self.data.train_files and self.task.name:
             raise UserError(
                 f"data.train_files and task.name={self.task.name!r} are both set: one source of prompts is needed"
+            )
+
+    def _check_images(self) -> None:
+        sizes = self.trainer.parallel
+        unfit = {
+            "model is ''": not self.model,
+            f"trainer.backend is {self.trainer.backend!r}": self.trainer.backend != "torch",
+            f"trainer.parallel.context_parallel_size is {sizes.context_parallel_size}": sizes.context_parallel_size > 1,
+            f"rollout.engine is {self.rollout.engine!r}": self.rollout.engine not in ("hf", "vllm"),
+            "rollout.multi_turn makes several turns": bool(
+                self.rollout.multi_turn.environment or self.rollout.multi_turn.max_revisions
+            ),
+            "algorithm.adv_estimator is 'gae'": self.algorithm.adv_estimator == "gae",
+        }
+        if found := [name for name, is_unfit in unfit.items() if is_unfit]:
+            raise UserError(
+                f"data.image_key is {self.data.image_key!r} and {found[0]}: images need a vision-language model, torch "
+                "without context parallelism, the hf or vllm engine, single turns and no critic"
             )

@@ -1,8 +1,9 @@
 """Held-out evaluation: greedy and sampled, shared out among the controllers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gcore_controller import Collectives, StageTimer
+from gcore_llm.comparison import Comparison
 from gcore_llm.generate import Generation
 from gcore_llm.groups import Group
 from gcore_llm.prompts import Prompt
@@ -36,24 +37,38 @@ async def evaluate(
 ) -> Evaluation:
     """Answer every held-out prompt greedily and by sampling once; the same on every controller.
 
-    Answers for which the reward has no score do not count.
+    Answers for which the reward has no score do not count. Where responses are scored against each other, these two
+    answers to a prompt are.
     """
     mine = list(enumerate(prompts))[group.rank :: group.world_size]
-    means: list[float] = []
-    shown: list[tuple[int, dict[str, object]]] = []
+    both: list[list[Group]] = []
     for sampling in (
         SamplingParams(max_tokens=max_tokens, temperature=0.0),
         SamplingParams(max_tokens=max_tokens, temperature=temperature),
     ):
         generation = Generation(sampler=sampler, sampling=sampling, n=1, seed=_SEED, timer=timer)
-        groups = (await generation.run(mine)).groups
+        both.append((await generation.run(mine)).groups)
+    if sampler.comparison is not None:
+        with timer.stage("reward"):
+            both = await _compared(sampler, sampler.comparison, prompts, *both)
+    means: list[float] = []
+    for groups in both:
         count = await group.all_reduce(len(groups))
         means.append(await group.all_reduce(sum(g.scores[0] for g in groups)) / max(count, 1))
-        if sampling.temperature == 0:
-            shown = [(g.ticket, _shown(sampler, prompts[g.ticket], g)) for g in groups if g.ticket < _NUM_SHOWN]
+    shown = [(g.ticket, _shown(sampler, prompts[g.ticket], g)) for g in both[0] if g.ticket < _NUM_SHOWN]
     everyones = [entry for part in await group.all_gather(shown) for entry in part]
     samples = [row for _, row in sorted(everyones, key=lambda entry: entry[0])]
     return Evaluation(greedy=means[0], sampled=means[1], samples=samples)
+
+
+async def _compared(
+    sampler: Sampler, comparison: Comparison, prompts: list[Prompt], greedy: list[Group], sampled: list[Group]
+) -> list[list[Group]]:
+    """Both answers to each prompt, scored against each other; of a prompt that lacks one, none."""
+    others = {g.ticket: g.responses for g in sampled}
+    pairs = [replace(g, responses=[*g.responses, *others[g.ticket]]) for g in greedy if g.ticket in others]
+    scored = await comparison.run([(pair, prompts[pair.ticket]) for pair in pairs], sampler.tokenizer)
+    return [[replace(pair, responses=[pair.responses[i]]) for pair in scored] for i in range(2)]
 
 
 def _shown(sampler: Sampler, prompt: Prompt, group: Group) -> dict[str, object]:

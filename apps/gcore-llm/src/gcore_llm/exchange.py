@@ -40,7 +40,7 @@ def sample_flops(workload: TransformerWorkload, samples: Sequence[Sample]) -> fl
     lengths: dict[bytes, list[int]] = {}
     prompts: dict[bytes, int] = {}
     for sample in samples:
-        key = sample.prompt_ids.tobytes()
+        key = sample.prompt_key
         prompts[key] = sample.prompt_ids.size
         lengths.setdefault(key, []).append(sample.response_ids.size)
     return sum(float(workload.group_flops(prompts[key], np.array(found))) for key, found in lengths.items())

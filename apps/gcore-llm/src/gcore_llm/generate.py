@@ -116,6 +116,7 @@ class Generation:
             seed=hash((self.seed, draft.ticket)),
             indices=tuple(i for i in range(self.n) if i not in draft.responses),
             begun=draft.take_begun(),
+            images=draft.prompt.encoded_images(),
         )
 
     def _greedy_request(self, draft: "_Draft") -> Request:
@@ -123,6 +124,7 @@ class Generation:
             request_id=f"{draft.ticket}/greedy",
             prompt_token_ids=draft.prompt.token_ids,
             sampling=dataclasses.replace(self.sampling, temperature=0.0),
+            images=draft.prompt.encoded_images(),
         )
 
     async def _score(self, draft: "_Draft", completion: Completion) -> None:
@@ -229,6 +231,7 @@ class _Draft:
             prompt_ids=self._prompt_ids,
             responses=[self.responses[i] for i in range(self.n)],
             greedy_score=self.greedy_score,
+            images=self.prompt.images,
         )
 
     def unfinished(self) -> UnfinishedGroup:

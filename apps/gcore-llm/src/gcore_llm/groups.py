@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_llm.config import AlgorithmConfig
+from gcore_llm.images import PromptImages
 from gcore_rollout import Completion
 from gcore_trainer import Sample
 
@@ -87,6 +88,8 @@ class Group:
     responses: list[Response]
     greedy_score: float | None = None
     """Score of the greedy response, where the algorithm compares with it."""
+    images: PromptImages | None = None
+    """Of the prompt."""
 
     @property
     def oldest_version(self) -> int:
@@ -109,6 +112,7 @@ class Group:
 
     def samples(self, algorithm: AlgorithmConfig) -> list[Sample]:
         """What the trainer learns from, still without advantages; of a filtered response no token counts."""
+        images = None if self.images is None else self.images.for_training()
         return [
             Sample(
                 prompt_ids=self.prompt_ids,
@@ -118,6 +122,7 @@ class Group:
                 else r.mask,
                 old_log_probs=r.log_probs if algorithm.old_log_probs == "rollout" else None,
                 rollout_log_probs=r.log_probs,
+                images=images,
             )
             for r in self.responses
         ]
@@ -129,13 +134,16 @@ class Group:
             "prompt_ids": self.prompt_ids,
             "responses": [r.state() for r in self.responses],
             "greedy_score": self.greedy_score,
+            "images": None if self.images is None else self.images.state(),
         }
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Group":
+        images = state.get("images")
         return cls(
             ticket=state["ticket"],
             prompt_ids=np.asarray(state["prompt_ids"]),
             responses=[Response.from_state(r) for r in state["responses"]],
             greedy_score=state["greedy_score"],
+            images=None if images is None else PromptImages.from_state(images),
         )

@@ -1,5 +1,6 @@
 """Looking at a run's latest policy: completions and held-out scores."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,10 @@ async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
         )
     check_model(model)
     tokenizer = build_tokenizer(model)
-    engine = build_engine(config, model, tokenizer)
+    if config.rollout.is_on_servers:
+        # The run may be in the middle of a step on them.
+        config = replace(config, rollout=replace(config.rollout, engine="hf", urls=(), weights_dir=""))
+    engine = await build_engine(config, model, tokenizer)
     checkpointer = Checkpointer(run.checkpoints)
     if not checkpointer.steps():
         return config, tokenizer, engine, 0

@@ -1,19 +1,9 @@
 """Where numbers go: metrics.jsonl, and TensorBoard if wanted."""
 
-from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Self
 
 from gcore_llm.run_folder import RunFolder, append_json, read_jsonl, write_jsonl
-
-
-def means_by_name(parts: Iterable[Mapping[str, float]], *, prefix: str) -> dict[str, float]:
-    """``PREFIX NAME/mean`` of every name, over those that have it."""
-    values: dict[str, list[float]] = {}
-    for part in parts:
-        for name, value in part.items():
-            values.setdefault(f"{prefix}{name}/mean", []).append(value)
-    return {name: sum(found) / len(found) for name, found in sorted(values.items())}
 
 
 class MetricsWriter:

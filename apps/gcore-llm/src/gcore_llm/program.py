@@ -19,13 +19,13 @@ from gcore_llm.exchange import exchange, sample_flops, split_in_micro_batches
 from gcore_llm.generate import Generation
 from gcore_llm.groups import Group, UnfinishedGroup
 from gcore_llm.learner import has_critic, has_reference, needs_old_log_probs
-from gcore_llm.metrics import means_by_name
 from gcore_llm.performance import speed
 from gcore_llm.preparation import kl_controller, prepare
 from gcore_llm.prompts import Prompt, PromptSets
 from gcore_llm.roles import Roles
 from gcore_placement import TransformerWorkload
 from gcore_rollout import SamplingParams
+from gcore_rollout.rewards import part_means
 from gcore_trainer import MicroBatch, Sample
 
 State = dict[str, Any]
@@ -166,10 +166,18 @@ class _Controller:
         else:
             prompts = self._loader.take(count)
             generated = await self._generation.run(prompts)
-        groups, self._unfinished = generated.groups, generated.unfinished
+        groups, self._unfinished = await self._compared(generated.groups), generated.unfinished
         self._wave_groups += groups
         self._num_dropped += len(prompts) - len(groups) - len(self._unfinished)
         return [g for g in groups if g.has_signal] if self._config.algorithm.filter_groups else groups
+
+    async def _compared(self, groups: list[Group]) -> list[Group]:
+        """The groups, their responses scored against each other if that is asked for."""
+        roles = self._ctx.roles
+        if roles.comparison is None:
+            return groups
+        with self._ctx.timer.stage("reward"):
+            return await roles.comparison.run([(g, self._loader.row(g.ticket)) for g in groups], roles.tokenizer)
 
     def _fresh(self, group: UnfinishedGroup) -> UnfinishedGroup:
         """The group, or nothing but its ticket if it is too old."""
@@ -299,7 +307,7 @@ class _Controller:
                 "prompt_length/mean": prompts.mean(),
                 "perf/total_num_tokens": lengths.sum() + prompts.sum(),
             }
-        metrics |= means_by_name([p for _, _, mine, *_ in everyones for p in mine], prefix="reward/")
+        metrics |= part_means(p for _, _, mine, *_ in everyones for p in mine)
         return {name: float(value) for name, value in metrics.items()}
 
     def _timings(self, step_s: float, metrics: dict[str, float]) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Prompts: from the user's files or from a task, tokenized, filtered, and split into training and held-out ones."""
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ import numpy as np
 
 from gcore_llm.config import DataConfig
 from gcore_llm.errors import UserError
+from gcore_llm.images import PromptImages, images_of, vision_processor, with_parts
+from gcore_rollout.errors import RolloutError
 
 RowT = TypeVar("RowT")
 
@@ -22,6 +25,11 @@ class Prompt:
     token_ids: tuple[int, ...]
     row: Mapping[str, Any]
     """What the reward sees: every column of the data set."""
+    images: PromptImages | None = None
+
+    def encoded_images(self) -> tuple[bytes, ...]:
+        """As files, in the order of their places in the prompt."""
+        return () if self.images is None else self.images.encoded()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +99,8 @@ def render(value: object, tokenizer: Any, data: DataConfig, where: str) -> str:
         raise UserError(f"{where} is {value!r:.80}: text, or a list of messages with role and content, is needed")
     if tokenizer.chat_template is None:
         raise UserError(f"{where} is a list of chat messages: the model's tokenizer has no chat template to render it")
-    return tokenizer.apply_chat_template(value, add_generation_prompt=True, tokenize=False)
+    messages = with_parts(value) if data.image_key else value
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
 
 
 def are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
@@ -116,17 +125,11 @@ def load_files(data: DataConfig, tokenizer: Any, *, seed: int) -> PromptSets:
     """Prompts of data.train-files and data.val-files.
 
     Raises:
-        UserError: see `read_rows` and `render`; or nothing is left to train on.
+        UserError: see `read_rows`, `render` and `images_of`; images that do not fit their prompt, or a model that sees
+            none; or nothing is left to train on.
     """
     train, val = (
-        tokenize(
-            (
-                (render(row.get(data.prompt_key), tokenizer, data, f"{path}: {data.prompt_key} of row {n}"), row)
-                for path in paths
-                for n, row in enumerate(read_rows(path), 1)
-            ),
-            tokenizer,
-        )
+        [prompt for path in paths for prompt in _load_file(path, data, tokenizer)]
         for paths in (data.train_files, data.val_files)
     )
     kept_train, kept_val = ([p for p in ps if len(p.token_ids) <= data.max_prompt_length] for ps in (train, val))
@@ -140,6 +143,32 @@ def load_files(data: DataConfig, tokenizer: Any, *, seed: int) -> PromptSets:
             f"the shortest has {shortest} tokens"
         )
     return PromptSets(train=kept_train, val=kept_val, num_too_long=num_too_long)
+
+
+def _load_file(path: str, data: DataConfig, tokenizer: Any) -> list[Prompt]:
+    rows = read_rows(path)
+    texts = [
+        render(row.get(data.prompt_key), tokenizer, data, f"{path}: {data.prompt_key} of row {n}")
+        for n, row in enumerate(rows, 1)
+    ]
+    prompts = tokenize(zip(texts, rows, strict=True), tokenizer)
+    if not data.image_key:
+        return prompts
+    return [
+        _with_images(prompt, data.image_key, tokenizer, Path(path).parent, f"{path}: {data.image_key} of row {n}")
+        for n, prompt in enumerate(prompts, 1)
+    ]
+
+
+def _with_images(prompt: Prompt, image_key: str, tokenizer: Any, folder: Path, where: str) -> Prompt:
+    model: str = tokenizer.name_or_path
+    images = images_of(prompt.row.get(image_key), model=model, folder=folder, where=where)
+    encoded = () if images is None else images.encoded()
+    try:
+        token_ids = vision_processor(model).expand(prompt.token_ids, encoded)
+    except RolloutError as error:
+        raise UserError(f"{where}: {error}") from None
+    return dataclasses.replace(prompt, token_ids=token_ids, images=images)
 
 
 def hold_out(rows: Sequence[RowT], *, size: int, seed: int) -> tuple[list[RowT], list[RowT]]:

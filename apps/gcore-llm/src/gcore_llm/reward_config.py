@@ -4,42 +4,57 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from gcore_llm.engine_config import EngineConfig
 from gcore_llm.errors import UserError, check_at_least
 from gcore_rollout.rewards import OnError, Reduce
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgeConfig:
+class JudgeConfig(EngineConfig):
     """How a generative reward model is asked, and read."""
 
+    pairwise: bool = False
+    """Compare every two responses of a group, each of them first once: the share of wins is the score, a tie is half
+    a win. A group is compared when all its responses are there, in the step in which the last one is finished, and
+    before groups whose scores are alike are dropped; on held-out prompts, the greedy response and the sampled one
+    are compared. reward_calls.timeout_s is for all comparisons of a group."""
     template: str = ""
-    """File with the question: a text with {completion}, and as it likes {prompt} and columns of the row in braces;
-    empty: how good the answer is, from 0 to 10."""
+    """File with the question: a text with {completion}, or with {completion_a} and {completion_b} if pairwise, and as
+    it likes {prompt} and columns of the row in braces; empty: how good the answer is, from 0 to 10, or which of the
+    two is better."""
     n: int = 1
-    """Verdicts on each response."""
+    """Verdicts on each question."""
     reduce: Reduce = "mean"
     """How several verdicts become one score."""
     temperature: float = 1.0
     """Of its sampling; 0: greedy."""
     max_response_length: int = 512
     """Longest verdict in tokens."""
-    pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)"
-    """Regular expression whose first group is the score; its last match in a verdict counts."""
+    pattern: str = ""
+    """Regular expression whose first group is the score, or A, B or tie if pairwise; its last match in a verdict
+    counts. Empty: "Score: 7", or "Winner: A"."""
     low: float = 0.0
     """The score that becomes 0 ..."""
     high: float = 10.0
     """... and the one that becomes 1."""
     unparsable_score: float | None = None
     """What a verdict without a score counts as; unset: it is left out, and a response without any verdict takes its
-    group out of training."""
-    engine: Literal["hf", "vllm"] = "hf"
-    """What the judge runs in."""
-    num_processes: int = 0
-    """Replicas of the judge, each a process of its own beside the policy's engine; 0: both share a process."""
+    group out of training. If pairwise 0.5, a tie, or unset."""
 
     def __post_init__(self) -> None:
-        for name, bound in (("n", 1), ("max_response_length", 1), ("num_processes", 0)):
-            check_at_least(f"reward_model.judge.{name}", getattr(self, name), bound)
+        self.check_engine("reward_model.judge")
+        for name in ("n", "max_response_length"):
+            check_at_least(f"reward_model.judge.{name}", getattr(self, name), 1)
+        if self.pairwise and self.unparsable_score not in (None, 0.5):
+            raise UserError(
+                f"reward_model.judge.pairwise is true and reward_model.judge.unparsable_score is "
+                f"{self.unparsable_score}: 0.5, a tie, or none is needed"
+            )
+        if self.pairwise and (self.reduce, self.low, self.high) != ("mean", 0.0, 10.0):
+            raise UserError(
+                f"reward_model.judge.pairwise is true and reward_model.judge.reduce, low and high are "
+                f"{self.reduce!r}, {self.low} and {self.high}: they are of scores, comparisons have winners"
+            )
         if self.engine == "vllm" and not self.num_processes:
             raise UserError(
                 "reward_model.judge.num_processes is 0 and reward_model.judge.engine is 'vllm': 1 or more is needed"

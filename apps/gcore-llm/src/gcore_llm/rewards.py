@@ -3,30 +3,37 @@
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+from gcore_llm.comparison import Comparison
 from gcore_llm.config import TrainConfig
+from gcore_llm.engines import check_servers, start_judge
 from gcore_llm.errors import UserError
 from gcore_llm.reward_config import JudgeConfig
 from gcore_llm.roles import build_tokenizer, check_model, eos_token_ids
-from gcore_rollout import Engine, SamplingParams
+from gcore_rollout import SamplingParams
 from gcore_rollout.multi_turn import ChatEncoder
 from gcore_rollout.rewards import (
     CodeReward,
     CompositeReward,
+    GroupRewardRunner,
     HTTPReward,
     JudgeModel,
     JudgeReward,
     MathVerifyReward,
+    PairwiseJudge,
     ReasoningGymReward,
     RetryPolicy,
     RewardFunction,
     RewardRunner,
     RewardRunnerConfig,
     ScorePattern,
+    WinnerPattern,
     load_reward,
 )
 from gcore_rollout.sandbox import Sandbox
+
+JudgeT = TypeVar("JudgeT")
 
 _QUESTION = """Here are a request and an answer to it.
 
@@ -40,11 +47,38 @@ How good is the answer? Think about it briefly, then end with "Score: N", where 
 """
 
 
-class Rewards:
-    """Scores responses through `runner` until it is closed; made by `start`."""
+_COMPARISON = """Here are a request and two answers to it.
 
-    def __init__(self, reward: RewardFunction, config: TrainConfig, *, close: Callable[[], Awaitable[None]]) -> None:
+Request:
+{prompt}
+
+Answer A:
+{completion_a}
+
+Answer B:
+{completion_b}
+
+Which answer is better? Think about it briefly, then end with "Winner: A", "Winner: B" or "Winner: tie".
+"""
+
+
+class Rewards:
+    """Scores responses through `runner` until it is closed; made by `start`.
+
+    Attributes:
+        comparison: What scores the responses of a group against each other besides.
+    """
+
+    def __init__(
+        self,
+        reward: RewardFunction,
+        config: TrainConfig,
+        *,
+        comparison: Comparison | None = None,
+        close: Callable[[], Awaitable[None]],
+    ) -> None:
         self.runner = make_runner(reward, config)
+        self.comparison = comparison
         self._close = close
 
     @classmethod
@@ -57,12 +91,19 @@ class Rewards:
         """
         if config.reward_model.kind == "none":
             return cls(reward_function(config), config, close=_nothing)
+        # First what cannot leave a model behind if it fails.
+        has_function = bool(config.reward or config.task.name)
+        rewards = {"function": reward_function(config)} if has_function else {}
+        weights = {"function": 1.0} if has_function else {}
+        if config.reward_model.kind == "judge" and config.reward_model.judge.pairwise:
+            compare, close = await _pairwise_judge(config)
+            comparison = Comparison(
+                GroupRewardRunner(compare, _runner_config(config)), weight=config.reward_model.weight
+            )
+            alone = CompositeReward(rewards, weights=weights) if has_function else no_reward
+            return cls(alone, config, comparison=comparison, close=close)
         model, close = await _reward_model(config)
-        if not config.reward and not config.task.name:
-            weight = config.reward_model.weight
-            return cls(CompositeReward({"model": model}, weights={"model": weight}), config, close=close)
-        rewards = {"function": reward_function(config), "model": model}
-        weights = {"function": 1.0, "model": config.reward_model.weight}
+        rewards["model"], weights["model"] = model, config.reward_model.weight
         return cls(CompositeReward(rewards, weights=weights), config, close=close)
 
     async def close(self) -> None:
@@ -74,16 +115,17 @@ class Rewards:
 
 def make_runner(reward: RewardFunction, config: TrainConfig) -> RewardRunner:
     """What calls a reward as the config says."""
+    return RewardRunner(reward, _runner_config(config))
+
+
+def _runner_config(config: TrainConfig) -> RewardRunnerConfig:
     calls = config.reward_calls
-    return RewardRunner(
-        reward,
-        RewardRunnerConfig(
-            max_concurrency=calls.max_concurrency,
-            timeout_s=calls.timeout_s,
-            retry=RetryPolicy(max_retries=calls.max_retries),
-            on_error=calls.on_error,
-            sync_in_threads=calls.in_threads,
-        ),
+    return RewardRunnerConfig(
+        max_concurrency=calls.max_concurrency,
+        timeout_s=calls.timeout_s,
+        retry=RetryPolicy(max_retries=calls.max_retries),
+        on_error=calls.on_error,
+        sync_in_threads=calls.in_threads,
     )
 
 
@@ -144,21 +186,41 @@ async def _reward_model(config: TrainConfig) -> tuple[RewardFunction, Callable[[
             classifier.close()
 
         return classifier, close
-    return await _judge(config, config.reward_model.judge, Path(path))
+    return await _judge(config)
 
 
-async def _judge(
-    config: TrainConfig, judge: JudgeConfig, path: Path
-) -> tuple[RewardFunction, Callable[[], Awaitable[None]]]:
-    template = _QUESTION
-    if judge.template:
-        try:
-            template = Path(judge.template).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"reward_model.judge.template is {judge.template!r}: {error}") from None
+async def _judge(config: TrainConfig) -> tuple[RewardFunction, Callable[[], Awaitable[None]]]:
+    judge = config.reward_model.judge
+    make = partial(
+        JudgeReward,
+        template=_template(judge, default=_QUESTION),
+        parse=ScorePattern(pattern=judge.pattern or ScorePattern.pattern, low=judge.low, high=judge.high),
+        reduce=judge.reduce,
+        on_unparsable="drop" if judge.unparsable_score is None else judge.unparsable_score,
+    )
+    return await _asking(config, make)
+
+
+async def _pairwise_judge(config: TrainConfig) -> tuple[PairwiseJudge, Callable[[], Awaitable[None]]]:
+    _check_pairwise(config)
+    judge = config.reward_model.judge
+    make = partial(
+        PairwiseJudge,
+        template=_template(judge, default=_COMPARISON),
+        parse=WinnerPattern(pattern=judge.pattern or WinnerPattern.pattern),
+        on_unparsable="drop" if judge.unparsable_score is None else "tie",
+    )
+    return await _asking(config, make)
+
+
+async def _asking(config: TrainConfig, make: Callable[..., JudgeT]) -> tuple[JudgeT, Callable[[], Awaitable[None]]]:
+    """What is made of the judge's model, and what frees that."""
+    judge, path = config.reward_model.judge, Path(config.reward_model.path)
+    check_model(path, setting="reward_model.path")
+    check_servers(judge, path)
     tokenizer = build_tokenizer(path)
     encoder = ChatEncoder(tokenizer)
-    engine = await _judge_engine(config, judge, path, tokenizer)
+    engine = await start_judge(config, path, eos_token_ids=eos_token_ids(tokenizer, path))
     model = JudgeModel(
         engine=engine,
         encode=lambda question: encoder.first([{"role": "user", "content": question}]),
@@ -167,44 +229,38 @@ async def _judge(
         n=judge.n,
         seed=config.seed,
     )
-    reward = JudgeReward(
-        model=model,
-        template=template,
-        parse=ScorePattern(pattern=judge.pattern, low=judge.low, high=judge.high),
-        reduce=judge.reduce,
-        on_unparsable="drop" if judge.unparsable_score is None else judge.unparsable_score,
-    )
-    return reward, engine.close
+    try:
+        return make(model=model), engine.close
+    except BaseException:
+        await engine.close()
+        raise
 
 
-async def _judge_engine(config: TrainConfig, judge: JudgeConfig, path: Path, tokenizer: Any) -> Engine:
-    import torch
+def _template(judge: JudgeConfig, *, default: str) -> str:
+    if not judge.template:
+        return default
+    try:
+        return Path(judge.template).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"reward_model.judge.template is {judge.template!r}: {error}") from None
 
-    options: Mapping[str, Any] = {
-        "dtype": getattr(torch, config.dtype),
-        "max_num_seqs": config.rollout.max_num_seqs,
-        "eos_token_ids": eos_token_ids(tokenizer, path),
-    }
-    if judge.engine == "vllm":
-        from gcore_rollout.vllm_engine import VLLMEngine
 
-        make: Callable[[], Engine] = partial(VLLMEngine.from_pretrained, path, **options)
-    else:
-        from gcore_rollout.hf_engine import HFEngine
-
-        make = partial(HFEngine.from_pretrained, path, device=config.device, **options)
-    if not judge.num_processes:
-        return make()
-    from gcore_rollout.engine_process import PRELOAD_HF, PRELOAD_VLLM, EngineProcess
-    from gcore_rollout.replicas import EngineReplicas
-
-    preload = PRELOAD_VLLM if judge.engine == "vllm" else PRELOAD_HF
-    return EngineReplicas(
-        [
-            await EngineProcess.start(make, num_threads=config.threads, preload=preload)
-            for _ in range(judge.num_processes)
-        ]
-    )
+def _check_pairwise(config: TrainConfig) -> None:
+    """
+    Raises:
+        UserError: responses that cannot be compared as a group.
+    """
+    multi_turn = config.rollout.multi_turn
+    if multi_turn.environment or multi_turn.max_revisions:
+        raise UserError(
+            "reward_model.judge.pairwise is true and rollout.multi_turn makes several turns: one of them is needed, "
+            "for what is compared is one response to one prompt"
+        )
+    if config.algorithm.adv_estimator == "remax":
+        raise UserError(
+            "reward_model.judge.pairwise is true and algorithm.adv_estimator is 'remax': another estimator is needed, "
+            "for its greedy response is in no group"
+        )
 
 
 def no_reward(prompt: str, completion: str, row: Mapping[str, Any]) -> float:

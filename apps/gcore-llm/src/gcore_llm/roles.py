@@ -7,7 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gcore_llm.comparison import Comparison
 from gcore_llm.config import TrainConfig
+from gcore_llm.engines import start_policy
 from gcore_llm.errors import UserError
 from gcore_llm.exchange import sample_flops, workload_of
 from gcore_llm.learner import Learner, LocalLearner
@@ -37,6 +39,8 @@ class Sampler:
     policy: Engine
     reward: RewardRunner
     tokenizer: Any
+    comparison: Comparison | None = None
+    """What scores the responses of a group against each other, beside the reward."""
     world: World | None = None
     """Where responses have several turns."""
 
@@ -102,27 +106,9 @@ def eos_token_ids(tokenizer: Any, model: Path | None) -> list[int]:
     return sorted(i for i in ids if i is not None)
 
 
-def build_engine(config: TrainConfig, model: Path, tokenizer: Any) -> Engine:
-    """The generation engine, with the weights of a model folder."""
-    import torch
-
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    eos = eos_token_ids(tokenizer, model)
-    if config.rollout.engine == "vllm":
-        from gcore_rollout.vllm_engine import VLLMEngine
-
-        return VLLMEngine.from_pretrained(
-            model,
-            dtype=dtype,
-            max_model_len=config.data.max_prompt_length + config.data.max_response_length,
-            max_num_seqs=config.rollout.max_num_seqs,
-            eos_token_ids=eos,
-        )
-    from gcore_rollout.hf_engine import HFEngine
-
-    return HFEngine.from_pretrained(
-        model, dtype=dtype, device=config.device, max_num_seqs=config.rollout.max_num_seqs, eos_token_ids=eos
-    )
+async def build_engine(config: TrainConfig, model: Path, tokenizer: Any) -> Engine:
+    """The policy's engine, with the weights of a model folder."""
+    return await start_policy(config, model, eos_token_ids=eos_token_ids(tokenizer, model))
 
 
 def build_world(config: TrainConfig, tokenizer: Any, reward: RewardRunner) -> World | None:
@@ -177,16 +163,22 @@ def build_learner(config: TrainConfig, model: Path, checkpoints: Path) -> Learne
     return RankedLearner(config, model, checkpoints, cost_of=lambda batch: sample_flops(workload, batch))
 
 
-def build_roles(
+async def build_roles(
     config: TrainConfig,
     model: Path,
     checkpoints: Path,
     tokenizer: Any,
     reward: RewardRunner,
+    *,
+    comparison: Comparison | None = None,
     world: World | None = None,
 ) -> Roles:
     """Load the model for every role that needs it."""
     # vLLM sets process-wide state as it starts, so it comes first.
-    policy = build_engine(config, model, tokenizer)
-    learner = build_learner(config, model, checkpoints)
-    return Roles(policy=policy, reward=reward, learner=learner, tokenizer=tokenizer, world=world)
+    policy = await build_engine(config, model, tokenizer)
+    try:
+        learner = build_learner(config, model, checkpoints)
+    except BaseException:
+        await policy.close()
+        raise
+    return Roles(policy=policy, reward=reward, comparison=comparison, learner=learner, tokenizer=tokenizer, world=world)

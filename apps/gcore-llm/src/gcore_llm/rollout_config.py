@@ -2,8 +2,8 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
 
+from gcore_llm.engine_config import EngineConfig, SpeculativeConfig
 from gcore_llm.errors import UserError, check_at_least
 
 
@@ -42,17 +42,18 @@ class MultiTurnConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
+class RolloutConfig(EngineConfig):
     """Generation."""
 
-    engine: Literal["hf", "vllm"] = "hf"
-    """hf: transformers, in this process; vllm: vLLM, in this process."""
+    weights_dir: str = ""
+    """Existing folder that this machine and the servers see under the same path: new weights go through it."""
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     n: int = 8
     """Responses a prompt: the size of a group."""
     temperature: float = 1.0
     """Divides the logits when sampling, and when the trainer scores."""
     max_num_seqs: int = 256
-    """Most responses generated at once."""
+    """Most responses generated at once, by each replica."""
     partial_rollout: bool = False
     """Begin more prompts than are needed, stop when enough groups are complete, and go on with the others in the next
     step, under its weights: nobody waits for the longest responses."""
@@ -63,6 +64,17 @@ class RolloutConfig:
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
 
     def __post_init__(self) -> None:
+        self.check_engine("rollout")
+        if self.is_on_servers != bool(self.weights_dir):
+            raise UserError(
+                f"rollout.engine is {self.engine!r} and rollout.weights_dir is {self.weights_dir!r}: "
+                "a folder is needed with vllm_server and sglang_server, none with other engines"
+            )
+        if self.speculative.num_speculative_tokens and self.engine != "vllm":
+            raise UserError(
+                f"rollout.speculative.num_speculative_tokens is {self.speculative.num_speculative_tokens} and "
+                f"rollout.engine is {self.engine!r}: 'vllm' is needed; a server is told when it is started"
+            )
         check_at_least("rollout.n", self.n, 2)
         check_at_least("rollout.max_staleness", self.max_staleness, 1)
         if not 0 <= self.over_sample_rate < math.inf:

@@ -24,6 +24,11 @@ _MAY_CHANGE = (
     "trainer.backend",
     "trainer.num_processes",
     "trainer.parallel",
+    "rollout.num_processes",
+    "rollout.urls",
+    "rollout.weights_dir",
+    "reward_model.judge.num_processes",
+    "reward_model.judge.urls",
 )
 """Settings that a resumed run may be given anew."""
 

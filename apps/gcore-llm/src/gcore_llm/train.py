@@ -3,7 +3,8 @@
 import asyncio
 import math
 import shutil
-from contextlib import AbstractContextManager, closing
+from collections.abc import Generator
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from gcore_ckpt import Checkpointer
 from gcore_controller import run_inline
 from gcore_llm.config import TrainConfig
 from gcore_llm.display import Display
+from gcore_llm.engines import check_servers
 from gcore_llm.errors import RankError, UserError
 from gcore_llm.evaluate import Evaluation
 from gcore_llm.exchange import workload_of
@@ -27,7 +29,6 @@ from gcore_llm.settings import resolve
 from gcore_llm.tasks import load_task
 from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
 from gcore_llm.warmup import require_worked_examples, warm_up
-from gcore_rollout.rewards import RewardRunner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +56,11 @@ def train(config: TrainConfig, display: Display) -> Result:
         raise UserError("model is not set: a local Hugging Face folder is needed with data.train_files")
     if config.model:
         check_model(Path(config.model))
+        _check_policy_servers(config)
         tokenizer = build_tokenizer(Path(config.model))
     else:
+        if config.rollout.is_on_servers:
+            raise UserError(f"rollout.engine is {config.rollout.engine!r} and model is not set: servers need a model")
         require_worked_examples(config.task.name)
         tokenizer = tiny_tokenizer()
     prompts = load_prompts(config, tokenizer)
@@ -64,9 +68,9 @@ def train(config: TrainConfig, display: Display) -> Result:
     with asyncio.Runner() as runner:
         rewards = runner.run(Rewards.start(config))
         try:
-            runner.run(_try_reward(rewards.runner, prompts))
+            runner.run(_try_rewards(rewards, prompts))
             world = build_world(config, tokenizer, rewards.runner)
-            inputs = _Inputs(tokenizer=tokenizer, prompts=prompts, reward=rewards.runner, world=world)
+            inputs = _Inputs(tokenizer=tokenizer, prompts=prompts, rewards=rewards, world=world)
             run = _run_with(config, inputs, runner, display)
         finally:
             runner.run(rewards.close())
@@ -79,8 +83,16 @@ class _Inputs:
 
     tokenizer: Any
     prompts: PromptSets
-    reward: RewardRunner
+    rewards: Rewards
     world: World | None
+
+
+def _check_policy_servers(config: TrainConfig) -> None:
+    rollout = config.rollout
+    if rollout.weights_dir and not Path(rollout.weights_dir).is_dir():
+        raise UserError(f"rollout.weights_dir is {rollout.weights_dir!r}: an existing folder is needed")
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    check_servers(rollout, Path(config.model), max_length=longest)
 
 
 def _run_with(config: TrainConfig, inputs: _Inputs, runner: asyncio.Runner, display: Display) -> RunFolder:
@@ -106,17 +118,19 @@ def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptSets:
     return load_files(config.data, tokenizer, seed=config.data.shuffle_seed)
 
 
-async def _try_reward(reward: RewardRunner, prompts: PromptSets) -> None:
-    """Call the reward once, so that a broken one is found before the model is loaded."""
+async def _try_rewards(rewards: Rewards, prompts: PromptSets) -> None:
+    """Call each once, so that a broken one is found before the model is loaded."""
     first = prompts.train[0]
-    await reward.score(prompt=first.text, completion="", row=first.row)
+    await rewards.runner.score(prompt=first.text, completion="", row=first.row)
+    if rewards.comparison is not None:
+        await rewards.comparison.try_on(first)
 
 
 def _warm_up(config: TrainConfig, run: RunFolder, inputs: _Inputs, runner: asyncio.Runner, display: Display) -> None:
     """Make the embedded model and warm it up."""
     initial = run.path / "initial-model"
     write_atomically(initial, lambda path: make_tiny_model(path, seed=config.seed))
-    runner.run(warm_up(config, run, initial, inputs.prompts, inputs.tokenizer, inputs.reward, display))
+    runner.run(warm_up(config, run, initial, inputs.prompts, inputs.tokenizer, inputs.rewards.runner, display))
     shutil.rmtree(initial)
 
 
@@ -137,8 +151,18 @@ def _train(
     if first_step:
         display.say(f"resuming after step {first_step} of {total}")
     shutil.rmtree(run.export, ignore_errors=True)
-    roles = build_roles(config, model, run.checkpoints, inputs.tokenizer, inputs.reward, inputs.world)
-    with closing(roles.learner):
+    roles = runner.run(
+        build_roles(
+            config,
+            model,
+            run.checkpoints,
+            inputs.tokenizer,
+            inputs.rewards.runner,
+            comparison=inputs.rewards.comparison,
+            world=inputs.world,
+        )
+    )
+    with closing(roles.learner), _policy_closed(roles, runner):
         saved = roles.learner.load() if first_step else None
         display.phase("training", total=total, done=first_step)
         with MetricsWriter(run, last_step=first_step, tensorboard=config.trainer.tensorboard) as writer:
@@ -170,16 +194,22 @@ def _is_evaluated(config: TrainConfig, run: RunFolder, step: int) -> bool:
     return step > 0 and any(r["step"] == step and "val/greedy/score/mean" in r for r in read_jsonl(run.metrics))
 
 
+@contextmanager
+def _policy_closed(roles: Roles, runner: asyncio.Runner) -> Generator[None]:
+    """Close the policy's engine behind the block, however that ends."""
+    try:
+        yield
+    finally:
+        runner.run(roles.policy.close())
+
+
 async def _run(job: Job, roles: Roles, interrupt: Interrupt) -> None:
-    if job.first_step:
-        await roles.policy.update_weights(roles.learner.export_weights(), version=job.first_step)
     main = asyncio.current_task()
     assert main is not None
-    try:
-        with interrupt.cancels(main):
-            await run_inline(rlhf_program(job), roles=roles, world_size=job.config.controllers)
-    finally:
-        await roles.policy.close()
+    with interrupt.cancels(main):
+        if job.first_step:
+            await roles.policy.update_weights(roles.learner.export_weights(), version=job.first_step)
+        await run_inline(rlhf_program(job), roles=roles, world_size=job.config.controllers)
 
 
 def _export(roles: Roles, path: Path) -> None:

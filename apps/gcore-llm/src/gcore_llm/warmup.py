@@ -46,7 +46,29 @@ async def warm_up(
     optimizer = OptimizerConfig(lr=config.warmup.lr, betas=(0.9, 0.95), lr_warmup_steps=50)
     packed = PackedModel.from_pretrained(initial, device=config.device, temperature=config.rollout.temperature)
     trainer = TorchTrainer(packed, optimizer=optimizer, objective=SFTObjective())
-    sampler = Sampler(policy=build_engine(config, initial, tokenizer), reward=reward, tokenizer=tokenizer)
+    policy = await build_engine(config, initial, tokenizer)
+    sampler = Sampler(policy=policy, reward=reward, tokenizer=tokenizer)
+    try:
+        await _until_accurate(config, run, trainer, samples, sampler, prompts, display)
+    finally:
+        await policy.close()
+
+    def write(path: Path) -> None:
+        trainer.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+
+    write_atomically(run.model, write)
+
+
+async def _until_accurate(
+    config: TrainConfig,
+    run: RunFolder,
+    trainer: TorchTrainer,
+    samples: list[Sample],
+    sampler: Sampler,
+    prompts: PromptSets,
+    display: Display,
+) -> None:
     write_jsonl(run.warmup, [])
     display.phase("warm-up (supervised)", total=config.warmup.max_steps)
     order = np.random.default_rng(config.seed)
@@ -68,13 +90,6 @@ async def warm_up(
         display.warmed_up(step, loss=metrics["sft/loss"], accuracy=result.sampled)
         if result.sampled >= config.warmup.target_accuracy:
             break
-    await sampler.policy.close()
-
-    def write(path: Path) -> None:
-        trainer.save_pretrained(path)
-        tokenizer.save_pretrained(path)
-
-    write_atomically(run.model, write)
 
 
 def _example(tokenizer: Any, prompt_ids: tuple[int, ...], answer: str) -> Sample:

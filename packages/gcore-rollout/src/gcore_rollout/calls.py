@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,6 +13,9 @@ from numpy.typing import NDArray
 
 from gcore_rollout.errors import RequestError
 from gcore_rollout.types import Completion, FinishReason, Request
+
+if TYPE_CHECKING:
+    from gcore_rollout.images import VisionProcessor
 
 
 @dataclass(eq=False)
@@ -130,12 +134,25 @@ def _groups(call: Call, request: Request) -> Iterator[list[Sample]]:
         yield [Sample(call=call, request=request, index=i, begun=None, shares_prompt=i != new[0]) for i in new]
 
 
-def check_request(request: Request, *, max_length: int, vocab_size: int) -> None:
+def check_request(
+    request: Request, *, max_length: int, vocab_size: int, vision: "VisionProcessor | None" = None
+) -> None:
     """Refuse a request that the model cannot take.
 
+    Args:
+        request: to be checked.
+        max_length: tokens that the model takes in all.
+        vocab_size: tokens that it knows.
+        vision: what it reads images with; None: it does not.
+
     Raises:
-        RequestError: too many tokens in all, or a token outside the vocabulary.
+        RequestError: too many tokens in all, a token outside the vocabulary, or images that do not fit the prompt.
     """
+    if request.images and vision is None:
+        raise RequestError(
+            f"request {request.request_id!r} has {len(request.images)} images: the engine takes none, the hf and vllm "
+            "engines do with a vision-language model"
+        )
     prompt, max_tokens = request.prompt_token_ids, request.sampling.max_tokens
     need = len(prompt) + max_tokens
     if need > max_length:
@@ -150,6 +167,8 @@ def check_request(request: Request, *, max_length: int, vocab_size: int) -> None
                 f"request {request.request_id!r} has {name} tokens from {tokens.min()} to {tokens.max()}: "
                 f"the model knows 0 to {vocab_size - 1}"
             )
+    if request.images and vision is not None:
+        vision.check(request.request_id, prompt, request.images)
 
 
 def check_weights(

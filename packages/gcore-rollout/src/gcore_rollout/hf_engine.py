@@ -1,4 +1,7 @@
-"""The `hf` engine: any transformers causal LM, continuously batched over key-value slots, in this process."""
+"""The `hf` engine: any transformers causal LM, continuously batched over key-value slots, in this process.
+
+Of vision-language models it runs those of `images.VISION_MODELS`.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -7,12 +10,14 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from gcore_rollout import slot_attention
 from gcore_rollout.calls import Sample, check_request, check_weights
 from gcore_rollout.engine import EngineStats
 from gcore_rollout.errors import UnsupportedModelError
+from gcore_rollout.hf_vision import HFVision
+from gcore_rollout.images import VISION_MODELS, VisionProcessor, checkpoint_name
 from gcore_rollout.in_process import InProcessEngine
 from gcore_rollout.repetition import extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.sampling import sample_seeds, sample_tokens, uniforms
@@ -31,6 +36,7 @@ class _Rows:
         self.num_sampled = np.zeros(num_rows, np.int64)
         self.max_tokens = np.zeros(num_rows, np.int64)
         self.last_tokens = np.zeros(num_rows, np.int64)
+        self.rope_offsets = np.zeros(num_rows, np.int64)
         self.tokens = np.zeros((num_rows, 0), np.int64)
         self.log_probs = np.zeros((num_rows, 0), np.float32)
         self.versions = np.zeros((num_rows, 0), np.int32)
@@ -50,6 +56,7 @@ class _Rows:
             self.num_sampled,
             self.max_tokens,
             self.last_tokens,
+            self.rope_offsets,
             self.tokens,
             self.log_probs,
             self.versions,
@@ -76,6 +83,7 @@ class _Rows:
         self.prompt_lengths[slots] = len(group[0].request.prompt_token_ids)
         self.num_sampled[slots] = num_begun
         self.max_tokens[slots] = sampling.max_tokens
+        self.rope_offsets[slots] = 0
         self.min_pattern_sizes[slots] = 0 if detection is None else detection.min_pattern_size
         self.max_pattern_sizes[slots] = 0 if detection is None else detection.max_pattern_size
         self.min_counts[slots] = 0 if detection is None else detection.min_count
@@ -107,22 +115,35 @@ class HFEngine(InProcessEngine):
         model: loaded with ``attn_implementation=slot_attention.ATTENTION_NAME``; use `from_pretrained`.
         eos_token_ids: tokens that end a completion.
         max_num_seqs: most samples alive at once.
+        vision: reads images for the model; None: it takes none.
     """
 
-    def __init__(self, model: Any, *, eos_token_ids: Sequence[int], max_num_seqs: int = 256) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        eos_token_ids: Sequence[int],
+        max_num_seqs: int = 256,
+        vision: VisionProcessor | None = None,
+    ) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs is {max_num_seqs}: at least 1 is needed")
         super().__init__()
         self._model = model.eval().requires_grad_(False)
         self._device: torch.device = model.device
-        self._max_length = _longest_sequence(model.config)
+        text_config: Any = model.config.get_text_config()
+        self._max_length = _longest_sequence(text_config)
         self._vocab_size: int = model.get_input_embeddings().num_embeddings
         self._eos = np.asarray(eos_token_ids, dtype=np.int64)
         self._max_num_seqs = max_num_seqs
-        self._cache = SlotCache(num_layers=model.config.num_hidden_layers)
+        self._cache = SlotCache(num_layers=text_config.num_hidden_layers)
         self._rows = _Rows(max_num_seqs)
         self._prompt_tokens = 0
         self._completion_tokens = 0
+        self._vision = None if vision is None else HFVision(self._model, vision)
+        # transformers has names of its own for parameters of these models.
+        names: list[str] = [] if vision is None else list(model.state_dict())
+        self._hub_names = {name: checkpoint_name(model, name) for name in names}
         # Whether the parameters are memory of somebody else, which is not to be written to.
         self._is_borrowing = False
 
@@ -143,15 +164,20 @@ class HFEngine(InProcessEngine):
             eos_token_ids: default: what the model's generation config says.
 
         Raises:
-            UnsupportedModelError: the architecture does not call transformers' attention interface.
+            UnsupportedModelError: the architecture does not call transformers' attention interface, or it reads images
+                and the folder has no image processor.
         """
         slot_attention.register()
         config = AutoConfig.from_pretrained(path)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=slot_attention.ATTENTION_NAME
-        )
+        vision = VisionProcessor.from_pretrained(path) if config.model_type in VISION_MODELS else None
+        attention: Any = slot_attention.ATTENTION_NAME
+        if vision is not None:
+            attention = {"text_config": attention, "vision_config": "sdpa"}
+        auto_class: Any = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
+        model: Any = auto_class.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention)
         # transformers itself ignores an attention that the model never calls, and the samples would mix.
-        others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        text_config: Any = config.get_text_config()
+        others = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if not model.is_backend_compatible() or others:
             raise UnsupportedModelError(
                 f"{config.model_type!r} does not run all its layers through transformers' attention interface: "
@@ -160,7 +186,7 @@ class HFEngine(InProcessEngine):
         if eos_token_ids is None:
             eos = model.generation_config.eos_token_id
             eos_token_ids = [eos] if isinstance(eos, int) else list(eos or [])
-        return cls(model.to(device), eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs)
+        return cls(model.to(device), eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs, vision=vision)
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -199,8 +225,7 @@ class HFEngine(InProcessEngine):
         """The model's own and the new ones, which fit."""
         self._check_update(version)
         own: dict[str, torch.Tensor] = self._model.state_dict(keep_vars=True)
-        if self._vision is not None:
-            own = {checkpoint_name(self._model, name): tensor for name, tensor in own.items()}
+        own = {self._hub_names.get(name, name): tensor for name, tensor in own.items()}
         new = dict(weights)
         # Tied parameters are one tensor under several names, any one of which will do.
         given = {own[name].data_ptr() for name in new.keys() & own.keys()}
@@ -215,7 +240,8 @@ class HFEngine(InProcessEngine):
         self._cache.clear()
 
     def _check_request(self, request: Request) -> None:
-        check_request(request, max_length=self._max_length, vocab_size=self._vocab_size)
+        vision = None if self._vision is None else self._vision.processor
+        check_request(request, max_length=self._max_length, vocab_size=self._vocab_size, vision=vision)
 
     def _num_running(self) -> int:
         return len(self._rows)
@@ -245,12 +271,12 @@ class HFEngine(InProcessEngine):
         """Prefill waiting samples into free slots; their logits [M, V], in slot order."""
         rows = self._rows
         first = len(rows)
-        prompts: list[tuple[int, ...]] = []
+        prompts: list[Sample] = []
         slot_prompts: list[int] = []
         for group in self._waiting.admit(self._max_num_seqs - first):
             rows.add(group)
             slot_prompts.extend([len(prompts)] * len(group))
-            prompts.append(group[0].start_token_ids)
+            prompts.append(group[0])
         if not prompts:
             return None
         admitted = slice(first, len(rows))
@@ -258,7 +284,9 @@ class HFEngine(InProcessEngine):
         self._cache.reserve(_round_up(len(rows), 64, self._max_num_seqs), _round_up(needed, 64, self._max_length))
         return self._prefill(prompts, slot_prompts, first)
 
-    def _prefill(self, prompts: list[tuple[int, ...]], slot_prompts: list[int], first: int) -> torch.Tensor:
+    def _prefill(self, samples: list[Sample], slot_prompts: list[int], first: int) -> torch.Tensor:
+        """Logits [M, V] of slots from ``first`` on; ``samples`` has one of each prompt."""
+        prompts = [sample.start_token_ids for sample in samples]
         lengths = np.array([len(p) for p in prompts])
         ends = np.cumsum(lengths)
         longest = int(lengths.max())
@@ -276,7 +304,13 @@ class HFEngine(InProcessEngine):
             prompts=which,
         )
         tokens = np.fromiter((t for p in prompts for t in p), np.int64, count=int(ends[-1]))
-        return self._forward(tokens, positions, plan, keep=self._tensor(ends - 1))[which]
+        keep = self._tensor(ends - 1)
+        if not any(sample.request.images for sample in samples):
+            return self._forward(positions, plan, keep=keep, input_ids=self._tensor(tokens)[None])[which]
+        assert self._vision is not None
+        seen = self._vision.see(samples, tokens, positions)
+        self._rows.rope_offsets[slots] = seen.offsets[slot_prompts]
+        return self._forward(seen.positions, plan, keep=keep, inputs_embeds=seen.embeddings)[which]
 
     def _decode(self, batch: int) -> torch.Tensor:
         """Logits [B, V] after the last sampled token of each of the first ``batch`` slots."""
@@ -292,18 +326,16 @@ class HFEngine(InProcessEngine):
             positions=position_ids,
             mask=mask[:, None, None],
         )
-        return self._forward(rows.last_tokens[:batch], positions, plan, keep=0)
+        tokens = self._tensor(rows.last_tokens[:batch])[None]
+        return self._forward(positions + rows.rope_offsets[:batch], plan, keep=0, input_ids=tokens)
 
     def _forward(
-        self, tokens: NDArray[np.int64], positions: NDArray[np.int64], plan: Prefill | Decode, keep: torch.Tensor | int
+        self, positions: NDArray[np.int64], plan: Prefill | Decode, *, keep: torch.Tensor | int, **inputs: torch.Tensor
     ) -> torch.Tensor:
-        output = self._model(
-            input_ids=self._tensor(tokens)[None],
-            position_ids=self._tensor(positions)[None],
-            use_cache=False,
-            logits_to_keep=keep,
-            slots=plan,
-        )
+        """Logits [K, V] of the tokens to keep, by rotary positions [T], or [3, T] where they have three axes."""
+        # A row is a batch of one, which stands before the tokens.
+        position_ids = self._tensor(positions).unsqueeze(-2)
+        output = self._model(position_ids=position_ids, use_cache=False, logits_to_keep=keep, slots=plan, **inputs)
         return output.logits[0]
 
     def _sample(self, logits_BV: torch.Tensor) -> None:

@@ -70,6 +70,9 @@ class Request:
     begun: "tuple[Completion, ...]" = ()
     """Samples that were aborted, to go on behind the tokens that they have: ``max_tokens`` counts these, and the new
     completion repeats them, with their log-probs and versions. The request's other samples start anew."""
+    images: tuple[bytes, ...] = ()
+    """Encoded image files (PNG, JPEG, ...) in the order of their places in the prompt, where the model's image token
+    stands once for each merged patch of an image (see `images.VisionProcessor.expand`)."""
 
     @property
     def sample_indices(self) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
 """The `vllm` engine: vLLM's scheduler and kernels, in this process and stepped by this event loop."""
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -13,6 +14,7 @@ import torch
 from gcore_rollout.calls import Sample, check_request, check_weights
 from gcore_rollout.engine import EngineStats
 from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
+from gcore_rollout.images import Pixels, VisionProcessor
 from gcore_rollout.in_process import InProcessEngine
 from gcore_rollout.sampling import sample_seeds
 from gcore_rollout.types import FinishReason, Request
@@ -21,6 +23,7 @@ from gcore_rollout.vllm_process import (
     checkpoint_shapes,
     free_kv_cache,
     import_vllm,
+    load_vision,
     process_state_kept,
     repack_head,
     set_environment,
@@ -29,11 +32,12 @@ from gcore_rollout.vllm_process import (
 from gcore_rollout.vllm_process import (
     eos_token_ids as declared_eos_token_ids,
 )
+from gcore_rollout.vllm_speculation import check_speculation, repair_rejection_sampler
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, LLMEngine, RequestOutput, SamplingParams
     from vllm.config import VllmConfig
-    from vllm.inputs.engine import TokensInput
+    from vllm.inputs.engine import MultiModalInput, TokensInput
     from vllm.logprobs import FlatLogprobs
 
 _TIED_HEAD = "lm_head.weight"
@@ -66,6 +70,7 @@ class VLLMEngine(InProcessEngine):
         shapes: names and shapes of the checkpoint's tensors, against which new weights are checked.
         eos_token_ids: tokens that end a completion.
         recompute_kv: see `from_pretrained`.
+        vision: reads images for the model; None: it takes none.
     """
 
     # vLLM keeps its process groups in module globals: they go with the last engine, and only if they came with one.
@@ -79,6 +84,7 @@ class VLLMEngine(InProcessEngine):
         shapes: dict[str, tuple[int, ...]],
         eos_token_ids: Sequence[int],
         recompute_kv: bool = False,
+        vision: VisionProcessor | None = None,
     ) -> None:
         from vllm import LLMEngine
 
@@ -97,6 +103,7 @@ class VLLMEngine(InProcessEngine):
         self._shapes = {name: shape for name, shape in shapes.items() if not (self._tied and name == _TIED_HEAD)}
         self._eos = list(eos_token_ids)
         self._recompute_kv = recompute_kv
+        self._vision = vision
         self._running: dict[str, Sample] = {}
         self._sample_ids = count()
         self._prompt_tokens = 0
@@ -115,11 +122,12 @@ class VLLMEngine(InProcessEngine):
         enforce_eager: bool | None = None,
         recompute_kv: bool = False,
         enable_sleep_mode: bool = False,
+        speculative_config: Mapping[str, Any] | None = None,
     ) -> Self:
         """Load a local Hugging Face folder. The device is the first one visible to this process.
 
         Args:
-            path: folder with ``config.json`` and safetensors weights; no tokenizer is needed.
+            path: folder with ``config.json`` and safetensors weights; a tokenizer is needed where images are read.
             max_model_len: longest prompt + completion, in tokens; default: what the model was made for.
             max_num_seqs: most samples alive at once.
             kv_cache_memory_bytes: default: 1 GiB on CPU, what vLLM finds free on a GPU.
@@ -129,17 +137,25 @@ class VLLMEngine(InProcessEngine):
                 weights. By default those computed before stay, as in the `hf` engine: no stall, and the log-probs
                 are still those of the distribution sampled from.
             enable_sleep_mode: on a GPU, take memory in the way that `sleep` needs; on CPU `sleep` needs nothing.
+            speculative_config: vLLM's setting of this name, such as ``{"method": "ngram", "num_speculative_tokens": 4,
+                "prompt_lookup_max": 4}`` or ``{"method": "draft_model", "model": PATH, "num_speculative_tokens": 4}``.
+                Samples are drawn from the same distribution and greedy ones are the same, but the same seed gives
+                other samples than without. A draft model keeps its weights: the further the policy goes, the fewer
+                guesses are right.
 
         Raises:
             MissingExtraError: vLLM is not installed.
             UnsupportedModelError: vLLM cannot run this architecture, or there are no safetensors.
         """
         path = Path(path)
+        if speculative_config is not None:
+            check_speculation(speculative_config)
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs is {max_num_seqs}: at least 1 is needed")
         shapes = checkpoint_shapes(path)
         if eos_token_ids is None:
             eos_token_ids = declared_eos_token_ids(path)
+        vision = load_vision(path)
         on_cpu = not torch.cuda.is_available()
         eager = on_cpu if enforce_eager is None else enforce_eager
         if kv_cache_memory_bytes is None and on_cpu:
@@ -151,6 +167,8 @@ class VLLMEngine(InProcessEngine):
             import_vllm()
             from vllm import EngineArgs
 
+            if speculative_config is not None and on_cpu:
+                repair_rejection_sampler()
             args = EngineArgs(
                 model=str(path),
                 dtype=cast(Any, dtype),
@@ -159,7 +177,10 @@ class VLLMEngine(InProcessEngine):
                 kv_cache_memory_bytes=kv_cache_memory_bytes,
                 enforce_eager=eager,
                 enable_sleep_mode=enable_sleep_mode and not on_cpu,
-                skip_tokenizer_init=True,
+                speculative_config=None if speculative_config is None else dict(speculative_config),
+                # Of images vLLM gets what it would make of them, but its start asks for all that this takes.
+                skip_tokenizer_init=vision is None,
+                **({} if vision is None else _for_processed_images(on_cpu=on_cpu)),
                 # The model's own generation config may hold top-k, top-p or penalties.
                 generation_config="vllm",
                 logprobs_mode="processed_logprobs",
@@ -175,7 +196,7 @@ class VLLMEngine(InProcessEngine):
                     raise
                 raise UnsupportedModelError(f"vLLM cannot run {path}: {error}") from error
             check_head_size(config)
-            return cls(config, shapes=shapes, eos_token_ids=eos_token_ids, recompute_kv=recompute_kv)
+            return cls(config, shapes=shapes, eos_token_ids=eos_token_ids, recompute_kv=recompute_kv, vision=vision)
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`. A prompt counts when its first sample starts, whatever vLLM's cache then saves."""
@@ -202,6 +223,9 @@ class VLLMEngine(InProcessEngine):
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": new.items()})
         if self._tied and self._on_cpu:
             engine.apply_model(repack_head)
+        if self._vision is not None:
+            # What the old tower made of images; of it, reloading has left the scheduler's entries alone.
+            engine.reset_encoder_cache()
         self._version = version
         engine.engine_core.set_weight_version(str(version))
         if self._recompute_kv:
@@ -228,7 +252,7 @@ class VLLMEngine(InProcessEngine):
         return self._engine
 
     def _check_request(self, request: Request) -> None:
-        check_request(request, max_length=self._max_length, vocab_size=self._vocab_size)
+        check_request(request, max_length=self._max_length, vocab_size=self._vocab_size, vision=self._vision)
         sampling = request.sampling
         low, high = _TEMPERATURES
         if sampling.temperature != 0 and not low <= sampling.temperature <= high:
@@ -268,13 +292,26 @@ class VLLMEngine(InProcessEngine):
     def _admit(self, engine: "LLMEngine") -> None:
         """Hand waiting samples to vLLM while there is room."""
         for group in self._waiting.admit(self._max_num_seqs - len(self._running)):
-            prompt = _prompt(group[0].start_token_ids, self._version)
+            prompt = self._prompt_of(group[0])
             for sample in group:
                 if not sample.shares_prompt:
                     self._prompt_tokens += len(sample.start_token_ids)
                 sample_id = str(next(self._sample_ids))
                 self._running[sample_id] = sample
                 engine.add_request(sample_id, prompt, _sampling_params(sample, self._eos))
+
+    def _prompt_of(self, sample: Sample) -> "TokensInput | MultiModalInput":
+        request = sample.request
+        if self._vision is None or not request.images:
+            return _prompt(sample.start_token_ids, self._version)
+        return _prompt_with_images(
+            sample.start_token_ids,
+            request.images,
+            # Behind the prompt an image token is text: the policy wrote it.
+            self._vision.places(request.prompt_token_ids),
+            self._vision.process(request.images),
+            self._version,
+        )
 
     def _finish(self, output: "RequestOutput") -> None:
         sample = self._running.pop(output.request_id)
@@ -341,6 +378,41 @@ def _prompt(token_ids: tuple[int, ...], version: int) -> "TokensInput":
 
     # vLLM cannot drop cached prefixes while samples run: the salt keeps those of other versions apart.
     return tokens_input(list(token_ids), cache_salt=str(version))
+
+
+def _for_processed_images(*, on_cpu: bool) -> dict[str, Any]:
+    return {
+        "limit_mm_per_prompt": {"video": 0},
+        "mm_processor_cache_gb": 0,
+        "mm_device_do_normalize": False,
+        "skip_mm_profiling": on_cpu,
+    }
+
+
+def _prompt_with_images(
+    token_ids: tuple[int, ...],
+    images: Sequence[bytes],
+    places: Sequence[tuple[int, int]],
+    pixels: Pixels,
+    version: int,
+) -> "MultiModalInput":
+    from transformers import BatchFeature
+    from vllm.inputs.engine import mm_input
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+
+    grid_thw = torch.from_numpy(pixels.grid_thw)
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grid_thw.prod(1)),
+        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    inputs = BatchFeature({"pixel_values": torch.from_numpy(pixels.pixel_values), "image_grid_thw": grid_thw})
+    return mm_input(
+        list(token_ids),
+        MultiModalKwargsItems.from_hf_inputs(inputs, fields),
+        {"image": [sha256(image).hexdigest() for image in images]},
+        {"image": [PlaceholderRange(offset=start, length=length) for start, length in places]},
+        cache_salt=str(version),
+    )
 
 
 def _sampling_params(sample: Sample, eos_token_ids: list[int]) -> "SamplingParams":

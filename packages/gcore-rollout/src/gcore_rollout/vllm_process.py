@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, GenerationConfig
 
 from gcore_rollout.errors import MissingExtraError, UnsupportedModelError
+from gcore_rollout.images import VISION_MODELS, VisionProcessor
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -37,6 +39,21 @@ def import_vllm() -> None:
         if error.name != "vllm":
             raise
         raise MissingExtraError("vllm", "vllm") from error
+
+
+def load_vision(folder: Path) -> VisionProcessor | None:
+    """What reads images for a folder's model; None: it takes none.
+
+    Raises:
+        MissingExtraError: torchvision is not installed, without which vLLM cannot load such a model.
+        UnsupportedModelError: the folder has no image processor.
+    """
+    # vLLM knows models of which transformers has no config.
+    if json.loads((folder / "config.json").read_text()).get("model_type") not in VISION_MODELS:
+        return None
+    if find_spec("torchvision") is None:
+        raise MissingExtraError("torchvision", "vllm")
+    return VisionProcessor.from_pretrained(folder)
 
 
 def set_environment() -> None:

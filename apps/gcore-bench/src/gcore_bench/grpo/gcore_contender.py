@@ -32,7 +32,8 @@ def run(
     tokenizer = build_tokenizer(model)
     reward = TimedReward(reward_function(config))
     # No checkpoint is taken here.
-    roles = build_roles(config, model, model.parent / "checkpoints", tokenizer, make_runner(reward, config))
+    runner = make_runner(reward, config)
+    roles = asyncio.run(build_roles(config, model, model.parent / "checkpoints", tokenizer, runner))
     watched = _WatchedEngine(roles.policy)
     recorder = _Recorder(watched, reward)
     job = Job(

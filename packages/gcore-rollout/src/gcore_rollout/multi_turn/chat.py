@@ -37,8 +37,9 @@ class ChatEncoder:
             tools: JSON schemas of the functions that the template is to announce.
 
         Raises:
-            RolloutError: there are tools, and no template.
+            RolloutError: there are tools, and no template; or images.
         """
+        _refuse_images(messages)
         if self._tokenizer.chat_template is not None:
             return self._tokens(self._render(messages, tools=[dict(tool) for tool in tools] or None))
         if tools:
@@ -53,8 +54,9 @@ class ChatEncoder:
             last_token: of the policy's turn; if it is not what ends a turn in the template, the end is added.
 
         Raises:
-            RolloutError: the template cannot go on behind a turn.
+            RolloutError: the template cannot go on behind a turn; or there are images.
         """
+        _refuse_images(messages)
         if self._tokenizer.chat_template is None:
             return self._tokens(_joined(messages))
         # Only from the stand-in on: what stands before it may change with what comes after.
@@ -80,6 +82,14 @@ class ChatEncoder:
 
     def _tokens(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _refuse_images(messages: Sequence[Message]) -> None:
+    for message in messages:
+        content = message["content"]
+        kinds = [] if isinstance(content, str) else [part.get("type") for part in content or ()]
+        if "image" in kinds or "image_url" in kinds:
+            raise RolloutError("a message has an image: episodes are of text alone, a Request can have images")
 
 
 def _joined(messages: Sequence[Message]) -> str:

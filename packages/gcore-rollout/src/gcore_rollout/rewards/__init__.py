@@ -6,8 +6,8 @@ from gcore_rollout.rewards.http import HTTPReward
 from gcore_rollout.rewards.judge import JudgeReward, JudgeStats, Reduce, ScorePattern, Verdict
 from gcore_rollout.rewards.judge_model import JudgeModel, QuestionTemplate
 from gcore_rollout.rewards.math_verify import MathVerifyReward
-from gcore_rollout.rewards.metrics import reward_metrics
-from gcore_rollout.rewards.pairwise import PairwiseJudge, Winner, parse_winner
+from gcore_rollout.rewards.metrics import part_means, reward_metrics
+from gcore_rollout.rewards.pairwise import PairwiseJudge, Winner, WinnerPattern
 from gcore_rollout.rewards.python_file import load_function, load_reward
 from gcore_rollout.rewards.reasoning_gym import ReasoningGymReward, import_reasoning_gym
 from gcore_rollout.rewards.retry import RetryPolicy
@@ -55,13 +55,14 @@ __all__ = [
     "ThreadedReward",
     "Verdict",
     "Winner",
+    "WinnerPattern",
     "evaluate",
     "evaluate_group",
     "import_reasoning_gym",
     "last_code_block",
     "load_function",
     "load_reward",
-    "parse_winner",
+    "part_means",
     "reward_metrics",
     "score",
 ]

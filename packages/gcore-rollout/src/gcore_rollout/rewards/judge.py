@@ -38,12 +38,7 @@ class ScorePattern:
     high: float = 10.0
 
     def __post_init__(self) -> None:
-        try:
-            groups = re.compile(self.pattern).groups
-        except re.error as error:
-            raise RewardConfigError(f"pattern is {self.pattern!r}: {error}") from None
-        if groups < 1:
-            raise RewardConfigError(f"pattern is {self.pattern!r}: a group around the number is needed")
+        check_pattern(self.pattern, wanted="the number")
         if not -math.inf < self.low < self.high < math.inf:
             raise RewardConfigError(f"low and high are {self.low} and {self.high}: finite, low below high, is needed")
 
@@ -67,6 +62,19 @@ class JudgeStats:
     def parse_rate(self) -> float:
         """Fraction of verdicts that could be read; 1 before the first."""
         return 1.0 - self.num_unparsable / max(1, self.num_verdicts)
+
+
+def check_pattern(pattern: str, *, wanted: str) -> None:
+    """
+    Raises:
+        RewardConfigError: it is no regular expression, or one without a group, which is to hold what is ``wanted``.
+    """
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise RewardConfigError(f"pattern is {pattern!r}: {error}") from None
+    if groups < 1:
+        raise RewardConfigError(f"pattern is {pattern!r}: a group around {wanted} is needed")
 
 
 class JudgeReward:

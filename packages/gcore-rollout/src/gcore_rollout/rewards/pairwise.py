@@ -3,10 +3,11 @@
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from gcore_rollout.errors import NoScoreError, RewardConfigError
-from gcore_rollout.rewards.judge import JudgeStats
+from gcore_rollout.rewards.judge import JudgeStats, check_pattern
 from gcore_rollout.rewards.judge_model import JudgeModel, QuestionTemplate
 from gcore_rollout.rewards.reward import Scored
 
@@ -16,12 +17,21 @@ POINTS: dict[Winner, float] = {"A": 1.0, "B": 0.0, "tie": 0.5}
 """Of the completion shown first."""
 
 
-def parse_winner(text: str) -> Winner | None:
-    """The last ``Winner: A``, ``B`` or ``tie`` in an answer; brackets and case do not matter."""
-    found = re.findall(r"winner:\s*\W{0,2}(A|B|tie)\b", text, flags=re.IGNORECASE)
-    if not found:
-        return None
-    return "tie" if found[-1].lower() == "tie" else "A" if found[-1].upper() == "A" else "B"
+@dataclass(frozen=True, kw_only=True)
+class WinnerPattern:
+    """Reads ``Winner: A``, ``B`` or ``tie``: the last match in an answer; brackets and case do not matter."""
+
+    pattern: str = r"winner:\s*\W{0,2}(A|B|tie)\b"
+    """Regular expression whose first group is A, B or tie; another match is no verdict."""
+
+    def __post_init__(self) -> None:
+        check_pattern(self.pattern, wanted="the winner")
+
+    def __call__(self, text: str) -> Winner | None:
+        matches = list(re.finditer(self.pattern, text, flags=re.IGNORECASE))
+        found = (matches[-1][1] or "").lower() if matches else ""
+        winners: dict[str, Winner] = {"a": "A", "b": "B", "tie": "tie"}
+        return winners.get(found)
 
 
 class PairwiseJudge:
@@ -46,14 +56,14 @@ class PairwiseJudge:
         *,
         model: JudgeModel,
         template: str,
-        parse: Callable[[str], Winner | None] = parse_winner,
+        parse: Callable[[str], Winner | None] | None = None,
         on_unparsable: Literal["drop", "tie"] = "drop",
     ) -> None:
         if on_unparsable not in ("drop", "tie"):
             raise RewardConfigError(f"on_unparsable is {on_unparsable!r}: one of drop, tie is needed")
         self._model = model
         self._template = QuestionTemplate(template, needed=["completion_a", "completion_b"])
-        self._parse = parse
+        self._parse = parse or WinnerPattern()
         self._on_unparsable = on_unparsable
         self._num_verdicts = self._num_unparsable = 0
 

@@ -1,0 +1,198 @@
+"""Engines of a policy or a judge: in this process, in processes of their own, or on servers."""
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gcore_ckpt import load
+from gcore_llm.config import TrainConfig
+from gcore_llm.engine_config import EngineConfig
+from gcore_llm.errors import UserError
+from gcore_rollout import Engine
+from gcore_rollout.errors import EngineDiedError
+
+# Of a model's config.json, what does not change what it computes.
+_NOTES = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
+
+
+async def start_policy(config: TrainConfig, model: Path, *, eos_token_ids: Sequence[int]) -> Engine:
+    """The policy's engine, with the weights of a model folder.
+
+    Raises:
+        RolloutError: it does not start, or a server cannot take the weights.
+    """
+    rollout = config.rollout
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    engine = await _start(
+        rollout,
+        config,
+        model,
+        eos_token_ids=eos_token_ids,
+        vllm={"max_model_len": longest, "speculative_config": rollout.speculative.as_vllm_takes_it()},
+        weights_dir=rollout.weights_dir or None,
+    )
+    if not rollout.is_on_servers:
+        return engine
+    # They may have the last weights of another run. To a new engine, what they have is version 0.
+    try:
+        await engine.update_weights(load(model).items(), version=1)
+    finally:
+        await engine.close()
+    return _connect(rollout, config, model, eos_token_ids=eos_token_ids, weights_dir=rollout.weights_dir)
+
+
+async def start_judge(config: TrainConfig, model: Path, *, eos_token_ids: Sequence[int]) -> Engine:
+    """A judge's engine.
+
+    Raises:
+        RolloutError: it does not start.
+    """
+    return await _start(config.reward_model.judge, config, model, eos_token_ids=eos_token_ids)
+
+
+def check_servers(settings: EngineConfig, model: Path, *, max_length: int | None = None) -> None:
+    """Ask every server what it runs, as far as it tells.
+
+    Args:
+        model: folder of the model that it should run.
+        max_length: longest prompt and response together, in tokens.
+
+    Raises:
+        UserError: it does not answer, or runs another model or one that takes fewer tokens.
+    """
+    if not settings.is_on_servers:
+        return
+    from gcore_rollout.servers.client import ServerClient
+
+    for url in settings.urls:
+        try:
+            served = ServerClient(url, timeout_s=30.0).call_blocking("GET", "/v1/models")["data"][0]
+        except EngineDiedError as error:
+            raise UserError(f"no {settings.engine} answers at {url}: {error}") from error
+        root = Path(served.get("root") or "")
+        theirs = root / "config.json"
+        if theirs.is_file() and _settings(theirs) != _settings(model / "config.json"):
+            raise UserError(f"the server at {url} runs {root}: another model than {model}")
+        served_length = served.get("max_model_len")
+        if served_length is not None and max_length is not None and served_length < max_length:
+            raise UserError(
+                f"the server at {url} takes {served_length} tokens: data.max_prompt_length + "
+                f"data.max_response_length = {max_length} are needed"
+            )
+
+
+async def _start(
+    settings: EngineConfig,
+    config: TrainConfig,
+    model: Path,
+    *,
+    eos_token_ids: Sequence[int],
+    vllm: Mapping[str, Any] | None = None,
+    weights_dir: str | None = None,
+) -> Engine:
+    import torch
+
+    if settings.is_on_servers:
+        return _connect(settings, config, model, eos_token_ids=eos_token_ids, weights_dir=weights_dir)
+    options: Mapping[str, Any] = {
+        "dtype": getattr(torch, config.dtype),
+        "max_num_seqs": config.rollout.max_num_seqs,
+        "eos_token_ids": eos_token_ids,
+    }
+    if settings.engine == "vllm":
+        from gcore_rollout.vllm_engine import VLLMEngine
+
+        make: Callable[[], Engine] = partial(VLLMEngine.from_pretrained, model, **options, **(vllm or {}))
+    else:
+        from gcore_rollout.hf_engine import HFEngine
+
+        device = "cuda" if settings.num_processes and config.device.startswith("cuda") else config.device
+        make = partial(HFEngine.from_pretrained, model, device=device, **options)
+    return await _start_processes(settings, config, make) if settings.num_processes else make()
+
+
+def _connect(
+    settings: EngineConfig,
+    config: TrainConfig,
+    model: Path,
+    *,
+    eos_token_ids: Sequence[int],
+    weights_dir: str | None,
+) -> Engine:
+    from gcore_rollout.replicas import EngineReplicas
+    from gcore_rollout.servers.sglang import SGLangServerEngine
+    from gcore_rollout.servers.vllm import VLLMServerEngine
+
+    kind = VLLMServerEngine if settings.engine == "vllm_server" else SGLangServerEngine
+    engines = [
+        kind.connect(
+            url,
+            weights_dir=weights_dir,
+            model_path=model,
+            max_num_seqs=config.rollout.max_num_seqs,
+            eos_token_ids=eos_token_ids,
+        )
+        for url in settings.urls
+    ]
+    return EngineReplicas(engines) if len(engines) > 1 else engines[0]
+
+
+async def _start_processes(settings: EngineConfig, config: TrainConfig, make: Callable[[], Engine]) -> Engine:
+    """Replicas in processes of their own; one that dies is replaced, on the GPU that it had."""
+    from gcore_rollout.engine_process import PRELOAD_HF, PRELOAD_VLLM, EngineProcess
+    from gcore_rollout.replicas import EngineReplicas
+
+    preload = PRELOAD_VLLM if settings.engine == "vllm" else PRELOAD_HF
+    gpus = _gpus(config.device)
+    pids: dict[int, int] = {}
+    """By place; of one that is being filled, none."""
+
+    async def start(place: int) -> EngineProcess:
+        env = {"CUDA_VISIBLE_DEVICES": gpus[place % len(gpus)]} if gpus else None
+        engine = await EngineProcess.start(make, num_threads=_num_threads(config), env=env, preload=preload)
+        pids[place] = engine.pid
+        return engine
+
+    async def replace() -> Engine:
+        place = min(pids, key=lambda place: Path(f"/proc/{pids[place]}").exists())
+        dead = pids.pop(place)
+        try:
+            return await start(place)
+        except BaseException:
+            pids[place] = dead
+            raise
+
+    starts = (start(place) for place in range(settings.num_processes))
+    outcomes = await asyncio.gather(*starts, return_exceptions=True)
+    engines = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+    for error in outcomes:
+        if isinstance(error, BaseException):
+            await asyncio.gather(*(engine.close() for engine in engines))
+            raise error
+    return EngineReplicas(engines, restart=replace)
+
+
+def _num_threads(config: TrainConfig) -> int:
+    """Of each engine process: those that generate at the same time share the cores."""
+    judge = config.reward_model.judge.num_processes if config.reward_model.kind == "judge" else 0
+    return max(1, config.threads // (max(1, config.rollout.num_processes) + judge))
+
+
+def _gpus(device: str) -> list[str]:
+    """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them; none on CPU."""
+    if not device.startswith("cuda"):
+        return []
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def _settings(config_json: Path) -> dict[str, Any]:
+    import json
+
+    settings: dict[str, Any] = json.loads(config_json.read_text())
+    return {name: value for name, value in settings.items() if name not in _NOTES}

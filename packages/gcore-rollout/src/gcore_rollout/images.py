@@ -1,0 +1,163 @@
+"""Images of a prompt: from encoded files to what a vision-language model reads, and their places among the tokens.
+
+A prompt's token ids are those that the model sees: at an image's place its image token stands once for each of the
+image's merged patches. Rendered chat templates have one at each place; `VisionProcessor.expand` repeats it.
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gcore_rollout.errors import MissingExtraError, RequestError, UnsupportedModelError
+
+VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
+"""Model types whose images are understood."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pixels:
+    """Images as a Qwen-VL model reads them, one after the other."""
+
+    pixel_values: NDArray[np.float32]
+    """[patches, features]."""
+    grid_thw: NDArray[np.int64]
+    """[images, 3] patches of each image in time, height and width."""
+
+
+class VisionProcessor:
+    """A model folder's image processor, and how many tokens it makes of an image.
+
+    Args:
+        processor: of transformers.
+        config: of the model.
+    """
+
+    def __init__(self, processor: Any, config: Any) -> None:
+        self._processor = processor
+        self._merge: int = config.vision_config.spatial_merge_size
+        self.image_token_id: int = config.image_token_id
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> Self:
+        """Load what a Hugging Face folder says of images.
+
+        Raises:
+            MissingExtraError: Pillow is not installed.
+            UnsupportedModelError: its model reads no images, not in a way known here, or it has no image processor.
+        """
+        from transformers import AutoConfig, AutoImageProcessor
+
+        config = AutoConfig.from_pretrained(path)
+        if config.model_type not in VISION_MODELS:
+            raise UnsupportedModelError(
+                f"{config.model_type!r} in {path} is no model whose images are understood: "
+                f"{' or '.join(VISION_MODELS)} is needed"
+            )
+        _import_pillow()
+        try:
+            processor = AutoImageProcessor.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise UnsupportedModelError(
+                f"{path} has no image processor that loads: preprocessor_config.json is needed"
+            ) from error
+        return cls(processor, config)
+
+    def num_tokens(self, image: bytes) -> int:
+        """How many tokens an encoded image takes in a prompt.
+
+        Raises:
+            RequestError: the bytes are no image.
+        """
+        width, height = _opened(image).size
+        return self._processor.get_number_of_image_patches(height, width) // self._merge**2
+
+    def expand(self, token_ids: Sequence[int], images: Sequence[bytes]) -> tuple[int, ...]:
+        """Token ids with each image token repeated as often as its image has merged patches.
+
+        Raises:
+            RequestError: there are not as many image tokens as images.
+        """
+        num_places = list(token_ids).count(self.image_token_id)
+        if num_places != len(images):
+            raise RequestError(f"a prompt has places for {num_places} images and {len(images)} images: as many needed")
+        sizes = iter([self.num_tokens(image) for image in images])
+        expanded: list[int] = []
+        for token in token_ids:
+            expanded.extend([token] * next(sizes) if token == self.image_token_id else [token])
+        return tuple(expanded)
+
+    def places(self, prompt_token_ids: Sequence[int]) -> list[tuple[int, int]]:
+        """First token and number of tokens of each image in an expanded prompt."""
+        found: list[tuple[int, int]] = []
+        start = 0
+        for token, run in groupby(prompt_token_ids):
+            length = len(list(run))
+            if token == self.image_token_id:
+                found.append((start, length))
+            start += length
+        return found
+
+    def check(self, request_id: str, prompt_token_ids: Sequence[int], images: Sequence[bytes]) -> None:
+        """Refuse images that do not fit a prompt's places for them.
+
+        Raises:
+            RequestError: bytes that are no image, other numbers of images or of their tokens, or images side by side.
+        """
+        for image in images:
+            _decoded(image)
+        needed = [self.num_tokens(image) for image in images]
+        if (found := [length for _, length in self.places(prompt_token_ids)]) != needed:
+            raise RequestError(
+                f"request {request_id!r} has images of {needed} tokens and places of {found}: each image needs one "
+                f"run of its number of image tokens ({self.image_token_id}), apart from the next"
+            )
+
+    def process(self, images: Sequence[bytes]) -> Pixels:
+        """What the model reads of one or more encoded images.
+
+        Raises:
+            RequestError: bytes are no image.
+        """
+        inputs: Mapping[str, torch.Tensor] = self._processor(images=[_decoded(i) for i in images], return_tensors="pt")
+        return Pixels(
+            pixel_values=inputs["pixel_values"].numpy().astype(np.float32, copy=False),
+            grid_thw=inputs["image_grid_thw"].numpy().astype(np.int64, copy=False),
+        )
+
+
+def checkpoint_name(model: Any, name: str) -> str:
+    """What a Hugging Face folder calls a parameter of a model: transformers renames those of vision-language models."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    [renamed] = revert_weight_conversion(model, {name: torch.empty(0)})
+    return renamed
+
+
+def _import_pillow() -> Any:
+    try:
+        import PIL.Image
+    except ModuleNotFoundError:
+        raise MissingExtraError("PIL", "images") from None
+    return PIL.Image
+
+
+def _opened(image: bytes) -> Any:
+    """With its size known, and its pixels still encoded."""
+    try:
+        return _import_pillow().open(io.BytesIO(image))
+    except OSError as error:
+        raise RequestError(f"an image of {len(image)} bytes is no image file that Pillow reads: {error}") from None
+
+
+def _decoded(image: bytes) -> Any:
+    try:
+        return _opened(image).convert("RGB")
+    except OSError as error:
+        raise RequestError(f"an image of {len(image)} bytes does not decode: {error}") from None

@@ -1,0 +1,29 @@
+"""Which processes a process has, for tests that kill some and look for what is left."""
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def grandchildren(pid: int) -> list[int]:
+    """Engine processes of a `gcore-llm`: children of its fork server."""
+    parents = dict(_parents())
+    return sorted(p for p, parent in parents.items() if parents.get(parent) == pid)
+
+
+def left_after(pids: Iterable[int], timeout_s: float) -> list[int]:
+    """Those that have not ended in time."""
+    end = time.monotonic() + timeout_s
+    left = list(pids)
+    while (left := [pid for pid in left if Path(f"/proc/{pid}").exists()]) and time.monotonic() < end:
+        time.sleep(0.01)
+    return left
+
+
+def _parents() -> Iterable[tuple[int, int]]:
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text()
+        except OSError:
+            continue  # it has just ended
+        yield int(stat.parent.name), int(text.rpartition(")")[2].split()[1])

@@ -1,0 +1,259 @@
+"""Requests with images: what the engines say against transformers' own model, alone with each prompt."""
+
+import asyncio
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_oracles import VLLM_IMPORT_WARNINGS, TinyModel, collect, in_parts, until_sampled
+from safetensors.torch import load_file
+from tiny_vision_model import IMAGE, VISION_END, VISION_START, Reference, noise, save_vision_model
+
+from gcore_rollout import Completion, Engine, Request, SamplingParams
+from gcore_rollout.calls import check_request
+from gcore_rollout.errors import MissingExtraError, RequestError, RolloutError, UnsupportedModelError
+from gcore_rollout.hf_engine import HFEngine
+from gcore_rollout.images import VisionProcessor
+from gcore_rollout.multi_turn import ChatEncoder
+from gcore_rollout.vllm_engine import VLLMEngine
+
+pytestmark = VLLM_IMPORT_WARNINGS
+
+TOLERANCE = 1e-4
+WIDE, TALL, SMALL = noise(56, 84, 0), noise(90, 60, 1), noise(30, 30, 2)
+KINDS = ["hf", "vllm"]
+
+
+def make_engine(kind: str, path: Path, **options: Any) -> Engine:
+    if kind == "hf":
+        return HFEngine.from_pretrained(path, **options)
+    return VLLMEngine.from_pretrained(path, kv_cache_memory_bytes=64 << 20, **options)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("vision")
+    return {
+        "old": save_vision_model(root / "old"),
+        "new": save_vision_model(root / "new", seed=1),
+        "windows": save_vision_model(root / "windows", "qwen2_5_vl", tie=True),
+    }
+
+
+@pytest.fixture(scope="module")
+def processor(folders: dict[str, Path]) -> VisionProcessor:
+    return VisionProcessor.from_pretrained(folders["old"])
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def engine(folders: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """With the old weights."""
+    engine = make_engine(request.param, folders["old"], max_num_seqs=6)
+    yield engine
+    asyncio.run(engine.close())
+
+
+def make_request(
+    processor: VisionProcessor, name: str, images: Sequence[bytes], *, n: int = 1, greedy: bool = False
+) -> Request:
+    tokens = [40, 41]
+    for i in range(len(images)):
+        tokens += [VISION_START, IMAGE, VISION_END, 42 + i]
+    return Request(
+        request_id=name,
+        prompt_token_ids=processor.expand(tokens, images),
+        sampling=SamplingParams(max_tokens=12, temperature=0.0 if greedy else 1.0),
+        n=n,
+        images=tuple(images),
+    )
+
+
+def make_requests(processor: VisionProcessor, **options: Any) -> list[Request]:
+    return [
+        make_request(processor, "none", [], **options),
+        make_request(processor, "wide", [WIDE], **options),
+        # The same tokens as with the wide one.
+        make_request(processor, "tall", [TALL], **options),
+        make_request(processor, "two", [TALL, SMALL], **options),
+    ]
+
+
+def assert_log_probs(reference: Reference, request: Request, completion: Completion) -> None:
+    tokens = completion.token_ids.tolist()
+    log_probs = reference.log_probs_of_text if request.images else reference.log_probs
+    expected = log_probs(request.prompt_token_ids, request.images, tokens).detach().numpy()
+    np.testing.assert_allclose(completion.log_probs, expected, atol=TOLERANCE, rtol=0)
+
+
+async def test_log_probs_and_greedy_tokens_are_those_of_transformers(
+    folders: dict[str, Path], processor: VisionProcessor, engine: Engine
+) -> None:
+    await check_log_probs_and_greedy_tokens(engine, Reference.load(folders["old"]), processor)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_tower_with_windows_and_a_tied_head(
+    folders: dict[str, Path], processor: VisionProcessor, kind: str
+) -> None:
+    engine = make_engine(kind, folders["windows"])
+    await check_log_probs_and_greedy_tokens(engine, Reference.load(folders["windows"]), processor)
+    await engine.close()
+
+
+async def check_log_probs_and_greedy_tokens(engine: Engine, reference: Reference, processor: VisionProcessor) -> None:
+    sampled = {r.request_id: r for r in make_requests(processor, n=3)}
+    found = await collect(engine, *sampled.values())
+    for (name, _), completion in found.items():
+        assert_log_probs(reference, sampled[name], completion)
+    first = {name: found[name, 0].token_ids.tolist() for name in sampled}
+    assert first["wide"] != first["tall"]
+    greedy = make_requests(processor, greedy=True)
+    for (name, _), completion in (await collect(engine, *greedy)).items():
+        [request] = [r for r in greedy if r.request_id == name]
+        tokens = completion.token_ids.tolist()
+        expected = reference.greedy(request.prompt_token_ids, request.images, request.sampling.max_tokens)
+        # transformers' generate pads behind the end, and sees an image in an image token that it has written.
+        clean = tokens[: tokens.index(IMAGE)] if IMAGE in tokens else tokens
+        assert clean == expected[: len(clean)]
+        assert_log_probs(reference, request, completion)
+
+
+async def test_new_weights_move_the_tower_and_nothing_seen_before_is_used(
+    folders: dict[str, Path], processor: VisionProcessor, engine: Engine
+) -> None:
+    old, new = Reference.load(folders["old"]), Reference.load(folders["new"])
+    request = make_request(processor, "wide", [WIDE], n=2)
+    for completion in (await collect(engine, request)).values():
+        assert_log_probs(old, request, completion)
+    await engine.update_weights(load_file(folders["new"] / "model.safetensors").items(), version=1)
+    for completion in (await collect(engine, request)).values():
+        assert_log_probs(new, request, completion)
+        assert set(completion.weight_versions.tolist()) == {1}
+    await engine.update_weights(load_file(folders["old"] / "model.safetensors").items(), version=2)
+
+
+async def test_vllm_looks_at_images_again_where_it_computes_keys_and_values_again(
+    folders: dict[str, Path], processor: VisionProcessor
+) -> None:
+    engine = make_engine("vllm", folders["old"], recompute_kv=True)
+    request = make_request(processor, "wide", [WIDE])
+    running = asyncio.create_task(collect(engine, request))
+    await until_sampled(engine, 3)
+    await engine.update_weights(load_file(folders["new"] / "model.safetensors").items(), version=1)
+    [completion] = (await running).values()
+    await engine.close()
+    versions = completion.weight_versions
+    assert set(versions.tolist()) == {0, 1}
+    new = Reference.load(folders["new"])
+    expected = new.log_probs_of_text(request.prompt_token_ids, request.images, completion.token_ids.tolist()).numpy()
+    np.testing.assert_allclose(completion.log_probs[versions == 1], expected[versions == 1], atol=TOLERANCE, rtol=0)
+
+
+async def test_what_was_aborted_goes_on_behind_its_images(
+    folders: dict[str, Path], processor: VisionProcessor, engine: Engine
+) -> None:
+    reference = Reference.load(folders["old"])
+    requests = [pickle.loads(pickle.dumps(r)) for r in make_requests(processor, n=2)]
+    found, num_aborts = await in_parts(engine, *requests, num_tokens=20)
+    assert num_aborts
+    for request in requests:
+        for index in range(2):
+            assert_log_probs(reference, request, found[request.request_id, index])
+    if isinstance(engine, HFEngine):
+        whole = await collect(engine, *requests)
+        assert {k: c.token_ids.tolist() for k, c in found.items()} == {
+            k: c.token_ids.tolist() for k, c in whole.items()
+        }
+
+
+async def test_an_image_token_that_the_policy_wrote_is_text(
+    folders: dict[str, Path], processor: VisionProcessor, engine: Engine
+) -> None:
+    reference = Reference.load(folders["old"])
+    request = make_request(processor, "wide", [WIDE])
+    tokens = [50, IMAGE, IMAGE, 51]
+    begun = Completion(
+        request_id="wide",
+        index=0,
+        token_ids=np.array(tokens),
+        log_probs=reference.log_probs_of_text(request.prompt_token_ids, [WIDE], tokens).numpy(),
+        weight_versions=np.zeros(4, np.int32),
+        finish_reason="abort",
+    )
+    [completion] = (await collect(engine, replace(request, begun=(begun,)))).values()
+    assert completion.token_ids.tolist()[:4] == tokens
+    assert completion.token_ids.size > 4
+    assert_log_probs(reference, request, completion)
+
+
+async def refused(engine: Engine, request: Request, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        await collect(engine, request)
+
+
+async def test_images_that_do_not_fit_the_prompt_are_refused(
+    folders: dict[str, Path], processor: VisionProcessor
+) -> None:
+    engine = HFEngine.from_pretrained(folders["old"])
+    wide = make_request(processor, "wide", [WIDE])
+    side_by_side = (40, *[IMAGE] * 12, 41)
+    for request in (
+        replace(wide, images=(SMALL,)),
+        replace(wide, images=(WIDE, WIDE)),
+        replace(wide, prompt_token_ids=(40, 41)),
+        replace(wide, prompt_token_ids=side_by_side, images=(WIDE, TALL)),
+    ):
+        await refused(engine, request, "apart from the next")
+    await refused(engine, replace(wide, images=(b"no picture",)), "no image file")
+    await refused(engine, replace(wide, images=(WIDE[:2000],)), "does not decode")
+    await engine.close()
+
+
+def test_places_and_images_are_as_many(processor: VisionProcessor) -> None:
+    assert processor.expand([40, IMAGE, 41], [WIDE]) == (40, *[IMAGE] * 6, 41)
+    with pytest.raises(RequestError, match="places for 1 images and 2 images"):
+        processor.expand([40, IMAGE, 41], [WIDE, TALL])
+
+
+async def test_an_engine_that_sees_nothing_refuses_images(tied: TinyModel, processor: VisionProcessor) -> None:
+    request = make_request(processor, "wide", [WIDE])
+    engine = HFEngine.from_pretrained(tied.path)
+    await refused(engine, request, "the engine takes none")
+    await engine.close()
+    with pytest.raises(RequestError, match="the engine takes none"):
+        check_request(request, max_length=100, vocab_size=1000)
+
+
+def test_a_folder_that_sees_nothing_has_no_processor(tied: TinyModel, tmp_path: Path, folders: dict[str, Path]) -> None:
+    with pytest.raises(UnsupportedModelError, match="qwen2_vl or qwen2_5_vl is needed"):
+        VisionProcessor.from_pretrained(tied.path)
+    (tmp_path / "config.json").write_bytes((folders["old"] / "config.json").read_bytes())
+    with pytest.raises(UnsupportedModelError, match="preprocessor_config"):
+        VisionProcessor.from_pretrained(tmp_path)
+
+
+def test_vllm_names_what_it_lacks(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gcore_rollout.vllm_process.find_spec", lambda _: None)
+    with pytest.raises(MissingExtraError, match="torchvision"):
+        VLLMEngine.from_pretrained(folders["old"])
+
+
+def test_conversations_of_several_turns_have_no_images() -> None:
+    class Tokenizer:
+        chat_template = None
+
+    with pytest.raises(RolloutError, match="image"):
+        ChatEncoder(Tokenizer()).first([{"role": "user", "content": [{"type": "image"}]}])
+
+
+async def test_weights_of_other_names_are_refused(folders: dict[str, Path]) -> None:
+    engine = HFEngine.from_pretrained(folders["old"])
+    weights = load_file(folders["new"] / "model.safetensors")
+    del weights["visual.patch_embed.proj.weight"]
+    with pytest.raises(ValueError, match=r"missing names \['visual.patch_embed.proj.weight'\]"):
+        await engine.update_weights(weights.items(), version=1)
+    await engine.close()
