@@ -24,12 +24,12 @@ from gcore_controller.ray_runtime import run_ray
 
 NUM_NODES = 2
 
-ON_RAY = {
+ON_RAY = (
     "test_collectives_keep_their_order_however_late_a_controller_is",
     "test_sums_are_added_in_rank_order",
     "test_programs_that_go_different_ways",
     "test_tickets_go_to_one_controller_each",
-}
+)
 globals().update({name: getattr(test_collectives, name) for name in ON_RAY})
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning")
