@@ -3,13 +3,16 @@
 import asyncio
 import os
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Generic, NoReturn
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, Generic, NoReturn, TypeVar
 
 from gcore_controller.context import Context, Program, ResultT, RolesT
 from gcore_controller.errors import ClusterError, ControllerDiedError, DeadlineError, MissingExtraError
 from gcore_controller.peer_collectives import Message, PeerCollectives
 from gcore_controller.stages import StageTimer
+
+# Where the program was started by `uv run`, Ray would build its environment anew for every process. Read on import.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 try:
     import ray
@@ -18,6 +21,8 @@ try:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
     raise MissingExtraError("ray", "ray") from error
+
+T = TypeVar("T")
 
 _END_TIMEOUT_S = 10.0
 _TICKET_RANK = 0
@@ -47,7 +52,7 @@ async def run_ray(
         num_cpus: that each controller reserves.
         resources: that each controller reserves besides, by Ray's names.
         timeout_s: how long the whole run may take; None: as long as it takes.
-        start_timeout_s: how long it may take until there is room for all controllers.
+        start_timeout_s: how long it may take until there is room for all controllers, and then, until they are there.
         address: of the cluster, as `ray.init` takes it; default: the one that this process is connected to, the one
             that RAY_ADDRESS names, or a new one on this machine, for this run.
 
@@ -70,20 +75,15 @@ async def run_ray(
     room = placement_group([bundle] * world_size, strategy="SPREAD")
     controllers: list[Any] = []
     try:
-        try:
-            await asyncio.wait_for(asyncio.ensure_future(room.ready()), start_timeout_s)
-        except TimeoutError:
-            raise ClusterError(
-                f"{world_size} controllers, each with {bundle}, found no room within {start_timeout_s} s: "
-                f"free are {ray.available_resources()}"
-            ) from None
+        await _in_time(room.ready(), start_timeout_s, f"{world_size} controllers, each with {bundle}, found no room")
         make: Any = ray.remote(_Controller)
         for rank in range(world_size):
             place = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=rank)
             options = {"num_cpus": num_cpus, "resources": dict(resources or {}), "scheduling_strategy": place}
             controllers.append(make.options(**options).remote(rank, world_size))
         # One that dies on the way here has no place yet.
-        names = await _all([c.meet.remote(controllers) for c in controllers], names=[""] * world_size)
+        meeting = _all([c.meet.remote(controllers) for c in controllers], names=[""] * world_size)
+        names = await _in_time(meeting, start_timeout_s, f"{world_size} controllers did not all start")
         runs = [c.run.remote(program, roles) for c in controllers]
         return await _all(runs, names=[f", {name}," for name in names], timeout_s=timeout_s, controllers=controllers)
     finally:
@@ -101,6 +101,13 @@ def _check_capacity(bundle: Mapping[str, float], world_size: int) -> None:
                 f"{world_size} controllers need {amount * world_size:g} {name}: "
                 f"the cluster has {total.get(name, 0.0):g}; start more nodes, or fewer controllers"
             )
+
+
+async def _in_time(work: Awaitable[T], timeout_s: float, what: str) -> T:
+    try:
+        return await asyncio.wait_for(asyncio.ensure_future(work), timeout_s)
+    except TimeoutError:
+        raise ClusterError(f"{what} within {timeout_s} s: free are {ray.available_resources()}") from None
 
 
 async def _all(
