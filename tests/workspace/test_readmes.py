@@ -31,6 +31,7 @@ CHECKED_ELSEWHERE = {
     r"\.ci/run": "tests/workspace/test_repository.py::test_the_ci_script_can_be_run",
     r"pip install '?gcore-\w+(\[[\w,-]+\])?'?": f"{WHEELS}::test_a_package_installs_alone_and_imports",
     r"(uv run )?gcore-llm train --model PATH .*": f"{HERE}::test_shell_commands_run",
+    r"(uv run )?gcore-llm simulate --.*": "tests/apps/test_simulate.py::test_command_prints_its_table",
     r"gcore-ckpt import-dcp .*": "tests/gcore_ckpt/test_cli.py::test_import_dcp",
     r"(uv run )?gcore-bench grpo( --.*)?": "tests/apps/test_bench.py::test_bench_measures_gcore_and_trl",
     r"(uv run )?gcore-bench ckpt( --.*)?": "tests/apps/test_bench_ckpt.py::test_bench_measures_saves_and_loads",

@@ -28,6 +28,7 @@ commands:
   sample RUN PROMPT   complete a prompt with a run's latest policy
   eval RUN            score a run's latest policy on its held-out prompts
   report RUN          write the run's report.html anew
+  simulate            what a step of train would take, on up to 100,000 modelled devices
 
 gcore-llm COMMAND --help documents every option.
 """
@@ -73,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         _COMMANDS[command](rest)
     except KeyboardInterrupt:
-        print("gcore-llm: interrupted; the same command goes on from the last finished step", file=sys.stderr)
+        how_to_go_on = "" if command == "simulate" else "; the same command goes on from the last finished step"
+        print(f"gcore-llm: interrupted{how_to_go_on}", file=sys.stderr)
         raise SystemExit(130) from None
     except _expected_errors() as error:
         print(f"gcore-llm: error: {error}", file=sys.stderr)
@@ -161,6 +163,12 @@ def _report(args: Sequence[str]) -> None:
     print(write_report(RunFolder.existing(parsed.run).path))
 
 
+def _simulate(args: Sequence[str]) -> None:
+    from gcore_llm.simulate.command import run_simulate
+
+    run_simulate(args)
+
+
 _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "train": _train,
     "sft": partial(run_fine_tuning, "sft"),
@@ -169,4 +177,5 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "sample": _sample,
     "eval": _eval,
     "report": _report,
+    "simulate": _simulate,
 }

@@ -30,9 +30,13 @@ def workload_of(model: Path) -> TransformerWorkload:
     )
 
 
-def group_cost(workload: TransformerWorkload, group: Group) -> float:
-    """Simulated FLOPs of training on a group, its prompt computed once."""
-    return float(workload.group_flops(group.prompt_ids.size, group.lengths))
+def group_costs(workload: TransformerWorkload, groups: Sequence[Group]) -> list[float]:
+    """Simulated FLOPs of training on each group, its prompt computed once."""
+    lengths = [group.lengths for group in groups]
+    padded = np.zeros((len(groups), max((own.size for own in lengths), default=1)), np.int64)
+    for row, own in zip(padded, lengths, strict=True):
+        row[: own.size] = own
+    return workload.group_flops([group.prompt_ids.size for group in groups], padded).tolist()
 
 
 def sample_flops(workload: TransformerWorkload, samples: Sequence[Sample]) -> float:
@@ -49,15 +53,15 @@ def sample_flops(workload: TransformerWorkload, samples: Sequence[Sample]) -> fl
 async def exchange(groups: Sequence[Group], *, workload: TransformerWorkload, group: Collectives) -> list[Group]:
     """Spread all controllers' groups so that each gets about the same simulated work.
 
-    Every controller computes the same assignment from the same costs; only groups that change hands move.
+    The first controller assigns, for all controllers may be one process; only groups that change hands move.
 
     Returns:
         this controller's new share, by ticket.
     """
-    mine = [(g.ticket, group_cost(workload, g)) for g in groups]
+    mine = [(g.ticket, cost) for g, cost in zip(groups, group_costs(workload, groups), strict=True)]
     everyones = sorted(entry for part in await group.all_gather(mine) for entry in part)
-    parts = balance([cost for _, cost in everyones], group.world_size)
-    owner = {everyones[i][0]: rank for rank, part in enumerate(parts) for i in part.tolist()}
+    parts = balance([cost for _, cost in everyones], group.world_size) if group.rank == 0 else None
+    owner = {everyones[i][0]: rank for rank, part in enumerate(await group.broadcast(parts)) for i in part.tolist()}
     outgoing: list[list[Group]] = [[] for _ in range(group.world_size)]
     for entry in groups:
         outgoing[owner[entry.ticket]].append(entry)
@@ -91,3 +95,15 @@ def split_in_micro_batches(
         for batch in micro_batches(tokens, max_tokens=max_tokens, num_multiple=num_multiple, costs=costs)
         if batch.size
     ]
+
+
+def deal(costs: Sequence[float], num_replicas: int) -> list[list[int]]:
+    """Which micro-batches each replica gets: in its n-th pass each has one of about the same cost."""
+    order = sorted(range(len(costs)), key=lambda i: -costs[i])
+    # The first replica to have the heavier one in a pass is the last in the next.
+    parts: list[list[int]] = [[] for _ in range(num_replicas)]
+    for n, start in enumerate(range(0, len(order), num_replicas)):
+        replicas = range(num_replicas) if n % 2 == 0 else reversed(range(num_replicas))
+        for replica, i in zip(replicas, order[start : start + num_replicas], strict=False):
+            parts[replica].append(i)
+    return parts

@@ -28,7 +28,10 @@ State = dict[str, Any]
 
 
 class Learner(Protocol):
-    """What the program asks of the models in training, wherever they run."""
+    """What the program asks of the models in training, wherever they run.
+
+    Of the calls that compute, several may be made at once: one runs after the other.
+    """
 
     @property
     def num_updates(self) -> int:
@@ -40,17 +43,17 @@ class Learner(Protocol):
         """Data-parallel replicas of the policy; a number of micro-batches that they divide loads them evenly."""
         ...
 
-    def score(self, role: Role, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+    async def score(self, role: Role, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """Log-probabilities under the actor or reference, or the critic's values, [R] of each sample."""
         ...
 
-    def score_and_route(
+    async def score_and_route(
         self, micro_batches: Sequence[MicroBatch]
     ) -> list[list[tuple[NDArray[np.float32], NDArray[np.int16]]]]:
         """The actor's log-probabilities [R] of each sample, and the experts that its tokens passed through."""
         ...
 
-    def train_step(self, role: Role, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+    async def train_step(self, role: Role, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """One update of the actor or the critic."""
         ...
 
@@ -129,19 +132,19 @@ class LocalLearner:
         model = self._model(role)
         return model.data_parallel_rank, model.data_parallel_size
 
-    def score(self, role: Role, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+    async def score(self, role: Role, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         if role == "reference":
             assert self._reference is not None
             return self._reference.scores(micro_batches)
         trainer = self._trainers[role]
         return trainer.log_probs(micro_batches) if role == "actor" else trainer.values(micro_batches)
 
-    def score_and_route(
+    async def score_and_route(
         self, micro_batches: Sequence[MicroBatch]
     ) -> list[list[tuple[NDArray[np.float32], NDArray[np.int16]]]]:
         return self._trainers["actor"].log_probs_and_routing(micro_batches)
 
-    def train_step(self, role: Role, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+    async def train_step(self, role: Role, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         metrics = self._trainers[role].train_step(micro_batches)
         if role == "critic":
             metrics = {name.replace("actor/", "critic/"): value for name, value in metrics.items()}

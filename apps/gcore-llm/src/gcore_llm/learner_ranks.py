@@ -1,6 +1,8 @@
 """A learner whose models are divided among ranks, each a process of its own."""
 
+import asyncio
 import dataclasses
+import inspect
 import multiprocessing
 import os
 import shutil
@@ -13,13 +15,14 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.errors import RankError, UserError
+from gcore_llm.exchange import deal
 from gcore_llm.learner import LocalLearner, Role, State
 from gcore_trainer import MicroBatch
 
@@ -31,6 +34,8 @@ _PRELOADED = ["gcore_trainer.torch_trainer", "gcore_trainer.frozen_model", "torc
 
 _DEATH_S = 0.5
 """How long a rank's error waits for news of another rank's death."""
+
+T = TypeVar("T")
 
 CostOf = Callable[[MicroBatch], float]
 """Simulated work of a micro-batch, in any unit."""
@@ -57,6 +62,7 @@ class RankedLearner:
         context = multiprocessing.get_context("forkserver")
         megatron = ["gcore_trainer.megatron.trainer"] if config.trainer.backend == "megatron" else []
         context.set_forkserver_preload(["gcore_llm.learner_ranks", *_PRELOADED, *megatron])
+        self._turn = asyncio.Lock()
         self._processes: list[BaseProcess] = []
         self._connections: list[Any] = []
         arguments = config, model, checkpoints, self._folder / "store", size
@@ -80,16 +86,17 @@ class RankedLearner:
     def num_replicas(self) -> int:
         return self._replicas["actor"][0][1]
 
-    def score(self, role: Role, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
-        return self._scored("score", role, micro_batches, role)
+    async def score(self, role: Role, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+        return await self._scored("score", role, micro_batches, role)
 
-    def score_and_route(
+    async def score_and_route(
         self, micro_batches: Sequence[MicroBatch]
     ) -> list[list[tuple[NDArray[np.float32], NDArray[np.int16]]]]:
-        return self._scored("score_and_route", "actor", micro_batches)
+        return await self._scored("score_and_route", "actor", micro_batches)
 
-    def train_step(self, role: Role, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        return self._call_replicas("train_step", role, micro_batches, self._dealt(role, micro_batches), role)[0]
+    async def train_step(self, role: Role, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        parts = self._dealt(role, micro_batches)
+        return (await self._call_replicas("train_step", role, micro_batches, parts, role))[0]
 
     def export_weights(self) -> "Iterator[tuple[str, torch.Tensor]]":
         import torch
@@ -124,38 +131,34 @@ class RankedLearner:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _dealt(self, role: Role, micro_batches: Sequence[MicroBatch]) -> list[list[int]]:
-        """Which micro-batches each replica gets: in its n-th pass each has one of about the same cost."""
-        size = self._replicas[role][0][1]
-        order = sorted(range(len(micro_batches)), key=lambda i: -self._cost_of(micro_batches[i]))
-        # The first replica to have the heavier one in a pass is the last in the next.
-        rounds = [order[i : i + size] for i in range(0, len(order), size)]
-        parts: list[list[int]] = [[] for _ in range(size)]
-        for n, dealt in enumerate(rounds):
-            for replica, i in zip(range(size) if n % 2 == 0 else reversed(range(size)), dealt, strict=False):
-                parts[replica].append(i)
-        return parts
+        return deal([self._cost_of(batch) for batch in micro_batches], self._replicas[role][0][1])
 
-    def _scored(self, method: str, role: Role, micro_batches: Sequence[MicroBatch], *arguments: Any) -> list[Any]:
+    async def _scored(self, method: str, role: Role, micro_batches: Sequence[MicroBatch], *arguments: Any) -> list[Any]:
         """What the replicas answer for each micro-batch."""
         parts = self._dealt(role, micro_batches)
-        results = self._call_replicas(method, role, micro_batches, parts, *arguments)
+        results = await self._call_replicas(method, role, micro_batches, parts, *arguments)
         found = {i: values for r, part in enumerate(parts) for i, values in zip(part, results[r], strict=True)}
         return [found[i] for i in range(len(micro_batches))]
 
-    def _call_replicas(
+    async def _call_replicas(
         self, method: str, role: Role, micro_batches: Sequence[MicroBatch], parts: list[list[int]], *arguments: Any
     ) -> list[Any]:
         """The answer of each replica, whose ranks all get its micro-batches behind the other arguments."""
         replica_of = [replica for replica, _ in self._replicas[role]]
-        self._send([(method, (*arguments, [micro_batches[i] for i in parts[r]])) for r in replica_of])
-        answers = self._collect()
+        messages = [(method, (*arguments, [micro_batches[i] for i in parts[r]])) for r in replica_of]
+        async with self._turn:
+            answers = await _to_its_end(self._ask, messages)
         return [answers[replica_of.index(r)] for r in range(len(parts))]
 
     def _call(self, method: str, *arguments: Any) -> Any:
         if not self._connections:
             raise RankError("the training ranks have ended")
-        self._send([(method, arguments)] * len(self._connections))
-        return self._collect()[0]
+        return self._ask([(method, arguments)] * len(self._connections))[0]
+
+    def _ask(self, messages: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+        """Send each rank its message; all answers, by rank."""
+        self._send(messages)
+        return self._collect()
 
     def _send(self, messages: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
         for connection, message in zip(self._connections, messages, strict=True):
@@ -217,6 +220,16 @@ class RankedLearner:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+async def _to_its_end(call: Callable[..., T], *arguments: Any) -> T:
+    """Make a call in a thread, and wait for its end even if the caller is cancelled: the ranks' answers are for it."""
+    task = asyncio.create_task(asyncio.to_thread(call, *arguments))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
 def _run_rank(
     rank: int, config: TrainConfig, model: Path, checkpoints: Path, store: Path, size: int, connection: Connection
 ) -> None:
@@ -246,7 +259,8 @@ def _run_rank(
             elif method == "num_updates":
                 connection.send((None, learner.num_updates))
             else:
-                connection.send((None, getattr(learner, method)(*arguments)))
+                answer = getattr(learner, method)(*arguments)
+                connection.send((None, asyncio.run(answer) if inspect.iscoroutine(answer) else answer))
             if method == "close":
                 return
     except (EOFError, BrokenPipeError):  # the main process is gone

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -138,7 +137,7 @@ class _Controller:
     async def step(self, step: int) -> None:
         """Generation, rewarding, preparation, training, and the new weights back to the engine."""
         ctx, config = self._ctx, self._config
-        start_s = time.perf_counter()
+        start_s = ctx.clock()
         self._wave_groups = []
         self._num_dropped = 0
         self._sampler.surplus = [g for g in self._sampler.surplus if self._is_fresh(g.oldest_version)]
@@ -149,7 +148,7 @@ class _Controller:
         with self._job.recorder.updating():
             if harvest.num_groups:
                 metrics |= await self._train(step, share, harvest.num_groups)
-            metrics |= self._timings(time.perf_counter() - start_s, metrics)
+            metrics |= self._timings(ctx.clock() - start_s, metrics)
             states = await ctx.group.all_gather(self._state())
             if ctx.rank == 0:
                 self._job.recorder.stepped(step, metrics)
@@ -198,7 +197,7 @@ class _Controller:
             update_of = {ticket: i % num_updates for i, ticket in enumerate(tickets)}
             samples, metrics = await prepare(
                 share,
-                self._scored(share, is_one_update=num_updates * config.actor.ppo_epochs == 1),
+                await self._scored(share, is_one_update=num_updates * config.actor.ppo_epochs == 1),
                 config.algorithm,
                 kl=self._kl,
                 max_response_length=config.data.max_response_length,
@@ -214,7 +213,7 @@ class _Controller:
                 for update in updates:
                     everyones = await ctx.group.all_gather(update)
                     if ctx.rank == 0:
-                        metrics |= self._update(step, [m for part in everyones for m in part])
+                        metrics |= await self._update(step, [m for part in everyones for m in part])
                     await ctx.group.barrier()
         with ctx.timer.stage("sync"):
             if ctx.rank == 0:
@@ -222,17 +221,17 @@ class _Controller:
             await ctx.group.barrier()
         return metrics
 
-    def _update(self, step: int, micro_batches: list[MicroBatch]) -> dict[str, float]:
+    async def _update(self, step: int, micro_batches: list[MicroBatch]) -> dict[str, float]:
         learner, config = self._ctx.roles.learner, self._config
         metrics: dict[str, float] = {}
         if has_critic(config):
-            metrics |= learner.train_step("critic", micro_batches)
+            metrics |= await learner.train_step("critic", micro_batches)
         if not has_critic(config) or step > config.critic.warmup_steps:
-            start_s = time.perf_counter()
-            metrics |= learner.train_step("actor", micro_batches)
+            start_s = self._ctx.clock()
+            metrics |= await learner.train_step("actor", micro_batches)
             metrics |= speed(
                 sum(sample_flops(self._job.workload, batch) for batch in micro_batches),
-                time.perf_counter() - start_s,
+                self._ctx.clock() - start_s,
                 num_devices=config.trainer.num_processes,
                 device=config.device,
             )
@@ -250,7 +249,7 @@ class _Controller:
             num_multiple=self._ctx.roles.learner.num_replicas,
         )
 
-    def _scored(self, groups: list[Group], *, is_one_update: bool) -> list[list[Sample]]:
+    async def _scored(self, groups: list[Group], *, is_one_update: bool) -> list[list[Sample]]:
         """Each group's samples, with what the algorithm needs from the models as they are before the first update."""
         learner, config = self._ctx.roles.learner, self._config
         samples = [g.samples(config.algorithm) for g in groups]
@@ -262,15 +261,15 @@ class _Controller:
         micro_batches = [[samples[g][i] for g, i in batch] for batch in pairs]
         found: dict[str, list[list[NDArray[Any]]]] = {}
         if needs_old and config.actor.router_replay == "R2":
-            routed = learner.score_and_route(micro_batches)
+            routed = await learner.score_and_route(micro_batches)
             found["old_log_probs"] = [[log_probs for log_probs, _ in batch] for batch in routed]
             found["routed_experts"] = [[experts for _, experts in batch] for batch in routed]
         elif needs_old:
-            found["old_log_probs"] = learner.score("actor", micro_batches)
+            found["old_log_probs"] = await learner.score("actor", micro_batches)
         if has_reference(config):
-            found["ref_log_probs"] = learner.score("reference", micro_batches)
+            found["ref_log_probs"] = await learner.score("reference", micro_batches)
         if has_critic(config):
-            found["values"] = learner.score("critic", micro_batches)
+            found["values"] = await learner.score("critic", micro_batches)
         for b, batch in enumerate(pairs):
             for n, (g, i) in enumerate(batch):
                 samples[g][i] = dataclasses.replace(samples[g][i], **{f: values[b][n] for f, values in found.items()})
@@ -278,13 +277,18 @@ class _Controller:
 
     async def _sampling_metrics(self, harvest: Harvest[Group]) -> dict[str, float]:
         """What was sampled in this step, over all controllers, kept or not."""
-        own = [
-            (r.score, r.token_ids.size, r.truncated, g.prompt_ids.size) for g in self._wave_groups for r in g.responses
-        ]
+        own = np.array(
+            [
+                (r.score, r.token_ids.size, r.truncated, g.prompt_ids.size)
+                for g in self._wave_groups
+                for r in g.responses
+            ],
+            np.float64,
+        ).reshape(-1, 4)
         versions = [g.oldest_version for g in harvest.groups]
         parts = [r.parts for g in self._wave_groups for r in g.responses if r.parts]
         everyones = await self._ctx.group.all_gather((own, versions, parts, self._num_dropped, len(self._unfinished)))
-        rows = np.array([row for mine, *_ in everyones for row in mine], np.float64).reshape(-1, 4)
+        rows = np.concatenate([mine for mine, *_ in everyones])
         oldest = min((v for _, mine, *_ in everyones for v in mine), default=0)
         metrics = {
             "sampling/waves": float(harvest.num_waves),

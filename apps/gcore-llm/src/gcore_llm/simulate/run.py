@@ -1,0 +1,137 @@
+"""A whole simulation: services, the program on them, and what each step took."""
+
+import gc
+import time
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+
+from gcore_controller import Context, run_simulated
+from gcore_llm.evaluate import Evaluation
+from gcore_llm.program import Job, State, rlhf_program
+from gcore_llm.roles import Roles
+from gcore_llm.simulate.config import SimulateConfig
+from gcore_llm.simulate.engine import ModelledEngine
+from gcore_llm.simulate.learner import ModelledLearner
+from gcore_llm.simulate.ledger import Ledger, WatchedTimer
+from gcore_llm.simulate.load import LoadMeter
+from gcore_llm.simulate.reward import ModelledReward
+from gcore_llm.simulate.work import SampleNames, coarse_workload, make_prompts, weights_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """One step."""
+
+    step: int
+    step_s: float
+    """Simulated seconds."""
+    num_tokens: float
+    """Of all responses that were sampled, each with its prompt."""
+    device_s: dict[str, float]
+    """Device-seconds by column of the ledger; together they are devices times ``step_s``."""
+    controller_load: list[float]
+    """Real seconds of the processor in each controller's own code for a simulated second, by rank."""
+    metrics: dict[str, float]
+    """As the program reports them; lengths are in units of ``token_unit`` tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What came of a run."""
+
+    config: SimulateConfig
+    steps: list[StepFigures]
+    wall_s: float
+    """Real seconds that it took."""
+
+
+def simulate(config: SimulateConfig, stepped: Callable[[StepFigures], None] = lambda _: None) -> Simulation:
+    """Run the program of `train` on modelled services.
+
+    Args:
+        stepped: called after every step.
+
+    Raises:
+        UserError: the model folder does not do.
+    """
+    start_s = time.perf_counter()
+    workload = coarse_workload(config)
+    ledger = Ledger(
+        num_devices=config.devices, num_reward_devices=config.reward.devices, num_controllers=config.controllers
+    )
+    meter = LoadMeter(config.controllers)
+    sync_s = weights_bytes(workload) / (config.learner.sync_gb_per_s * 1e9)
+    roles = Roles(
+        policy=ModelledEngine(config, sync_s=sync_s, ledger=ledger, meter=meter),
+        reward=ModelledReward(config, ledger=ledger, meter=meter).runner(),
+        tokenizer=SampleNames(),
+        learner=ModelledLearner(config, workload, ledger=ledger, meter=meter),
+    )
+    recorder = _Recorder(config=config, ledger=ledger, meter=meter, told=stepped)
+    job = Job(
+        config=config.train_config(),
+        prompts=make_prompts(config),
+        workload=workload,
+        recorder=recorder,
+        first_step=0,
+        is_evaluated=True,
+        controllers=None,
+    )
+    real = rlhf_program(job)
+
+    async def program(ctx: Context[Roles]) -> None:
+        await meter.run(ctx.rank, real(replace(ctx, timer=WatchedTimer(ctx.rank, ledger))))
+
+    with _garbage_collected_by_step():
+        run_simulated(program, roles=roles, world_size=config.controllers)
+    return Simulation(config=config, steps=recorder.steps, wall_s=time.perf_counter() - start_s)
+
+
+@contextmanager
+def _garbage_collected_by_step() -> Generator[None]:
+    """Only the recorder collects: a pass over all that a simulated cluster holds is no load of one controller's."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+@dataclass(kw_only=True)
+class _Recorder:
+    """Takes the figures of every step."""
+
+    config: SimulateConfig
+    ledger: Ledger
+    meter: LoadMeter
+    told: Callable[[StepFigures], None]
+    steps: list[StepFigures] = field(default_factory=list[StepFigures])
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Without held-out prompts there is nothing to note."""
+
+    def updating(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def stepped(self, step: int, metrics: dict[str, float]) -> None:
+        with self.meter.paused():
+            step_s = metrics["timing_s/step"]
+            figures = StepFigures(
+                step=step,
+                step_s=step_s,
+                num_tokens=metrics.get("perf/total_num_tokens", 0.0) * self.config.token_unit,
+                device_s=self.ledger.cut(),
+                controller_load=[busy_s / step_s for busy_s in self.meter.cut()],
+                metrics=metrics,
+            )
+            self.steps.append(figures)
+            self.told(figures)
+            gc.collect()
+
+    def reached(self, step: int, controllers: list[State]) -> None:
+        """No checkpoint is taken."""
