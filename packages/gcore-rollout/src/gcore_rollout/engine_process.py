@@ -162,8 +162,13 @@ class EngineProcess:
             channel.close()
             weights.close()
             raise
-        # The process speaks when it is spoken to, and then this is the engine.
-        opened = await Channel.open(channel, lambda message: engine._take(message))
+        try:
+            # The process speaks when it is spoken to, and then this is the engine.
+            opened = await Channel.open(channel, lambda message: engine._take(message))
+        except BaseException:
+            process.close()
+            weights.close()
+            raise
         engine = cls(process, opened, weights, heartbeat_timeout_s=heartbeat_timeout_s)
         return engine
 
@@ -346,7 +351,8 @@ class EngineProcess:
     def _end_call(self, call_id: int, error: Exception | None, value: Any = None) -> None:
         if stream := self._streams.pop(call_id, None):
             stream.items.put_nowait(error)
-        elif reply := self._replies.pop(call_id, None):
+        # Whoever waited for it may have been cancelled.
+        elif (reply := self._replies.pop(call_id, None)) and not reply.done():
             if error is None:
                 reply.set_result(value)
             else:
