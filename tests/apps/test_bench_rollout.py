@@ -175,7 +175,8 @@ async def test_the_time_without_a_token_is_that_of_the_copy(tmp_path: Path) -> N
     way = Way(engine=cast(Any, engine), clocks=[clock], update=engine.update)
     row = await busy_figures(way, 1, sync_request(RolloutOptions()))
     assert row["first_token_s"] >= row["busy_s"] >= 0.3
-    assert 0.2 < row["no_token_s"] <= row["first_token_s"]
+    # The time without a token begins with the last one before the call, a step or, on a busy machine, more before.
+    assert 0.2 < row["no_token_s"] < row["first_token_s"] + 0.1
     assert row["old_steps"] == 0
 
 
