@@ -54,8 +54,10 @@ def engines_of(cli: Cli) -> set[int]:
 
 def test_engine_processes_that_are_killed(cli: Cli, own_args: list[str]) -> None:
     """Before the first weights came and after: the run has every sample once, and is the same as with none killed."""
-    cli.ok(*own_args, "--name", "undisturbed")
-    args = args_of(cli, own_args, "os.kill(engines[0], signal.SIGKILL)", calls=[20, 60], num_processes=3)
+    # So long that the second one's replacement is there before the end.
+    base = option_set(own_args, "--trainer.total-training-steps", "4")
+    cli.ok(*base, "--name", "undisturbed")
+    args = args_of(cli, base, "os.kill(engines[0], signal.SIGKILL)", calls=[20, 60], num_processes=3)
     cli.ok(*args, "--name", "killed")
     expected, found = metrics_of(cli.cwd / "runs/undisturbed"), metrics_of(cli.cwd / "runs/killed")
     for row, other in zip(found, expected, strict=True):
@@ -64,9 +66,8 @@ def test_engine_processes_that_are_killed(cli: Cli, own_args: list[str]) -> None
     killed = {seen[0][0], seen[2][0]}
     assert len(killed) == 2
     assert not killed & set(seen[-1])
-    # The second replacement may be there only when all is made.
     engines = engines_of(cli)
-    assert len(engines) in (4, 5)
+    assert len(engines) == 5
     assert not left_after(engines, 5.0)
 
 
@@ -84,7 +85,10 @@ def test_resumption_with_engine_processes(cli: Cli, own_args: list[str]) -> None
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["sampling/groups"] == 8 for row in rows)
     assert any(row["sampling/unfinished_groups"] > 0 for row in rows)
-    assert all(row["response_length/max"] <= 192 for row in rows)
+    # A step that has enough of what the one before sampled too much samples nothing.
+    lengths = [row["response_length/max"] for row in rows if "response_length/max" in row]
+    assert lengths
+    assert max(lengths) <= 192
     assert rows[0]["training/rollout_probs_diff_mean"] < 1e-5
     assert len(engines_of(cli)) == 4
     assert not left_after(engines_of(cli), 5.0)

@@ -99,8 +99,9 @@ async def test_tests_see_the_program(sandbox: Sandbox) -> None:
 async def test_leaving_early_passes_nothing(isolated: Sandbox, program: str) -> None:
     result = await isolated.run(program, tests=["assert f() == 1", "pass"])
     assert not result.passed[0]
-    # The interrupt may find the program at its end, and so the first test in its place.
-    stays = "def f(): return 2" in program or "interrupt_main" in program
+    # The interrupt may find the program at its end, and so the first test in its place. A forked program goes on until
+    # the end of its first process is noticed, and may be quicker.
+    stays = any(words in program for words in ("def f(): return 2", "interrupt_main", "os.fork()"))
     assert stays or result.passed == (False, False)
 
 

@@ -4,6 +4,7 @@ It answers their pids. A rank joins the others by the store at the port, connect
 what it is told: the name of a function of the cases and its arguments, pickled.
 """
 
+import ctypes
 import importlib
 import json
 import os
@@ -32,6 +33,7 @@ def cases() -> list[ModuleType]:
 
 
 CASES = cases()
+PR_SET_PDEATHSIG = 1
 
 
 def run_rank(folder: Path, port: int, number: int, size: int) -> None:
@@ -71,6 +73,8 @@ def serve() -> None:
         for number in range(size):
             pid = os.fork()
             if pid == 0:
+                # One that is stopped does not see that the test process is done.
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                 os.dup2(2, 1)  # replies of the server are no place for what a rank prints
                 try:
                     run_rank(Path(folder), port, number, size)
