@@ -2,6 +2,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# An example that takes long says how busy the machine is.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 # Two workers share two cores: with more threads than cores, OpenMP's threads wait for each other longer than they work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -10,6 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 LONGEST_FIRST = (
     "workspace/test_readmes.py",
     "apps/test_learner_ranks.py",
+    "apps/test_on_ray.py",
     "apps/test_train.py",
     "gcore_rollout/test_engines.py",
     "apps/test_bench.py",
@@ -18,6 +24,7 @@ LONGEST_FIRST = (
     "gcore_rollout/test_vllm_server.py",
     "apps/test_policy_engines.py",
     "gcore_controller/test_ray_runtime.py",
+    "gcore_rollout/test_ray_engine.py",
     "apps/test_images.py",
     "gcore_rollout/test_engines_behind_engines.py",
     "gcore_rollout/test_engine_process.py",

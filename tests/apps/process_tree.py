@@ -11,6 +11,26 @@ def grandchildren(pid: int) -> list[int]:
     return sorted(p for p, parent in parents.items() if parents.get(parent) == pid)
 
 
+def descendants(pid: int, title: str) -> list[int]:
+    """Processes below another one whose command line begins so, as Ray titles its workers."""
+    parents = dict(_parents())
+    found: list[int] = []
+    for process in parents:
+        above = process
+        while above in parents and above != pid:
+            above = parents[above]
+        if above == pid and process != pid and _command_line(process).startswith(title):
+            found.append(process)
+    return sorted(found)
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""  # it has just ended
+
+
 def left_after(pids: Iterable[int], timeout_s: float) -> list[int]:
     """Those that have not ended in time."""
     end = time.monotonic() + timeout_s

@@ -81,6 +81,12 @@ def step_row(step: int) -> dict[str, float]:
     return row
 
 
+def step_spans(step: int, *, num_controllers: int = 2, **more: object) -> dict[str, object]:
+    """Ten seconds: the last controller generates for longest, and then all of them train."""
+    own = [[["gen", 0.0, 2.0 + rank], ["train", 6.0, 9.0]] for rank in range(num_controllers)]
+    return {"step": step, "start_s": 100.0 + 10 * step, "controllers": own} | more
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """A finished run of 40 steps."""
@@ -131,6 +137,105 @@ def test_stages_without_a_name_of_ours_are_summed(run_dir: Path) -> None:
     page = Page(write_report(run_dir))
     assert [trace["name"] for trace in page.figures["stages"]["data"]] == ["gen", "train", "other", "whole step"]
     assert "gen 40% train 40% other 4% whole step" in page.text
+
+
+def bars_of(page: Page) -> dict[str, list[tuple[str, int, float, float]]]:
+    """The timeline's bars by stage: row, step, start and end in seconds."""
+    return {
+        trace["name"]: [
+            (row, step, start_s, start_s + seconds)
+            for row, (step, _), start_s, seconds in zip(
+                trace["y"], trace["customdata"], trace["base"], trace["x"], strict=True
+            )
+        ]
+        for trace in page.figures["timeline"]["data"]
+    }
+
+
+def test_timeline_shows_every_span_and_the_gaps_between(run_dir: Path) -> None:
+    write_lines(run_dir / "spans.jsonl", [step_spans(39), step_spans(40, devices={"trainer 0": [["train", 6.5, 8.5]]})])
+    page = Page(write_report(run_dir))
+    bars = bars_of(page)
+    assert bars.keys() == {"gen", "train", "no stage"}
+    assert bars["gen"] == [
+        *(("controller 0", 39, 0.0, 2.0), ("controller 0", 40, 10.0, 12.0)),
+        *(("controller 1", 39, 0.0, 3.0), ("controller 1", 40, 10.0, 13.0)),
+    ]
+    assert bars["train"][-1] == ("trainer 0", 40, 16.5, 18.5)
+    gaps = [(row, start_s, end_s) for row, _, start_s, end_s in bars["no stage"]]
+    assert gaps[3:] == [
+        *(("controller 1", 3.0, 6.0), ("controller 1", 9.0, 10.0), ("controller 1", 13.0, 16.0)),
+        *(("trainer 0", 0.0, 16.5), ("trainer 0", 18.5, 19.0)),
+    ]
+    assert "Steps 39 to 40." in page.text
+    assert "Last step Last 2 steps" in page.text
+    # 3 rows of 19 s: 2 * (2 + 3) s of gen, 4 * 3 s + 2 s of train.
+    assert "gen 18% train 25% no stage 58%" in page.text
+
+
+def test_timeline_hovers_tell_seconds(run_dir: Path) -> None:
+    write_lines(run_dir / "spans.jsonl", [step_spans(1)])
+    gen = Page(write_report(run_dir)).figures["timeline"]["data"][0]
+    assert gen["hovertemplate"] == "<b>gen</b> %{customdata[1]}<br>%{y}, step %{customdata[0]}<extra></extra>"
+    assert gen["customdata"] == [[1, "2.0 s"], [1, "3.0 s"]]
+
+
+def test_timeline_begins_with_the_last_steps(run_dir: Path) -> None:
+    write_lines(run_dir / "spans.jsonl", map(step_spans, range(1, 41)))
+    page = Page(write_report(run_dir))
+    views = [attrs for tag, attrs in page.tags if tag == "button"]
+    ranges = [(float(a["data-start"] or ""), float(a["data-end"] or ""), a["aria-pressed"]) for a in views]
+    assert ranges == [(390.0, 399.0, "false"), (350.0, 399.0, "true"), (0.0, 399.0, "false")]
+    assert "Last step Last 5 steps Last 40 steps" in page.text
+    layout: Any = page.figures["timeline"]["own"]
+    assert layout["xaxis"]["range"] == [350.0, 399.0]
+    assert [line["x0"] for line in layout["shapes"]] == [10.0 * step for step in range(40)]
+
+
+def test_timeline_of_a_run_that_went_back(run_dir: Path) -> None:
+    again = step_spans(2) | {"start_s": 200.0, "controllers": [[["gen", 0.0, 1.0]]]}
+    write_lines(run_dir / "spans.jsonl", [step_spans(1), step_spans(2), step_spans(3), again], end='\n{"step": 3, "con')
+    page = Page(write_report(run_dir))
+    assert "Steps 1 to 2." in page.text
+    assert bars_of(page)["gen"] == [("controller 0", 1, 0, 2), ("controller 0", 2, 90, 91), ("controller 1", 1, 0, 3)]
+    assert "unreadable" not in page.text
+
+
+def test_stages_without_a_name_of_ours_are_other_in_the_timeline(run_dir: Path) -> None:
+    row = step_spans(1) | {"controllers": [[[HOSTILE, 0.0, 1.0], ["eval", 1.0, 2.0]]]}
+    write_lines(run_dir / "spans.jsonl", [row])
+    page = Page(write_report(run_dir))
+    assert bars_of(page) == {"other": [("controller 0", 1, 0, 1), ("controller 0", 1, 1, 2)]}
+
+
+def test_timeline_of_many_controllers_shows_some(run_dir: Path) -> None:
+    devices = {f"engine {i}": [["gen", 0.0, 1.0]] for i in range(100)}
+    write_lines(run_dir / "spans.jsonl", [step_spans(i, num_controllers=512, devices=devices) for i in range(1, 101)])
+    path = write_report(run_dir)
+    page = Page(path)
+    rows = {row for bars in bars_of(page).values() for row, *_ in bars}
+    assert rows == {f"controller {i}" for i in range(0, 512, 22)} | {f"engine {i}" for i in range(0, 100, 5)}
+    assert "44 of 612 controllers and devices" in page.text
+    assert "Steps 51 to 100" in page.text
+    assert path.stat().st_size < 5_500_000
+
+
+def test_timeline_of_more_spans_than_a_page_bears_shows_fewer_steps(run_dir: Path) -> None:
+    busy = [["gen" if i % 2 else "reward", float(i), i + 1.0] for i in range(900)]
+    write_lines(run_dir / "spans.jsonl", [step_spans(i) | {"controllers": [busy, busy]} for i in range(1, 5)])
+    assert "Steps 3 to 4." in Page(write_report(run_dir)).text
+    write_lines(run_dir / "spans.jsonl", [step_spans(i) | {"controllers": [busy * 5]} for i in range(1, 5)])
+    assert "Step 4." in Page(write_report(run_dir)).text
+
+
+def test_controller_load_is_shown_where_it_is_recorded(run_dir: Path) -> None:
+    loads = [{"controller/load/max": step / 1000, "controller/load/mean": step / 2000} for step in range(1, 11)]
+    write_lines(run_dir / "metrics.jsonl", [step_row(step) | loads[step - 1] for step in range(1, 11)])
+    page = Page(write_report(run_dir))
+    busiest, mean = page.figures["signal-10"]["data"]
+    assert (busiest["name"], busiest["y"]) == ("busiest", [load["controller/load/max"] for load in loads])
+    assert (mean["name"], mean["y"]) == ("mean", [load["controller/load/mean"] for load in loads])
+    assert "Controller load last 1%" in page.text
 
 
 def test_samples_stand_side_by_side_with_a_verdict_in_words(run_dir: Path) -> None:

@@ -61,7 +61,7 @@ def trained(shared_cli: Cli, own_args: list[str]) -> Path:
 def test_embedded_run_folder(embedded: Path) -> None:
     assert {p.name for p in embedded.iterdir()} == {
         *("config.toml", "metrics.jsonl", "warmup.jsonl", "tensorboard", "checkpoints", "export", "model"),
-        *("report.html", "samples", ".lock"),
+        *("report.html", "samples", "spans.jsonl", "logs", ".lock"),
     }
     assert RunFolder(embedded).load_config() == resolve(parse_train([*EMBEDDED[1:], "--name", "embedded"]))
     assert [row["step"] for row in read_rows(embedded / "warmup.jsonl")] == [5, 10]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -180,7 +180,7 @@ def as_template(tree: Any) -> Any:
             return tree
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=EXAMPLES)
 @given(case=cases())
 def test_any_state_in_any_sharding(rank_server: RankServer, case: dict[str, Any]) -> None:
     ranks = rank_server.shared()

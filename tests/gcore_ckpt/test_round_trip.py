@@ -115,13 +115,13 @@ states = st.recursive(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(states)
 def test_random_states(state: Any) -> None:
     assert_same(round_trip(state), state)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.dictionaries(st.text(st.characters(), max_size=4), st.one_of(tensors(), arrays()), min_size=1, max_size=6))
 def test_random_tensors_open_in_safetensors(state: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as path:

@@ -67,7 +67,7 @@ quota_lists = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 
 @given(patterns, quota_lists)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 async def test_the_same_groups_for_any_number_of_controllers(accepted: list[bool], quotas: list[int]) -> None:
     alone = await sample(accepted, quotas, world_size=1, max_waves=10_000)
     tickets = [t for t in range(100_000) if accepted[t % len(accepted)]]
@@ -86,7 +86,7 @@ async def test_the_same_groups_for_any_number_of_controllers(accepted: list[bool
 
 
 @given(patterns, quota_lists, st.sampled_from([1, 4]), st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 async def test_a_short_harvest_is_all_there_is(
     accepted: list[bool], quotas: list[int], world_size: int, max_waves: int
 ) -> None:
@@ -104,7 +104,7 @@ async def test_a_short_harvest_is_all_there_is(
 
 
 @given(patterns, quota_lists, st.sampled_from([1, 4]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 async def test_state_round_trip(accepted: list[bool], quotas: list[int], world_size: int) -> None:
     whole = await sample(accepted, quotas, world_size=world_size)
     resumed = await sample(accepted, quotas, world_size=world_size, interrupted=True)

@@ -20,7 +20,7 @@ from runtimes import AnyProgram, Ctx, Run
 from test_collectives import OneOfUsFailedError
 
 from gcore_controller.errors import ClusterError, ControllerDiedError, DeadlineError
-from gcore_controller.ray_runtime import run_ray
+from gcore_controller.ray_runtime import RayControllers, run_ray
 
 NUM_NODES = 2
 
@@ -117,6 +117,59 @@ async def test_a_killed_controller_is_named(tmp_path: Path) -> None:
     died = rf"controller 2, process {pid} on [\d.]+, died: it was killed, ran out of memory, or crashed"
     with pytest.raises(ControllerDiedError, match=died):
         await asyncio.wait_for(running, 30)
+
+
+async def test_the_others_stay_when_one_is_replaced(tmp_path: Path) -> None:
+    """One process is killed in the first run; the second has a new one in its place, and nothing of the first."""
+
+    async def first(ctx: Ctx) -> None:
+        (tmp_path / f"{ctx.rank} {os.getpid()}").touch()
+        while True:
+            if ctx.rank == 1 and len(list(tmp_path.iterdir())) == ctx.world_size:
+                os.kill(os.getpid(), signal.SIGKILL)
+            await ctx.group.all_gather("of the first run")
+
+    async def second(ctx: Ctx) -> tuple[int, list[int]]:
+        return os.getpid(), await ctx.group.all_gather(ctx.rank)
+
+    controllers = await RayControllers.start(world_size=3)
+    try:
+        with pytest.raises(ControllerDiedError, match="controller 1, "):
+            await controllers.run(first, roles=list[str]())
+        found = await controllers.run(second, roles=list[str]())
+    finally:
+        await controllers.close()
+    before = dict(path.name.split() for path in tmp_path.iterdir())
+    assert [rank for rank, (pid, _) in enumerate(found) if before[str(rank)] == str(pid)] == [0, 2]
+    assert [ranks for _, ranks in found] == [[0, 1, 2]] * 3
+
+
+async def test_reports_are_heard_in_order() -> None:
+    heard: list[tuple[int, int]] = []
+
+    async def program(ctx: Ctx) -> None:
+        for n in range(3):
+            await ctx.report(n)
+
+    async def reported(rank: int, value: int) -> None:
+        await asyncio.sleep(0)
+        heard.append((rank, value))
+
+    await run_ray(program, roles=list[str](), world_size=2, reported=reported)
+    assert sorted(heard) == [(rank, n) for rank in range(2) for n in range(3)]
+    assert [n for rank, n in heard if rank == 1] == [0, 1, 2]
+
+
+async def test_what_a_listener_raises_ends_the_run() -> None:
+    async def program(ctx: Ctx) -> None:
+        await ctx.report("the disk")
+        await asyncio.sleep(600)
+
+    async def reported(rank: int, value: str) -> None:
+        raise OSError(f"{value} of {rank} is full")
+
+    with pytest.raises(OSError, match="the disk of 0 is full"):
+        await run_ray(program, roles=list[str](), reported=reported)
 
 
 async def test_a_lost_node_is_named(cluster: Cluster, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike, NDArray
 
@@ -38,7 +38,6 @@ def check_split(costs: NDArray[np.float64], parts: list[NDArray[np.intp]], num_p
 
 
 @given(costs=costs_lists, num_parts=part_counts)
-@settings(deadline=None)
 def test_free_counts(costs: list[float], num_parts: int) -> None:
     parts = balance(costs, num_parts)
     check_split(np.array(costs), parts, num_parts)
@@ -47,7 +46,6 @@ def test_free_counts(costs: list[float], num_parts: int) -> None:
 
 
 @given(costs=costs_lists, num_parts=part_counts)
-@settings(deadline=None)
 def test_equal_counts(costs: list[float], num_parts: int) -> None:
     costs = costs[: len(costs) // num_parts * num_parts]
     parts = balance(costs, num_parts, equal_count=True)
@@ -57,7 +55,6 @@ def test_equal_counts(costs: list[float], num_parts: int) -> None:
 
 
 @given(costs=costs_lists, num_parts=part_counts, slack=st.integers(min_value=0, max_value=4))
-@settings(deadline=None)
 def test_bounded_counts(costs: list[float], num_parts: int, slack: int) -> None:
     max_count = -(-len(costs) // num_parts) + max(slack, int(not costs))
     parts = balance(costs, num_parts, max_count=max_count)

@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -27,7 +27,6 @@ MODEL = TransformerWorkload(
     num_multiple=st.integers(min_value=1, max_value=5),
     with_costs=st.booleans(),
 )
-@settings(deadline=None)
 def test_every_sequence_once_under_the_budget(
     lengths: list[int], max_tokens: int, num_multiple: int, with_costs: bool
 ) -> None:
@@ -47,7 +46,6 @@ def test_every_sequence_once_under_the_budget(
     lengths=st.lists(st.integers(min_value=1, max_value=10), min_size=1, max_size=6),
     max_tokens=st.integers(min_value=10, max_value=20),
 )
-@settings(deadline=None)
 def test_the_count_is_the_least_possible_for_few_sequences(lengths: list[int], max_tokens: int) -> None:
     def fits(count: int) -> bool:
         packings = product(range(count), repeat=len(lengths))

@@ -1,34 +1,67 @@
-"""`EngineProcess` and `EngineReplicas`: all that every engine promises."""
+"""`EngineProcess`, `RayEngine` and `EngineReplicas`: all that every engine promises."""
 
-from collections.abc import AsyncIterator
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
-from engine_oracles import TinyModel
+import torch
+from engine_oracles import TinyModel, collect, errors, make_request
+from ray import cloudpickle
+from ray_cluster import ray_cluster
 from server_oracles import PROMISES, check_update_in_mid_generation
 from slow_hf_engine import SlowEngine
-from test_engines import MAX_NUM_SEQS, Subject
+from test_engines import MAX_NUM_SEQS, TOLERANCE, Subject
 
 from gcore_rollout.engine_process import EngineProcess
 from gcore_rollout.hf_engine import HFEngine
+from gcore_rollout.ray_engine import RayEngine, start_engine_actor
 from gcore_rollout.replicas import EngineReplicas
+from gcore_rollout.weight_sync.weight_references import WeightReferences
 
 globals().update(PROMISES)
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning")
 
-@pytest.fixture(params=["process", "replicas"])
+
+class Transparent(SlowEngine):
+    """It can be asked where its weights lie."""
+
+    async def lines_of_maps(self) -> list[str]:
+        ranges: list[tuple[int, int, str]] = []
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            start, _, end = line.partition(" ")[0].partition("-")
+            ranges.append((int(start, 16), int(end, 16), line))
+        pointers = [parameter.data_ptr() for parameter in self._model.parameters()]
+        return [line for pointer in pointers for start, end, line in ranges if start <= pointer < end]
+
+
+@pytest.fixture(scope="module")
+def actor(tied: TinyModel) -> Iterator[Any]:
+    slow = partial(Transparent.from_pretrained, tied.path, max_num_seqs=MAX_NUM_SEQS)
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # pyright: ignore[reportPrivateImportUsage]
+    with ray_cluster("here"):
+        yield start_engine_actor(slow, num_threads=1)
+
+
+@pytest.fixture(params=["process", "ray", "replicas"])
 async def subject(request: pytest.FixtureRequest, tied: TinyModel) -> AsyncIterator[Subject]:
-    if request.param == "process":
+    if request.param == "ray":
+        # One actor for all tests: starting one takes seconds.
+        subject = Subject(await RayEngine.connect(request.getfixturevalue("actor")), tied)
+        await subject.update(tied.old)
+    elif request.param == "process":
         slow = partial(SlowEngine.from_pretrained, tied.path, max_num_seqs=MAX_NUM_SEQS)
-        engine = await EngineProcess.start(slow, num_threads=1)
-        subject = Subject(engine, tied)
+        subject = Subject(await EngineProcess.start(slow, num_threads=1), tied)
     else:
         # Together they hold as many samples as one engine does.
         replicas = [HFEngine.from_pretrained(tied.path, max_num_seqs=MAX_NUM_SEQS // 2) for _ in range(2)]
-        engine = EngineReplicas(replicas)
-        subject = Subject(engine, tied, num_engines=2)
+        subject = Subject(EngineReplicas(replicas), tied, num_engines=2)
     yield subject
-    await engine.close()
+    await subject.engine.close()
 
 
 @pytest.fixture
@@ -39,3 +72,22 @@ def either_subject(subject: Subject) -> Subject:
 
 async def test_update_in_mid_generation(subject: Subject) -> None:
     await check_update_in_mid_generation(subject)
+
+
+async def test_an_engine_computes_with_weights_by_reference_where_they_lie(actor: Any, tied: TinyModel) -> None:
+    """For as long as it uses them, whoever else does not any more."""
+    engine, here = await RayEngine.connect(actor), HFEngine.from_pretrained(tied.path)
+    requests = [make_request("r", 9, n=2)]
+    for model in (tied.new, tied.old, tied.new):
+        references = WeightReferences.put(model.state_dict().items(), bucket_size_bytes=100_000)
+        version = engine.weight_version + 1
+        await asyncio.gather(*(each.update_weights(references, version=version) for each in (engine, here)))
+        del references
+        for _ in range(3):
+            WeightReferences.put([("other", torch.full((1 << 20,), float("nan")))])
+        for each in (engine, here):
+            assert max(errors(model, requests, await collect(each, *requests))) < TOLERANCE
+        found = await actor.call.remote(engine._incarnation.token, "lines_of_maps")  # pyright: ignore[reportPrivateUsage]
+        assert len(found.value) > 10
+        assert all("plasma" in line for line in found.value)
+    await engine.close()

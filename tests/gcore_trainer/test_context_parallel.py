@@ -13,7 +13,7 @@ from context_parallel_cases import (
     attended_at_once,
     model_gradients_at_once,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rank_pool import RankPool
 from trainer_oracles import Group, deviation
@@ -193,7 +193,6 @@ def test_groups_that_do_not_fit_are_refused(
         assert re.match(f"ConfigError: {message}", error)
 
 
-@settings(deadline=None)
 @given(layout=layouts, lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8))
 def test_every_place_is_held_once_and_work_is_even(layout: Layout, lengths: list[int]) -> None:
     sizes = {"ring_size": layout.ring_size, "ulysses_size": layout.ulysses_size}

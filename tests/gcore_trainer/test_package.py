@@ -12,7 +12,7 @@ README = Path(__file__).parents[2] / "packages" / "gcore-trainer" / "README.md"
 
 def run(program: str, folder: Path) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False, cwd=folder
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False, cwd=folder
     )
     assert result.returncode == 0, result.stderr
     return result.stdout

@@ -68,7 +68,7 @@ def check(
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     lengths=groups,
     is_off_policy=st.booleans(),

@@ -34,7 +34,7 @@ def load(path: Path) -> tuple[PackedModel, Any]:
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "llama", "qwen3"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     lengths=groups,
     share_prefix=st.booleans(),

@@ -12,7 +12,7 @@ from gcore_trainer.errors import ConfigError
 from gcore_trainer.packing import PackedBatch, pack
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(lengths=groups, share_prefix=st.booleans(), seed=st.integers(0, 10**6))
 def test_the_row_predicts_every_response_token_from_its_predecessor(
     lengths: list[Group], share_prefix: bool, seed: int
@@ -32,7 +32,7 @@ def test_a_shared_prompt_is_computed_once(share_prefix: bool, num_tokens: int) -
     assert pack(samples, share_prefix=share_prefix).input_ids.size == num_tokens
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(lengths=groups, seed=st.integers(0, 10**6))
 def test_every_packed_token_stands_once_in_the_buckets(lengths: list[Group], seed: int) -> None:
     batch = pack(make_samples(lengths, seed=seed))
@@ -48,7 +48,7 @@ def test_buckets_pad_to_less_than_twice_their_shortest() -> None:
             assert num_prompt_keys < 2 * bucket.prompt_lengths.min()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     lengths=groups,
     share_prefix=st.booleans(),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore_trainer import BatchError, ConfigError
@@ -95,7 +95,6 @@ TRL_LOSS_TYPES: dict[tuple[DPOLossType, float], str] = {
 
 
 @pytest.mark.parametrize("kind", TRL_LOSS_TYPES)
-@settings(deadline=None)
 @given(seed=seeds, beta=st.sampled_from([0.05, 0.1, 0.5]))
 def test_dpo(trl: Any, kind: tuple[DPOLossType, float], seed: int, beta: float) -> None:
     loss_type, label_smoothing = kind
@@ -134,7 +133,6 @@ def test_dpo(trl: Any, kind: tuple[DPOLossType, float], seed: int, beta: float) 
     assert not ours.chosen_rewards.requires_grad
 
 
-@settings(deadline=None)
 @given(seed=seeds, center=st.sampled_from([0.0, 0.01, 1.0]), has_margin=st.booleans())
 def test_bradley_terry(trl: Any, seed: int, center: float, has_margin: bool) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
@@ -34,7 +34,6 @@ def test_overlong_penalty(length: int, expected: float) -> None:
     assert scaled == pytest.approx(expected / 2)
 
 
-@settings(deadline=None)
 @given(data=st.data(), limit=st.integers(1, 200), factor=st.floats(0.0, 4.0))
 def test_overlong_penalty_is_that_of_the_dapo_reward_manager(data: st.DataObject, limit: int, factor: float) -> None:
     buffer = data.draw(st.integers(1, limit))
@@ -58,7 +57,6 @@ def test_a_penalty_factor_out_of_bounds_is_refused(factor: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-@settings(deadline=None)
 @given(rows=tokens)
 def test_estimates_are_those_of_the_loss(kind: RewardKL, rows: list[tuple[float, float, bool]]) -> None:
     table = np.array(rows, np.float64)

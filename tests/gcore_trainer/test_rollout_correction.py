@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 from numpy.typing import NDArray
@@ -128,7 +128,6 @@ def test_one_vetoed_token_rejects_its_sequence() -> None:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@settings(deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), cut=st.integers(1, 4))
 def test_parts_of_a_batch_are_normalised_like_the_whole(level: RolloutIS, seed: int, cut: int) -> None:
     rng = np.random.default_rng(seed)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
@@ -23,7 +23,6 @@ def one_token(value: float, old: float, target: float, c: float) -> tuple[float,
     return error**2 / 2, 0.0 if is_clipped else error, is_clipped
 
 
-@settings(deadline=None)
 @given(table=rows, c=st.floats(0.01, 3.0))
 def test_value_loss(table: list[tuple[float, float, float]], c: float) -> None:
     v, old, target = (torch.tensor(column, dtype=torch.float64) for column in zip(*table, strict=True))
@@ -46,7 +45,6 @@ def test_without_a_bound_it_is_half_the_squared_error() -> None:
     assert not clipped.any()
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1), num=st.integers(2, 60), cut=st.integers(0, 60), offset=st.sampled_from([0.0, 100.0])
 )

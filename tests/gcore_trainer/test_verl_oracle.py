@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -122,7 +122,6 @@ GROUP_ESTIMATORS: dict[GroupEstimator, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
-@settings(deadline=None)
 @given(seed=seeds)
 def test_group_advantages(verl: Any, estimator: GroupEstimator, seed: int) -> None:
     batch = Batch.of(seed)
@@ -158,7 +157,6 @@ def whitened(values: list[NDArray[np.float64]], batch: Batch) -> list[NDArray[np
     return [whiten(v, m, whole) for v, m in zip(values, batch.masks, strict=True)]
 
 
-@settings(deadline=None)
 @given(seed=seeds)
 def test_remax(verl: Any, seed: int) -> None:
     batch = Batch.of(seed)
@@ -170,7 +168,6 @@ def test_remax(verl: Any, seed: int) -> None:
     batch.assert_equal([np.full(n, a) for n, a in zip(batch.lengths, advantages, strict=True)], expected)
 
 
-@settings(deadline=None)
 @given(seed=seeds, gamma=st.sampled_from([1.0, 0.97, 0.5]))
 def test_reinforce_plus_plus(verl: Any, seed: int, gamma: float) -> None:
     batch = Batch.of(seed)
@@ -183,7 +180,6 @@ def test_reinforce_plus_plus(verl: Any, seed: int, gamma: float) -> None:
     batch.assert_equal(whitened(ours, batch), advantages)
 
 
-@settings(deadline=None)
 @given(seed=seeds, gamma=st.sampled_from([1.0, 0.97]), lam=st.sampled_from([1.0, 0.95, 0.0]))
 def test_gae(verl: Any, seed: int, gamma: float, lam: float) -> None:
     batch = Batch.of(seed)
@@ -196,7 +192,6 @@ def test_gae(verl: Any, seed: int, gamma: float, lam: float) -> None:
 
 
 @pytest.mark.parametrize("mode", AGG_MODES)
-@settings(deadline=None)
 @given(seed=seeds, has_empty_sequence=st.booleans())
 def test_aggregation(verl: Any, mode: LossAggMode, seed: int, has_empty_sequence: bool) -> None:
     batch = Batch.of(seed)
@@ -219,7 +214,6 @@ POLICY_LOSSES: dict[str, PolicyLossConfig] = {
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-@settings(deadline=None)
 @given(seed=seeds, mode=st.sampled_from(AGG_MODES))
 def test_policy_loss_and_gradient(verl: Any, name: str, seed: int, mode: LossAggMode) -> None:
     config, batch = POLICY_LOSSES[name], Batch.of(seed)
@@ -275,7 +269,6 @@ KL_KINDS: list[KLPenalty] = ["k1", "k2", "k3", "k1+", "k3+"]
 
 
 @pytest.mark.parametrize("kind", KL_KINDS)
-@settings(deadline=None)
 @given(seed=seeds)
 def test_kl_penalty_and_gradient(verl: Any, kind: KLPenalty, seed: int) -> None:
     batch = Batch.of(seed)
@@ -290,7 +283,6 @@ def test_kl_penalty_and_gradient(verl: Any, kind: KLPenalty, seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-@settings(deadline=None)
 @given(seed=seeds, coef=st.sampled_from([0.0, 0.05, 1.0]))
 def test_kl_in_the_reward(verl: Any, kind: RewardKL, seed: int, coef: float) -> None:
     batch = Batch.of(seed)
@@ -303,7 +295,6 @@ def test_kl_in_the_reward(verl: Any, kind: RewardKL, seed: int, coef: float) -> 
     batch.assert_equal(actual, batch_of_scores(batch, scores) - coef * penalty)
 
 
-@settings(deadline=None)
 @given(kls=st.lists(st.floats(-1.0, 50.0), min_size=1, max_size=20), n_steps=st.integers(0, 512))
 def test_kl_controllers(verl: Any, kls: list[float], n_steps: int) -> None:
     theirs = verl.algos.AdaptiveKLController(0.2, 6.0, 10_000)
@@ -316,7 +307,6 @@ def test_kl_controllers(verl: Any, kls: list[float], n_steps: int) -> None:
         assert fixed.value == verl_fixed.value
 
 
-@settings(deadline=None)
 @given(seed=seeds, mode=st.sampled_from(AGG_MODES), cliprange=st.sampled_from([0.1, 0.5, 5.0]))
 def test_value_loss_and_gradient(verl: Any, seed: int, mode: LossAggMode, cliprange: float) -> None:
     batch = Batch.of(seed)
@@ -352,7 +342,6 @@ def assert_metrics(actual: dict[str, float], expected: dict[str, float]) -> None
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("lower", [None, 0.6])
-@settings(deadline=None)
 @given(seed=seeds, normalize=st.booleans(), scale=st.sampled_from([0.05, 0.4, 1.5]))
 def test_importance_weights(
     verl: Any, level: RolloutIS, lower: float | None, seed: int, normalize: bool, scale: float
@@ -426,7 +415,6 @@ def test_rejection(verl: Any, rule: RolloutRS) -> None:
     assert 0.05 < np.mean(fractions) < 0.9
 
 
-@settings(deadline=None)
 @given(seed=seeds)
 def test_veto(verl: Any, seed: int) -> None:
     """Where no ratio is above 1, a veto on ratios below t is a bound of (log t)^2 / 2 on a sequence's largest k2."""

@@ -30,13 +30,23 @@ ADAPTERS = {
         "apps/gcore-bench/src/gcore_bench/grpo/",
         "apps/gcore-bench/src/gcore_bench/trainer/trl_contender.py",
     ],
-    "verl": ["apps/gcore-bench/src/gcore_bench/trainer/verl_import.py"],
+    "verl": [
+        "apps/gcore-bench/src/gcore_bench/trainer/verl_import.py",
+        "apps/gcore-bench/src/gcore_bench/controller/verl_driver.py",
+    ],
     "orbax": ["apps/gcore-bench/src/gcore_bench/ckpt/orbax_contender.py"],
     "sglang": [],
     "diffusers": [],
     "peft": ["packages/gcore-trainer/src/gcore_trainer/lora.py"],
     "megatron": ["packages/gcore-trainer/src/gcore_trainer/megatron/"],
-    "ray": ["packages/gcore-controller/src/gcore_controller/ray_runtime.py"],
+    "ray": [
+        "packages/gcore-controller/src/gcore_controller/ray_runtime.py",
+        "packages/gcore-rollout/src/gcore_rollout/ray_engine.py",
+        "packages/gcore-rollout/src/gcore_rollout/weight_sync/weight_references.py",
+        "apps/gcore-bench/src/gcore_bench/controller/",
+        "apps/gcore-llm/src/gcore_llm/on_ray/",
+    ],
+    "prometheus_client": ["apps/gcore-llm/src/gcore_llm/prometheus.py"],
 }
 """The one file or folder of a distribution that may import each library with a life of its own."""
 

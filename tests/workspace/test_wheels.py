@@ -22,18 +22,21 @@ NEEDED_TO_IMPORT = {
 }
 """Third-party distributions without which ``import gcore_x`` fails."""
 
-WITHOUT_EXTRA = {
-    "http": ("rollout", "aiohttp", "from gcore_rollout.rewards import HTTPReward as use; use('http://localhost')"),
-    "math-verify": ("rollout", "math_verify", "from gcore_rollout.rewards import MathVerifyReward as use; use()"),
-    "reasoning-gym": ("rollout", "reasoning_gym", "from gcore_rollout.rewards import ReasoningGymReward as use; use()"),
-    "ray": ("controller", "ray", "import gcore_controller.ray_runtime"),
-    "vllm": (
+WITHOUT_EXTRA = [
+    ("controller", "ray", "ray", "import gcore_controller.ray_runtime"),
+    ("rollout", "http", "aiohttp", "from gcore_rollout.rewards import HTTPReward as use; use('http://localhost')"),
+    ("rollout", "math-verify", "math_verify", "from gcore_rollout.rewards import MathVerifyReward as use; use()"),
+    ("rollout", "ray", "ray", "import gcore_rollout.ray_engine"),
+    ("rollout", "ray", "ray", "import gcore_rollout.weight_sync.weight_references"),
+    ("rollout", "reasoning-gym", "reasoning_gym", "from gcore_rollout.rewards import ReasoningGymReward as use; use()"),
+    (
         "rollout",
+        "vllm",
         "vllm",
         "from gcore_rollout.vllm_engine import VLLMEngine; VLLMEngine.from_pretrained('model')",
     ),
-}
-"""For each extra: whose it is, the module to hide, and what then fails."""
+]
+"""Package and extra, the module to hide, and what then fails."""
 
 
 def by_name(package: Distribution) -> str:
@@ -92,13 +95,14 @@ def test_a_package_installs_alone_and_imports(package: Distribution, wheels: dic
     assert torch == "None"
 
 
-@pytest.mark.parametrize("extra", WITHOUT_EXTRA)
-def test_a_missing_extra_says_how_to_install_it(extra: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("package", "extra", "module", "use"), WITHOUT_EXTRA)
+def test_a_missing_extra_says_how_to_install_it(
+    package: str, extra: str, module: str, use: str, tmp_path: Path
+) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     save_file({"weight": np.zeros(1)}, model / "model.safetensors")
-    package, module, use = WITHOUT_EXTRA[extra]
     result = run(sys.executable, "-c", f"import sys; sys.modules[{module!r}] = None; {use}", folder=tmp_path)
     assert result.returncode == 1
     assert result.stderr.endswith(

@@ -11,7 +11,7 @@ from pathlib import Path
 import tyro
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.errors import RankError, UserError
+from gcore_llm.errors import RankError, UserError, check_at_least
 from gcore_llm.finetune.command import run_fine_tuning
 from gcore_llm.options import parse
 from gcore_llm.recipes import RECIPES
@@ -28,6 +28,7 @@ commands:
   sample RUN PROMPT   complete a prompt with a run's latest policy
   eval RUN            score a run's latest policy on its held-out prompts
   report RUN          write the run's report.html anew
+  logs RUN            what the run's processes logged, by time
   simulate            what a step of train would take, on up to 100,000 modelled devices
 
 gcore-llm COMMAND --help documents every option.
@@ -58,6 +59,22 @@ class RunArgs:
 
     run: tyro.conf.Positional[Path]
     """The run's folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogsArgs:
+    """What a run's processes logged, merged by time."""
+
+    run: tyro.conf.Positional[Path]
+    """The run's folder."""
+    follow: bool = False
+    """Go on with what is logged from now on, until Ctrl-C."""
+    role: str = ""
+    """Processes of this role alone: main, controller, engine, trainer, ...; empty: all."""
+    rank: int | None = None
+    """Processes of this rank alone; None: all."""
+    lines: int = 0
+    """The last lines that are there already; 0: all of them."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -163,6 +180,24 @@ def _report(args: Sequence[str]) -> None:
     print(write_report(RunFolder.existing(parsed.run).path))
 
 
+def _logs(args: Sequence[str]) -> None:
+    parsed = tyro.cli(LogsArgs, args=args, prog="gcore-llm logs", config=(tyro.conf.FlagCreatePairsOff,))
+    from gcore_llm.merged_logs import merged_lines
+    from gcore_llm.run_folder import RunFolder
+
+    check_at_least("lines", parsed.lines, 0)
+    folder = RunFolder.existing(parsed.run).path / "logs"
+    try:
+        for line in merged_lines(folder, role=parsed.role, rank=parsed.rank, last=parsed.lines, follow=parsed.follow):
+            print(line, flush=parsed.follow)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        # The reader, such as head, has seen enough; Python would complain of it once more on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 def _simulate(args: Sequence[str]) -> None:
     from gcore_llm.simulate.command import run_simulate
 
@@ -177,5 +212,6 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "sample": _sample,
     "eval": _eval,
     "report": _report,
+    "logs": _logs,
     "simulate": _simulate,
 }

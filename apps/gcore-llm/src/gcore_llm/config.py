@@ -251,16 +251,44 @@ class TrainerConfig:
     """Steps between evaluations on held-out prompts; the first and last step always evaluate."""
     tensorboard: bool = True
     """Write TensorBoard events beside metrics.jsonl."""
+    prometheus_port: int = 0
+    """Serve the metrics for Prometheus at http://PROMETHEUS-HOST:PORT/metrics; 0: do not."""
+    prometheus_host: str = "127.0.0.1"
+    """Address to serve them at; 127.0.0.1: to this machine alone."""
 
     def __post_init__(self) -> None:
         for name in ("num_processes", "total_training_steps", "save_freq", "max_ckpt_to_keep", "test_freq"):
             check_at_least(f"trainer.{name}", getattr(self, name), 1)
+        check_at_least("trainer.prometheus_port", self.prometheus_port, 0)
         try:
             if self.backend == "torch":
                 self.parallel.check_torch()
             self.parallel.data_parallel_size(self.num_processes)
         except ConfigError as error:
             raise UserError(f"trainer.parallel: {error} (trainer.num_processes={self.num_processes})") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayConfig:
+    """The cluster, where runtime is ray. All its nodes see the files of this machine under the same paths."""
+
+    address: str = ""
+    """HOST:PORT of its head; empty: what RAY_ADDRESS names, or a new one on this machine, for this run."""
+    cpus_per_process: float = 1.0
+    """That each controller, engine and training rank reserves."""
+    gpus_per_engine: float = 1.0
+    """That each engine reserves, where device is cuda; parts of one may be shared."""
+    gpus_per_rank: float = 1.0
+    """That each training rank reserves, where device is cuda."""
+    timeout_s: float = 600.0
+    """Until there is room for all controllers, and until they have started."""
+
+    def __post_init__(self) -> None:
+        for name in ("cpus_per_process", "gpus_per_engine", "gpus_per_rank"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"ray.{name} is {getattr(self, name)}: a finite number, 0 or more is needed")
+        if not self.timeout_s > 0:
+            raise UserError(f"ray.timeout_s is {self.timeout_s}: above 0 is needed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,8 +310,11 @@ class TrainConfig:
     """A task's answer is what follows the last occurrence of this; empty: the whole completion."""
     seed: int = 0
     """Seed of everything random but the order of prompts."""
+    runtime: Literal["inline", "ray"] = "inline"
+    """inline: all controllers in this process; ray: controllers, engines and training ranks are actors of a Ray
+    cluster, and what dies is replaced."""
     controllers: int = 1
-    """SPMD controllers."""
+    """SPMD controllers, each with a slice of the prompts, and on ray with engines of its own."""
     threads: int = 0
     """Threads of matrix products; 0: one a core."""
     device: str = "auto"
@@ -291,6 +322,7 @@ class TrainConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the engine's weights and of all activations; the weights in training are float32."""
     task: TaskConfig = field(default_factory=TaskConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
     data: DataConfig = field(default_factory=DataConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -332,11 +364,27 @@ class TrainConfig:
                 "rollout.partial_rollout is true and algorithm.adv_estimator is 'remax': another estimator is needed, "
                 "for its greedy responses are of the present weights"
             )
+        if self.runtime == "ray":
+            self._check_ray()
         if self.data.image_key:
             self._check_images()
         if self.data.train_files and self.task.name:
             raise UserError(
                 f"data.train_files and task.name={self.task.name!r} are both set: one source of prompts is needed"
+            )
+
+    @property
+    def num_ray_engines(self) -> int:
+        """Replicas of the policy's engine on ray."""
+        return self.rollout.num_processes or self.controllers
+
+    def _check_ray(self) -> None:
+        if self.rollout.is_on_servers:
+            raise UserError(f"runtime is 'ray' and rollout.engine is {self.rollout.engine!r}: hf or vllm is needed")
+        if self.num_ray_engines < self.controllers:
+            raise UserError(
+                f"rollout.num_processes is {self.rollout.num_processes} and controllers is {self.controllers}: on ray "
+                "at least one for each controller is needed, or 0, which is that"
             )
 
     def _check_images(self) -> None:

@@ -1,7 +1,7 @@
 """What a person sees while a run goes on."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from gcore_llm.report import STAGES
 
@@ -32,6 +33,7 @@ class Display:
         )
         self._task = self._progress.add_task("starting", total=None)
         self._table: RenderableType = ""
+        self._stages: Callable[[], Sequence[str | None]] = tuple
         self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True)
         self._last_line_s = 0.0
         self._held_out = "-"
@@ -50,6 +52,15 @@ class Display:
     def say(self, message: str) -> None:
         """A line that stays."""
         self.console.print(message, soft_wrap=True)
+
+    def watch(self, stages: Callable[[], Sequence[str | None]]) -> None:
+        """Show from now on which stage each of several controllers is in, on a terminal.
+
+        Args:
+            stages: gives the present ones by rank. It is called some times a second, from another thread, and must
+                not wait for anything.
+        """
+        self._stages = stages
 
     def phase(self, name: str, *, total: int, done: int = 0) -> None:
         """A new progress bar."""
@@ -79,6 +90,8 @@ class Display:
             ("step", f"{metrics.get('timing_s/step', 0.0):.2f} s"),
             *((stage, f"{metrics.get(f'timing_s/{stage}', 0.0):.2f} s") for stage in STAGES),
         ]
+        if "controller/load/max" in metrics:
+            cells.append(("busiest controller", f"{metrics['controller/load/max']:.1%}"))
         self.progressed(step, cells)
 
     def progressed(self, step: int, cells: Sequence[tuple[str, str]] = ()) -> None:
@@ -99,4 +112,28 @@ class Display:
             self.say(text)
 
     def _render(self) -> RenderableType:
-        return Group(self._progress, self._table)
+        stages = self._stages()
+        return Group(self._progress, self._table, *([_by_stage(stages)] if len(stages) > 1 else []))
+
+
+def _by_stage(stages: Sequence[str | None]) -> Text:
+    """Such as: controllers   gen 0-3, 7   reward 4-6."""
+    found: dict[str, list[int]] = {}
+    for rank, stage in enumerate(stages):
+        found.setdefault(stage or "no stage", []).append(rank)
+    order = {stage: place for place, stage in enumerate(STAGES)}
+    text = Text("controllers")
+    for stage in sorted(found, key=lambda name: (order.get(name, len(order)), name)):
+        text.append(f"   {stage} ", style="dim").append(_ranges(found[stage]))
+    return text
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Ascending ranks in short: 0-3, 7."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

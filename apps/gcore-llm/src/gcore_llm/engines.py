@@ -11,6 +11,7 @@ from gcore_ckpt import load
 from gcore_llm.config import TrainConfig
 from gcore_llm.engine_config import EngineConfig
 from gcore_llm.errors import UserError
+from gcore_llm.rollout_config import RolloutConfig
 from gcore_rollout import Engine
 from gcore_rollout.errors import EngineDiedError
 
@@ -25,15 +26,7 @@ async def start_policy(config: TrainConfig, model: Path, *, eos_token_ids: Seque
         RolloutError: it does not start, or a server cannot take the weights.
     """
     rollout = config.rollout
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    engine = await _start(
-        rollout,
-        config,
-        model,
-        eos_token_ids=eos_token_ids,
-        vllm={"max_model_len": longest, "speculative_config": rollout.speculative.as_vllm_takes_it()},
-        weights_dir=rollout.weights_dir or None,
-    )
+    engine = await _start(rollout, config, model, eos_token_ids=eos_token_ids, weights_dir=rollout.weights_dir or None)
     if not rollout.is_on_servers:
         return engine
     # They may have the last weights of another run. To a new engine, what they have is version 0.
@@ -84,19 +77,12 @@ def check_servers(settings: EngineConfig, model: Path, *, max_length: int | None
             )
 
 
-async def _start(
-    settings: EngineConfig,
-    config: TrainConfig,
-    model: Path,
-    *,
-    eos_token_ids: Sequence[int],
-    vllm: Mapping[str, Any] | None = None,
-    weights_dir: str | None = None,
-) -> Engine:
+def engine_factory(
+    settings: EngineConfig, config: TrainConfig, model: Path, *, eos_token_ids: Sequence[int]
+) -> Callable[[], Engine]:
+    """What makes an engine with the weights of a model folder, in this process or, pickled, in another."""
     import torch
 
-    if settings.is_on_servers:
-        return _connect(settings, config, model, eos_token_ids=eos_token_ids, weights_dir=weights_dir)
     options: Mapping[str, Any] = {
         "dtype": getattr(torch, config.dtype),
         "max_num_seqs": config.rollout.max_num_seqs,
@@ -105,12 +91,30 @@ async def _start(
     if settings.engine == "vllm":
         from gcore_rollout.vllm_engine import VLLMEngine
 
-        make: Callable[[], Engine] = partial(VLLMEngine.from_pretrained, model, **options, **(vllm or {}))
-    else:
-        from gcore_rollout.hf_engine import HFEngine
+        own: Mapping[str, Any] = {}
+        if isinstance(settings, RolloutConfig):
+            longest = config.data.max_prompt_length + config.data.max_response_length
+            own = {"max_model_len": longest, "speculative_config": settings.speculative.as_vllm_takes_it()}
+        return partial(VLLMEngine.from_pretrained, model, **options, **own)
+    from gcore_rollout.hf_engine import HFEngine
 
-        device = "cuda" if settings.num_processes and config.device.startswith("cuda") else config.device
-        make = partial(HFEngine.from_pretrained, model, device=device, **options)
+    # A process of its own has a GPU of its own.
+    has_process = settings.num_processes > 0 or config.runtime == "ray"
+    device = "cuda" if has_process and config.device.startswith("cuda") else config.device
+    return partial(HFEngine.from_pretrained, model, device=device, **options)
+
+
+async def _start(
+    settings: EngineConfig,
+    config: TrainConfig,
+    model: Path,
+    *,
+    eos_token_ids: Sequence[int],
+    weights_dir: str | None = None,
+) -> Engine:
+    if settings.is_on_servers:
+        return _connect(settings, config, model, eos_token_ids=eos_token_ids, weights_dir=weights_dir)
+    make = engine_factory(settings, config, model, eos_token_ids=eos_token_ids)
     return await _start_processes(settings, config, make) if settings.num_processes else make()
 
 

@@ -15,7 +15,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self._task: asyncio.Task[None] | None = None
-        self._num_holding = 0
+        self._is_held_back = False
         self._is_requested = False
 
     @contextmanager
@@ -28,15 +28,14 @@ class Interrupt:
         finally:
             task.get_loop().remove_signal_handler(signal.SIGINT)
 
-    @contextmanager
-    def held_back(self) -> Generator[None]:
-        """Let Ctrl-C wait until all such blocks are left."""
-        self._num_holding += 1
-        try:
-            yield
-        finally:
-            self._num_holding -= 1
-            self._cancel_if_requested()
+    def hold_back(self) -> None:
+        """Let Ctrl-C wait until `let_through`."""
+        self._is_held_back = True
+
+    def let_through(self) -> None:
+        """Act on a Ctrl-C that came since `hold_back`."""
+        self._is_held_back = False
+        self._cancel_if_requested()
 
     def _request(self) -> None:
         assert self._task is not None
@@ -45,7 +44,7 @@ class Interrupt:
         self._cancel_if_requested()
 
     def _cancel_if_requested(self) -> None:
-        if self._is_requested and not self._num_holding and self._task is not None:
+        if self._is_requested and not self._is_held_back and self._task is not None:
             self._task.cancel()
 
 

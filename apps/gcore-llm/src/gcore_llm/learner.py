@@ -27,38 +27,12 @@ Role = Literal["actor", "critic", "reference"]
 State = dict[str, Any]
 
 
-class Learner(Protocol):
-    """What the program asks of the models in training, wherever they run.
-
-    Of the calls that compute, several may be made at once: one runs after the other.
-    """
+class SavedLearner(Protocol):
+    """What a run asks of the models in training between two steps, wherever they are."""
 
     @property
     def num_updates(self) -> int:
         """Updates of all models so far."""
-        ...
-
-    @property
-    def num_replicas(self) -> int:
-        """Data-parallel replicas of the policy; a number of micro-batches that they divide loads them evenly."""
-        ...
-
-    async def score(self, role: Role, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
-        """Log-probabilities under the actor or reference, or the critic's values, [R] of each sample."""
-        ...
-
-    async def score_and_route(
-        self, micro_batches: Sequence[MicroBatch]
-    ) -> list[list[tuple[NDArray[np.float32], NDArray[np.int16]]]]:
-        """The actor's log-probabilities [R] of each sample, and the experts that its tokens passed through."""
-        ...
-
-    async def train_step(self, role: Role, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """One update of the actor or the critic."""
-        ...
-
-    def export_weights(self) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """The policy's weights, one at a time."""
         ...
 
     def save_pretrained(self, path: Path) -> None:
@@ -75,6 +49,40 @@ class Learner(Protocol):
 
     def close(self) -> None:
         """Wait for checkpoints to be written, and end processes."""
+        ...
+
+
+class ComputingLearner(Protocol):
+    """What the models in training compute.
+
+    Of the calls, several may be made at once: one runs after the other.
+    """
+
+    @property
+    def num_replicas(self) -> int:
+        """A number of micro-batches that this divides loads the policy's data-parallel replicas evenly."""
+        ...
+
+    async def score(self, role: Role, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+        """Log-probabilities under the actor or reference, or the critic's values, [R] of each sample."""
+        ...
+
+    async def score_and_route(
+        self, micro_batches: Sequence[MicroBatch]
+    ) -> list[list[tuple[NDArray[np.float32], NDArray[np.int16]]]]:
+        """The actor's log-probabilities [R] of each sample, and the experts that its tokens passed through."""
+        ...
+
+    async def train_step(self, role: Role, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """One update of the actor or the critic; its metrics."""
+        ...
+
+
+class Learner(ComputingLearner, SavedLearner, Protocol):
+    """The models in training, in this process or behind it."""
+
+    def export_weights(self) -> Iterator[tuple[str, "torch.Tensor"]]:
+        """The policy's weights, one at a time."""
         ...
 
 

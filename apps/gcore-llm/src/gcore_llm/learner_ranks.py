@@ -24,6 +24,7 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.errors import RankError, UserError
 from gcore_llm.exchange import deal
 from gcore_llm.learner import LocalLearner, Role, State
+from gcore_llm.logs import log_to, logs_of
 from gcore_trainer import MicroBatch
 
 if TYPE_CHECKING:
@@ -234,6 +235,7 @@ def _run_rank(
     rank: int, config: TrainConfig, model: Path, checkpoints: Path, store: Path, size: int, connection: Connection
 ) -> None:
     """One rank: answers calls of `LocalLearner`'s methods until the pipe is closed or `close` is called."""
+    log_to(logs_of(checkpoints), "trainer", rank, redirect=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the main process decides
     os.environ["OMP_NUM_THREADS"] = str(config.threads)
     import torch
@@ -267,7 +269,7 @@ def _run_rank(
         return
     except Exception as error:
         with suppress(OSError):
-            connection.send((_sendable(error), None))
+            connection.send((sendable(error), None))
     finally:
         os._exit(0)  # groups whose other ranks are gone would wait for them
 
@@ -286,7 +288,7 @@ def _export(learner: LocalLearner, connection: Connection | None) -> None:
         connection.send((None, None))
 
 
-def _sendable(error: Exception) -> Exception:
+def sendable(error: Exception) -> Exception:
     """The error itself where its kind is one that the command line expects, else its traceback."""
     from gcore_ckpt import CheckpointError
     from gcore_trainer.errors import TrainerError

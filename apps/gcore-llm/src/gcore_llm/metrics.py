@@ -1,18 +1,24 @@
-"""Where numbers go: metrics.jsonl, and TensorBoard if wanted."""
+"""Where numbers go: metrics.jsonl, and TensorBoard and Prometheus if wanted."""
 
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from gcore_llm.run_folder import RunFolder, append_json, read_jsonl, write_jsonl
+
+if TYPE_CHECKING:
+    from gcore_llm.prometheus import PrometheusExporter
 
 
 class MetricsWriter:
     """Appends one row a step, beginning behind ``last_step``: rows of steps that will be made again are removed."""
 
-    def __init__(self, run: RunFolder, *, last_step: int, tensorboard: bool) -> None:
+    def __init__(
+        self, run: RunFolder, *, last_step: int, tensorboard: bool, prometheus: "PrometheusExporter | None" = None
+    ) -> None:
         self._path = run.metrics
         rows = [row for row in read_jsonl(run.metrics) if row["step"] <= last_step] if last_step else []
         write_jsonl(run.metrics, rows)
+        self._prometheus = prometheus
         self._board = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -21,6 +27,8 @@ class MetricsWriter:
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         append_json(self._path, {"step": step, **metrics})
+        if self._prometheus is not None:
+            self._prometheus.update(step, metrics)
         if self._board is not None:
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)

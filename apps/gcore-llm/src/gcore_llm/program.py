@@ -2,15 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_controller import Context, DynamicSampler, Harvest, seconds_by_stage
+from gcore_controller import Context, DynamicSampler, Harvest, Program, Span, seconds_by_stage
 from gcore_controller.prompts import PromptLoader
 from gcore_llm.config import TrainConfig
 from gcore_llm.evaluate import Evaluation, evaluate
@@ -22,6 +22,7 @@ from gcore_llm.performance import speed
 from gcore_llm.preparation import kl_controller, prepare
 from gcore_llm.prompts import Prompt, PromptSets
 from gcore_llm.roles import Roles
+from gcore_llm.spans import on_wall_clock
 from gcore_placement import TransformerWorkload
 from gcore_rollout import SamplingParams
 from gcore_rollout.rewards import part_means
@@ -33,15 +34,17 @@ State = dict[str, Any]
 class Recorder(Protocol):
     """Where rank 0 leaves what happened."""
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
+    async def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
 
-    def updating(self) -> AbstractContextManager[None]:
-        """The part of a step from the policy's first update to `reached`."""
+    async def updating(self) -> None:
+        """From here to `reached`, the models are between two steps."""
         ...
 
-    def stepped(self, step: int, metrics: dict[str, float]) -> None: ...
+    async def stepped(self, step: int, metrics: dict[str, float], spans: list[list[Span]]) -> None:
+        """A step's metrics, and where its time went on each controller, by rank."""
+        ...
 
-    def reached(self, step: int, controllers: list[State]) -> None:
+    async def reached(self, step: int, controllers: list[State]) -> None:
         """All controllers are at the end of ``step`` with these states; the place to take a checkpoint."""
         ...
 
@@ -53,13 +56,14 @@ class Job:
     config: TrainConfig
     prompts: PromptSets
     workload: TransformerWorkload
-    recorder: Recorder
     first_step: int
     """Steps already made."""
     is_evaluated: bool
     """Whether the evaluation after them, if one is due, is recorded already."""
     controllers: list[State] | None
     """The controllers' states to resume from, by rank."""
+    is_policy_behind: bool
+    """Whether the engines lack the models' present weights."""
 
 
 def is_evaluation_due(config: TrainConfig, step: int) -> bool:
@@ -67,11 +71,13 @@ def is_evaluation_due(config: TrainConfig, step: int) -> bool:
     return step % config.trainer.test_freq == 0 or step == config.trainer.total_training_steps
 
 
-def rlhf_program(job: Job) -> Callable[[Context[Roles]], Any]:
+def rlhf_program(job: Job, recorder: Recorder) -> Program[Roles, None]:
     """The program of one job, to be run by a runtime on every controller."""
 
     async def program(ctx: Context[Roles]) -> None:
-        controller = _Controller(ctx, job)
+        controller = _Controller(ctx, job, recorder)
+        if job.is_policy_behind:
+            await ctx.roles.learner.update_policy(ctx.roles.policy, version=job.first_step)
         if not job.is_evaluated:
             await controller.evaluate(job.first_step)
         for step in range(job.first_step + 1, job.config.trainer.total_training_steps + 1):
@@ -85,8 +91,9 @@ def rlhf_program(job: Job) -> Callable[[Context[Roles]], Any]:
 class _Controller:
     """One controller's slice of the run."""
 
-    def __init__(self, ctx: Context[Roles], job: Job) -> None:
+    def __init__(self, ctx: Context[Roles], job: Job, recorder: Recorder) -> None:
         config = job.config
+        self._recorder = recorder
         self._ctx = ctx
         self._job = job
         self._config = config
@@ -111,8 +118,9 @@ class _Controller:
         self._unfinished: list[UnfinishedGroup] = []
         self._wave_groups: list[Group] = []
         self._num_dropped = 0
+        self._cpu_s = time.process_time()
         if job.controllers is not None:
-            own = job.controllers[ctx.rank]
+            own = _share(job.controllers, ctx.rank, ctx.world_size)
             self._unfinished = [UnfinishedGroup.from_state(g) for g in own.get("unfinished", [])]
             self._loader.load_state(own["loader"])
             self._kl.load_state(own["kl"])
@@ -131,7 +139,7 @@ class _Controller:
             temperature=self._config.rollout.temperature,
         )
         if self._ctx.rank == 0:
-            self._job.recorder.evaluated(step, result)
+            await self._recorder.evaluated(step, result)
         self._ctx.timer.drain()
 
     async def step(self, step: int) -> None:
@@ -145,14 +153,20 @@ class _Controller:
         metrics = await self._sampling_metrics(harvest)
         with ctx.timer.stage("prepare"):
             share = await exchange(harvest.groups, workload=self._job.workload, group=ctx.group)
-        with self._job.recorder.updating():
-            if harvest.num_groups:
-                metrics |= await self._train(step, share, harvest.num_groups)
-            metrics |= self._timings(ctx.clock() - start_s, metrics)
-            states = await ctx.group.all_gather(self._state())
-            if ctx.rank == 0:
-                self._job.recorder.stepped(step, metrics)
-                self._job.recorder.reached(step, states)
+        if ctx.rank == 0:
+            await self._recorder.updating()
+        if harvest.num_groups:
+            metrics |= await self._train(step, share, harvest.num_groups)
+        step_s = ctx.clock() - start_s
+        spans = ctx.timer.drain()
+        metrics |= _timings(step_s, spans, metrics)
+        own = (self._state(), on_wall_clock(spans, ctx.clock()), self._load(step_s))
+        states, everyones_spans, loads = zip(*await ctx.group.all_gather(own), strict=True)
+        if loads[0] is not None:
+            metrics |= {"controller/load/max": max(loads), "controller/load/mean": sum(loads) / len(loads)}
+        if ctx.rank == 0:
+            await self._recorder.stepped(step, metrics, list(everyones_spans))
+            await self._recorder.reached(step, list(states))
 
     async def _sample_wave(self, count: int) -> list[Group]:
         rollout = self._config.rollout
@@ -211,14 +225,9 @@ class _Controller:
         with ctx.timer.stage("train"):
             for _ in range(config.actor.ppo_epochs):
                 for update in updates:
-                    everyones = await ctx.group.all_gather(update)
-                    if ctx.rank == 0:
-                        metrics |= await self._update(step, [m for part in everyones for m in part])
-                    await ctx.group.barrier()
+                    metrics |= await self._update(step, update)
         with ctx.timer.stage("sync"):
-            if ctx.rank == 0:
-                await ctx.roles.policy.update_weights(ctx.roles.learner.export_weights(), version=step)
-            await ctx.group.barrier()
+            await ctx.roles.learner.update_policy(ctx.roles.policy, version=step)
         return metrics
 
     async def _update(self, step: int, micro_batches: list[MicroBatch]) -> dict[str, float]:
@@ -227,10 +236,12 @@ class _Controller:
         if has_critic(config):
             metrics |= await learner.train_step("critic", micro_batches)
         if not has_critic(config) or step > config.critic.warmup_steps:
+            own_flops = sum(sample_flops(self._job.workload, batch) for batch in micro_batches)
+            flops = await self._ctx.group.all_reduce(own_flops)
             start_s = self._ctx.clock()
             metrics |= await learner.train_step("actor", micro_batches)
             metrics |= speed(
-                sum(sample_flops(self._job.workload, batch) for batch in micro_batches),
+                flops,
                 self._ctx.clock() - start_s,
                 num_devices=config.trainer.num_processes,
                 device=config.device,
@@ -314,13 +325,10 @@ class _Controller:
         metrics |= part_means(p for _, _, mine, *_ in everyones for p in mine)
         return {name: float(value) for name, value in metrics.items()}
 
-    def _timings(self, step_s: float, metrics: dict[str, float]) -> dict[str, float]:
-        seconds = seconds_by_stage(self._ctx.timer.drain())
-        return {
-            **{f"timing_s/{stage}": value for stage, value in seconds.items()},
-            "timing_s/step": step_s,
-            "perf/throughput": metrics.get("perf/total_num_tokens", 0.0) / step_s,
-        }
+    def _load(self, step_s: float) -> float | None:
+        """The share of a step that this controller's process computed; None if others compute in it."""
+        before_s, self._cpu_s = self._cpu_s, time.process_time()
+        return (self._cpu_s - before_s) / step_s if self._ctx.roles.owns_process else None
 
     def _state(self) -> State:
         return {
@@ -329,3 +337,25 @@ class _Controller:
             "kl": self._kl.state(),
             "unfinished": [group.state() for group in self._unfinished],
         }
+
+
+def _timings(step_s: float, spans: list[Span], metrics: dict[str, float]) -> dict[str, float]:
+    return {
+        **{f"timing_s/{stage}": value for stage, value in seconds_by_stage(spans).items()},
+        "timing_s/step": step_s,
+        "perf/throughput": metrics.get("perf/total_num_tokens", 0.0) / step_s,
+    }
+
+
+def _share(states: Sequence[State], rank: int, world_size: int) -> State:
+    """A controller's state from those of a run with any number of controllers: each group has one owner again."""
+    if len(states) == world_size:
+        return states[rank]
+
+    def mine(groups: Iterable[State]) -> list[State]:
+        return sorted(groups, key=lambda g: g["ticket"])[rank::world_size]
+
+    first = states[0]
+    surplus = mine(group for state in states for group in state["sampler"]["surplus"])
+    unfinished = mine(group for state in states for group in state.get("unfinished", []))
+    return {**first, "sampler": {**first["sampler"], "surplus": surplus}, "unfinished": unfinished}

@@ -13,6 +13,7 @@ from gcore_llm.engines import start_policy
 from gcore_llm.errors import UserError
 from gcore_llm.exchange import sample_flops, workload_of
 from gcore_llm.learner import Learner, LocalLearner
+from gcore_llm.learner_part import LearnerPart
 from gcore_rollout import Engine
 from gcore_rollout.multi_turn import ChatEncoder, Environment, EpisodeLimits, RevisionEnvironment
 from gcore_rollout.rewards import Failed, OnError, RewardRunner, Scored, load_function
@@ -47,9 +48,11 @@ class Sampler:
 
 @dataclass(frozen=True, kw_only=True)
 class Roles(Sampler):
-    """Handles that every controller holds."""
+    """Handles that a controller holds."""
 
-    learner: Learner
+    learner: LearnerPart
+    owns_process: bool = False
+    """Whether nothing but the controller computes in its process."""
 
 
 def check_model(path: Path, *, setting: str = "model") -> None:
@@ -161,24 +164,3 @@ def build_learner(config: TrainConfig, model: Path, checkpoints: Path) -> Learne
 
     workload = workload_of(model)
     return RankedLearner(config, model, checkpoints, cost_of=lambda batch: sample_flops(workload, batch))
-
-
-async def build_roles(
-    config: TrainConfig,
-    model: Path,
-    checkpoints: Path,
-    tokenizer: Any,
-    reward: RewardRunner,
-    *,
-    comparison: Comparison | None = None,
-    world: World | None = None,
-) -> Roles:
-    """Load the model for every role that needs it."""
-    # vLLM sets process-wide state as it starts, so it comes first.
-    policy = await build_engine(config, model, tokenizer)
-    try:
-        learner = build_learner(config, model, checkpoints)
-    except BaseException:
-        await policy.close()
-        raise
-    return Roles(policy=policy, reward=reward, comparison=comparison, learner=learner, tokenizer=tokenizer, world=world)

@@ -19,11 +19,16 @@ _MAY_CHANGE = (
     "trainer.test_freq",
     "trainer.max_ckpt_to_keep",
     "resume",
+    "runtime",
+    "ray",
+    "controllers",
     "threads",
     "device",
     "trainer.backend",
     "trainer.num_processes",
     "trainer.parallel",
+    "trainer.prometheus_port",
+    "trainer.prometheus_host",
     "rollout.num_processes",
     "rollout.urls",
     "rollout.weights_dir",
@@ -40,6 +45,8 @@ class RunFolder:
         self.path = path
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
+        self.spans = path / "spans.jsonl"
+        self.logs = path / "logs"
         self.warmup = path / "warmup.jsonl"
         self.samples = path / "samples"
         self.model = path / "model"

@@ -1,34 +1,40 @@
 """`gcore-llm train`: from a config to a finished run's folder."""
 
 import asyncio
-import math
 import shutil
 from collections.abc import Generator
-from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gcore_ckpt import Checkpointer
-from gcore_controller import run_inline
 from gcore_llm.config import TrainConfig
 from gcore_llm.display import Display
 from gcore_llm.engines import check_servers
-from gcore_llm.errors import RankError, UserError
-from gcore_llm.evaluate import Evaluation
+from gcore_llm.errors import UserError
 from gcore_llm.exchange import workload_of
-from gcore_llm.interrupt import Interrupt
+from gcore_llm.learner import SavedLearner
+from gcore_llm.logs import log_to
 from gcore_llm.metrics import MetricsWriter
-from gcore_llm.program import Job, State, is_evaluation_due, rlhf_program
+from gcore_llm.program import Job, is_evaluation_due
 from gcore_llm.prompts import PromptSets, load_files
+from gcore_llm.recorder import Present, RunRecorder
 from gcore_llm.report import write_report
 from gcore_llm.rewards import Rewards
-from gcore_llm.roles import Roles, World, build_roles, build_tokenizer, build_world, check_model
-from gcore_llm.run_folder import RunFolder, open_run, read_jsonl, write_atomically, write_jsonl
+from gcore_llm.roles import build_tokenizer, build_world, check_model
+from gcore_llm.run_folder import RunFolder, open_run, read_jsonl, write_atomically
+from gcore_llm.services import InlineServices, Inputs, Services
 from gcore_llm.settings import resolve
 from gcore_llm.tasks import load_task
 from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
 from gcore_llm.warmup import require_worked_examples, warm_up
+
+if TYPE_CHECKING:
+    from gcore_llm.prometheus import PrometheusExporter
+
+_MAX_LOSSES = 5
+"""So many times in a row services may die without a step made in between."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,26 +71,26 @@ def train(config: TrainConfig, display: Display) -> Result:
         tokenizer = tiny_tokenizer()
     prompts = load_prompts(config, tokenizer)
     # One event loop for all of it: a user's async reward may keep what belongs to the loop of its first call.
-    with asyncio.Runner() as runner:
+    with _exporter(config) as prometheus, asyncio.Runner() as runner:
         rewards = runner.run(Rewards.start(config))
         try:
             runner.run(_try_rewards(rewards, prompts))
             world = build_world(config, tokenizer, rewards.runner)
-            inputs = _Inputs(tokenizer=tokenizer, prompts=prompts, rewards=rewards, world=world)
-            run = _run_with(config, inputs, runner, display)
+            inputs = Inputs(
+                config=config, tokenizer=tokenizer, prompts=prompts, rewards=rewards, world=world, prometheus=prometheus
+            )
+            run = _run_with(inputs, runner, display)
         finally:
             runner.run(rewards.close())
     return _finish(run)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Inputs:
-    """What a run is given, beside its models; found to be in order before it begins."""
+def _exporter(config: TrainConfig) -> "AbstractContextManager[PrometheusExporter | None]":
+    if not config.trainer.prometheus_port:
+        return nullcontext()
+    from gcore_llm.prometheus import PrometheusExporter
 
-    tokenizer: Any
-    prompts: PromptSets
-    rewards: Rewards
-    world: World | None
+    return PrometheusExporter(run=config.name, port=config.trainer.prometheus_port, host=config.trainer.prometheus_host)
 
 
 def _check_policy_servers(config: TrainConfig) -> None:
@@ -95,17 +101,18 @@ def _check_policy_servers(config: TrainConfig) -> None:
     check_servers(rollout, Path(config.model), max_length=longest)
 
 
-def _run_with(config: TrainConfig, inputs: _Inputs, runner: asyncio.Runner, display: Display) -> RunFolder:
-    prompts = inputs.prompts
+def _run_with(inputs: Inputs, runner: asyncio.Runner, display: Display) -> RunFolder:
+    config, prompts = inputs.config, inputs.prompts
     run = open_run(config)
     display.say(f"run folder: {run.path}")
     if prompts.num_too_long:
         display.say(f"left out {prompts.num_too_long} prompts longer than {config.data.max_prompt_length} tokens")
     display.say(f"{len(prompts.train):,} training prompts, {len(prompts.val):,} held out")
     if not config.model and not run.model.is_dir():
-        _warm_up(config, run, inputs, runner, display)
+        _warm_up(inputs, run, runner, display)
     model = Path(config.model) if config.model else run.model
-    _train(config, run, model, inputs, runner, display)
+    with log_to(run.logs, "main"):
+        _train(inputs, run, model, runner, display)
     return run
 
 
@@ -126,22 +133,17 @@ async def _try_rewards(rewards: Rewards, prompts: PromptSets) -> None:
         await rewards.comparison.try_on(first)
 
 
-def _warm_up(config: TrainConfig, run: RunFolder, inputs: _Inputs, runner: asyncio.Runner, display: Display) -> None:
+def _warm_up(inputs: Inputs, run: RunFolder, runner: asyncio.Runner, display: Display) -> None:
     """Make the embedded model and warm it up."""
+    config = inputs.config
     initial = run.path / "initial-model"
     write_atomically(initial, lambda path: make_tiny_model(path, seed=config.seed))
     runner.run(warm_up(config, run, initial, inputs.prompts, inputs.tokenizer, inputs.rewards.runner, display))
     shutil.rmtree(initial)
 
 
-def _train(
-    config: TrainConfig,
-    run: RunFolder,
-    model: Path,
-    inputs: _Inputs,
-    runner: asyncio.Runner,
-    display: Display,
-) -> None:
+def _train(inputs: Inputs, run: RunFolder, model: Path, runner: asyncio.Runner, display: Display) -> None:
+    config = inputs.config
     steps = Checkpointer(run.checkpoints).steps()
     first_step = steps[-1] if steps else 0
     total = config.trainer.total_training_steps
@@ -151,41 +153,70 @@ def _train(
     if first_step:
         display.say(f"resuming after step {first_step} of {total}")
     shutil.rmtree(run.export, ignore_errors=True)
-    roles = runner.run(
-        build_roles(
-            config,
-            model,
-            run.checkpoints,
-            inputs.tokenizer,
-            inputs.rewards.runner,
-            comparison=inputs.rewards.comparison,
-            world=inputs.world,
-        )
-    )
-    with closing(roles.learner), _policy_closed(roles, runner):
-        saved = roles.learner.load() if first_step else None
+    services = runner.run(_start(inputs, model, run.checkpoints))
+    with _closed(services, runner):
+        saved = services.learner.load() if first_step else None
         display.phase("training", total=total, done=first_step)
-        with MetricsWriter(run, last_step=first_step, tensorboard=config.trainer.tensorboard) as writer:
-            interrupt = Interrupt()
-            recorder = _Recorder(config, run, roles, writer, display, interrupt)
-            job = Job(
-                config=config,
-                prompts=inputs.prompts,
-                workload=workload_of(model),
-                recorder=recorder,
-                first_step=first_step,
-                is_evaluated=_is_evaluated(config, run, first_step),
-                controllers=saved["controllers"] if saved else None,
-            )
+        job = Job(
+            config=config,
+            prompts=inputs.prompts,
+            workload=workload_of(model),
+            first_step=first_step,
+            is_evaluated=_is_evaluated(config, run, first_step),
+            controllers=saved["controllers"] if saved else None,
+            is_policy_behind=first_step > 0,
+        )
+        _run_to_the_end(services, job, inputs, run, runner, display)
+        write_atomically(run.export, lambda path: _export(services.learner, inputs.tokenizer, path))
+
+
+def _run_to_the_end(
+    services: Services, job: Job, inputs: Inputs, run: RunFolder, runner: asyncio.Runner, display: Display
+) -> None:
+    """Run a job, and go on from where its models are whenever something is lost that can be replaced."""
+    tensorboard = job.config.trainer.tensorboard
+    num_losses = 0
+    while True:
+        with MetricsWriter(
+            run, last_step=job.first_step, tensorboard=tensorboard, prometheus=inputs.prometheus
+        ) as writer:
+            recorder = RunRecorder(job, run, services.learner, writer, display)
             try:
-                runner.run(_run(job, roles, interrupt))
-            except BaseException as error:
-                if not isinstance(error, RankError):
+                runner.run(_run(services, job, recorder))
+            except Exception as error:
+                present = recorder.present()
+                num_losses = 1 if present and present[0] > job.first_step else num_losses + 1
+                try:
+                    if num_losses > _MAX_LOSSES:
+                        raise
+                    said = runner.run(services.recover(error, keeps_models=present is not None))
+                except BaseException:
                     recorder.save_last()
+                    raise
+            except BaseException as error:
+                recorder.save_last()
                 if isinstance(error, asyncio.CancelledError):
                     raise KeyboardInterrupt from None
                 raise
-        write_atomically(run.export, lambda path: _export(roles, path))
+            else:
+                return
+        job = _resumed(job, present, services.learner, run)
+        display.say(f"{said}; going on after step {job.first_step}")
+
+
+def _resumed(job: Job, present: Present | None, learner: SavedLearner, run: RunFolder) -> Job:
+    """The job from where its models are: as they were when it lost something, or of the last checkpoint."""
+    step, controllers = present or (0, None)
+    if present is None and Checkpointer(run.checkpoints).steps():
+        saved = learner.load()
+        step, controllers = saved["step"], saved["controllers"]
+    return replace(
+        job,
+        first_step=step,
+        is_evaluated=_is_evaluated(job.config, run, step),
+        controllers=controllers,
+        is_policy_behind=True,
+    )
 
 
 def _is_evaluated(config: TrainConfig, run: RunFolder, step: int) -> bool:
@@ -194,76 +225,33 @@ def _is_evaluated(config: TrainConfig, run: RunFolder, step: int) -> bool:
     return step > 0 and any(r["step"] == step and "val/greedy/score/mean" in r for r in read_jsonl(run.metrics))
 
 
+async def _start(inputs: Inputs, model: Path, checkpoints: Path) -> Services:
+    if inputs.config.runtime == "ray":
+        from gcore_llm.on_ray.services import RayServices
+
+        return await RayServices.start(inputs, model, checkpoints)
+    return await InlineServices.start(inputs, model, checkpoints)
+
+
 @contextmanager
-def _policy_closed(roles: Roles, runner: asyncio.Runner) -> Generator[None]:
-    """Close the policy's engine behind the block, however that ends."""
+def _closed(services: Services, runner: asyncio.Runner) -> Generator[None]:
+    """Close them behind the block, however that ends."""
     try:
         yield
     finally:
-        runner.run(roles.policy.close())
+        runner.run(services.close())
 
 
-async def _run(job: Job, roles: Roles, interrupt: Interrupt) -> None:
+async def _run(services: Services, job: Job, recorder: RunRecorder) -> None:
     main = asyncio.current_task()
     assert main is not None
-    with interrupt.cancels(main):
-        if job.first_step:
-            await roles.policy.update_weights(roles.learner.export_weights(), version=job.first_step)
-        await run_inline(rlhf_program(job), roles=roles, world_size=job.config.controllers)
+    with recorder.interrupt.cancels(main):
+        await services.run(job, recorder)
 
 
-def _export(roles: Roles, path: Path) -> None:
-    roles.learner.save_pretrained(path)
-    roles.tokenizer.save_pretrained(path)
-
-
-class _Recorder:
-    """Writes metrics, samples and checkpoints, and keeps the display up to date."""
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        run: RunFolder,
-        roles: Roles,
-        writer: MetricsWriter,
-        display: Display,
-        interrupt: Interrupt,
-    ) -> None:
-        self._config = config
-        self._run = run
-        self._roles = roles
-        self._writer = writer
-        self._display = display
-        self._interrupt = interrupt
-        self._unsaved: tuple[int, int, list[State]] | None = None
-
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        self._writer.write(step, evaluation.metrics())
-        self._display.evaluated(step, greedy=evaluation.greedy, sampled=evaluation.sampled)
-        name = "before" if step == 0 else "after"
-        write_jsonl(self._run.samples / f"{name}.jsonl", evaluation.samples)
-
-    def updating(self) -> AbstractContextManager[None]:
-        return self._interrupt.held_back()
-
-    def stepped(self, step: int, metrics: dict[str, float]) -> None:
-        self._writer.write(step, metrics)
-        self._display.stepped(step, metrics)
-        if not all(math.isfinite(v) for v in metrics.values()):
-            self._display.say(f"step {step}: the gradient is not finite, the update was skipped")
-
-    def reached(self, step: int, controllers: list[State]) -> None:
-        self._unsaved = (step, self._roles.learner.num_updates, controllers)
-        if step % self._config.trainer.save_freq == 0 or step == self._config.trainer.total_training_steps:
-            self.save_last()
-
-    def save_last(self) -> None:
-        """Checkpoint the last finished step, unless a model has moved on since."""
-        if self._unsaved is None or self._unsaved[1] != self._roles.learner.num_updates:
-            return
-        step, _, controllers = self._unsaved
-        self._unsaved = None
-        self._roles.learner.save(step, {"step": step, "controllers": controllers})
+def _export(learner: SavedLearner, tokenizer: Any, path: Path) -> None:
+    learner.save_pretrained(path)
+    tokenizer.save_pretrained(path)
 
 
 def _finish(run: RunFolder) -> Result:

@@ -4,6 +4,7 @@ from gcore_controller.collectives import Collectives, InlineCollectives, InlineG
 from gcore_controller.context import Context, Program
 from gcore_controller.dynamic_sampling import DynamicSampler, Harvest
 from gcore_controller.inline import run_inline
+from gcore_controller.references import Reference
 from gcore_controller.stages import Span, StageTimer, seconds_by_stage
 from gcore_controller.virtual_time import VirtualTimeLoop, run_simulated
 
@@ -15,6 +16,7 @@ __all__ = [
     "InlineCollectives",
     "InlineGroup",
     "Program",
+    "Reference",
     "Span",
     "StageTimer",
     "VirtualTimeLoop",

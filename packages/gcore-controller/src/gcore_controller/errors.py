@@ -24,6 +24,10 @@ class ControllerDiedError(ControllerError):
     """A controller's process or node was lost."""
 
 
+class ReferenceLostError(ControllerError):
+    """A reference's value is gone."""
+
+
 class DeadlineError(ControllerError):
     """A run took longer than it may."""
 

@@ -1,20 +1,27 @@
 """The `inline` runtime: every controller is a task of one event loop, in this process."""
 
 import asyncio
+from functools import partial
 
 from gcore_controller.collectives import InlineCollectives, InlineGroup
-from gcore_controller.context import Context, Program, ResultT, RolesT
+from gcore_controller.context import Context, Program, Reported, ResultT, RolesT, unheard
 from gcore_controller.errors import DeadlineError
 from gcore_controller.stages import StageTimer
 
 
 async def run_inline(
-    program: Program[RolesT, ResultT], *, roles: RolesT, world_size: int = 1, timeout_s: float | None = None
+    program: Program[RolesT, ResultT],
+    *,
+    roles: RolesT,
+    world_size: int = 1,
+    timeout_s: float | None = None,
+    reported: Reported = unheard,
 ) -> list[ResultT]:
     """Run ``program`` on ``world_size`` controllers that share ``roles``.
 
     Args:
         timeout_s: how long the whole run may take; None: as long as it takes.
+        reported: called with the rank and the value of every `Context.report`.
 
     Returns:
         each controller's result, by rank.
@@ -26,7 +33,13 @@ async def run_inline(
     group = InlineGroup(world_size)
     loop = asyncio.get_running_loop()
     contexts = [
-        Context(group=InlineCollectives(group, rank), roles=roles, timer=StageTimer(loop.time), clock=loop.time)
+        Context(
+            group=InlineCollectives(group, rank),
+            roles=roles,
+            timer=StageTimer(loop.time),
+            clock=loop.time,
+            report=partial(reported, rank),
+        )
         for rank in range(world_size)
     ]
     running: list[asyncio.Task[ResultT]] = []

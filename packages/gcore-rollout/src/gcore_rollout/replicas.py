@@ -3,8 +3,9 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -14,6 +15,27 @@ from gcore_rollout.errors import EngineDiedError, RolloutError
 from gcore_rollout.replica_work import Part, Replica, Run, part_of
 from gcore_rollout.types import Completion, Request
 from gcore_rollout.weight_sync.shared_weights import SharedWeights
+
+
+@runtime_checkable
+class KeptWeights(Protocol):
+    """Weights that can be read by many, and again by those who come later: `SharedWeights`, `WeightReferences`."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there are weights."""
+        ...
+
+    @property
+    def num_writes(self) -> int:
+        """Tells whether the weights are still those seen before."""
+        ...
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Nothing is written over the present weights while this is held."""
+        ...
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
 class EngineReplicas:
@@ -61,7 +83,7 @@ class EngineReplicas:
         self._gone_prompt_tokens = 0
         self._gone_completion_tokens = 0
         self._own_weights: SharedWeights | None = None
-        self._present: tuple[SharedWeights, int] | None = None
+        self._present: tuple[KeptWeights, int] | None = None
         self._updating = asyncio.Lock()
         # Who is in, and with which weights.
         self._changing = asyncio.Lock()
@@ -149,7 +171,8 @@ class EngineReplicas:
         await self._all("wake")
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """See `Engine.update_weights`. Weights are written to shared memory once, for all replicas.
+        """See `Engine.update_weights`. Weights are written to shared memory once, for all replicas, unless they are
+        `KeptWeights`, which are handed on as they are.
 
         Replicas that refuse what others take are dead. If all refuse it, their error is raised and nothing has changed.
         If all are dead, the first replacement takes it. If this is cancelled, the update happens all the same, in all
@@ -162,23 +185,23 @@ class EngineReplicas:
         async with self._updating:
             if version <= self._version:
                 raise ValueError(f"version is {version}: it must be above the present {self._version}")
-            if isinstance(weights, SharedWeights):
-                shared = weights
+            if isinstance(weights, KeptWeights):
+                kept = weights
             else:
-                shared = self._own_weights = self._own_weights or SharedWeights()
-                shared.write(weights)
-            with shared.reading():
+                kept = self._own_weights = self._own_weights or SharedWeights()
+                kept.write(weights)
+            with kept.reading():
                 # Between two attempts replacements are taken in, which needs the other lock.
-                while not await self._hand_out(shared, version):
+                while not await self._hand_out(kept, version):
                     if not self._restarts:
                         raise EngineDiedError(self._obituary())
                     await asyncio.wait(self._restarts, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _hand_out(self, shared: SharedWeights, version: int) -> bool:
+    async def _hand_out(self, kept: KeptWeights, version: int) -> bool:
         """Give all replicas the same weights; whether there is one that has them."""
         async with self._changing:
             replicas = list(self._replicas)
-            updates = (replica.engine.update_weights(shared, version=version) for replica in replicas)
+            updates = (replica.engine.update_weights(kept, version=version) for replica in replicas)
             outcomes = await asyncio.gather(*updates, return_exceptions=True)
             refusals = [e for e in outcomes if isinstance(e, Exception) and not isinstance(e, EngineDiedError)]
             agreed = any(outcome is None for outcome in outcomes)
@@ -189,7 +212,7 @@ class EngineReplicas:
                     self._bury(replica, str(outcome))
             if agreed:
                 self._version = version
-                self._present = (shared, shared.num_writes)
+                self._present = (kept, kept.num_writes)
             elif refusals:
                 raise refusals[0]
             return agreed
@@ -397,10 +420,10 @@ class EngineReplicas:
             if engine.weight_version > self._version:
                 raise ValueError(f"the engine has weights {engine.weight_version}: the others have {self._version}")
             if engine.weight_version < self._version and self._present is not None:
-                shared, num_writes = self._present
-                if shared.num_writes == num_writes and shared.is_whole:
-                    with shared.reading():
-                        await engine.update_weights(shared, version=self._version)
+                kept, num_writes = self._present
+                if kept.num_writes == num_writes and kept.is_whole:
+                    with kept.reading():
+                        await engine.update_weights(kept, version=self._version)
             if self._is_paused:
                 await engine.pause()
             if self._is_asleep:

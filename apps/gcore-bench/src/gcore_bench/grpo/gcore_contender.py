@@ -2,8 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,12 +10,13 @@ import torch
 from gcore_bench.grpo.measure import StepClock, StepFigures, TimedReward
 from gcore_bench.grpo.settings import load_train_prompts, train_config
 from gcore_bench.grpo.workload import Workload
-from gcore_controller import run_inline
+from gcore_controller import Program, Span, run_inline
 from gcore_llm.evaluate import Evaluation
 from gcore_llm.exchange import workload_of
 from gcore_llm.program import Job, State, rlhf_program
 from gcore_llm.rewards import make_runner, reward_function
-from gcore_llm.roles import Roles, build_roles, build_tokenizer
+from gcore_llm.roles import Sampler, build_engine, build_learner, build_tokenizer
+from gcore_llm.services import sharing
 from gcore_llm.settings import resolve
 from gcore_rollout import Completion, Engine, EngineStats, Request
 
@@ -31,29 +30,30 @@ def run(
     torch.manual_seed(config.seed)
     tokenizer = build_tokenizer(model)
     reward = TimedReward(reward_function(config))
-    # No checkpoint is taken here.
     runner = make_runner(reward, config)
-    roles = asyncio.run(build_roles(config, model, model.parent / "checkpoints", tokenizer, runner))
-    watched = _WatchedEngine(roles.policy)
+    watched = _WatchedEngine(asyncio.run(build_engine(config, model, tokenizer)))
+    # No checkpoint is taken here.
+    learner = build_learner(config, model, model.parent / "checkpoints")
     recorder = _Recorder(watched, reward)
     job = Job(
         config=config,
         prompts=load_train_prompts(config, tokenizer),
         workload=workload_of(model),
-        recorder=recorder,
         first_step=0,
         is_evaluated=True,
         controllers=None,
+        is_policy_behind=False,
     )
-    asyncio.run(_run(job, replace(roles, policy=watched)))
+    program = sharing(learner, rlhf_program(job, recorder))
+    asyncio.run(_run(program, Sampler(policy=watched, reward=runner, tokenizer=tokenizer)))
     return recorder.steps
 
 
-async def _run(job: Job, roles: Roles) -> None:
+async def _run(program: Program[Sampler, None], sampler: Sampler) -> None:
     try:
-        await run_inline(rlhf_program(job), roles=roles)
+        await run_inline(program, roles=sampler)
     finally:
-        await roles.policy.close()
+        await sampler.policy.close()
 
 
 class _WatchedEngine:
@@ -107,17 +107,17 @@ class _Recorder:
         self._metrics: dict[str, float] = {}
         self._clock = StepClock()
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+    async def evaluated(self, step: int, evaluation: Evaluation) -> None:
         raise AssertionError(f"step {step} evaluated the policy: {evaluation}")
 
-    def updating(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    async def updating(self) -> None:
+        pass
 
-    def stepped(self, step: int, metrics: dict[str, float]) -> None:
-        del step
+    async def stepped(self, step: int, metrics: dict[str, float], spans: list[list[Span]]) -> None:
+        del step, spans
         self._metrics = metrics
 
-    def reached(self, step: int, controllers: list[State]) -> None:
+    async def reached(self, step: int, controllers: list[State]) -> None:
         del step, controllers
         wall_s, cpu_s = self._clock.lap()
         reward_s, score = self._reward.drain()

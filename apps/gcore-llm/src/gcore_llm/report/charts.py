@@ -1,7 +1,7 @@
 """The page's charts, as Plotly's traces."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -37,6 +37,8 @@ class Panel:
     legend: list[tuple[str, str, str]]
     """Mark (a class of the page), colour, text."""
     last: str = ""
+    layout: Row = field(default_factory=dict)
+    """What is different from the layout of other charts; Plotly's."""
 
 
 def mean_window(num_points: int) -> int:
@@ -119,6 +121,27 @@ def signal_panel(rows: Sequence[Row], title: str, key: str, unit: str) -> Panel 
         y_axis=Y_AXES.get(key, {}),
         legend=legend,
         last=amount(values[-1]),
+    )
+
+
+def load_panel(run: Run) -> Panel | None:
+    """How much of the time the controllers' own code is on the processor, where that is recorded."""
+    lines = {"busiest": ("--orange", "controller/load/max"), "mean": ("--teal", "controller/load/mean")}
+    found = {name: (color, *series(run.metrics, key)) for name, (color, key) in lines.items()}
+    traces = [
+        _line(color, steps, loads)[-1] | {"name": name, "hovertemplate": "%{y:.3~p}"}
+        for name, (color, steps, loads) in found.items()
+        if steps
+    ]
+    if not found["busiest"][1]:
+        return None
+    return Panel(
+        title="Controller load",
+        unit="processor time of its own code, share of a step",
+        traces=traces,
+        y_axis={"rangemode": "tozero", "tickformat": "~p"},
+        legend=[("bold", color, name) for name, (color, steps, _) in found.items() if steps],
+        last=f"{100 * found['busiest'][2][-1]:.3g}%",
     )
 
 

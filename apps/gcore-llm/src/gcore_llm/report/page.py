@@ -8,9 +8,10 @@ from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 
-from gcore_llm.report.charts import MAX_POINTS, mean_window, reward_panel, signal_panel, stage_panel
+from gcore_llm.report.charts import MAX_POINTS, load_panel, mean_window, reward_panel, signal_panel, stage_panel
 from gcore_llm.report.run import Run, read_run, series
 from gcore_llm.report.summary import paired_samples, reward_seen, samples_seen, tiles, warmup_seen
+from gcore_llm.report.timeline import timeline
 
 MAX_SAMPLES = 32
 
@@ -46,6 +47,7 @@ def _render(run: Run) -> str:
     source = files("gcore_llm").joinpath("report/page.html.j2").read_text(encoding="utf-8")
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     samples = paired_samples(run)
+    signals = [*(signal_panel(run.metrics, *signal) for signal in run.kind.signals), load_panel(run)]
     return template.from_string(source).render(
         run=run,
         tiles=tiles(run),
@@ -54,7 +56,8 @@ def _render(run: Run) -> str:
         warmup=signal_panel(run.warmup, "Warm-up loss", "sft/loss", "cross-entropy, nats per token"),
         warmup_seen=warmup_seen(run),
         stages=stage_panel(run),
-        signals=[panel for signal in run.kind.signals if (panel := signal_panel(run.metrics, *signal))],
+        timeline=timeline(run.spans),
+        signals=[panel for panel in signals if panel],
         unrecorded=[title for title, key, _ in run.kind.signals if not series(run.metrics, key)[0]],
         window=mean_window(len(series(run.metrics, run.kind.key)[0])),
         is_thinned=len(run.metrics) > MAX_POINTS,

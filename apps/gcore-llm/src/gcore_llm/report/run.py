@@ -3,6 +3,7 @@
 import json
 import math
 import tomllib
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -10,8 +11,12 @@ from pathlib import Path
 from typing import TypeAlias, cast
 
 from gcore_llm.report.kinds import KINDS, Kind
+from gcore_llm.spans import StepSpans
 
 Row: TypeAlias = dict[str, object]
+
+MAX_SPAN_STEPS = 50
+"""Steps whose spans are read: the last ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +31,8 @@ class Run:
     warmup: list[Row]
     before: list[Row]
     after: list[Row]
+    spans: list[StepSpans]
+    """Of the last steps."""
     written: datetime | None
     notes: list[str]
 
@@ -56,6 +63,10 @@ def read_run(run_dir: Path) -> Run:
         warmup=_by_step(_read_rows(run_dir / "warmup.jsonl", "step", notes)),
         before=_read_rows(run_dir / "samples" / "before.jsonl", "prompt", notes),
         after=_read_rows(run_dir / "samples" / "after.jsonl", "prompt", notes),
+        spans=[
+            StepSpans.from_row(row)
+            for row in _by_step(_read_rows(run_dir / "spans.jsonl", "controllers", notes, last=MAX_SPAN_STEPS))
+        ],
         written=datetime.fromtimestamp(metrics.stat().st_mtime, UTC) if has_metrics else None,
         notes=notes,
     )
@@ -78,8 +89,8 @@ def _read_config(path: Path, notes: list[str]) -> tuple[str, Kind, int | None]:
     return text, kind, total if isinstance(total, int) and total > 0 else None
 
 
-def _read_rows(path: Path, required: str, notes: list[str]) -> list[Row]:
-    """The objects of a jsonl file that have the field `required`; the file may be absent.
+def _read_rows(path: Path, required: str, notes: list[str], *, last: int | None = None) -> list[Row]:
+    """The objects of a jsonl file that have the field `required`, of its `last` lines; the file may be absent.
 
     The last line may be half written; any other unreadable one is noted.
     """
@@ -87,8 +98,9 @@ def _read_rows(path: Path, required: str, notes: list[str]) -> list[Row]:
         return []
     rows: list[Row] = []
     unreadable: list[int] = []
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
+    with path.open("rb") as file:
+        lines = deque(enumerate(file, start=1), maxlen=last)
+    for number, line in lines:
         if not line.strip():
             continue
         try:
@@ -97,7 +109,7 @@ def _read_rows(path: Path, required: str, notes: list[str]) -> list[Row]:
             row = None
         if isinstance(row, dict) and required in row:
             rows.append(cast(Row, row))
-        elif number < len(lines):
+        elif line.endswith(b"\n"):
             unreadable.append(number)
     if unreadable:
         shown = ", ".join(map(str, unreadable[:5])) + (", ..." if len(unreadable) > 5 else "")

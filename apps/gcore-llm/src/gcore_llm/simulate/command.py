@@ -1,20 +1,27 @@
 """`gcore-llm simulate`: what it parses, prints and writes."""
 
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tyro
 
 from gcore_llm.errors import UserError
+from gcore_llm.settings import merge, read_toml
+from gcore_llm.simulate.calibrate import run_calibrate
 from gcore_llm.simulate.config import SimulateConfig
 
 _DESCRIPTION = """Run the program of train in simulated time, on modelled devices.
 
 What is modelled: generation by continuous batching, a reward, training by its FLOPs, and weight sync. What is real: the
 program, its sampling, balancing and preparation, on as many controllers as are asked for.
+
+--config FILE.toml: settings under the same names ([engine] base_s = 0.01), over which options go.
+--calibrate RUN [RUN ...]: write such a file from the timings of real runs; --calibrate --help tells more.
 """
 
 _NAMES = {
@@ -32,14 +39,21 @@ _NAMES = {
 
 
 def parse_simulate(args: Sequence[str]) -> SimulateConfig:
-    """The settings of the command line.
+    """TOML file, then command line over it.
 
     Raises:
-        UserError: a value is out of bounds.
+        UserError: see `merge`.
     """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", type=Path)
+    chosen, rest = first.parse_known_args(args)
+    base: Any = SimulateConfig()
+    if chosen.config:
+        base = merge(base, read_toml(chosen.config), source=str(chosen.config))
     return tyro.cli(
         SimulateConfig,
-        args=args,
+        default=base,
+        args=rest,
         prog="gcore-llm simulate",
         description=_DESCRIPTION,
         config=(tyro.conf.FlagConversionOff,),
@@ -48,6 +62,9 @@ def parse_simulate(args: Sequence[str]) -> SimulateConfig:
 
 def run_simulate(args: Sequence[str]) -> None:
     """The whole command."""
+    if any(arg.split("=")[0] == "--calibrate" for arg in args):
+        run_calibrate(args)
+        return
     config = parse_simulate(args)
     if config.json and not Path(config.json).absolute().parent.is_dir():
         raise UserError(f"json is {config.json!r}: a file in an existing folder is needed")

@@ -103,6 +103,12 @@ class LearnerModel:
     """Whose dense bfloat16 peak it is: B200, H200, H100, A100, ..."""
     utilisation: float = 0.4
     """Share of that peak that is reached (MFU)."""
+    flops_per_s: float = 0.0
+    """What a device reaches, as measured, in the place of both; 0: they give it."""
+    micro_batch_s: float = 0.0
+    """Seconds that a micro-batch takes beside its FLOPs."""
+    forward_share: float = 1 / 3
+    """Seconds of a pass that scores, as a share of those of one that trains."""
     sync_gb_per_s: float = 10.0
     """Rate at which new weights, in bfloat16, reach the engine."""
 
@@ -111,12 +117,15 @@ class LearnerModel:
             raise UserError(f"learner.device is {self.device!r}: one of {', '.join(PEAK_FLOPS)} is needed")
         if not 0 < self.utilisation <= 1:
             raise UserError(f"learner.utilisation is {self.utilisation}: a number above 0, at most 1 is needed")
-        _check_above_0("learner.sync_gb_per_s", self.sync_gb_per_s)
+        for name in ("flops_per_s", "micro_batch_s"):
+            _check_not_negative(f"learner.{name}", getattr(self, name))
+        for name in ("forward_share", "sync_gb_per_s"):
+            _check_above_0(f"learner.{name}", getattr(self, name))
 
     @property
-    def flops_per_s(self) -> float:
+    def device_flops_per_s(self) -> float:
         """Of one device."""
-        return PEAK_FLOPS[self.device] * self.utilisation
+        return self.flops_per_s or PEAK_FLOPS[self.device] * self.utilisation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +174,8 @@ class SimulateConfig:
     """Prompts an update; 0: the whole batch in one update."""
     ppo_max_token_len: int = 32_768
     """Most tokens a micro-batch."""
+    overhead_s: float = 0.0
+    """Seconds that a step takes beside all that is modelled, such as for the program's own code."""
     engine: EngineModel = field(default_factory=EngineModel)
     reward: RewardModel = field(default_factory=RewardModel)
     learner: LearnerModel = field(default_factory=LearnerModel)
@@ -173,6 +184,7 @@ class SimulateConfig:
         for name in ("devices", "controllers", "steps", "token_unit", "max_prompt_length", "max_response_length"):
             check_at_least(name, getattr(self, name), 1)
         check_at_least("train_batch_size", self.train_batch_size, 0)
+        _check_not_negative("overhead_s", self.overhead_s)
         if self.n > 65_536:
             raise UserError(f"n is {self.n}: 65536 or less is needed")
         for name in ("prompt_length", "response_length"):

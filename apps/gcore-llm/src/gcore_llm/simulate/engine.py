@@ -14,6 +14,7 @@ from gcore_llm.simulate.config import SimulateConfig
 from gcore_llm.simulate.draws import length, uniform
 from gcore_llm.simulate.ledger import Ledger
 from gcore_llm.simulate.load import LoadMeter
+from gcore_llm.simulate.replay import Replay
 from gcore_llm.simulate.replica import ModelledReplica, RunningSample
 from gcore_llm.simulate.replica_choice import LeastLoaded
 from gcore_llm.simulate.work import sample_name
@@ -31,18 +32,29 @@ _LENGTH_STREAM = 2
 class ModelledEngine:
     """Replicas behind `gcore_rollout.Engine`, between which requests are divided as `EngineReplicas` does it.
 
-    A response's length depends on the seed, its request's seed and its index. All its tokens are its name (see
-    `sample_name`), and its arrays have one entry in memory, so that long ones cost no more than short ones.
+    A response's length depends on the seed, its request's seed and its index, unless it is replayed. All its tokens are
+    its name (see `sample_name`), and its arrays have one entry in memory, so that long ones cost no more than short
+    ones.
 
     Args:
         sync_s: seconds that new weights take.
+        replay: what gives lengths in the place of draws.
     """
 
-    def __init__(self, config: SimulateConfig, *, sync_s: float, ledger: Ledger, meter: LoadMeter) -> None:
+    def __init__(
+        self,
+        config: SimulateConfig,
+        *,
+        sync_s: float,
+        ledger: Ledger,
+        meter: LoadMeter,
+        replay: Replay | None = None,
+    ) -> None:
         self._config = config
         self._sync_s = sync_s
         self._ledger = ledger
         self._meter = meter
+        self._length = self._drawn_length if replay is None else replay.length
         devices = config.engine.devices_per_replica
         self._replicas = [
             ModelledReplica(
@@ -113,6 +125,7 @@ class ModelledEngine:
         if version <= self._version:
             raise ValueError(f"version is {version}: it must be above the present {self._version}")
         self._check_idle("update_weights")
+        await asyncio.sleep(self._config.overhead_s)
         with self._ledger.whole("sync", 1.0):
             await asyncio.sleep(self._sync_s)
         self._version = version
@@ -143,11 +156,10 @@ class ModelledEngine:
 
     def _samples(self, request: Request, indices: Sequence[int], call: Call, replica: int) -> Iterator[RunningSample]:
         """Those of a request that one replica makes: their prompt is computed once."""
-        config, unit = self._config, self._config.token_unit
+        unit = self._config.token_unit
         begun = {completion.index: completion for completion in request.begun}
         num_prompt = len(request.prompt_token_ids) * unit
         for index in indices:
-            drawn = length(uniform(config.seed, _LENGTH_STREAM, request.seed, index), config.response_length, unit=unit)
             before = begun.get(index)
             num_begun = 0 if before is None else before.token_ids.size * unit
             yield RunningSample(
@@ -155,13 +167,18 @@ class ModelledEngine:
                 request=request,
                 index=index,
                 begun=before,
-                length=min(drawn, request.sampling.max_tokens) * unit,
+                length=min(self._length(request, index), request.sampling.max_tokens) * unit,
                 num_begun=num_begun,
                 num_prefill=num_prompt + num_begun,
                 replica=replica,
             )
             self._num_prompt_tokens += num_prompt + num_begun
             num_prompt = 0
+
+    def _drawn_length(self, request: Request, index: int) -> int:
+        config = self._config
+        u = uniform(config.seed, _LENGTH_STREAM, request.seed, index)
+        return length(u, config.response_length, unit=config.token_unit)
 
     def _finished(self, samples: list[RunningSample]) -> None:
         self._forget(samples)

@@ -20,22 +20,20 @@ from gcore_trainer import MicroBatch
 if TYPE_CHECKING:
     import torch
 
-_FORWARD_SHARE = 1 / 3
-"""Of the FLOPs of a forward and backward pass."""
-
 
 class ModelledLearner:
     """Replicas behind `gcore_llm.learner.Learner`, between which micro-batches are divided as `RankedLearner` does it.
 
-    Micro-batches take their simulated FLOPs over what a replica's devices make in a second. It has no weights:
-    `export_weights` is empty, and `save` keeps what it is given in memory.
+    A micro-batch takes its simulated FLOPs over what a replica's devices make in a second, and ``micro_batch_s``. There
+    are no weights: `export_weights` is empty, and `save` keeps what it is given in memory.
     """
 
     def __init__(
         self, config: SimulateConfig, workload: TransformerWorkload, *, ledger: Ledger, meter: LoadMeter
     ) -> None:
         self._num_replicas = config.num_learner_replicas
-        self._flops_per_s = config.learner.flops_per_s * config.learner.devices_per_replica
+        self._model = config.learner
+        self._flops_per_s = config.learner.device_flops_per_s * config.learner.devices_per_replica
         self._workload = workload
         self._ledger = ledger
         self._meter = meter
@@ -54,7 +52,7 @@ class ModelledLearner:
     async def score(self, role: Role, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """See `Learner.score`; all values are 0, and all models cost alike."""
         del role
-        await self._work("preparation", micro_batches, share=_FORWARD_SHARE)
+        await self._work("preparation", micro_batches, share=self._model.forward_share)
         zero = np.float32(0.0)
         return [[np.broadcast_to(zero, sample.response_ids.size) for sample in batch] for batch in micro_batches]
 
@@ -103,8 +101,8 @@ class ModelledLearner:
     async def _work(self, work: Work, micro_batches: Sequence[MicroBatch], *, share: float) -> None:
         with self._meter.paused():
             flops = np.array([sample_flops(self._workload, batch) for batch in micro_batches])
-            parts = deal(flops.tolist(), self._num_replicas)
-            seconds = share * np.array([flops[part].sum() for part in parts]) / self._flops_per_s
+            each_s = share * (flops / self._flops_per_s + self._model.micro_batch_s)
+            seconds = np.array([each_s[part].sum() for part in deal(flops.tolist(), self._num_replicas)])
         longest_s = float(seconds.max())
         async with self._turn:
             with self._ledger.whole(work, float(seconds.mean()) / longest_s if longest_s else 1.0):

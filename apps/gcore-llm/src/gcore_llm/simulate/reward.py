@@ -9,6 +9,7 @@ from gcore_llm.simulate.config import RewardModel, SimulateConfig
 from gcore_llm.simulate.draws import log_normal, uniform
 from gcore_llm.simulate.ledger import Ledger
 from gcore_llm.simulate.load import LoadMeter
+from gcore_llm.simulate.replay import Replay
 from gcore_llm.simulate.replica_choice import LeastLoaded
 from gcore_llm.simulate.work import group_and_index
 from gcore_rollout.rewards import RewardRunner, RewardRunnerConfig
@@ -19,17 +20,20 @@ _LATENCY_STREAM = 5
 
 
 class ModelledReward:
-    """Scores of 0 and 1: a share ``acceptance`` of groups has both, the others have one of them.
+    """Scores of 0 and 1: a share ``acceptance`` of groups, or those of the replay, has both, the others one of them.
 
     Score and latency depend on the seed and the sample. Completions are samples' names (see `sample_name`).
     """
 
-    def __init__(self, config: SimulateConfig, *, ledger: Ledger, meter: LoadMeter) -> None:
+    def __init__(
+        self, config: SimulateConfig, *, ledger: Ledger, meter: LoadMeter, replay: Replay | None = None
+    ) -> None:
         self._seed = config.seed
         self._n = config.n
         self._model: RewardModel = config.reward
         self._ledger = ledger
         self._meter = meter
+        self._replay = replay
         self._choice = LeastLoaded(max(1, self._model.num_replicas))
 
     def runner(self) -> RewardRunner:
@@ -70,7 +74,8 @@ class ModelledReward:
 
     def _score(self, group: int, index: int) -> float:
         u = uniform(self._seed, _GROUP_STREAM, group)
-        if u >= self._model.acceptance:
+        differs = u < self._model.acceptance if self._replay is None else self._replay.has_signal(group)
+        if not differs:
             return float(u >= (1 + self._model.acceptance) / 2)
         right = int(uniform(self._seed, _SAMPLE_STREAM, group) * self._n)
         if index in (right, (right + 1) % self._n):

@@ -3,18 +3,20 @@
 import gc
 import time
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from gcore_controller import Context, run_simulated
+from gcore_controller import Context, Span, run_simulated
 from gcore_llm.evaluate import Evaluation
 from gcore_llm.program import Job, State, rlhf_program
-from gcore_llm.roles import Roles
+from gcore_llm.roles import Sampler
+from gcore_llm.services import sharing
 from gcore_llm.simulate.config import SimulateConfig
 from gcore_llm.simulate.engine import ModelledEngine
 from gcore_llm.simulate.learner import ModelledLearner
 from gcore_llm.simulate.ledger import Ledger, WatchedTimer
 from gcore_llm.simulate.load import LoadMeter
+from gcore_llm.simulate.replay import Replay
 from gcore_llm.simulate.reward import ModelledReward
 from gcore_llm.simulate.work import SampleNames, coarse_workload, make_prompts, weights_bytes
 
@@ -46,11 +48,17 @@ class Simulation:
     """Real seconds that it took."""
 
 
-def simulate(config: SimulateConfig, stepped: Callable[[StepFigures], None] = lambda _: None) -> Simulation:
+def simulate(
+    config: SimulateConfig,
+    stepped: Callable[[StepFigures], None] = lambda _: None,
+    *,
+    replay: Replay | None = None,
+) -> Simulation:
     """Run the program of `train` on modelled services.
 
     Args:
         stepped: called after every step.
+        replay: what gives lengths of responses, and which groups have scores that differ, in the place of draws.
 
     Raises:
         UserError: the model folder does not do.
@@ -62,29 +70,29 @@ def simulate(config: SimulateConfig, stepped: Callable[[StepFigures], None] = la
     )
     meter = LoadMeter(config.controllers)
     sync_s = weights_bytes(workload) / (config.learner.sync_gb_per_s * 1e9)
-    roles = Roles(
-        policy=ModelledEngine(config, sync_s=sync_s, ledger=ledger, meter=meter),
-        reward=ModelledReward(config, ledger=ledger, meter=meter).runner(),
+    sampler = Sampler(
+        policy=ModelledEngine(config, sync_s=sync_s, ledger=ledger, meter=meter, replay=replay),
+        reward=ModelledReward(config, ledger=ledger, meter=meter, replay=replay).runner(),
         tokenizer=SampleNames(),
-        learner=ModelledLearner(config, workload, ledger=ledger, meter=meter),
     )
+    learner = ModelledLearner(config, workload, ledger=ledger, meter=meter)
     recorder = _Recorder(config=config, ledger=ledger, meter=meter, told=stepped)
     job = Job(
         config=config.train_config(),
         prompts=make_prompts(config),
         workload=workload,
-        recorder=recorder,
         first_step=0,
         is_evaluated=True,
         controllers=None,
+        is_policy_behind=False,
     )
-    real = rlhf_program(job)
+    real = sharing(learner, rlhf_program(job, recorder))
 
-    async def program(ctx: Context[Roles]) -> None:
+    async def program(ctx: Context[Sampler]) -> None:
         await meter.run(ctx.rank, real(replace(ctx, timer=WatchedTimer(ctx.rank, ledger))))
 
     with _garbage_collected_by_step():
-        run_simulated(program, roles=roles, world_size=config.controllers)
+        run_simulated(program, roles=sampler, world_size=config.controllers)
     return Simulation(config=config, steps=recorder.steps, wall_s=time.perf_counter() - start_s)
 
 
@@ -112,13 +120,14 @@ class _Recorder:
     told: Callable[[StepFigures], None]
     steps: list[StepFigures] = field(default_factory=list[StepFigures])
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+    async def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Without held-out prompts there is nothing to note."""
 
-    def updating(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    async def updating(self) -> None:
+        """No one interrupts."""
 
-    def stepped(self, step: int, metrics: dict[str, float]) -> None:
+    async def stepped(self, step: int, metrics: dict[str, float], spans: list[list[Span]]) -> None:
+        del spans
         with self.meter.paused():
             step_s = metrics["timing_s/step"]
             figures = StepFigures(
@@ -133,5 +142,5 @@ class _Recorder:
             self.told(figures)
             gc.collect()
 
-    def reached(self, step: int, controllers: list[State]) -> None:
+    async def reached(self, step: int, controllers: list[State]) -> None:
         """No checkpoint is taken."""

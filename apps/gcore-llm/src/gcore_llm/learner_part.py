@@ -1,0 +1,60 @@
+"""One controller's part in the models in training."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_controller import Collectives
+from gcore_llm.learner import ComputingLearner, Learner, Role
+from gcore_rollout import Engine
+from gcore_trainer import MicroBatch
+
+
+class LearnerPart(ComputingLearner, Protocol):
+    """What a controller's program asks of the models in training, wherever they run.
+
+    Every controller makes the same calls in the same order, each with micro-batches of its own: scores are of these,
+    and an update is on all controllers' together.
+    """
+
+    async def update_policy(self, policy: Engine, *, version: int) -> None:
+        """Give every controller's ``policy`` the present weights, at least as this version."""
+        ...
+
+
+class SharedLearner:
+    """The part of a controller in a learner, and with a policy, that all controllers of this process share."""
+
+    def __init__(self, learner: Learner, group: Collectives) -> None:
+        self._learner = learner
+        self._group = group
+
+    @property
+    def num_replicas(self) -> int:
+        return self._learner.num_replicas
+
+    async def score(self, role: Role, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+        """See `ComputingLearner.score`."""
+        return await self._learner.score(role, micro_batches)
+
+    async def score_and_route(
+        self, micro_batches: Sequence[MicroBatch]
+    ) -> list[list[tuple[NDArray[np.float32], NDArray[np.int16]]]]:
+        """See `ComputingLearner.score_and_route`."""
+        return await self._learner.score_and_route(micro_batches)
+
+    async def train_step(self, role: Role, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """See `ComputingLearner.train_step`."""
+        everyones = await self._group.all_gather(micro_batches)
+        metrics = None
+        if self._group.rank == 0:
+            metrics = await self._learner.train_step(role, [m for part in everyones for m in part])
+        return await self._group.broadcast(metrics)
+
+    async def update_policy(self, policy: Engine, *, version: int) -> None:
+        """See `LearnerPart.update_policy`."""
+        if self._group.rank == 0:
+            await policy.update_weights(self._learner.export_weights(), version=version)
+        await self._group.barrier()

@@ -1,0 +1,184 @@
+"""What the processes of a run log: a file for each of them, in one folder."""
+
+import ctypes
+import faulthandler
+import io
+import logging
+import os
+import re
+import socket
+import sys
+import threading
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from types import TracebackType
+
+MAX_FILE_BYTES = 16 * 2**20
+"""A file that would grow beyond is renamed to NAME.log.1, and a new one begun."""
+
+NUM_OLD_FILES = 3
+"""So many of the former are kept."""
+
+MARK = "MARK"
+"""Level of a line that tells when the output above it was written."""
+
+_MARK_EVERY_S = 0.5
+_IOLBF = 1
+"""C's constant: a buffer is written at the end of every line."""
+
+_logger = logging.getLogger(__name__)
+_active = ExitStack()
+"""Ends the logging of this process, or of the one that it was forked from."""
+
+
+def logs_of(checkpoints: Path) -> Path:
+    """The folder of logs of the run that has these checkpoints."""
+    return checkpoints.parent / "logs"
+
+
+def log_to(
+    folder: Path, role: str, rank: int | None = None, *, redirect: bool = False, max_file_bytes: int = MAX_FILE_BYTES
+) -> ExitStack:
+    """Send what this process logs to ``folder/ROLE-RANK.log``, until the result is closed or this is called again.
+
+    A line begins with the time in UTC, the process and the level. Warnings are logged, too, and the error that leaves
+    the result's ``with`` block. What is in the file already stays.
+
+    Args:
+        role: letters, such as engine.
+        rank: among the processes of this role; None: there is one.
+        redirect: what is written to standard output and standard error, by native libraries too, goes into the file. It
+            is there at once, whatever kills the process, but as it was written: a line of level MARK follows within
+            half a second. Without it warnings and errors are shown on standard error as well, as Python does by itself.
+        max_file_bytes: see `MAX_FILE_BYTES`.
+
+    Raises:
+        ValueError: ``role`` is something else.
+    """
+    if not re.fullmatch(r"[a-z]+", role):
+        raise ValueError(f"role is {role!r}: lower-case letters are needed")
+    _active.close()
+    process = role if rank is None else f"{role}-{rank}"
+    folder.mkdir(parents=True, exist_ok=True)
+    stack, root = ExitStack(), logging.getLogger()
+    is_first = not root.handlers
+    handler = _File(folder / f"{process}.log", max_bytes=max_file_bytes, redirect=redirect)
+    handler.setFormatter(_Prefixed(process))
+    stack.callback(handler.close)
+    # A process before this one may have been killed in the middle of its output.
+    handler.mark()
+    if redirect:
+        _redirect(handler, stack)
+    _add(handler, stack)
+    stack.push(_log_error)
+    if is_first and not redirect and logging.lastResort is not None:
+        _add(logging.lastResort, stack)
+    stack.callback(root.setLevel, root.level)
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    stack.callback(logging.captureWarnings, False)
+    _active.callback(stack.close)
+    _logger.info("process %d on %s begins", os.getpid(), socket.gethostname())
+    return stack
+
+
+class _Prefixed(logging.Formatter):
+    """Puts time, process and level before every line of a record, a traceback's too."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__("%(name)s: %(message)s")
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        lines = super().format(record).rstrip("\n").split("\n")
+        return "\n".join(f"{time} {self._process} {record.levelname} {line}" for line in lines)
+
+
+class _File(RotatingFileHandler):
+    """A log file that takes standard output and standard error along when it begins anew."""
+
+    def __init__(self, path: Path, *, max_bytes: int, redirect: bool) -> None:
+        super().__init__(path, maxBytes=max_bytes, backupCount=NUM_OLD_FILES, encoding="utf-8")
+        self._redirect = redirect
+        self._dated_bytes = 0
+
+    def doRollover(self) -> None:  # noqa: N802 - logging's name
+        super().doRollover()
+        if self._redirect:
+            self.take_output()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        self._dated_bytes = self._status().st_size
+
+    def take_output(self) -> None:
+        """Write what goes to standard output and standard error into the file."""
+        for descriptor in (1, 2):
+            os.dup2(self._descriptor(), descriptor)
+
+    def mark(self) -> None:
+        """Tell the time of output behind the last line that tells one."""
+        self.acquire()
+        try:
+            status = self._status()
+            if status.st_size > self._dated_bytes:
+                values = {"levelname": MARK, "name": "output", "msg": "until here", "created": status.st_mtime}
+                self.handle(logging.makeLogRecord(values))
+        finally:
+            self.release()
+
+    def mark_every(self, seconds: float, ended: threading.Event) -> None:
+        while not ended.wait(seconds):
+            self.mark()
+
+    def _status(self) -> os.stat_result:
+        return os.fstat(self._descriptor())
+
+    def _descriptor(self) -> int:
+        assert self.stream is not None, "the log file is closed"
+        return self.stream.fileno()
+
+
+def _redirect(file: _File, stack: ExitStack) -> None:
+    """Send standard output and standard error to the file, line by line."""
+    streams = [s for s in (sys.stdout, sys.stderr) if isinstance(s, io.TextIOWrapper)]
+    libc = ctypes.CDLL(None)
+
+    def flush() -> None:
+        for stream in streams:
+            stream.flush()
+        libc.fflush(None)
+
+    flush()
+    for descriptor in (1, 2):
+        before = os.dup(descriptor)
+        stack.callback(os.close, before)
+        stack.callback(os.dup2, before, descriptor)
+    stack.callback(flush)
+    file.take_output()
+    for stream in streams:
+        stream.reconfigure(line_buffering=True)
+    libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, _IOLBF, 0)
+    # A fatal signal leaves a traceback.
+    faulthandler.enable(2)
+    ended = threading.Event()
+    marks = threading.Thread(target=file.mark_every, args=(_MARK_EVERY_S, ended), name="log-marks", daemon=True)
+    marks.start()
+    stack.callback(marks.join)
+    stack.callback(ended.set)
+
+
+def _add(handler: logging.Handler, stack: ExitStack) -> None:
+    root = logging.getLogger()
+    root.addHandler(handler)
+    stack.callback(root.removeHandler, handler)
+
+
+def _log_error(
+    _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
+) -> None:
+    if error is not None:
+        _logger.error("ended by an error", exc_info=error)

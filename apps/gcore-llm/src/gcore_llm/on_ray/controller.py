@@ -1,0 +1,125 @@
+"""What a controller does in its own process before and after the program: it makes the roles that are its own."""
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gcore_controller import Context, Span
+from gcore_llm.evaluate import Evaluation
+from gcore_llm.exchange import sample_flops
+from gcore_llm.logs import log_to
+from gcore_llm.on_ray.learner_part import RanksPart
+from gcore_llm.on_ray.training_ranks import RankHandles
+from gcore_llm.program import Job, State, rlhf_program
+from gcore_llm.rewards import Rewards
+from gcore_llm.roles import Roles, build_world
+from gcore_rollout import Engine
+from gcore_rollout.ray_engine import RayEngine
+from gcore_rollout.replicas import EngineReplicas
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handles:
+    """What every controller is given of the services."""
+
+    engines: Sequence[Any]
+    """The policy's actors; controller r has every ``world_size``-th from the r-th."""
+    ranks: RankHandles
+    tokenizer: Any
+    folder: Path
+    """The working folder, from which the user's paths are to be read."""
+    logs: Path
+
+
+@dataclass(frozen=True)
+class Report:
+    """A call of `Recorder`, made in the process of the run."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+
+def controller_program(job: Job) -> Callable[[Context[Handles]], Awaitable[None]]:
+    """The program of a job, for controllers that make their roles themselves."""
+
+    async def program(ctx: Context[Handles]) -> None:
+        import torch
+
+        os.chdir(ctx.roles.folder)
+        log_to(ctx.roles.logs, "controller", ctx.rank, redirect=True)
+        config = job.config
+        torch.set_num_threads(max(1, config.threads // ctx.world_size))
+        rewards = await Rewards.start(config)
+        try:
+            async with _policy(ctx.roles.engines[ctx.rank :: ctx.world_size]) as policy:
+                roles = Roles(
+                    policy=policy,
+                    reward=rewards.runner,
+                    comparison=rewards.comparison,
+                    tokenizer=ctx.roles.tokenizer,
+                    world=build_world(config, ctx.roles.tokenizer, rewards.runner),
+                    learner=RanksPart(
+                        ctx.roles.ranks, ctx.group, cost_of=lambda batch: sample_flops(job.workload, batch)
+                    ),
+                    owns_process=True,
+                )
+                await rlhf_program(job, _Reports(ctx.report))(ctx.with_roles(roles))
+        finally:
+            await rewards.close()
+
+    return program
+
+
+@asynccontextmanager
+async def _policy(actors: Sequence[Any]) -> AsyncGenerator[Engine]:
+    """The engines of some actors as one; an engine that dies is connected to again when Ray has started it anew."""
+    clients = await asyncio.gather(*(RayEngine.connect(actor) for actor in actors))
+    of_client = {id(client): actor for client, actor in zip(clients, actors, strict=True)}
+    replaced: set[int] = set()
+
+    async def again() -> Engine:
+        alive = {id(engine) for engine in replicas.engines}
+        dead = next(client for client in of_client if client not in alive | replaced)
+        replaced.add(dead)
+        try:
+            client = await RayEngine.connect(of_client[dead])
+        except BaseException:
+            replaced.discard(dead)
+            raise
+        of_client[id(client)] = of_client[dead]
+        clients.append(client)
+        return client
+
+    newest = max(client.weight_version for client in clients)
+    replicas = EngineReplicas([c for c in clients if c.weight_version == newest], restart=again)
+    for client in clients:
+        # Of engines that a run before this one has left with older weights.
+        if client.weight_version < newest:
+            await replicas.add(client)
+    try:
+        yield replicas
+    finally:
+        await replicas.close()
+
+
+class _Reports:
+    """A `Recorder` in another process than the run's."""
+
+    def __init__(self, report: Callable[[Report], Awaitable[None]]) -> None:
+        self._report = report
+
+    async def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        await self._report(Report("evaluated", (step, evaluation)))
+
+    async def updating(self) -> None:
+        await self._report(Report("updating", ()))
+
+    async def stepped(self, step: int, metrics: dict[str, float], spans: list[list[Span]]) -> None:
+        await self._report(Report("stepped", (step, metrics, spans)))
+
+    async def reached(self, step: int, controllers: list[State]) -> None:
+        await self._report(Report("reached", (step, controllers)))

@@ -1,0 +1,238 @@
+"""Training ranks as actors: the controllers ask them, and the process of the run starts, saves and ends them."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from gcore_controller.ray_runtime import RayReference, reason_of
+from gcore_llm.config import TrainConfig
+from gcore_llm.errors import RankError
+from gcore_llm.learner import LocalLearner, Role, State
+from gcore_llm.learner_ranks import sendable
+from gcore_llm.logs import log_to, logs_of
+from gcore_rollout.weight_sync.weight_references import WeightReferences
+from gcore_trainer import MicroBatch
+
+_NEWS_S = 5.0
+"""How long a rank's error waits for news of another rank's death."""
+
+Replica = tuple[int, int]
+"""A rank's data-parallel replica, and how many there are."""
+
+
+class _Rank:
+    """The actor of one rank: `LocalLearner`, called with references."""
+
+    def __init__(self, config: TrainConfig, rank: int, folder: Path, logs: Path) -> None:
+        import torch
+
+        os.chdir(folder)
+        log_to(logs, "trainer", rank, redirect=True)
+        torch.set_num_threads(max(1, config.threads // config.trainer.num_processes))
+        torch.manual_seed(config.seed)
+        self._config = config
+        self._learner: LocalLearner | None = None
+
+    def is_alive(self) -> None:
+        """Answered beside all else."""
+
+    def place(self) -> tuple[str, str]:
+        """Process and node, and an address there that is free."""
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as listener:
+            listener.bind((address, 0))
+            return f"process {os.getpid()} on {address}", f"tcp://{address}:{listener.getsockname()[1]}"
+
+    def join(self, address: str, rank: int, size: int, model: Path, checkpoints: Path) -> dict[Role, Replica]:
+        """Make the models, together with all ranks; this one's replica in each role."""
+        config = self._config
+        if config.device.startswith("cuda"):
+            # Ray shows each actor its own GPUs alone.
+            config = replace(config, device="cuda:0")
+        if size > 1 or config.trainer.backend == "megatron":
+            import torch.distributed as dist
+
+            backend = "nccl" if config.device.startswith("cuda") else "gloo"
+            dist.init_process_group(backend, init_method=address, rank=rank, world_size=size)
+        self._learner = LocalLearner(config, model, checkpoints)
+        return {role: self._learner.replicas(role) for role in self._learner.roles}
+
+    def compute(self, method: str, roles: Sequence[Role], batches: Sequence[RayReference[MicroBatch]]) -> Any:
+        """A call of the learner that computes, on micro-batches that are read where they lie."""
+        micro_batches = ray.get([batch.object_ref for batch in batches])
+        return asyncio.run(getattr(self._learner, method)(*roles, micro_batches))
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Any other call of the learner."""
+        try:
+            return getattr(self._learner, method)(*arguments)
+        except Exception as error:
+            raise sendable(error) from error
+
+    def num_updates(self) -> int:
+        assert self._learner is not None
+        return self._learner.num_updates
+
+    def export_weights(self, *, is_kept: bool) -> WeightReferences | None:
+        """Have all ranks gather the policy's weights; where this one has put them, if they are to be kept."""
+        assert self._learner is not None
+        weights = self._learner.export_weights()
+        if is_kept:
+            return WeightReferences.put(weights)
+        for _ in weights:
+            pass
+        return None
+
+
+@dataclass(frozen=True)
+class RankHandles:
+    """The ranks of a group, for those who ask them.
+
+    Attributes:
+        actors: By rank.
+        places: Process and node of each.
+        replicas: In each role, the replica of each rank.
+    """
+
+    actors: Sequence[Any]
+    places: Sequence[str]
+    replicas: Mapping[Role, Sequence[Replica]]
+
+    def num_replicas(self, role: Role) -> int:
+        """Data-parallel replicas in a role."""
+        return self.replicas[role][0][1]
+
+    def of_replica(self, role: Role, replica: int) -> list[int]:
+        """The ranks that make up one."""
+        return [rank for rank, (own, _) in enumerate(self.replicas[role]) if own == replica]
+
+    async def ask(self, calls: Mapping[int, Any]) -> dict[int, Any]:
+        """The answers to calls of some ranks' actors.
+
+        Raises:
+            RankError: a rank failed or died; it says which, where, and of what.
+        """
+        asked = {rank: asyncio.ensure_future(_answer(call)) for rank, call in calls.items()}
+        try:
+            await asyncio.gather(*asked.values())
+        except RayError as error:
+            raise await self._explained(asked, error) from None
+        finally:
+            for answer in asked.values():
+                # Of those that fail later, nobody asks.
+                answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return {rank: answer.result() for rank, answer in asked.items()}
+
+    def death(self, rank: int, error: RayActorError) -> RankError:
+        """How a rank died."""
+        return RankError(f"training rank {rank}, {self.places[rank]}, died: {reason_of(error)}")
+
+    async def _explained(self, asked: "Mapping[int, asyncio.Future[Any]]", error: RayError) -> Exception:
+        """A rank that misses another in a collective may say so before it is known that the other has died."""
+        news = [asyncio.ensure_future(_answer(actor.is_alive.remote())) for actor in self.actors]
+        await asyncio.wait(news, timeout=_NEWS_S)
+        for rank, alive in enumerate(news):
+            if alive.done() and isinstance(death := alive.exception(), RayActorError):
+                return self.death(rank, death)
+        rank = next((rank for rank, a in asked.items() if a.done() and a.exception() is error), 0)
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, Exception) and sendable(cause) is cause:
+            return cause
+        return RankError(f"training rank {rank}, {self.places[rank]}, failed:\n{error}")
+
+
+class RayLearner:
+    """The models in training on ranks that are actors, as the process of the run sees them; made by `start`.
+
+    Attributes:
+        ranks: What controllers are given.
+    """
+
+    def __init__(self, config: TrainConfig, model: Path, checkpoints: Path) -> None:
+        self._config = config
+        self._model = model
+        self._checkpoints = checkpoints
+        self.ranks = RankHandles([], [], {})
+
+    async def start(self) -> None:
+        """Start all ranks, from the model that the run begins with; those of before are ended.
+
+        Raises:
+            RankError: one did not start.
+        """
+        self._kill()
+        ray_config, size = self._config.ray, self._config.trainer.num_processes
+        make: Any = ray.remote(_Rank).options(
+            num_cpus=ray_config.cpus_per_process,
+            num_gpus=ray_config.gpus_per_rank if self._config.device.startswith("cuda") else 0,
+            scheduling_strategy="SPREAD",
+            max_concurrency=2,
+        )
+        logs = logs_of(self._checkpoints.absolute())
+        actors = [make.remote(self._config, rank, Path.cwd(), logs) for rank in range(size)]
+        self.ranks = RankHandles(actors, ["which had not started"] * size, {})
+        found = await self.ranks.ask({rank: actor.place.remote() for rank, actor in enumerate(actors)})
+        self.ranks = RankHandles(actors, [place for place, _ in found.values()], {})
+        address = found[0][1]
+        joins = {
+            rank: actor.join.remote(address, rank, size, self._model.absolute(), self._checkpoints.absolute())
+            for rank, actor in enumerate(actors)
+        }
+        joined = await self.ranks.ask(joins)
+        replicas = {role: [joined[rank][role] for rank in range(size)] for role in joined[0]}
+        self.ranks = replace(self.ranks, replicas=replicas)
+
+    @property
+    def num_updates(self) -> int:
+        return self._ask_all("num_updates")[0]
+
+    def save_pretrained(self, path: Path) -> None:
+        """See `SavedLearner.save_pretrained`."""
+        self._ask_all("call", "save_pretrained", path.absolute())
+
+    def save(self, step: int, rest: State) -> None:
+        """See `SavedLearner.save`."""
+        self._ask_all("call", "save", step, rest)
+
+    def load(self) -> State:
+        """See `SavedLearner.load`."""
+        return self._ask_all("call", "load")[0]
+
+    def close(self) -> None:
+        """See `SavedLearner.close`."""
+        try:
+            if self.ranks.replicas:
+                self._ask_all("call", "close")
+        finally:
+            self._kill()
+
+    def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
+        answers: list[Any] = []
+        for rank, call in enumerate([getattr(actor, method).remote(*arguments) for actor in self.ranks.actors]):
+            try:
+                answers.append(ray.get(call))
+            except RayTaskError as error:
+                raise error.cause from None
+            except RayActorError as error:
+                raise self.ranks.death(rank, error) from None
+        return answers
+
+    def _kill(self) -> None:
+        """End all ranks: one that has failed leaves the others waiting in a collective."""
+        for actor in self.ranks.actors:
+            ray.kill(actor)
+        self.ranks = RankHandles([], [], {})
+
+
+def _answer(call: Awaitable[Any]) -> Awaitable[Any]:
+    async def wait() -> Any:
+        return await call
+
+    return wait()

@@ -1,0 +1,86 @@
+"""A run's metrics for Prometheus, over HTTP."""
+
+import re
+from importlib.metadata import version
+from types import TracebackType
+from typing import Self
+
+from prometheus_client import CollectorRegistry, Gauge, Histogram, Info, start_http_server
+
+from gcore_llm.errors import UserError
+
+_STEP_BUCKETS_S = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200)
+
+
+class PrometheusExporter:
+    """Serves ``http://HOST:PORT/metrics`` until it is closed.
+
+    Every metric of metrics.jsonl is a gauge: ``critic/score/mean`` is ``gcore_critic_score_mean``, and its HELP text
+    the metric's own name. Beside them are ``gcore_step``, ``gcore_info`` and the histogram ``gcore_step_seconds``.
+
+    Args:
+        run: the run's name.
+        port: 0: one that is free; see `port`.
+        host: address to serve at; the default is this machine's own.
+
+    Raises:
+        UserError: it cannot be served there, such as where the port is in use.
+    """
+
+    def __init__(self, *, run: str, port: int, host: str = "127.0.0.1") -> None:
+        self._registry = CollectorRegistry()
+        Info("gcore", "The run and gcore-llm's version.", registry=self._registry).info(
+            {"run": run, "version": version("gcore-llm")}
+        )
+        self._step = Gauge("gcore_step", "The last step that is done.", registry=self._registry)
+        self._step_seconds = Histogram(
+            "gcore_step_seconds",
+            "Seconds of a step, since this process began.",
+            buckets=_STEP_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._gauges: dict[str, Gauge] = {}
+        try:
+            self._server, self._thread = start_http_server(port, addr=host, registry=self._registry)
+        except (OSError, OverflowError) as error:
+            raise UserError(
+                f"trainer.prometheus_port is {port} and trainer.prometheus_host {host!r}: a free port of an address of "
+                f"this machine is needed ({error})"
+            ) from None
+
+    @property
+    def port(self) -> int:
+        """Where it is served."""
+        return self._server.server_port
+
+    def update(self, step: int, metrics: dict[str, float]) -> None:
+        """Serve these values from now on; metrics that are not among them keep theirs."""
+        for name, value in metrics.items():
+            if name not in self._gauges:
+                self._gauges[name] = self._new_gauge(name)
+            self._gauges[name].set(value)
+        if "timing_s/step" in metrics:
+            self._step_seconds.observe(metrics["timing_s/step"])
+        self._step.set(step)
+
+    def _new_gauge(self, metric: str) -> Gauge:
+        name = "gcore_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
+        while True:
+            try:
+                return Gauge(name, metric, registry=self._registry)
+            except ValueError:  # another metric has this name, such as one that differs in a slash alone
+                name += "_"
+
+    def close(self) -> None:
+        """Stop serving, and free the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

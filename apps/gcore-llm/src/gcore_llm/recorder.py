@@ -1,0 +1,86 @@
+"""What a run leaves behind as it goes: metrics, samples, checkpoints, and what a person sees."""
+
+import logging
+import math
+
+from gcore_controller import Span
+from gcore_llm.display import Display
+from gcore_llm.errors import RankError
+from gcore_llm.evaluate import Evaluation
+from gcore_llm.interrupt import Interrupt
+from gcore_llm.learner import SavedLearner
+from gcore_llm.metrics import MetricsWriter
+from gcore_llm.program import Job, State
+from gcore_llm.run_folder import RunFolder, write_jsonl
+from gcore_llm.spans import SpanWriter
+
+_logger = logging.getLogger(__name__)
+
+Present = tuple[int, list[State] | None]
+"""A step, and the controllers' states at its end."""
+
+
+class RunRecorder:
+    """Writes metrics, samples and checkpoints, and keeps the display up to date.
+
+    Attributes:
+        interrupt: Held back while the models are between two steps.
+    """
+
+    def __init__(
+        self, job: Job, run: RunFolder, learner: SavedLearner, writer: MetricsWriter, display: Display
+    ) -> None:
+        self.interrupt = Interrupt()
+        self._config = job.config
+        self._run = run
+        self._learner = learner
+        self._writer = writer
+        self._display = display
+        self._last: Present = (job.first_step, job.controllers)
+        self._num_updates = learner.num_updates
+        """Then."""
+        self._saved_step = job.first_step
+        self._spans = SpanWriter(run.spans, last_step=job.first_step)
+
+    async def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """See `Recorder`."""
+        self._writer.write(step, evaluation.metrics())
+        self._display.evaluated(step, greedy=evaluation.greedy, sampled=evaluation.sampled)
+        name = "before" if step == 0 else "after"
+        write_jsonl(self._run.samples / f"{name}.jsonl", evaluation.samples)
+
+    async def updating(self) -> None:
+        """See `Recorder`."""
+        self.interrupt.hold_back()
+
+    async def stepped(self, step: int, metrics: dict[str, float], spans: list[list[Span]]) -> None:
+        """See `Recorder`."""
+        self._writer.write(step, metrics)
+        self._spans.write(step, spans)
+        _logger.info("step %d: %.2f s", step, metrics["timing_s/step"])
+        self._display.stepped(step, metrics)
+        if not all(math.isfinite(v) for v in metrics.values()):
+            self._display.say(f"step {step}: the gradient is not finite, the update was skipped")
+
+    async def reached(self, step: int, controllers: list[State]) -> None:
+        """See `Recorder`."""
+        self._last, self._num_updates = (step, controllers), self._learner.num_updates
+        if step % self._config.trainer.save_freq == 0 or step == self._config.trainer.total_training_steps:
+            self.save_last()
+        self.interrupt.let_through()
+
+    def present(self) -> Present | None:
+        """The last finished step; None if a model has moved on since, or is lost."""
+        try:
+            return self._last if self._num_updates == self._learner.num_updates else None
+        except RankError:
+            return None
+
+    def save_last(self) -> None:
+        """Checkpoint the last finished step, unless that is done or a model has moved on since."""
+        present = self.present()
+        if present is None or present[0] == self._saved_step:
+            return
+        step, controllers = present
+        self._learner.save(step, {"step": step, "controllers": controllers})
+        self._saved_step = step

@@ -1,0 +1,114 @@
+"""What runs a job: the role services and the controllers, in this process or on a cluster."""
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from gcore_controller import Context, Program, run_inline
+from gcore_llm.config import TrainConfig
+from gcore_llm.learner import Learner, SavedLearner
+from gcore_llm.learner_part import SharedLearner
+from gcore_llm.program import Job, Recorder, rlhf_program
+from gcore_llm.prompts import PromptSets
+from gcore_llm.rewards import Rewards
+from gcore_llm.roles import Roles, Sampler, World, build_engine, build_learner
+
+if TYPE_CHECKING:
+    from gcore_llm.prometheus import PrometheusExporter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a run is given beside its models; found to be in order before it begins."""
+
+    config: TrainConfig
+    tokenizer: Any
+    prompts: PromptSets
+    rewards: Rewards
+    world: World | None
+    prometheus: "PrometheusExporter | None" = None
+
+
+class Services(Protocol):
+    """All that a job runs on."""
+
+    @property
+    def learner(self) -> SavedLearner: ...
+
+    async def run(self, job: Job, recorder: Recorder) -> None:
+        """Run the program on every controller."""
+        ...
+
+    async def recover(self, error: Exception, *, keeps_models: bool) -> str:
+        """Replace what a run that ended with this error has lost.
+
+        Args:
+            keeps_models: the models in training are in order; otherwise they are put back to where the run began.
+
+        Returns:
+            what died and what was done, in a line; the job can be run again, from where its models are.
+
+        Raises:
+            Exception: the error itself, if nothing died that can be replaced.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End all services, the learner's included."""
+        ...
+
+
+class InlineServices:
+    """Everything belongs to this process; made by `start`."""
+
+    def __init__(self, sampler: Sampler, learner: Learner, *, num_controllers: int) -> None:
+        self.learner = learner
+        self._sampler = sampler
+        self._num_controllers = num_controllers
+
+    @classmethod
+    async def start(cls, inputs: Inputs, model: Path, checkpoints: Path) -> Self:
+        """Load the model for every role that needs it."""
+        # vLLM sets process-wide state as it starts, so it comes first.
+        policy = await build_engine(inputs.config, model, inputs.tokenizer)
+        try:
+            learner = build_learner(inputs.config, model, checkpoints)
+        except BaseException:
+            await policy.close()
+            raise
+        sampler = Sampler(
+            policy=policy,
+            reward=inputs.rewards.runner,
+            comparison=inputs.rewards.comparison,
+            tokenizer=inputs.tokenizer,
+            world=inputs.world,
+        )
+        return cls(sampler, learner, num_controllers=inputs.config.controllers)
+
+    async def run(self, job: Job, recorder: Recorder) -> None:
+        """See `Services.run`."""
+        await run_inline(
+            sharing(self.learner, rlhf_program(job, recorder)), roles=self._sampler, world_size=self._num_controllers
+        )
+
+    async def recover(self, error: Exception, *, keeps_models: bool) -> str:
+        """See `Services.recover`; replicas of the engine are replaced while the program runs, and nothing else is."""
+        del keeps_models
+        raise error
+
+    async def close(self) -> None:
+        """See `Services.close`."""
+        try:
+            self.learner.close()
+        finally:
+            await self._sampler.policy.close()
+
+
+def sharing(learner: Learner, program: Program[Roles, None]) -> Callable[[Context[Sampler]], Coroutine[Any, Any, None]]:
+    """The program, on controllers that all have one sampler and one learner."""
+
+    async def run(ctx: Context[Sampler]) -> None:
+        await program(ctx.with_roles(Roles(**vars(ctx.roles), learner=SharedLearner(learner, ctx.group))))
+
+    return run

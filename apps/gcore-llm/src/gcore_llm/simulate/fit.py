@@ -1,0 +1,224 @@
+"""What services take, from the seconds of measured steps: least squares on the simulation's own times.
+
+Simulated times are linear in these parameters, or piecewise so where replicas wait for each other. So a few rounds of
+Gauss-Newton do, whose derivatives are differences of whole simulations.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_llm.simulate.config import SimulateConfig
+from gcore_llm.simulate.measured import STAGES, MeasuredRun, stage_seconds
+from gcore_llm.simulate.run import simulate
+from gcore_llm.simulate.work import coarse_workload, weights_bytes
+
+_ROUNDS = 3
+_LARGEST_RATE = 1e15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """What is fitted; 0 or more."""
+
+    base_s: float = 0.01
+    """`EngineModel.base_s`."""
+    per_sample_s: float = 1e-4
+    """`EngineModel.per_sample_s`."""
+    prefill_s: float = 1e-4
+    """Seconds of a prompt token: the inverse of `EngineModel.prefill_tokens_per_s`."""
+    latency_s: float = 0.01
+    """`RewardModel.latency_s`."""
+    flop_s: float = 1e-12
+    """Seconds of a FLOP: the inverse of `LearnerModel.flops_per_s`."""
+    micro_batch_s: float = 0.01
+    """`LearnerModel.micro_batch_s`."""
+    forward_share: float = 1 / 3
+    """`LearnerModel.forward_share`."""
+    sync_s: float = 0.01
+    """Seconds of a weight sync."""
+    overhead_s: float = 0.01
+    """`SimulateConfig.overhead_s`."""
+
+    def applied(self, config: SimulateConfig) -> SimulateConfig:
+        """A simulation with these."""
+        gigabytes = weights_bytes(coarse_workload(config)) / 1e9
+        return replace(
+            config,
+            overhead_s=self.overhead_s,
+            engine=replace(
+                config.engine,
+                base_s=max(self.base_s, 1 / _LARGEST_RATE),
+                per_sample_s=self.per_sample_s,
+                prefill_tokens_per_s=_inverse(self.prefill_s),
+            ),
+            reward=replace(config.reward, latency_s=self.latency_s),
+            learner=replace(
+                config.learner,
+                flops_per_s=1 / max(self.flop_s, 1e-30),
+                micro_batch_s=self.micro_batch_s,
+                forward_share=max(self.forward_share, 1 / _LARGEST_RATE),
+                sync_gb_per_s=_inverse(self.sync_s / gigabytes),
+            ),
+        )
+
+    def per_token_s(self, config: SimulateConfig) -> float:
+        """Seconds of a token's forward pass at the rate of training, on the devices of an engine's replica."""
+        flops = coarse_workload(config).flops_per_token / 3
+        return flops * self.flop_s / config.engine.devices_per_replica
+
+
+_OF_STAGE: dict[str, tuple[str, ...]] = {
+    "gen": ("base_s", "per_sample_s", "prefill_s"),
+    "reward": ("latency_s",),
+    "prepare": ("forward_share",),
+    "train": ("flop_s", "micro_batch_s"),
+    "sync": ("sync_s",),
+    "rest": ("overhead_s",),
+}
+"""The parameters that are fitted to a stage's time."""
+
+_PROBES = (
+    ("base_s", "latency_s", "flop_s", "sync_s", "overhead_s"),
+    ("per_sample_s", "micro_batch_s"),
+    ("prefill_s", "forward_share"),
+)
+"""Parameters that one simulation changes together, for no two of them change the same stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What came of it."""
+
+    parameters: Parameters
+    errors: Mapping[str, float]
+    """Standard error of each parameter; of those that no step depends on there is none, and they are as they were."""
+
+
+def simulated_seconds(run: MeasuredRun, parameters: Parameters) -> NDArray[np.float64]:
+    """[steps, stages] of a run, its responses replayed."""
+    config = parameters.applied(replace(run.replayed_config(), steps=len(run.rows)))
+    steps = simulate(config, replay=run.replay()).steps
+    seconds = np.array([stage_seconds(step.metrics, is_scored=run.is_scored) for step in steps])
+    # The program meets the overhead where it waits for new weights.
+    seconds[:, STAGES.index("sync")] -= parameters.overhead_s
+    seconds[:, STAGES.index("rest")] += parameters.overhead_s
+    return seconds
+
+
+def measured_seconds(run: MeasuredRun) -> NDArray[np.float64]:
+    """[steps, stages] of a run."""
+    return np.array([stage_seconds(row, is_scored=run.is_scored) for row in run.rows])
+
+
+def fit(runs: Sequence[MeasuredRun], used: Sequence[NDArray[np.bool_]], progressed: Callable[[], None]) -> Fit:
+    """Fit all parameters to some steps of one or more runs.
+
+    Each stage by itself, weighted by the inverse of its simulated time: that is, the variance grows with the time, and
+    without expectations the simulated times add up to the measured ones (with them, they are scaled to).
+
+    What steps of like sizes do not tell apart is decided by expectations, each with a standard deviation as large as
+    itself: a token of a prompt, and one more response in a decoding step, take the FLOPs of a forward pass at the rate
+    of training, and a micro-batch three times the time of a decoding step without responses.
+
+    Args:
+        used: [steps] of each run, those to fit to.
+        progressed: called after each of `num_simulations`.
+    """
+
+    def seconds(parameters: Parameters) -> NDArray[np.float64]:
+        parts: list[NDArray[np.float64]] = []
+        for run, chosen in zip(runs, used, strict=True):
+            parts.append(simulated_seconds(run, parameters)[chosen])
+            progressed()
+        return np.concatenate(parts)
+
+    measured = np.concatenate([measured_seconds(run)[chosen] for run, chosen in zip(runs, used, strict=True)])
+    parameters, errors = Parameters(), dict[str, float]()
+    for number in range(_ROUNDS):
+        now = seconds(parameters)
+        moved = {
+            name: changed for names in _PROBES for changed in [seconds(_moved(parameters, names))] for name in names
+        }
+        expected = _expected(parameters, runs[0].config) if number else {}
+        values = asdict(parameters)
+        for stage, names in _OF_STAGE.items():
+            column = STAGES.index(stage)
+            slopes = np.stack([(moved[name] - now)[:, column] / _move(values[name], name) for name in names], axis=1)
+            constant = now[:, column] - slopes @ [values[name] for name in names]
+            found, deviations = _least_squares(
+                slopes, measured[:, column] - constant, [expected.get(name) for name in names]
+            )
+            for name, slope, value, error in zip(names, slopes.T, found, deviations, strict=True):
+                if slope.any():
+                    values[name], errors[name] = float(value), float(error)
+        parameters = Parameters(**values)
+    return Fit(parameters=parameters, errors=errors)
+
+
+def num_simulations(runs: Sequence[MeasuredRun]) -> int:
+    """How many a fit makes."""
+    return _ROUNDS * (1 + len(_PROBES)) * len(runs)
+
+
+def _expected(parameters: Parameters, config: SimulateConfig) -> dict[str, float]:
+    token_s = parameters.per_token_s(config)
+    return {"per_sample_s": token_s, "prefill_s": token_s, "micro_batch_s": 3 * parameters.base_s}
+
+
+def _move(value: float, name: str) -> float:
+    """By how much a parameter is changed for a derivative."""
+    return 0.1 * (value or getattr(Parameters(), name))
+
+
+def _moved(parameters: Parameters, names: Sequence[str]) -> Parameters:
+    return replace(parameters, **{n: getattr(parameters, n) + _move(getattr(parameters, n), n) for n in names})
+
+
+def _least_squares(
+    x: NDArray[np.float64], y: NDArray[np.float64], expected: Sequence[float | None]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """[K] coefficients, 0 or more, of ``x`` [N, K] for ``y`` [N], whose variance is in proportion to it; their errors.
+
+    Args:
+        expected: of each coefficient, or None: its mean beforehand, and its standard deviation.
+    """
+    size = x.shape[1]
+    prior = np.diag([1 / e if e else 0.0 for e in expected])
+    prior_y = np.array([1.0 if e else 0.0 for e in expected])
+    weight, noise = np.ones(len(y)), 0.0
+    found, errors = np.zeros(size), np.zeros(size)
+    for _ in range(10):
+        a = np.concatenate([x * weight[:, None], noise * prior])
+        b = np.concatenate([y * weight, noise * prior_y])
+        found = _non_negative(a, b)
+        fitted = x @ found
+        weight = 1 / np.sqrt(np.maximum(fitted, 1e-9 + 1e-3 * fitted.max()))
+        noise = float(np.sqrt(np.sum((weight * (y - fitted)) ** 2) / max(1, len(y) - size)))
+        scale = np.maximum(np.linalg.norm(a, axis=0), 1e-300)
+        errors = noise * np.sqrt(np.diag(np.linalg.pinv((a / scale).T @ (a / scale)))) / scale
+    total = float((x @ found).sum())
+    return found * (max(float(y.sum()), 0.0) / total if total else 1.0), errors
+
+
+def _non_negative(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[K] of the least squares |a v - b| over v >= 0: the best of all sets of coefficients that may be above 0."""
+    scale = np.linalg.norm(a, axis=0)
+    best, least = np.zeros(a.shape[1]), float(b @ b)
+    present = [int(k) for k in np.flatnonzero(scale)]
+    for chosen in map(list, chain.from_iterable(combinations(present, k) for k in range(1, len(present) + 1))):
+        part, _, rank, _ = np.linalg.lstsq(a[:, chosen] / scale[chosen], b)
+        loss = float(np.sum((a[:, chosen] @ (part / scale[chosen]) - b) ** 2))
+        # What fewer do as well is not left to rounding.
+        if rank == len(chosen) and (part >= 0).all() and loss < least * (1 - 1e-12):
+            best, least = np.zeros(a.shape[1]), loss
+            best[chosen] = part / scale[chosen]
+    return best
+
+
+def _inverse(value: float) -> float:
+    return min(_LARGEST_RATE, 1 / value) if value > 0 and not math.isinf(1 / value) else _LARGEST_RATE

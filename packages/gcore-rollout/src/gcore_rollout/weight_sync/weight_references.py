@@ -1,0 +1,116 @@
+"""Named tensors in Ray's object store: passed on as references, and read where they lie."""
+
+import asyncio
+import os
+import warnings
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from gcore_rollout.errors import MissingExtraError
+
+# Where the program was started by `uv run`, Ray would build its environment anew for every process. Read on import.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+
+try:
+    import ray
+except ImportError as error:
+    raise MissingExtraError("ray", "ray") from error
+
+
+@dataclass(frozen=True)
+class _Slot:
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Tensors that are one object of the store: the bytes of each, as an array."""
+
+    reference: Any
+    slots: tuple[_Slot, ...]
+
+    @classmethod
+    def put(cls, weights: Sequence[tuple[str, torch.Tensor]]) -> Self:
+        """Copy them from where they lie, by way of this process's own memory only if that is not on the CPU."""
+        arrays = [tensor.cpu().reshape(-1).view(torch.uint8).numpy() for _, tensor in weights]
+        slots = tuple(_Slot(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights)
+        return cls(ray.put(arrays), slots)
+
+    def tensors(self, arrays: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        for slot, array in zip(self.slots, arrays, strict=True):
+            with warnings.catch_warnings():
+                # The store's memory cannot be written to: who does is to fail, not to change the weights of others.
+                warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+                flat = torch.from_numpy(array)
+            yield slot.name, flat.view(slot.dtype).view(slot.shape)
+
+
+def _in_buckets(
+    weights: Iterable[tuple[str, torch.Tensor]], size_bytes: int
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    bucket: list[tuple[str, torch.Tensor]] = []
+    filled_bytes = 0
+    for name, tensor in weights:
+        if bucket and filled_bytes + tensor.nbytes > size_bytes:
+            yield bucket
+            bucket, filled_bytes = [], 0
+        bucket.append((name, tensor.detach()))
+        filled_bytes += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+class WeightReferences:
+    """One model's weights in Ray's object store; pickled, nothing but references to them. Made by `put`.
+
+    Iterating yields (name, tensor), so it can be given to `update_weights` of any engine. A tensor is the store's own
+    memory and must not be written to. The memory is free once nobody has references or tensors any more, or, but for
+    tensors in use, when the process that put it ends.
+    """
+
+    def __init__(self, buckets: Sequence[_Bucket]) -> None:
+        self._buckets = tuple(buckets)
+
+    @classmethod
+    def put(cls, weights: Iterable[tuple[str, torch.Tensor]], *, bucket_size_bytes: int = 256 << 20) -> Self:
+        """Copy weights into the store of this node.
+
+        Tensors are read when a bucket is full: an iterable that makes them one by one is never asked for more than
+        that at a time, and must not write over those that it gave.
+
+        Args:
+            bucket_size_bytes: of one object of the store; a larger tensor is one of its own.
+        """
+        if bucket_size_bytes < 1:
+            raise ValueError(f"bucket_size_bytes is {bucket_size_bytes}: at least 1 is needed")
+        return cls([_Bucket.put(bucket) for bucket in _in_buckets(weights, bucket_size_bytes)])
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for bucket in self._buckets:
+            yield from bucket.tensors(ray.get(bucket.reference))
+
+    async def fetch(self) -> list[tuple[str, torch.Tensor]]:
+        """All weights, once they are on this node."""
+        contents = await asyncio.gather(*(bucket.reference for bucket in self._buckets))
+        return [item for bucket, arrays in zip(self._buckets, contents, strict=True) for item in bucket.tensors(arrays)]
+
+    @property
+    def num_writes(self) -> int:
+        """They never change."""
+        return 1
+
+    @property
+    def is_whole(self) -> bool:
+        """There are none in part."""
+        return True
+
+    @contextmanager
+    def reading(self) -> Generator[None]:
+        """Nothing is written over them, held or not."""
+        yield

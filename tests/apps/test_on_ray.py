@@ -1,0 +1,129 @@
+"""`gcore-llm train` on a Ray cluster of its own: the same run as in one process, whatever dies on the way."""
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import Cli, Command, metrics_of, option_set, step_rows, val_rows
+from process_tree import descendants, left_after
+
+NUM_KILLS = int(os.environ.get("GCORE_CHAOS_KILLS", "4"))
+"""In the run that is disturbed; more of them make it longer."""
+
+TITLES = {"controller": "ray::_Controller", "engine": "ray::EngineActor", "training rank": "ray::_Rank"}
+
+# Every process notes what it scores.
+REWARD = """
+import os
+from pathlib import Path
+
+
+def reward(prompt, completion, row):
+    with Path(f"scored-{os.getpid()}").open("a") as file:
+        print(repr((prompt, completion)), file=file)
+    return sum(ord(c) % 2 == 0 for c in completion) / max(len(completion), 1)
+"""
+
+
+def scored(cli: Cli) -> list[str]:
+    """What the runs since the last call have scored, in no order."""
+    files = list(cli.cwd.glob("scored-*"))
+    lines = [line for file in files for line in file.read_text().splitlines()]
+    for file in files:
+        file.unlink()
+    return sorted(lines)
+
+
+def reporting(cli: Cli, args: list[str]) -> list[str]:
+    (cli.cwd / "noting.py").write_text(REWARD)
+    return option_set(args, "--reward", "noting.py:reward")
+
+
+def assert_same_metrics(run: Path, expected: Path) -> None:
+    rows, others = metrics_of(run), metrics_of(expected)
+    assert len(rows) == len(others)
+    for row, other in zip(rows, others, strict=True):
+        for name in other:
+            if not name.startswith(("perf/", "sampling/oldest_version")):
+                assert row[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), (row["step"], name)
+
+
+def test_controllers_everywhere_train_alike(cli: Cli, own_args: list[str]) -> None:
+    """One in this process, four in it, and four actors, with an engine each, on two training ranks."""
+    args = [*reporting(cli, own_args), "--actor.loss.kl-loss-coef", "0.1"]
+    samples: dict[str, list[str]] = {}
+    for name, options in {
+        "one": [],
+        "four": ["--controllers", "4"],
+        "ray": ["--runtime", "ray", "--controllers", "4", "--trainer.num-processes", "2"],
+    }.items():
+        assert cli(*args, *options, "--name", name).code == 0
+        samples[name] = scored(cli)
+    assert len(samples["one"]) > 2 * 8 * 4
+    # Each process tries the reward once, on nothing.
+    tries = {name: [line for line in lines if line.endswith(", '')")] for name, lines in samples.items()}
+    made = {name: [line for line in lines if line not in tries[name]] for name, lines in samples.items()}
+    assert made["one"] == made["four"] == made["ray"]
+    assert_same_metrics(cli.cwd / "runs/four", cli.cwd / "runs/one")
+    assert_same_metrics(cli.cwd / "runs/ray", cli.cwd / "runs/one")
+    last = step_rows(cli.cwd / "runs/ray")[-1]
+    assert 0 < last["controller/load/mean"] <= last["controller/load/max"]
+    logs = {path.name for path in (cli.cwd / "runs/ray/logs").iterdir()}
+    assert {"main.log", "controller-3.log", "engine-3.log", "trainer-1.log"} <= logs
+
+
+def test_a_run_goes_on_with_other_controllers(cli: Cli, own_args: list[str]) -> None:
+    """Saved with four controllers in one process, resumed with two on a cluster."""
+    two = [*own_args, "--trainer.test-freq", "2"]
+    four = option_set(two, "--trainer.total-training-steps", "4")
+    cli.ok(*four, "--name", "alone")
+    cli.ok(*two, "--controllers", "4", "--name", "moved")
+    finished = cli(*four, "--runtime", "ray", "--controllers", "2", "--name", "moved")
+    assert finished.code == 0, finished
+    assert "resuming after step 2 of 4" in finished.out
+    assert_same_metrics(cli.cwd / "runs/moved", cli.cwd / "runs/alone")
+
+
+def kills(command: Command, run: Path, *, seed: int) -> Iterator[str]:
+    """Kill processes of all kinds at random moments, the next one when a step has been made since; their kinds."""
+    rng = random.Random(seed)
+    kinds = [kind for _ in range(NUM_KILLS) for kind in TITLES][:NUM_KILLS]
+    rng.shuffle(kinds)
+    for kind in kinds:
+        before = len(step_rows(run)) if (run / "metrics.jsonl").exists() else 0
+        while not command.has_ended() and (not run.joinpath("metrics.jsonl").exists() or len(step_rows(run)) <= before):
+            time.sleep(0.02)
+        time.sleep(rng.uniform(0.0, 0.3))
+        found = descendants(command.pid, TITLES[kind])
+        if command.has_ended() or not found:
+            return
+        os.kill(rng.choice(found), signal.SIGKILL)
+        yield kind
+
+
+def test_whatever_dies_every_prompt_is_trained_on_once(cli: Cli, own_args: list[str]) -> None:
+    args = option_set(own_args, "--trainer.total-training-steps", str(3 * NUM_KILLS))
+    args = [*args, "--trainer.save-freq", "1", "--trainer.test-freq", "1000", "--trainer.tensorboard", "False"]
+    cli.ok(*args, "--name", "undisturbed")
+    command = cli.start(*args, "--runtime", "ray", "--controllers", "2", "--trainer.num-processes", "2")
+    run = cli.cwd / "runs/default"
+    killed = list(kills(command, run, seed=0))
+    processes = [pid for title in TITLES.values() for pid in descendants(command.pid, title)]
+    finished = command.wait()
+    assert finished.code == 0, finished
+    assert len(killed) == NUM_KILLS
+    # Engines are replaced while the run goes on.
+    told = re.findall(
+        r"^(controller|training rank) \d+, process \d+ on [\d.]+, died: .*; going on after step \d+$",
+        finished.out,
+        flags=re.MULTILINE,
+    )
+    assert sorted(told) == sorted(kind for kind in killed if kind != "engine")
+    assert_same_metrics(run, cli.cwd / "runs/undisturbed")
+    assert [row["step"] for row in val_rows(run)] == [0, 3 * NUM_KILLS]
+    assert not left_after(processes, 10.0)

@@ -1,0 +1,34 @@
+"""A Ray cluster of this machine alone, for tests."""
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+
+# Ray reads it on import, which a test module may do before `gcore_rollout.ray_engine` does.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+# Ray would kill workers where other tests fill this machine's memory.
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+
+import engine_oracles
+import fake_engine
+import ray
+import slow_hf_engine
+from ray import cloudpickle
+from ray.cluster_utils import Cluster
+
+
+@contextmanager
+def ray_cluster(*nodes: str) -> Generator[None]:
+    """A cluster with these nodes, each of which has a resource of its name; this process is on the first."""
+    # Test modules are in no place where a node would find them: what is in these travels with the factories.
+    for module in (engine_oracles, fake_engine, slow_hf_engine):
+        cloudpickle.register_pickle_by_value(module)  # pyright: ignore[reportPrivateImportUsage]
+    cluster = Cluster()
+    for node in nodes:
+        cluster.add_node(num_cpus=8, resources={node: 1}, object_store_memory=100 << 20, include_dashboard=False)
+    ray.init(address=cluster.address, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
