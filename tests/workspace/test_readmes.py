@@ -31,12 +31,14 @@ CHECKED_ELSEWHERE = {
     r"\.ci/run": "tests/workspace/test_repository.py::test_the_ci_script_can_be_run",
     r"pip install '?gcore-\w+(\[[\w,-]+\])?'?": f"{WHEELS}::test_a_package_installs_alone_and_imports",
     r"(uv run )?gcore-llm train --model PATH .*": f"{HERE}::test_shell_commands_run",
+    r"(uv run )?gcore-llm train --runtime ray .*": "tests/apps/test_on_ray.py::test_controllers_everywhere_train_alike",
     r"(uv run )?gcore-llm simulate --.*": "tests/apps/test_simulate.py::test_command_prints_its_table",
     r"gcore-ckpt import-dcp .*": "tests/gcore_ckpt/test_cli.py::test_import_dcp",
     r"(uv run )?gcore-bench grpo( --.*)?": "tests/apps/test_bench.py::test_bench_measures_gcore_and_trl",
     r"(uv run )?gcore-bench ckpt( --.*)?": "tests/apps/test_bench_ckpt.py::test_bench_measures_saves_and_loads",
     r"(uv run )?gcore-bench trainer( --.*)?": "tests/apps/test_bench_trainer.py::test_bench_measures_the_trainer",
     r"(uv run )?gcore-bench rollout( --.*)?": "tests/apps/test_bench_rollout.py::test_bench_measures_rollouts",
+    r"(uv run )?gcore-bench controller( --.*)?": "tests/apps/test_bench_controller.py::test_bench_measures_controllers",
 }
 """Commands that are not run here, and what runs them: the CI script, which holds the very words, or a test."""
 
@@ -60,7 +62,7 @@ CHECKED_CLOSELY = {
 
 RUN_HERE = (
     r"(uv run )?"
-    r"(gcore-llm (train|sft|reward-model|dpo|sample|eval|report)|"
+    r"(gcore-llm (train|sft|reward-model|dpo|sample|eval|report|logs)|"
     r"gcore-ckpt|torchrun|python|cat|head|ls|mkdir|tensorboard --help)\b.*"
 )
 

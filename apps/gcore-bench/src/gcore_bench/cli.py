@@ -16,10 +16,11 @@ _USAGE = """usage: gcore-bench COMMAND [options]
 Every claim gcore makes, measured beside a peer or a physical limit.
 
 commands:
-  grpo     GRPO steps under gcore and under TRL's GRPOTrainer: the same task, model, batch and step count
-  ckpt     saves and loads of the same state under gcore-ckpt, DCP, Orbax and others, beside the memory and the disk
-  trainer  training steps, log-probabilities and long sequences under gcore-trainer, beside TRL's and verl's losses
-  rollout  generation, new weights and sandboxed programs under gcore-rollout, beside bare vLLM and transformers
+  grpo        GRPO steps under gcore and under TRL's GRPOTrainer: the same task, model, batch and step count
+  ckpt        saves and loads of the same state under gcore-ckpt, DCP, Orbax and others, beside memory and disk
+  trainer     training steps, log-probabilities and long sequences under gcore-trainer, beside TRL's and verl's losses
+  rollout     generation, new weights and sandboxed programs under gcore-rollout, beside bare vLLM and transformers
+  controller  large payloads under gcore-controller beside verl's single driver, and its load in simulated clusters
 
 gcore-bench COMMAND --help documents every option.
 """
@@ -92,6 +93,15 @@ def _rollout(args: Sequence[str]) -> None:
     run(options, _console())
 
 
+def _controller(args: Sequence[str]) -> None:
+    from gcore_bench.controller.options import ControllerOptions
+
+    options = tyro.cli(ControllerOptions, args=args, prog="gcore-bench controller")
+    from gcore_bench.controller.command import run
+
+    run(options, _console())
+
+
 def _console() -> Console:
     # A table is not worth much folded into 80 columns, which is what rich assumes of a file or a pipe.
     return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
@@ -102,6 +112,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "ckpt": _ckpt,
     "trainer": _trainer,
     "rollout": _rollout,
+    "controller": _controller,
 }
 
 if __name__ == "__main__":

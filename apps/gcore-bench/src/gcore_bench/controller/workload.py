@@ -1,0 +1,97 @@
+"""What goes through a step: samples with image features, and the work that makes and reads them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from gcore_bench.grpo.errors import BenchError
+
+Features: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
+
+_MEDIAN_TOKENS, _SIGMA = 500, 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Payload:
+    """The samples of a step."""
+
+    num_samples: int
+    num_floats: int
+    """Of the features of one sample; even, for they are summed eight bytes at a time."""
+    seed: int
+
+    @classmethod
+    def of(cls, *, nbytes: int, num_samples: int, seed: int) -> "Payload":
+        return cls(num_samples=num_samples, num_floats=max(1, nbytes // num_samples // 8) * 2, seed=seed)
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * self.num_samples * self.num_floats
+
+    def parts(self, count: int) -> list[list[int]]:
+        """Samples of each of ``count`` equal slices."""
+        size = self.num_samples // count
+        return [list(range(start, start + size)) for start in range(0, self.num_samples, size)]
+
+    def length(self, index: int) -> int:
+        """Tokens of a sample's response, log-normal."""
+        return round(_MEDIAN_TOKENS * float(np.exp(_SIGMA * self._rng(index).normal())))
+
+    def reward(self, index: int) -> float:
+        return float(self._rng(index).random() < 0.5)
+
+    def _rng(self, index: int) -> np.random.Generator:
+        return np.random.default_rng((self.seed, index))
+
+
+class FeatureMaker:
+    """Makes the features of any sample, each other than those of all others."""
+
+    def __init__(self, payload: Payload) -> None:
+        self.base: Features = np.linspace(1.0, 2.0, payload.num_floats, dtype=np.float32)
+
+    @staticmethod
+    @lru_cache(maxsize=1)
+    def of(payload: Payload) -> "FeatureMaker":
+        """The one of this process, made with its first step."""
+        return FeatureMaker(payload)
+
+    def fill(self, index: int, out: Features) -> None:
+        """Write the features of a sample to ``out``, [num_floats]."""
+        np.multiply(self.base, np.float32(1 + index), out=out)
+
+    def make(self, index: int) -> Features:
+        """The features of a sample, in new memory."""
+        features = np.empty_like(self.base)
+        self.fill(index, features)
+        return features
+
+
+def checksum(features: Features) -> int:
+    """Of all bytes, in 64 bits with their carry dropped."""
+    return int(features.view(np.int64).sum())
+
+
+def check_read(made: Mapping[int, int], read: Mapping[int, int]) -> None:
+    """
+    Raises:
+        BenchError: what was read, by checksums of samples, is not what was made.
+    """
+    wrong = [index for index in made.keys() | read.keys() if made.get(index) != read.get(index)]
+    if wrong:
+        raise BenchError(f"{len(wrong)} samples, {min(wrong)} among them, did not arrive as they were made")
+
+
+def by_index(rows: Sequence[tuple[int, int]]) -> dict[int, int]:
+    """Checksums by sample.
+
+    Raises:
+        BenchError: a sample came twice.
+    """
+    found = dict(rows)
+    if len(found) < len(rows):
+        raise BenchError(f"{len(rows)} samples were read: {len(found)} of them are different")
+    return found
