@@ -176,3 +176,28 @@ async def test_tickets_go_to_one_controller_each(run: Run) -> None:
     taken = await run(program, 4)
     assert [len(tickets) for tickets in taken] == [5, 10, 15, 20]
     assert sorted(t for tickets in taken for t in tickets) == list(range(50))
+
+
+async def test_channels_keep_their_own_order(run: Run) -> None:
+    """Two tasks of each controller, in the one order or the other, with different collectives."""
+
+    async def program(ctx: Ctx) -> tuple[list[list[int]], list[float]]:
+        async def gathers() -> list[list[int]]:
+            return [await ctx.group.all_gather(10 * n + ctx.rank) for n in range(3)]
+
+        async def sums() -> list[float]:
+            beside = ctx.group.channel("beside")
+            return [await beside.all_reduce(n * (ctx.rank + 1)) for n in range(4)]
+
+        if ctx.rank % 2:
+            added = asyncio.create_task(sums())
+            await asyncio.sleep(0)
+            return await gathers(), await added
+        gathered = asyncio.create_task(gathers())
+        await asyncio.sleep(0)
+        added_here = await sums()
+        return await gathered, added_here
+
+    for gathered, added in await run(program, 3):
+        assert gathered == [[0, 1, 2], [10, 11, 12], [20, 21, 22]]
+        assert added == [0, 6, 12, 18]

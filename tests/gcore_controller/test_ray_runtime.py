@@ -29,6 +29,7 @@ ON_RAY = (
     "test_sums_are_added_in_rank_order",
     "test_programs_that_go_different_ways",
     "test_tickets_go_to_one_controller_each",
+    "test_channels_keep_their_own_order",
 )
 globals().update({name: getattr(test_collectives, name) for name in ON_RAY})
 

@@ -243,6 +243,10 @@ class TrainerConfig:
 
     total_training_steps: int = 200
     """Steps of generation, rewarding, preparation and training."""
+    schedule: Literal["sync", "one_step_off", "async"] = "sync"
+    """sync: a step samples, then trains. one_step_off: the next step's batch is sampled while this one's is trained on,
+    by the weights before it. async: batches are sampled without a pause, up to rollout.max-staleness steps ahead, and
+    new weights come in the middle of responses."""
     save_freq: int = 25
     """Steps between checkpoints."""
     max_ckpt_to_keep: int = 2

@@ -10,8 +10,9 @@ from gcore_llm.evaluate import Evaluation
 from gcore_llm.interrupt import Interrupt
 from gcore_llm.learner import SavedLearner
 from gcore_llm.metrics import MetricsWriter
-from gcore_llm.program import Job, State
+from gcore_llm.program import Job
 from gcore_llm.run_folder import RunFolder, write_jsonl
+from gcore_llm.sampling import State
 from gcore_llm.spans import SpanWriter
 
 _logger = logging.getLogger(__name__)
@@ -53,10 +54,13 @@ class RunRecorder:
         """See `Recorder`."""
         self.interrupt.hold_back()
 
-    async def stepped(self, step: int, metrics: dict[str, float], spans: list[list[Span]]) -> None:
+    async def stepped(
+        self, step: int, metrics: dict[str, float], spans: list[list[Span]], sampled: list[list[Span]]
+    ) -> None:
         """See `Recorder`."""
         self._writer.write(step, metrics)
-        self._spans.write(step, spans)
+        ahead = {f"sampling {rank}": own for rank, own in enumerate(sampled) if own}
+        self._spans.write(step, spans, spans_by_device=ahead)
         _logger.info("step %d: %.2f s", step, metrics["timing_s/step"])
         self._display.stepped(step, metrics)
         if not all(math.isfinite(v) for v in metrics.values()):

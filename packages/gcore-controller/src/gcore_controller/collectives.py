@@ -50,6 +50,13 @@ class Collectives(Protocol):
         """
         ...
 
+    def channel(self, name: str) -> "Collectives":
+        """The same controllers, for a task that runs beside others: calls are in order within a channel, not between.
+
+        Counters of tickets are those of all channels.
+        """
+        ...
+
 
 class _Round:
     """One collective in flight: what has arrived, and the future of what comes of it."""
@@ -68,24 +75,27 @@ class InlineGroup:
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}: at least 1 is needed")
         self.world_size = world_size
-        self._rounds: dict[int, _Round] = {}
+        self._rounds: dict[tuple[str, int], _Round] = {}
         self._next_tickets: dict[str, int] = {}
 
-    async def meet(self, *, rank: int, sequence: int, op: str, value: Any, combine: Callable[[list[Any]], T]) -> T:
-        """Hand in ``value`` for collective number ``sequence``, and get what ``combine`` makes of all, in rank order.
+    async def meet(
+        self, *, rank: int, channel: str, sequence: int, op: str, value: Any, combine: Callable[[list[Any]], T]
+    ) -> T:
+        """Hand in ``value`` for a channel's collective number ``sequence``; what ``combine`` makes of all, by rank.
 
         It is called once, by the last to come: among thousands of controllers, one sum for each would take long.
         """
-        current = self._rounds.get(sequence)
+        place = (channel, sequence)
+        current = self._rounds.get(place)
         if current is None:
-            current = self._rounds[sequence] = _Round(op, self.world_size)
+            current = self._rounds[place] = _Round(op, self.world_size)
         if current.op != op:
             current.result.cancel()
             raise mismatch(sequence, rank=rank, op=op, other_op=current.op)
         current.values[rank] = value
         current.num_arrived += 1
         if current.num_arrived == self.world_size:
-            del self._rounds[sequence]
+            del self._rounds[place]
             current.result.set_result(combine(current.values))
         return await current.result
 
@@ -99,9 +109,10 @@ class InlineGroup:
 class InlineCollectives:
     """One controller's view of an `InlineGroup`."""
 
-    def __init__(self, group: InlineGroup, rank: int) -> None:
+    def __init__(self, group: InlineGroup, rank: int, *, channel: str = "") -> None:
         self._group = group
         self._rank = rank
+        self._channel = channel
         self._sequence = 0
 
     @property
@@ -115,7 +126,9 @@ class InlineCollectives:
     async def _meet(self, op: str, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
         sequence = self._sequence
         self._sequence += 1
-        return await self._group.meet(rank=self._rank, sequence=sequence, op=op, value=value, combine=combine)
+        return await self._group.meet(
+            rank=self._rank, channel=self._channel, sequence=sequence, op=op, value=value, combine=combine
+        )
 
     async def all_gather(self, value: T) -> list[T]:
         return list(await self._meet("all_gather", value, _as_they_are))
@@ -136,6 +149,9 @@ class InlineCollectives:
     async def take_tickets(self, count: int, *, counter: str = "") -> range:
         check_count(count)
         return self._group.take_tickets(count, counter)
+
+    def channel(self, name: str) -> "InlineCollectives":
+        return InlineCollectives(self._group, self._rank, channel=name)
 
 
 def _as_they_are(values: list[Any]) -> list[Any]:

@@ -20,6 +20,7 @@ class Message:
     src: int
     hop: int
     payload: Any
+    channel: str = ""
 
 
 class PeerCollectives:
@@ -45,6 +46,9 @@ class PeerCollectives:
         self._world_size = world_size
         self._transport = send
         self._first_ticket = take_tickets
+        self._channel = ""
+        # Of all channels, this one's included.
+        self._channels: dict[str, PeerCollectives] = {"": self}
         self._sequence = -1
         self._op = ""
         # Of this collective and later ones: messages that came before they were waited for, or who waits for them.
@@ -59,7 +63,19 @@ class PeerCollectives:
         return self._world_size
 
     def deliver(self, message: Message) -> None:
-        """Take in a message from another controller."""
+        """Take in a message from another controller, for any channel."""
+        self.channel(message.channel)._take(message)
+
+    def channel(self, name: str) -> "PeerCollectives":
+        if name not in self._channels:
+            # Its messages may come before this controller asks for it.
+            made = PeerCollectives(self._rank, self._world_size, send=self._transport, take_tickets=self._first_ticket)
+            made._channel = name
+            made._channels = self._channels
+            self._channels[name] = made
+        return self._channels[name]
+
+    def _take(self, message: Message) -> None:
         place = self._place(message.sequence, message.src, message.hop)
         if place.done():
             return  # whoever waited has gone
@@ -129,7 +145,7 @@ class PeerCollectives:
                 raise self._mismatch(place.result())
 
     async def _send(self, rank: int, payload: Any, *, hop: int = 0) -> None:
-        await self._transport(rank, Message(self._sequence, self._op, self._rank, hop, payload))
+        await self._transport(rank, Message(self._sequence, self._op, self._rank, hop, payload, self._channel))
 
     async def _receive(self, src: int, *, hop: int = 0) -> Any:
         sequence = self._sequence

@@ -13,9 +13,10 @@ from gcore_bench.grpo.workload import Workload
 from gcore_controller import Program, Span, run_inline
 from gcore_llm.evaluate import Evaluation
 from gcore_llm.exchange import workload_of
-from gcore_llm.program import Job, State, rlhf_program
+from gcore_llm.program import Job, rlhf_program
 from gcore_llm.rewards import make_runner, reward_function
 from gcore_llm.roles import Sampler, build_engine, build_learner, build_tokenizer
+from gcore_llm.sampling import State
 from gcore_llm.services import sharing
 from gcore_llm.settings import resolve
 from gcore_rollout import Completion, Engine, EngineStats, Request
@@ -113,8 +114,10 @@ class _Recorder:
     async def updating(self) -> None:
         pass
 
-    async def stepped(self, step: int, metrics: dict[str, float], spans: list[list[Span]]) -> None:
-        del step, spans
+    async def stepped(
+        self, step: int, metrics: dict[str, float], spans: list[list[Span]], sampled: list[list[Span]]
+    ) -> None:
+        del step, spans, sampled
         self._metrics = metrics
 
     async def reached(self, step: int, controllers: list[State]) -> None:

@@ -14,9 +14,10 @@ from gcore_llm.exchange import sample_flops
 from gcore_llm.logs import log_to
 from gcore_llm.on_ray.learner_part import RanksPart
 from gcore_llm.on_ray.training_ranks import RankHandles
-from gcore_llm.program import Job, State, rlhf_program
+from gcore_llm.program import Job, rlhf_program
 from gcore_llm.rewards import Rewards
 from gcore_llm.roles import Roles, build_world
+from gcore_llm.sampling import State
 from gcore_rollout import Engine
 from gcore_rollout.ray_engine import RayEngine
 from gcore_rollout.replicas import EngineReplicas
@@ -118,8 +119,10 @@ class _Reports:
     async def updating(self) -> None:
         await self._report(Report("updating", ()))
 
-    async def stepped(self, step: int, metrics: dict[str, float], spans: list[list[Span]]) -> None:
-        await self._report(Report("stepped", (step, metrics, spans)))
+    async def stepped(
+        self, step: int, metrics: dict[str, float], spans: list[list[Span]], sampled: list[list[Span]]
+    ) -> None:
+        await self._report(Report("stepped", (step, metrics, spans, sampled)))
 
     async def reached(self, step: int, controllers: list[State]) -> None:
         await self._report(Report("reached", (step, controllers)))

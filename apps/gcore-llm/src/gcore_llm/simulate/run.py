@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from gcore_controller import Context, Span, run_simulated
 from gcore_llm.evaluate import Evaluation
-from gcore_llm.program import Job, State, rlhf_program
+from gcore_llm.program import Job, rlhf_program
 from gcore_llm.roles import Sampler
+from gcore_llm.sampling import State
 from gcore_llm.services import sharing
 from gcore_llm.simulate.config import SimulateConfig
 from gcore_llm.simulate.engine import ModelledEngine
@@ -126,8 +127,10 @@ class _Recorder:
     async def updating(self) -> None:
         """No one interrupts."""
 
-    async def stepped(self, step: int, metrics: dict[str, float], spans: list[list[Span]]) -> None:
-        del spans
+    async def stepped(
+        self, step: int, metrics: dict[str, float], spans: list[list[Span]], sampled: list[list[Span]]
+    ) -> None:
+        del spans, sampled
         with self.meter.paused():
             step_s = metrics["timing_s/step"]
             figures = StepFigures(

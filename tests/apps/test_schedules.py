@@ -1,0 +1,80 @@
+"""`gcore-llm train` with batches sampled ahead of the training: which weights they are by, and that none is lost."""
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import Cli, metrics_of, option_set, step_rows
+
+# It may kill its process on the way.
+REWARD = """
+import os
+import signal
+from pathlib import Path
+
+calls = 0
+
+
+def reward(prompt, completion, row):
+    global calls
+    calls += 1
+    if calls == {at} and not Path("killed").exists():
+        Path("killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sum(ord(c) % 2 == 0 for c in completion) / max(len(completion), 1)
+"""
+
+
+@pytest.fixture
+def six_steps(own_args: list[str]) -> list[str]:
+    return [*option_set(own_args, "--trainer.total-training-steps", "6"), "--algorithm.filter-groups", "False"]
+
+
+def scheduled(cli: Cli, args: list[str], schedule: str, *, kills_at: int = 0) -> list[str]:
+    (cli.cwd / "killing.py").write_text(REWARD.replace("{at}", str(kills_at)))
+    return [*option_set(args, "--reward", "killing.py:reward"), "--trainer.schedule", schedule]
+
+
+def oldest_versions(run: Path) -> list[float]:
+    return [row["sampling/oldest_version"] for row in step_rows(run)]
+
+
+def test_one_step_off_is_by_the_weights_before(cli: Cli, six_steps: list[str]) -> None:
+    """However many controllers there are, and wherever the engine is; the first batch has no weights before."""
+    args = scheduled(cli, six_steps, "one_step_off")
+    cli.ok(*args, "--name", "one")
+    cli.ok(*args, "--name", "two", "--controllers", "2")
+    cli.ok(*args, "--name", "process", "--rollout.num-processes", "1")
+    one, two, process = (cli.cwd / "runs" / name for name in ("one", "two", "process"))
+    assert oldest_versions(one) == [0, 0, 1, 2, 3, 4]
+    for other in (two, process):
+        for row, expected in zip(metrics_of(other), metrics_of(one), strict=True):
+            assert row == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    rows = [json.loads(line) for line in (two / "spans.jsonl").read_text().splitlines()]
+    assert all({"sampling 0", "sampling 1"} == row["devices"].keys() for row in rows)
+
+
+@pytest.mark.parametrize("max_staleness", [1, 3])
+def test_async_is_no_staler_than_it_may_be(cli: Cli, six_steps: list[str], max_staleness: int) -> None:
+    """Its engine samples while this process trains."""
+    args = [*scheduled(cli, six_steps, "async"), "--rollout.max-staleness", str(max_staleness)]
+    cli.ok(*args, "--rollout.num-processes", "1", "--controllers", "2")
+    staleness = [step - version for step, version in enumerate(oldest_versions(cli.cwd / "runs/default"))]
+    assert staleness[0] == 0
+    assert 1 <= max(staleness) <= max_staleness
+
+
+@pytest.mark.parametrize("schedule", ["one_step_off", "async"])
+def test_what_was_ahead_is_made_anew(cli: Cli, six_steps: list[str], schedule: str) -> None:
+    """A run that is killed trains on every prompt that it drew, in order, and on none twice."""
+    calls_a_step = 8 * 4
+    args = scheduled(cli, six_steps, schedule, kills_at=3 * calls_a_step + 5)
+    args += ["--trainer.save-freq", "1", "--trainer.test-freq", "100", "--rollout.max-staleness", "2"]
+    assert cli(*args).code == -9
+    num_steps = len(step_rows(cli.cwd / "runs/default"))
+    assert 0 <= num_steps <= 3
+    cli.ok(*args)
+    rows = step_rows(cli.cwd / "runs/default")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    # Batches of one size: the position in the data set tells which prompts a step had.
+    assert [row["sampling/epoch"] for row in rows] == pytest.approx([8 * n / 36 for n in range(1, 7)])
