@@ -12,7 +12,9 @@ import pytest
 from command_line import Cli, Command, metrics_of, option_set, step_rows, val_rows
 from process_tree import descendants, left_after
 
-NUM_KILLS = int(os.environ.get("GCORE_CHAOS_KILLS", "4"))
+from gcore_ckpt import Checkpointer
+
+NUM_KILLS = int(os.environ.get("GCORE_CHAOS_KILLS", "3"))
 """In the run that is disturbed; more of them make it longer."""
 
 TITLES = {"controller": "ray::_Controller", "engine": "ray::EngineActor", "training rank": "ray::_Rank"}
@@ -117,6 +119,7 @@ def test_whatever_dies_every_prompt_is_trained_on_once(cli: Cli, own_args: list[
     finished = command.wait()
     assert finished.code == 0, finished
     assert len(killed) == NUM_KILLS
+    assert "raylet" not in finished.out + finished.err
     # Engines are replaced while the run goes on.
     told = re.findall(
         r"^(controller|training rank) \d+, process \d+ on [\d.]+, died: .*; going on after step \d+$",
@@ -127,3 +130,30 @@ def test_whatever_dies_every_prompt_is_trained_on_once(cli: Cli, own_args: list[
     assert_same_metrics(run, cli.cwd / "runs/undisturbed")
     assert [row["step"] for row in val_rows(run)] == [0, 3 * NUM_KILLS]
     assert not left_after(processes, 10.0)
+
+
+def test_a_cluster_that_is_not_there(cli: Cli, own_args: list[str]) -> None:
+    error = cli.refused(*own_args, "--runtime", "ray", "--ray.address", "127.0.0.1:1")
+    assert "ray.address is '127.0.0.1:1': no Ray cluster answers there" in error
+    assert not (cli.cwd / "runs").exists()
+
+
+def test_fewer_engines_than_controllers(cli: Cli, own_args: list[str]) -> None:
+    options = ["--runtime", "ray", "--controllers", "3", "--rollout.num-processes", "2"]
+    assert "rollout.num_processes is 2 and controllers is 3" in cli.refused(*own_args, *options)
+
+
+def test_an_interrupt_saves_the_last_step(cli: Cli, own_args: list[str]) -> None:
+    """And the same command goes on."""
+    many = option_set(own_args, "--trainer.total-training-steps", "1000")
+    command = cli.start(*many, "--runtime", "ray", "--trainer.tensorboard", "False")
+    run = cli.cwd / "runs/default"
+    while not command.has_ended() and not ((run / "metrics.jsonl").exists() and len(step_rows(run)) >= 2):
+        time.sleep(0.02)
+    processes = [pid for title in TITLES.values() for pid in descendants(command.pid, title)]
+    assert len(processes) == 3
+    command.send(signal.SIGINT)
+    assert command.wait().code == 130
+    assert not left_after(processes, 10.0)
+    num_steps = len(step_rows(run))
+    assert Checkpointer(run / "checkpoints").steps() == [num_steps]

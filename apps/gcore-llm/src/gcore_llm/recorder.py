@@ -73,6 +73,11 @@ class RunRecorder:
             self.save_last()
         self.interrupt.let_through()
 
+    @property
+    def last_step(self) -> int:
+        """The last finished one."""
+        return self._last[0]
+
     def present(self) -> Present | None:
         """The last finished step; None if a model has moved on since, or is lost."""
         try:

@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from gcore_ckpt import Checkpointer
 from gcore_llm.config import TrainConfig
 from gcore_llm.display import Display
 from gcore_llm.engines import check_servers
-from gcore_llm.errors import UserError
+from gcore_llm.errors import RankError, UserError
 from gcore_llm.exchange import workload_of
 from gcore_llm.learner import SavedLearner
 from gcore_llm.logs import log_to
@@ -70,6 +70,10 @@ def train(config: TrainConfig, display: Display) -> Result:
         require_worked_examples(config.task.name)
         tokenizer = tiny_tokenizer()
     prompts = load_prompts(config, tokenizer)
+    if config.runtime == "ray":
+        from gcore_llm.on_ray.services import check_cluster
+
+        check_cluster(config)
     # One event loop for all of it: a user's async reward may keep what belongs to the loop of its first call.
     with _exporter(config) as prometheus, asyncio.Runner() as runner:
         rewards = runner.run(Rewards.start(config))
@@ -174,34 +178,58 @@ def _run_to_the_end(
     services: Services, job: Job, inputs: Inputs, run: RunFolder, runner: asyncio.Runner, display: Display
 ) -> None:
     """Run a job, and go on from where its models are whenever something is lost that can be replaced."""
-    tensorboard = job.config.trainer.tensorboard
     num_losses = 0
-    while True:
-        with MetricsWriter(
-            run, last_step=job.first_step, tensorboard=tensorboard, prometheus=inputs.prometheus
-        ) as writer:
-            recorder = RunRecorder(job, run, services.learner, writer, display)
+    while (loss := _attempt(services, job, inputs, run, runner, display)) is not None:
+        num_losses = 1 if loss.has_progressed else num_losses + 1
+        while True:
+            if num_losses > _MAX_LOSSES:
+                raise loss.error
             try:
-                runner.run(_run(services, job, recorder))
-            except Exception as error:
-                present = recorder.present()
-                num_losses = 1 if present and present[0] > job.first_step else num_losses + 1
-                try:
-                    if num_losses > _MAX_LOSSES:
-                        raise
-                    said = runner.run(services.recover(error, keeps_models=present is not None))
-                except BaseException:
-                    recorder.save_last()
+                said = runner.run(services.recover(loss.error, keeps_models=loss.present is not None))
+                job = _resumed(job, loss.present, services.learner, run)
+                break
+            except RankError as error:
+                if error is loss.error:
                     raise
-            except BaseException as error:
-                recorder.save_last()
-                if isinstance(error, asyncio.CancelledError):
-                    raise KeyboardInterrupt from None
-                raise
-            else:
-                return
-        job = _resumed(job, present, services.learner, run)
+                # One that was killed on the way back.
+                loss = _Loss(error=error)
+                num_losses += 1
         display.say(f"{said}; going on after step {job.first_step}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loss:
+    """How an attempt ended before its time."""
+
+    error: Exception
+    present: Present | None = None
+    """See `RunRecorder.present`."""
+    has_progressed: bool = False
+    """Whether it made a step."""
+
+
+def _attempt(
+    services: Services, job: Job, inputs: Inputs, run: RunFolder, runner: asyncio.Runner, display: Display
+) -> _Loss | None:
+    """Run a job; whatever ends it, its last step is saved if the models are still there."""
+    tensorboard = job.config.trainer.tensorboard
+    with MetricsWriter(run, last_step=job.first_step, tensorboard=tensorboard, prometheus=inputs.prometheus) as writer:
+        try:
+            recorder = RunRecorder(job, run, services.learner, writer, display)
+        except RankError as error:
+            return _Loss(error=error)
+        try:
+            runner.run(_run(services, job, recorder))
+        except BaseException as error:
+            with suppress(RankError):
+                recorder.save_last()
+            if isinstance(error, asyncio.CancelledError):
+                raise KeyboardInterrupt from None
+            if not isinstance(error, Exception):
+                raise
+            has_progressed = recorder.last_step > job.first_step
+            return _Loss(error=error, present=recorder.present(), has_progressed=has_progressed)
+    return None
 
 
 def _resumed(job: Job, present: Present | None, learner: SavedLearner, run: RunFolder) -> Job:

@@ -3,15 +3,19 @@
 import asyncio
 import logging
 import os
+import re
+import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import ray
+from ray._private import worker as ray_worker
 
 from gcore_controller.errors import ControllerDiedError
 from gcore_controller.ray_runtime import RayControllers
+from gcore_llm.config import TrainConfig
 from gcore_llm.engines import engine_factory
 from gcore_llm.errors import RankError, UserError
 from gcore_llm.logs import log_to, logs_of
@@ -23,6 +27,8 @@ from gcore_llm.services import Inputs
 from gcore_rollout import Engine
 from gcore_rollout.errors import EngineDiedError
 from gcore_rollout.ray_engine import end_engine_actor, start_engine_actor
+
+_CONNECT_TIMEOUT_S = 10.0
 
 
 class RayServices:
@@ -125,13 +131,34 @@ def _logged(logs: Path, number: int, factory: Callable[[], Engine]) -> Engine:
     return factory()
 
 
+def check_cluster(config: TrainConfig) -> None:
+    """
+    Raises:
+        UserError: nobody answers at the address of the cluster.
+    """
+    found = re.fullmatch(r"(?:ray://)?(.+):(\d+)", _address(config))
+    if found is None:
+        return
+    try:
+        socket.create_connection((found[1], int(found[2])), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise UserError(
+            f"ray.address is {_address(config)!r}: no Ray cluster answers there ({error}); HOST:PORT of its head is "
+            "needed, or none for a new one on this machine"
+        ) from error
+
+
+def _address(config: TrainConfig) -> str:
+    return config.ray.address or os.environ.get("RAY_ADDRESS", "")
+
+
 def _connect(inputs: Inputs) -> None:
     """Connect to the cluster of the config or of RAY_ADDRESS, or start one on this machine with room for all."""
     config = inputs.config
-    # What it has to say is for its own developers.
+    # What dies is told in a line of our own, in the place of Ray's paragraphs.
     logging.getLogger("ray").setLevel(logging.ERROR)
-    address = config.ray.address or os.environ.get("RAY_ADDRESS")
-    if address:
+    setattr(ray_worker, "_worker_logs_enabled", False)  # noqa: B010 - private, and Ray has no other way
+    if address := _address(config):
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError) as error:
