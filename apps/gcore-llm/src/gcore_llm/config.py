@@ -285,7 +285,7 @@ class RayConfig:
     gpus_per_rank: float = 1.0
     """That each training rank reserves, where device is cuda."""
     timeout_s: float = 600.0
-    """Until there is room for all controllers, and until they have started."""
+    """Until there is room for the processes of a role, and they have started."""
 
     def __post_init__(self) -> None:
         for name in ("cpus_per_process", "gpus_per_engine", "gpus_per_rank"):

@@ -1,11 +1,11 @@
 """What runs a job: the role services and the controllers, in this process or on a cluster."""
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from gcore_controller import Context, Program, run_inline
+from gcore_controller import Context, Program, StageTimer, run_inline
 from gcore_llm.config import TrainConfig
 from gcore_llm.learner import Learner, SavedLearner
 from gcore_llm.learner_part import SharedLearner
@@ -40,6 +40,10 @@ class Services(Protocol):
         """Run the program on every controller."""
         ...
 
+    def stages(self) -> Sequence[str | None]:
+        """The stage that each controller is in, or was lately."""
+        ...
+
     async def recover(self, error: Exception, *, keeps_models: bool) -> str:
         """Replace what a run that ended with this error has lost.
 
@@ -66,6 +70,7 @@ class InlineServices:
         self.learner = learner
         self._sampler = sampler
         self._num_controllers = num_controllers
+        self._timers: dict[int, StageTimer] = {}
 
     @classmethod
     async def start(cls, inputs: Inputs, model: Path, checkpoints: Path) -> Self:
@@ -88,9 +93,17 @@ class InlineServices:
 
     async def run(self, job: Job, recorder: Recorder) -> None:
         """See `Services.run`."""
-        await run_inline(
-            sharing(self.learner, rlhf_program(job, recorder)), roles=self._sampler, world_size=self._num_controllers
-        )
+        shared = sharing(self.learner, rlhf_program(job, recorder))
+
+        async def program(ctx: Context[Sampler]) -> None:
+            self._timers[ctx.rank] = ctx.timer
+            await shared(ctx)
+
+        await run_inline(program, roles=self._sampler, world_size=self._num_controllers)
+
+    def stages(self) -> Sequence[str | None]:
+        """See `Services.stages`."""
+        return [timer.current for _, timer in sorted(self._timers.items())]
 
     async def recover(self, error: Exception, *, keeps_models: bool) -> str:
         """See `Services.recover`; replicas of the engine are replaced while the program runs, and nothing else is."""

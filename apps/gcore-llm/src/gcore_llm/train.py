@@ -161,6 +161,7 @@ def _train(inputs: Inputs, run: RunFolder, model: Path, runner: asyncio.Runner, 
     with _closed(services, runner):
         saved = services.learner.load() if first_step else None
         display.phase("training", total=total, done=first_step)
+        display.watch(services.stages)
         job = Job(
             config=config,
             prompts=inputs.prompts,
@@ -192,6 +193,7 @@ def _run_to_the_end(
                 if error is loss.error:
                     raise
                 # One that was killed on the way back.
+                display.say(f"{loss.error}; the next came before all was replaced")
                 loss = _Loss(error=error)
                 num_losses += 1
         display.say(f"{said}; going on after step {job.first_step}")

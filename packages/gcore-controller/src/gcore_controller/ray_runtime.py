@@ -202,6 +202,12 @@ class RayControllers:
             await asyncio.gather(running, *hearings, return_exceptions=True)
             await self._end_programs()
 
+    async def stages(self) -> list[str | None]:
+        """The stage that each controller is in now; None of one that is in none, or does not answer."""
+        calls = (asyncio.ensure_future(c.stage.remote()) for c in self._controllers if c is not None)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        return [None if isinstance(answer, BaseException) else answer for answer in answers]
+
     async def close(self) -> None:
         """End all processes."""
         for controller in self._controllers:

@@ -5,6 +5,7 @@ import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def controller_program(job: Job) -> Callable[[Context[Handles]], Awaitable[None]
         torch.set_num_threads(max(1, config.threads // ctx.world_size))
         rewards = await Rewards.start(config)
         try:
-            async with _policy(ctx.roles.engines[ctx.rank :: ctx.world_size]) as policy:
+            own = ctx.roles.engines[ctx.rank :: ctx.world_size]
+            async with _policy(own, start_timeout_s=config.ray.timeout_s) as policy:
                 roles = Roles(
                     policy=policy,
                     reward=rewards.runner,
@@ -76,9 +78,10 @@ def controller_program(job: Job) -> Callable[[Context[Handles]], Awaitable[None]
 
 
 @asynccontextmanager
-async def _policy(actors: Sequence[Any]) -> AsyncGenerator[Engine]:
+async def _policy(actors: Sequence[Any], *, start_timeout_s: float) -> AsyncGenerator[Engine]:
     """The engines of some actors as one; an engine that dies is connected to again when Ray has started it anew."""
-    clients = await asyncio.gather(*(RayEngine.connect(actor) for actor in actors))
+    connect = partial(RayEngine.connect, start_timeout_s=start_timeout_s)
+    clients = await asyncio.gather(*(connect(actor) for actor in actors))
     of_client = {id(client): actor for client, actor in zip(clients, actors, strict=True)}
     replaced: set[int] = set()
 
@@ -87,7 +90,7 @@ async def _policy(actors: Sequence[Any]) -> AsyncGenerator[Engine]:
         dead = next(client for client in of_client if client not in alive | replaced)
         replaced.add(dead)
         try:
-            client = await RayEngine.connect(of_client[dead])
+            client = await connect(of_client[dead])
         except BaseException:
             replaced.discard(dead)
             raise

@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -29,6 +29,7 @@ from gcore_rollout.errors import EngineDiedError
 from gcore_rollout.ray_engine import end_engine_actor, start_engine_actor
 
 _CONNECT_TIMEOUT_S = 10.0
+_WATCH_EVERY_S = 1.0
 
 
 class RayServices:
@@ -43,6 +44,7 @@ class RayServices:
     ) -> None:
         self.learner = learner
         self._logs = logs
+        self._stages: Sequence[str | None] = []
         self._inputs = inputs
         self._controllers = controllers
         self._engines = engines
@@ -98,7 +100,20 @@ class RayServices:
             del rank
             await getattr(recorder, report.method)(*report.arguments)
 
-        await self._controllers.run(controller_program(job), roles=handles, reported=reported)
+        watching = asyncio.create_task(self._watch())
+        try:
+            await self._controllers.run(controller_program(job), roles=handles, reported=reported)
+        finally:
+            watching.cancel()
+
+    def stages(self) -> Sequence[str | None]:
+        """See `Services.stages`."""
+        return self._stages
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            self._stages = await self._controllers.stages()
 
     async def recover(self, error: Exception, *, keeps_models: bool) -> str:
         """See `Services.recover`."""

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from gcore_controller.errors import ClusterError
 from gcore_controller.ray_runtime import RayReference, reason_of
 from gcore_llm.config import TrainConfig
 from gcore_llm.errors import RankError
@@ -165,9 +166,21 @@ class RayLearner:
         """Start all ranks, from the model that the run begins with; those of before are ended.
 
         Raises:
-            RankError: one did not start.
+            RankError: one failed or died.
+            ClusterError: they found no room, or have not started, in time.
         """
         self._kill()
+        timeout_s = self._config.ray.timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._start()
+        except TimeoutError:
+            raise ClusterError(
+                f"{self._config.trainer.num_processes} training ranks did not start within {timeout_s} s: free are "
+                f"{ray.available_resources()}"
+            ) from None
+
+    async def _start(self) -> None:
         ray_config, size = self._config.ray, self._config.trainer.num_processes
         make: Any = ray.remote(_Rank).options(
             num_cpus=ray_config.cpus_per_process,
