@@ -29,7 +29,7 @@ Replica = tuple[int, int]
 
 
 class _Rank:
-    """The actor of one rank: `LocalLearner`, called with references."""
+    """The actor of one rank: `LocalLearner`, called with references, one call after the other."""
 
     def __init__(self, config: TrainConfig, rank: int, folder: Path, logs: Path) -> None:
         import torch
@@ -41,6 +41,7 @@ class _Rank:
         self._config = config
         self._learner: LocalLearner | None = None
 
+    @ray.method(concurrency_group="news")
     def is_alive(self) -> None:
         """Answered beside all else."""
 
@@ -182,11 +183,11 @@ class RayLearner:
 
     async def _start(self) -> None:
         ray_config, size = self._config.ray, self._config.trainer.num_processes
-        make: Any = ray.remote(_Rank).options(
+        remote: Any = ray.remote
+        make = remote(concurrency_groups={"news": 1})(_Rank).options(
             num_cpus=ray_config.cpus_per_process,
             num_gpus=ray_config.gpus_per_rank if self._config.device.startswith("cuda") else 0,
             scheduling_strategy="SPREAD",
-            max_concurrency=2,
         )
         logs = logs_of(self._checkpoints.absolute())
         actors = [make.remote(self._config, rank, Path.cwd(), logs) for rank in range(size)]
