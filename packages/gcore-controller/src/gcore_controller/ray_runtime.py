@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
@@ -244,14 +245,12 @@ class RayControllers:
 
 async def _hear(controller: Any, rank: int, reported: Reported) -> None:
     """Hand on what a controller reports, until it has died."""
-    while True:
-        try:
+    with suppress(RayActorError):
+        while True:
             number, value = await controller.next_report.remote()
-        except RayActorError:
-            await asyncio.get_running_loop().create_future()  # the run's own error tells of it
-            return
-        await reported(rank, value)
-        await controller.heard.remote(number)
+            await reported(rank, value)
+            await controller.heard.remote(number)
+    await asyncio.get_running_loop().create_future()  # the run's own error tells of it
 
 
 def _check_capacity(bundle: Mapping[str, float], world_size: int) -> None:

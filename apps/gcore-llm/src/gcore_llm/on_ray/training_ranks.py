@@ -229,13 +229,17 @@ class RayLearner:
 
     def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
         answers: list[Any] = []
+        failure: RayTaskError | None = None
         for rank, call in enumerate([getattr(actor, method).remote(*arguments) for actor in self.ranks.actors]):
             try:
                 answers.append(ray.get(call))
             except RayTaskError as error:
-                raise error.cause from None
+                # It may be that of a rank that misses a dead one.
+                failure = failure or error
             except RayActorError as error:
                 raise self.ranks.death(rank, error) from None
+        if failure is not None:
+            raise failure.cause from None
         return answers
 
     def _kill(self) -> None:
