@@ -16,7 +16,7 @@ _USAGE = """usage: gcore-bench COMMAND [options]
 Every claim gcore makes, measured beside a peer or a physical limit.
 
 commands:
-  grpo        GRPO steps under gcore and under TRL's GRPOTrainer: the same task, model, batch and step count
+  grpo        GRPO steps under gcore and under TRL's GRPOTrainer or verl: the same task, model, batch and step count
   ckpt        saves and loads of the same state under gcore-ckpt, DCP, Orbax and others, beside memory and disk
   trainer     training steps, log-probabilities and long sequences under gcore-trainer, beside TRL's and verl's losses
   rollout     generation, new weights and sandboxed programs under gcore-rollout, beside bare vLLM and transformers

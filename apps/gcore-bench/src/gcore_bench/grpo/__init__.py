@@ -1,1 +1,1 @@
-"""GRPO steps under gcore and under TRL, on the same workloads."""
+"""GRPO steps under gcore and under TRL or verl, on the same workloads."""

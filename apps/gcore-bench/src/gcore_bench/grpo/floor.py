@@ -30,14 +30,14 @@ def run(workload: Workload, model: Path, *, lengths: Sequence[int], steps: int, 
         _train(weights, lengths, num_prompts=workload.train_batch_size)
         train_s, train_cpu_s = clock.lap()
         figures.append(
-            StepFigures(
+            StepFigures.of(
+                lengths,
                 wall_s=gen_s + train_s,
                 cpu_s=gen_cpu_s + train_cpu_s,
                 gen_s=gen_s,
                 reward_s=0.0,
                 train_s=train_s,
                 score=0.0,
-                lengths=list(lengths),
             )
         )
     return figures

@@ -127,14 +127,14 @@ class _Recorder:
         # The app scores completions while others are still being generated: those seconds lie inside its gen stage.
         gen_s = sum(self._metrics.get(f"timing_s/{stage}", 0.0) for stage in ("gen", "reward", "sync")) - reward_s
         self.steps.append(
-            StepFigures(
+            StepFigures.of(
+                self._engine.lengths,
                 wall_s=wall_s,
                 cpu_s=cpu_s,
                 gen_s=gen_s,
                 reward_s=reward_s,
                 train_s=self._metrics["timing_s/train"],
                 score=score,
-                lengths=self._engine.lengths,
             )
         )
         self._engine.lengths = []

@@ -1,9 +1,10 @@
 """What a contender's process notes about its steps."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from gcore_rollout.rewards import RewardFunction
@@ -14,8 +15,8 @@ class StepFigures:
     """One step, from the end of the one before to its own end."""
 
     wall_s: float
-    cpu_s: float
-    """Of all threads; no contender computes in another process."""
+    cpu_s: float | None
+    """Of all threads; None where a contender computes in several processes."""
     gen_s: float
     """Generation, with tokenizing, detokenizing and the transfer of new weights to the engine."""
     reward_s: float
@@ -24,8 +25,23 @@ class StepFigures:
     """Forward, backward and optimizer."""
     score: float
     """Mean of all completions."""
-    lengths: list[int]
-    """Of every completion, in tokens, end of sequence included."""
+    num_samples: int
+    mean_length: float
+    """Of all completions, in tokens, end of sequence included."""
+    max_length: int
+    lengths: tuple[int, ...] = ()
+    """Of each; empty where a contender tells only the above."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], **figures: float) -> Self:
+        """A step whose completions have these lengths, and its other figures."""
+        return cls(
+            num_samples=len(lengths),
+            mean_length=fmean(lengths),
+            max_length=max(lengths),
+            lengths=tuple(lengths),
+            **figures,
+        )
 
     @property
     def other_s(self) -> float:

@@ -22,9 +22,12 @@ class Line:
     reward_s: float
     train_s: float
     other_s: float
-    cpu_s: float
-    peak_rss_bytes: int
-    """Highest of all rounds."""
+    cpu_s: float | None
+    """None of several processes."""
+    peak_pss_bytes: int
+    """Of the process and all that it started; highest of all rounds."""
+    num_processes: int
+    """Most at one time."""
     mean_length: float
     """Of all completions, in tokens."""
     max_length: int
@@ -56,16 +59,20 @@ def summarise(runs: Sequence[Run]) -> Summary:
         lines=list(by_name.values()),
         floor=floor,
         speed_ratios={o.contender: {p.contender: p.step_s / o.step_s for p in peers} for o in ours},
-        cpu_ratios={o.contender: {p.contender: p.cpu_s / o.cpu_s for p in peers} for o in ours},
+        cpu_ratios={
+            o.contender: {p.contender: p.cpu_s / o.cpu_s for p in peers if p.cpu_s is not None}
+            for o in ours
+            if o.cpu_s is not None
+        },
         load=fmean(r.load for r in runs),
     )
 
 
 def _line(contender: str, runs: Sequence[Run]) -> Line:
     steps: list[StepFigures] = [s for r in runs for s in r.steps]
-    lengths = [n for s in steps for n in s.lengths]
     step_s = median(s.wall_s for s in steps)
-    samples_per_step = len(steps[0].lengths)
+    cpu_s = [s.cpu_s for s in steps if s.cpu_s is not None]
+    samples_per_step = steps[0].num_samples
     return Line(
         contender=contender,
         num_steps=len(steps),
@@ -76,9 +83,10 @@ def _line(contender: str, runs: Sequence[Run]) -> Line:
         reward_s=median(s.reward_s for s in steps),
         train_s=median(s.train_s for s in steps),
         other_s=median(s.other_s for s in steps),
-        cpu_s=median(s.cpu_s for s in steps),
-        peak_rss_bytes=max(r.peak_rss_bytes for r in runs),
-        mean_length=fmean(lengths),
-        max_length=max(lengths),
+        cpu_s=median(cpu_s) if cpu_s else None,
+        peak_pss_bytes=max(r.footprint.pss_bytes for r in runs),
+        num_processes=max(r.footprint.num_processes for r in runs),
+        mean_length=fmean(s.mean_length for s in steps),
+        max_length=max(s.max_length for s in steps),
         score=fmean(s.score for s in steps),
     )

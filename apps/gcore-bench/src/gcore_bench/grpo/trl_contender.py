@@ -136,14 +136,14 @@ class _Recorder(TrainerCallback):
         trainer = self._trainer
         assert trainer.train_start_s is not None
         self.steps.append(
-            StepFigures(
+            StepFigures.of(
+                trainer.lengths,
                 wall_s=wall_s,
                 cpu_s=cpu_s,
                 gen_s=trainer.gen_s,
                 reward_s=reward_s,
                 train_s=time.perf_counter() - trainer.train_start_s - trainer.prepare_s,
                 score=score,
-                lengths=list(trainer.lengths),
             )
         )
         trainer.train_start_s = None
