@@ -303,7 +303,7 @@ def test_a_folder_that_is_not_a_run(cli: Cli, command: list[str]) -> None:
 
 
 def test_commands(cli: Cli) -> None:
-    known = "train, sft, reward-model, dpo, sample, eval, report, simulate are known"
+    known = "train, sft, reward-model, dpo, sample, eval, report, logs, simulate are known"
     assert f"unknown command 'trian': {known}" in cli.refused("trian")
     usage = cli.ok("--help")
     assert usage.startswith("usage: gcore-llm COMMAND")
