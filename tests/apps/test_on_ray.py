@@ -63,6 +63,8 @@ def test_controllers_everywhere_train_alike(cli: Cli, own_args: list[str]) -> No
         "one": [],
         "four": ["--controllers", "4"],
         "ray": ["--runtime", "ray", "--controllers", "4", "--trainer.num-processes", "2"],
+        # Engines with room for one prompt: whose controller is idle takes others'.
+        "stolen": ["--runtime", "ray", "--controllers", "2", "--rollout.max-num-seqs", "4"],
     }.items():
         assert cli(*args, *options, "--name", name).code == 0
         samples[name] = scored(cli)
@@ -70,9 +72,10 @@ def test_controllers_everywhere_train_alike(cli: Cli, own_args: list[str]) -> No
     # Each process tries the reward once, on nothing.
     tries = {name: [line for line in lines if line.endswith(", '')")] for name, lines in samples.items()}
     made = {name: [line for line in lines if line not in tries[name]] for name, lines in samples.items()}
-    assert made["one"] == made["four"] == made["ray"]
+    assert made["one"] == made["four"] == made["ray"] == made["stolen"]
     assert_same_metrics(cli.cwd / "runs/four", cli.cwd / "runs/one")
     assert_same_metrics(cli.cwd / "runs/ray", cli.cwd / "runs/one")
+    assert_same_metrics(cli.cwd / "runs/stolen", cli.cwd / "runs/one")
     last = step_rows(cli.cwd / "runs/ray")[-1]
     assert 0 < last["controller/load/mean"] <= last["controller/load/max"]
     logs = {path.name for path in (cli.cwd / "runs/ray/logs").iterdir()}

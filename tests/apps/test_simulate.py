@@ -7,7 +7,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from statistics import NormalDist
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ from gcore_llm.learner import Role
 from gcore_llm.simulate import run as run_module
 from gcore_llm.simulate.command import parse_simulate
 from gcore_llm.simulate.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig
-from gcore_llm.simulate.engine import ModelledEngine
+from gcore_llm.simulate.draws import blend
+from gcore_llm.simulate.engine import ModelledEngine, ModelledWeights
 from gcore_llm.simulate.learner import ModelledLearner
 from gcore_llm.simulate.ledger import COLUMNS, IDLE, WORK, Ledger
 from gcore_llm.simulate.load import LoadMeter
@@ -91,7 +93,7 @@ def test_a_judge_is_waited_for() -> None:
 
 EVERYTHING = replace(
     SMALL,
-    controllers=4,
+    controllers=3,
     kl_loss_coef=0.1,
     old_log_probs="trainer",
     ppo_mini_batch_size=8,
@@ -109,7 +111,7 @@ def test_device_seconds_add_up(partial_rollout: bool) -> None:
         assert all(step.device_s[work] > 0 for work in WORK)
         assert all(step.device_s[idle] >= -1e-9 for idle in IDLE)
         assert all(load > 0 for load in step.controller_load)
-        assert len(step.controller_load) == 4
+        assert len(step.controller_load) == 3
     assert all(sum(step.device_s[idle] for step in steps) > 0 for idle in IDLE)
 
 
@@ -201,11 +203,36 @@ def test_every_prompt_is_sampled_and_trained_on_once(alone: tuple[Spy, Simulatio
     assert len(spy.lengths) == 3 * 16 * 4
 
 
-def test_the_number_of_controllers_changes_no_sample(alone: tuple[Spy, Simulation]) -> None:
-    spy, simulation = spied(replace(SMALL, controllers=4))
+@pytest.mark.parametrize("prompts", ["stealing", "own", "shared"])
+def test_the_number_of_controllers_changes_no_sample(
+    alone: tuple[Spy, Simulation], prompts: Literal["stealing", "own", "shared"]
+) -> None:
+    spy, simulation = spied(
+        replace(SMALL, controllers=4, engine=EngineModel(max_num_seqs=8, base_s=0.02, prompts=prompts))
+    )
     assert spy.updates == alone[0].updates
     assert sorted(spy.tickets) == sorted(alone[0].tickets)
     assert [s.num_tokens for s in simulation.steps] == [s.num_tokens for s in alone[1].steps]
+
+
+def test_prompts_are_stolen_where_work_is_skewed() -> None:
+    """A few prompts with long responses: what is left of their controllers' slices is generated elsewhere."""
+    skewed = SimulateConfig(
+        devices=128,
+        controllers=16,
+        steps=1,
+        train_batch_size=512,
+        filter_groups=False,
+        prompt_share=1.0,
+        response_length=LengthConfig(median=1500, sigma=1.2),
+    )
+    own, stealing = (
+        simulate(replace(skewed, engine=EngineModel(max_num_seqs=16, prompts=prompts)))
+        for prompts in ("own", "stealing")
+    )
+    assert [s.num_tokens for s in own.steps] == [s.num_tokens for s in stealing.steps]
+    own_s, stealing_s = (sum(s.step_s for s in run.steps) for run in (own, stealing))
+    assert stealing_s < 0.8 * own_s
 
 
 def test_partial_rollout_cuts_the_tail_and_no_length(alone: tuple[Spy, Simulation]) -> None:
@@ -227,6 +254,15 @@ def test_a_share_of_groups_has_scores_that_differ() -> None:
     assert np.mean(groups) == pytest.approx(0.5, abs=0.03)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_responses_to_a_prompt_are_as_alike_as_is_asked_for(share: float) -> None:
+    uniforms = np.random.default_rng(0).uniform(size=(4000, 3))
+    pairs = np.array([[blend(prompt, own, share) for own in (first, second)] for prompt, first, second in uniforms])
+    assert np.quantile(pairs, [0.1, 0.5, 0.9]) == pytest.approx([0.1, 0.5, 0.9], abs=0.02)
+    normals = np.vectorize(NormalDist().inv_cdf)(pairs)
+    assert np.corrcoef(normals.T)[0, 1] == pytest.approx(share, abs=0.05)
+
+
 def test_lengths_are_log_normal_and_cut() -> None:
     config = replace(SMALL, train_batch_size=20_000, token_unit=1, max_prompt_length=256)
     lengths = np.array([len(p.token_ids) for p in make_prompts(config).train])
@@ -240,7 +276,15 @@ def on_engine(config: SimulateConfig, use: Callable[[ModelledEngine], Any]) -> A
 
     async def program(_: Context[None]) -> Any:
         ledger = Ledger(num_devices=config.devices, num_reward_devices=0, num_controllers=1)
-        return await use(ModelledEngine(config, sync_s=1.0, ledger=ledger, meter=LoadMeter(1)))
+        engine = ModelledEngine(
+            config,
+            num_replicas=config.num_engine_replicas,
+            weights=ModelledWeights(),
+            sync_s=1.0,
+            ledger=ledger,
+            meter=LoadMeter(1),
+        )
+        return await use(engine)
 
     return run_simulated(program, roles=None)[0]
 
@@ -248,6 +292,7 @@ def on_engine(config: SimulateConfig, use: Callable[[ModelledEngine], Any]) -> A
 ONE = replace(
     SMALL,
     devices=2,
+    controllers=1,
     engine=EngineModel(base_s=0.03, per_sample_s=0.01, prefill_tokens_per_s=1000),
 )
 
@@ -421,7 +466,7 @@ def test_command_prints_its_table(cli: Cli, model: Path) -> None:
         (["--devices", "0"], "devices is 0: 1 or more is needed"),
         (["--controllers", "0"], "controllers is 0: 1 or more is needed"),
         (["--token-unit", "100"], r"token_unit is 100: a divisor of max_prompt_length \(1024\) is needed"),
-        (["--devices", "6"], r"learner.devices_per_replica is 8: a divisor of devices \(6\) is needed"),
+        (["--devices", "6", "--controllers", "1"], r"learner.devices_per_replica is 8: a divisor of devices \(6\)"),
         (["--engine.devices-per-replica", "3"], "engine.devices_per_replica is 3: a divisor of the devices that gener"),
         (["--engine.base-s", "0"], "engine.base_s is 0.0: a finite number above 0 is needed"),
         (["--reward.acceptance", "0"], "reward.acceptance is 0.0: a number above 0, at most 1 is needed"),
@@ -430,6 +475,8 @@ def test_command_prints_its_table(cli: Cli, model: Path) -> None:
         (["--response-length.median", "inf"], "response_length.median is inf: a finite number above 0 is needed"),
         (["--learner.device", "abacus"], "learner.device is 'abacus': one of B200, H200, H100"),
         (["--learner.utilisation", "1.5"], "learner.utilisation is 1.5: a number above 0, at most 1 is needed"),
+        (["--prompt-share", "2"], "prompt_share is 2.0: a number from 0 to 1 is needed"),
+        (["--controllers", "300"], "controllers is 300 and the engine has 256 replicas: one for each controller"),
         (["--n", "1"], "rollout.n is 1: 2 or more is needed"),
         (["--n", "70000"], "n is 70000: 65536 or less is needed"),
     ],

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from gcore_controller import Context, run_inline
+from gcore_controller.collectives import TicketCounters
 from gcore_controller.peer_collectives import Message, PeerCollectives
 
 Ctx = Context[list[str]]
@@ -21,7 +22,7 @@ async def run_here(program: AnyProgram, world_size: int) -> list[Any]:
 async def run_over_messages(program: AnyProgram, world_size: int) -> list[Any]:
     """Pickled messages that take their time, and may overtake each other."""
     rng = random.Random(0)
-    counters: dict[str, int] = {}
+    counters = [TicketCounters() for _ in range(world_size)]
     peers: list[PeerCollectives] = []
 
     async def send(rank: int, message: Message) -> None:
@@ -30,11 +31,9 @@ async def run_over_messages(program: AnyProgram, world_size: int) -> list[Any]:
             await asyncio.sleep(0)
         peers[rank].deliver(pickle.loads(packed))
 
-    async def take_tickets(count: int, counter: str) -> int:
-        start = counters.get(counter, 0)
-        counters[counter] = start + count
+    async def take_tickets(rank: int, count: int, counter: str, limit: int | None) -> range:
         await asyncio.sleep(0)
-        return start
+        return counters[rank].take(count, counter, limit)
 
     peers += [PeerCollectives(rank, world_size, send=send, take_tickets=take_tickets) for rank in range(world_size)]
 

@@ -171,6 +171,7 @@ async def test_tickets_go_to_one_controller_each(run: Run) -> None:
             assert await ctx.group.take_tickets(1, counter=f"own {ctx.rank}") == range(i, i + 1)
         with pytest.raises(ValueError, match="count is -1: 0 or more is needed"):
             await ctx.group.take_tickets(-1)
+        assert await ctx.group.take_tickets(ctx.rank, counter="elsewhere", at=ctx.rank) == range(ctx.rank)
         return mine
 
     taken = await run(program, 4)
@@ -201,3 +202,18 @@ async def test_channels_keep_their_own_order(run: Run) -> None:
     for gathered, added in await run(program, 3):
         assert gathered == [[0, 1, 2], [10, 11, 12], [20, 21, 22]]
         assert added == [0, 6, 12, 18]
+
+
+async def test_tickets_below_a_limit(run: Run) -> None:
+    """A counter stops there, and goes on behind it under a higher one."""
+
+    async def program(ctx: Ctx) -> list[int]:
+        mine: list[int] = []
+        for limit in (7, 12):
+            while taken := await ctx.group.take_tickets(3, counter="waves", at=1, limit=limit):
+                mine += taken
+            await ctx.group.barrier()
+        return mine
+
+    taken = await run(program, 3)
+    assert sorted(ticket for mine in taken for ticket in mine) == list(range(12))

@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,9 @@ from gcore_rollout import Completion, Request, SamplingParams
 from gcore_rollout.errors import EpisodeError
 from gcore_rollout.multi_turn import run_episode
 from gcore_rollout.rewards import Failed
+
+Take = Callable[[int], Awaitable[Sequence[tuple[int, Prompt]]]]
+"""The next prompts with their tickets, at most so many; none: there are no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,52 +48,76 @@ class Generation:
 
     async def run(
         self,
-        prompts: Sequence[tuple[int, Prompt]],
+        prompts: Sequence[tuple[int, Prompt]] = (),
         *,
         begun: Sequence[tuple[UnfinishedGroup, Prompt]] = (),
         quota: int | None = None,
+        take: Take | None = None,
     ) -> Generated:
         """Complete and score each prompt ``n`` times; what is returned is in the prompts' order, those begun first.
 
         Args:
-            prompts: with their tickets.
+            prompts: with their tickets; all are generated at once.
             begun: groups that an earlier call has left unfinished.
-            quota: when so many groups are generated, the others are cut short; None: all are finished.
+            quota: when so many groups of these are generated, the others are cut short; None: all are finished.
+            take: gives further prompts, for which it is asked when the policy has room for them.
         """
         drafts = {group.ticket: _Draft(group.ticket, prompt, self.n, group) for group, prompt in begun}
         drafts |= {ticket: _Draft(ticket, prompt, self.n) for ticket, prompt in prompts}
-        tasks: list[asyncio.Task[None]] = []
+        under_way = _UnderWay()
         try:
             with self.timer.stage("gen"):
-                if self.sampler.world is None:
-                    await self._complete(drafts, quota, tasks)
-                else:
-                    tasks += [asyncio.create_task(e) for e in self._episodes(self.sampler.world, drafts)]
-                    await asyncio.gather(*tasks)
+                self._begin(drafts, under_way, quota)
+                while take and (taken := await take(await self._room(under_way))):
+                    new = {ticket: _Draft(ticket, prompt, self.n) for ticket, prompt in taken}
+                    drafts |= new
+                    self._begin(new, under_way)
+                    # Others may be about to begin: only who has done some of its work takes theirs.
+                    await under_way.fewer_than(under_way.num_generating)
+                await under_way.fewer_than(1)
             with self.timer.stage("reward"):
-                await asyncio.gather(*tasks)
+                await asyncio.gather(*under_way.tasks)
         finally:
-            for task in tasks:
-                task.cancel()
+            under_way.cancel()
         whole = [d for d in drafts.values() if not d.begun and not d.num_failed]
         return Generated(
             groups=[d.group() for d in whole],
             unfinished=[d.unfinished() for d in drafts.values() if d.begun and not d.num_failed],
         )
 
+    async def _room(self, under_way: "_UnderWay") -> int:
+        """Wait until the policy has room for all responses to a prompt; for how many prompts it has."""
+        slots, per_prompt = self.sampler.policy_slots, self.n + self.with_greedy
+        assert slots is not None
+        await under_way.fewer_than(max(slots - per_prompt, 0) + 1)
+        return max((slots - under_way.num_generating) // per_prompt, 1)
+
+    def _begin(self, drafts: "dict[int, _Draft]", under_way: "_UnderWay", quota: int | None = None) -> None:
+        """Have all responses to some prompts generated and scored."""
+        if self.sampler.world is None:
+            requests = [self._request(draft) for draft in drafts.values()]
+            requests += [self._greedy_request(draft) for draft in drafts.values() if self.with_greedy]
+            if requests:
+                num_responses = sum(len(request.sample_indices) for request in requests)
+                under_way.begin(num_responses, self._complete(requests, drafts, quota, under_way))
+            return
+        for draft in drafts.values():
+            for index in (*range(self.n), *([None] if self.with_greedy else [])):
+                under_way.begin(1, self._play(self.sampler.world, draft, index, under_way))
+
     async def _complete(
-        self, drafts: "dict[int, _Draft]", quota: int | None, scorings: list[asyncio.Task[None]]
+        self, requests: list[Request], drafts: "dict[int, _Draft]", quota: int | None, under_way: "_UnderWay"
     ) -> None:
         """Generate; the scoring of each response begins as soon as it is there."""
-        requests = [self._request(draft) for draft in drafts.values()]
-        requests += [self._greedy_request(draft) for draft in drafts.values() if self.with_greedy]
         num_whole, is_cut = 0, False
         async for completion in self.sampler.policy.generate(requests):
             draft = drafts[int(completion.request_id.removesuffix("/greedy"))]
             if completion.finish_reason == "abort":
                 draft.begun.append(completion)
+                under_way.generated()
                 continue
-            scorings.append(asyncio.create_task(self._score(draft, completion)))
+            under_way.begin(0, self._score(draft, completion))
+            under_way.generated()
             if completion.request_id.endswith("/greedy"):
                 continue
             draft.num_missing -= 1
@@ -98,14 +125,6 @@ class Generation:
             if quota is not None and num_whole >= quota and not is_cut:
                 is_cut = True
                 await self.sampler.policy.abort([str(d.ticket) for d in drafts.values() if d.num_missing])
-
-    def _episodes(self, world: World, drafts: "dict[int, _Draft]") -> Iterator[Coroutine[Any, Any, None]]:
-        """The whole of every episode, its score included; all of them are to be played at once."""
-        for draft in drafts.values():
-            for index in range(self.n):
-                yield self._play(world, draft, index)
-            if self.with_greedy:
-                yield self._play(world, draft, None)
 
     def _request(self, draft: "_Draft") -> Request:
         return Request(
@@ -144,7 +163,7 @@ class Generation:
                 parts=scored.parts,
             )
 
-    async def _play(self, world: World, draft: "_Draft", index: int | None) -> None:
+    async def _play(self, world: World, draft: "_Draft", index: int | None, under_way: "_UnderWay") -> None:
         """One episode, and the score of its last turn; without an index the greedy one."""
         prompt = draft.prompt
         try:
@@ -162,6 +181,8 @@ class Generation:
                 raise
             draft.num_failed += 1
             return
+        finally:
+            under_way.generated()
         score, parts = episode.score, {"turns": float(len(episode.turns)), "environment": episode.score}
         if not world.has_reward:
             scored = await self.sampler.reward.score(prompt=prompt.text, completion=episode.turns[-1], row=prompt.row)
@@ -182,6 +203,55 @@ class Generation:
             mask=episode.response_mask,
             parts=parts,
         )
+
+
+class _UnderWay:
+    """What is being generated and scored.
+
+    Attributes:
+        tasks: All that were begun.
+        num_generating: Responses.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: list[asyncio.Task[None]] = []
+        self.num_generating = 0
+        self._error: BaseException | None = None
+        self._changed = asyncio.Event()
+
+    def begin(self, num_responses: int, work: Coroutine[Any, Any, None]) -> None:
+        """Start what generates so many responses, and calls `generated` for each of them."""
+        self.num_generating += num_responses
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._ended)
+        self.tasks.append(task)
+
+    def generated(self) -> None:
+        """One response more."""
+        self.num_generating -= 1
+        self._changed.set()
+
+    async def fewer_than(self, count: int) -> None:
+        """Wait until fewer responses are being generated.
+
+        Raises:
+            Exception: of the first task that failed.
+        """
+        while self.num_generating >= count:
+            self._changed.clear()
+            await self._changed.wait()
+            if self._error is not None:
+                raise self._error
+
+    def cancel(self) -> None:
+        """End what has not ended."""
+        for task in self.tasks:
+            task.cancel()
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = self._error or error
+            self._changed.set()
 
 
 @dataclass(eq=False)

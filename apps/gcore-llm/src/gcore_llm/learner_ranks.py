@@ -183,8 +183,10 @@ class RankedLearner:
             self._processes[rank].join()
             raise self._death_of(rank) from None
         if error is not None:
-            # A rank that misses another in a collective may say so before it is known that the other has died.
-            if isinstance(error, RankError) and (dead := self._dead_rank()) is not None:
+            from gcore_ckpt import CheckpointError
+
+            # A rank that misses another may say so before it is known that the other has died.
+            if isinstance(error, RankError | CheckpointError) and (dead := self._dead_rank()) is not None:
                 raise self._death_of(dead) from error
             self._kill()
             raise error

@@ -2,18 +2,20 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gcore_llm.comparison import Comparison
 from gcore_llm.config import TrainConfig
+from gcore_llm.devices import DeviceTimers
 from gcore_llm.engines import start_policy
 from gcore_llm.errors import UserError
 from gcore_llm.exchange import sample_flops, workload_of
 from gcore_llm.learner import Learner, LocalLearner
 from gcore_llm.learner_part import LearnerPart
+from gcore_llm.watched import UNWATCHED, Watched
 from gcore_rollout import Engine
 from gcore_rollout.multi_turn import ChatEncoder, Environment, EpisodeLimits, RevisionEnvironment
 from gcore_rollout.rewards import Failed, OnError, RewardRunner, Scored, load_function
@@ -44,6 +46,11 @@ class Sampler:
     """What scores the responses of a group against each other, beside the reward."""
     world: World | None = None
     """Where responses have several turns."""
+    policy_slots: int | None = None
+    """Most responses that the policy generates at once, where it is a controller's own; None: all controllers share it,
+    and none has to take prompts from another."""
+    devices: DeviceTimers = field(default_factory=DeviceTimers)
+    """What notes when the policy's engines and the training ranks work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +116,9 @@ def eos_token_ids(tokenizer: Any, model: Path | None) -> list[int]:
     return sorted(i for i in ids if i is not None)
 
 
-async def build_engine(config: TrainConfig, model: Path, tokenizer: Any) -> Engine:
+async def build_engine(config: TrainConfig, model: Path, tokenizer: Any, *, watched: Watched = UNWATCHED) -> Engine:
     """The policy's engine, with the weights of a model folder."""
-    return await start_policy(config, model, eos_token_ids=eos_token_ids(tokenizer, model))
+    return await start_policy(config, model, eos_token_ids=eos_token_ids(tokenizer, model), watched=watched)
 
 
 def build_world(config: TrainConfig, tokenizer: Any, reward: RewardRunner) -> World | None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from gcore_controller import Context, DynamicSampler, Harvest, Span, StageTimer
+from gcore_controller.prompt_stealing import SharedPrompts
 from gcore_controller.prompts import PromptLoader
 from gcore_llm.config import TrainConfig
 from gcore_llm.exchange import exchange
@@ -60,6 +61,7 @@ class Sampling:
             world_size=ctx.world_size,
             num_workers=config.data.num_workers,
         )
+        self._shared = SharedPrompts(self._loader, ctx.group)
         waves = config.algorithm.max_num_gen_batches if config.algorithm.filter_groups else 1
         self._sampler: DynamicSampler[Group] = DynamicSampler(group=ctx.group, max_waves=waves)
         self._generation = Generation(
@@ -93,16 +95,20 @@ class Sampling:
         rollout = self._config.rollout
         if rollout.partial_rollout:
             begun = [(self._fresh(group), self._loader.row(group.ticket)) for group in self._unfinished]
-            wanted = math.ceil(count * (1 + rollout.over_sample_rate))
-            prompts = self._loader.take(max(0, wanted - len(begun)))
+            # As many new ones for each controller, so that all are at the same place in the data.
+            mean_begun = await self._ctx.group.all_reduce(len(begun)) / self._ctx.world_size
+            prompts = self._loader.take(max(0, math.ceil(count * (1 + rollout.over_sample_rate) - mean_begun)))
             generated = await self._generation.run(prompts, begun=begun, quota=count)
-            self._num_dropped += len(begun)
+            count = len(begun) + len(prompts)
+        elif self._ctx.roles.policy_slots is None:
+            generated = await self._generation.run(self._loader.take(count))
         else:
-            prompts = self._loader.take(count)
-            generated = await self._generation.run(prompts)
+            # Over all controllers these are as many.
+            self._shared.open(count)
+            generated = await self._generation.run(take=self._shared.take)
         groups, self._unfinished = await self._compared(generated.groups), generated.unfinished
         self._wave_groups += groups
-        self._num_dropped += len(prompts) - len(groups) - len(self._unfinished)
+        self._num_dropped += count - len(groups) - len(self._unfinished)
         return [g for g in groups if g.has_signal] if self._config.algorithm.filter_groups else groups
 
     async def _compared(self, groups: list[Group]) -> list[Group]:

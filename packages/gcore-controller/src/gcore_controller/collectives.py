@@ -43,10 +43,14 @@ class Collectives(Protocol):
         """Wait for every controller."""
         ...
 
-    async def take_tickets(self, count: int, *, counter: str = "") -> range:
+    async def take_tickets(self, count: int, *, counter: str = "", at: int = 0, limit: int | None = None) -> range:
         """The next ``count`` numbers of a counter that all controllers share, from 0: each goes to one of them.
 
         No collective: a controller may call it when it likes. Which one gets which numbers depends on who is first.
+
+        Args:
+            at: the rank that counts: every rank has counters of its own.
+            limit: only numbers below it, so there may be fewer; the next call goes on behind them.
         """
         ...
 
@@ -56,6 +60,20 @@ class Collectives(Protocol):
         Counters of tickets are those of all channels.
         """
         ...
+
+
+class TicketCounters:
+    """Those of one rank, by name."""
+
+    def __init__(self) -> None:
+        self._next: dict[str, int] = {}
+
+    def take(self, count: int, counter: str, limit: int | None) -> range:
+        """See `Collectives.take_tickets`."""
+        start = self._next.get(counter, 0)
+        stop = start + count if limit is None else max(start, min(start + count, limit))
+        self._next[counter] = stop
+        return range(start, stop)
 
 
 class _Round:
@@ -76,7 +94,7 @@ class InlineGroup:
             raise ValueError(f"world_size is {world_size}: at least 1 is needed")
         self.world_size = world_size
         self._rounds: dict[tuple[str, int], _Round] = {}
-        self._next_tickets: dict[str, int] = {}
+        self._tickets = [TicketCounters() for _ in range(world_size)]
 
     async def meet(
         self, *, rank: int, channel: str, sequence: int, op: str, value: Any, combine: Callable[[list[Any]], T]
@@ -99,11 +117,9 @@ class InlineGroup:
             current.result.set_result(combine(current.values))
         return await current.result
 
-    def take_tickets(self, count: int, counter: str) -> range:
+    def take_tickets(self, count: int, counter: str, *, at: int, limit: int | None) -> range:
         """See `Collectives.take_tickets`."""
-        start = self._next_tickets.get(counter, 0)
-        self._next_tickets[counter] = start + count
-        return range(start, start + count)
+        return self._tickets[at].take(count, counter, limit)
 
 
 class InlineCollectives:
@@ -146,9 +162,9 @@ class InlineCollectives:
     async def barrier(self) -> None:
         await self._meet("barrier", None, _as_they_are)
 
-    async def take_tickets(self, count: int, *, counter: str = "") -> range:
+    async def take_tickets(self, count: int, *, counter: str = "", at: int = 0, limit: int | None = None) -> range:
         check_count(count)
-        return self._group.take_tickets(count, counter)
+        return self._group.take_tickets(count, counter, at=at, limit=limit)
 
     def channel(self, name: str) -> "InlineCollectives":
         return InlineCollectives(self._group, self._rank, channel=name)

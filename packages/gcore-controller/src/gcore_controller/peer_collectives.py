@@ -10,6 +10,8 @@ from gcore_controller.errors import CollectiveMismatchError
 
 T = TypeVar("T")
 
+TakeTickets = Callable[[int, int, str, int | None], Awaitable[range]]
+
 
 @dataclass(frozen=True)
 class Message:
@@ -31,7 +33,7 @@ class PeerCollectives:
 
     Args:
         send: gives a message to the controller of a rank, where the runtime calls `deliver`.
-        take_tickets: the first of so many numbers of a counter that all share.
+        take_tickets: has the controller of a rank take so many numbers of a counter, below a limit.
     """
 
     def __init__(
@@ -40,12 +42,12 @@ class PeerCollectives:
         world_size: int,
         *,
         send: Callable[[int, Message], Awaitable[None]],
-        take_tickets: Callable[[int, str], Awaitable[int]],
+        take_tickets: TakeTickets,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._transport = send
-        self._first_ticket = take_tickets
+        self._tickets_of = take_tickets
         self._channel = ""
         # Of all channels, this one's included.
         self._channels: dict[str, PeerCollectives] = {"": self}
@@ -69,7 +71,7 @@ class PeerCollectives:
     def channel(self, name: str) -> "PeerCollectives":
         if name not in self._channels:
             # Its messages may come before this controller asks for it.
-            made = PeerCollectives(self._rank, self._world_size, send=self._transport, take_tickets=self._first_ticket)
+            made = PeerCollectives(self._rank, self._world_size, send=self._transport, take_tickets=self._tickets_of)
             made._channel = name
             made._channels = self._channels
             self._channels[name] = made
@@ -118,10 +120,9 @@ class PeerCollectives:
     async def barrier(self) -> None:
         await self._gather("barrier", None)
 
-    async def take_tickets(self, count: int, *, counter: str = "") -> range:
+    async def take_tickets(self, count: int, *, counter: str = "", at: int = 0, limit: int | None = None) -> range:
         check_count(count)
-        start = await self._first_ticket(count, counter)
-        return range(start, start + count)
+        return await self._tickets_of(at, count, counter, limit)
 
     async def _gather(self, op: str, value: Any) -> list[Any]:
         self._begin(op)

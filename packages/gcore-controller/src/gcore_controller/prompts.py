@@ -84,6 +84,11 @@ class PromptLoader(Generic[RowT]):
         return self._rows[sampler.row(ticket)]
 
     @property
+    def cursor(self) -> int:
+        """The ticket that the next `take` of rank 0 begins with."""
+        return self._cursor
+
+    @property
     def epoch(self) -> float:
         """How often the data set has been drawn so far, by all controllers together."""
         return self._cursor / len(self._rows)

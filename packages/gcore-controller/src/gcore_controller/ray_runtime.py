@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
+from gcore_controller.collectives import TicketCounters
 from gcore_controller.context import Context, Program, Reported, ResultT, RolesT, unheard
 from gcore_controller.errors import (
     ClusterError,
@@ -34,7 +35,6 @@ except ImportError as error:
 T = TypeVar("T")
 
 _END_TIMEOUT_S = 10.0
-_TICKET_RANK = 0
 _DEATHS = {
     "SYSTEM_ERROR": "it was killed, ran out of memory, or crashed",
     "NODE_DIED": "its node is lost",
@@ -336,9 +336,9 @@ class _Controller(Generic[RolesT, ResultT]):
     def _begin(self, peers: Sequence[Any], number: int) -> None:
         self._peers = list(peers)
         self._run_number = number
-        self._next_tickets: dict[str, int] = {}
+        self._tickets = TicketCounters()
         self._collectives = PeerCollectives(
-            self._rank, self._world_size, send=self._send, take_tickets=self._take_from_all
+            self._rank, self._world_size, send=self._send, take_tickets=self._take_tickets_at
         )
         self._timer = StageTimer()
         self._reports: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
@@ -368,11 +368,9 @@ class _Controller(Generic[RolesT, ResultT]):
         if run_number == self._run_number:
             self._collectives.deliver(message)
 
-    async def take_tickets(self, count: int, counter: str) -> int:
-        """The first of so many; the controller of one rank counts for all."""
-        start = self._next_tickets.get(counter, 0)
-        self._next_tickets[counter] = start + count
-        return start
+    async def take_tickets(self, count: int, counter: str, limit: int | None) -> range:
+        """Of a counter that this controller keeps."""
+        return self._tickets.take(count, counter, limit)
 
     async def next_report(self) -> tuple[int, Any]:
         """The next value that the program reports, with a number for `heard`."""
@@ -401,5 +399,7 @@ class _Controller(Generic[RolesT, ResultT]):
         self._reports.put_nowait((number, value))
         await heard
 
-    async def _take_from_all(self, count: int, counter: str) -> int:
-        return await self._peers[_TICKET_RANK].take_tickets.remote(count, counter)
+    async def _take_tickets_at(self, rank: int, count: int, counter: str, limit: int | None) -> range:
+        if rank == self._rank:
+            return self._tickets.take(count, counter, limit)
+        return await self._peers[rank].take_tickets.remote(count, counter, limit)

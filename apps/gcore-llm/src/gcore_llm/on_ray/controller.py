@@ -65,6 +65,7 @@ def controller_program(job: Job) -> Callable[[Context[Handles]], Awaitable[None]
                     comparison=rewards.comparison,
                     tokenizer=ctx.roles.tokenizer,
                     world=build_world(config, ctx.roles.tokenizer, rewards.runner),
+                    policy_slots=len(own) * config.rollout.max_num_seqs,
                     learner=RanksPart(
                         ctx.roles.ranks, ctx.group, cost_of=lambda batch: sample_flops(job.workload, batch)
                     ),

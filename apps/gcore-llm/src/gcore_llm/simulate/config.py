@@ -49,6 +49,9 @@ class EngineModel:
     """Seconds of a decoding step, which gives every running response a token, ..."""
     per_sample_s: float = 2e-5
     """... and seconds that each running response adds to it."""
+    prompts: Literal["stealing", "own", "shared"] = "stealing"
+    """Whose prompts a replica takes. own: those of the controller whose it is; stealing: others' too, when it has room
+    and its own are all taken, as on ray; shared: everyone's, as all replicas are of all controllers."""
     prefill_tokens_per_s: float = 40_000.0
     """Prompt tokens that a replica computes in a second, decoding nothing meanwhile."""
 
@@ -162,6 +165,8 @@ class SimulateConfig:
     """Dynamic sampling: drop groups whose responses all score alike and sample again."""
     max_num_gen_batches: int = 4
     """Most waves of sampling a step."""
+    prompt_share: float = 0.0
+    """How alike the responses to a prompt are in length: the share of the variance that is between prompts."""
     partial_rollout: bool = False
     """Long responses go on in the next step, as rollout.partial-rollout of train."""
     over_sample_rate: float = 0.5
@@ -192,12 +197,19 @@ class SimulateConfig:
             _check_not_negative(f"{name}.sigma", getattr(self, name).sigma)
         for name in ("max_prompt_length", "max_response_length", "ppo_max_token_len"):
             _check_divides("token_unit", self.token_unit, name, getattr(self, name))
+        if not 0 <= self.prompt_share <= 1:
+            raise UserError(f"prompt_share is {self.prompt_share}: a number from 0 to 1 is needed")
         if self.reward.devices >= self.devices:
             raise UserError(f"reward.devices is {self.reward.devices}: fewer than devices ({self.devices}) are needed")
         rollout = self.devices - self.reward.devices
         _check_divides(
             "engine.devices_per_replica", self.engine.devices_per_replica, "the devices that generate", rollout
         )
+        if self.engine.prompts != "shared" and self.num_engine_replicas < self.controllers:
+            raise UserError(
+                f"controllers is {self.controllers} and the engine has {self.num_engine_replicas} replicas: one for "
+                "each controller is needed, or engine.prompts 'shared'"
+            )
         _check_divides("learner.devices_per_replica", self.learner.devices_per_replica, "devices", self.devices)
         self.train_config()
 

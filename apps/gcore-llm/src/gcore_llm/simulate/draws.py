@@ -5,7 +5,8 @@ from statistics import NormalDist
 
 from gcore_llm.simulate.config import LengthConfig
 
-_INVERSE = NormalDist().inv_cdf
+_NORMAL = NormalDist()
+_INVERSE = _NORMAL.inv_cdf
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 
@@ -25,3 +26,8 @@ def log_normal(u: float, *, median: float, sigma: float) -> float:
 def length(u: float, config: LengthConfig, *, unit: int) -> int:
     """A length in units of ``unit`` tokens, at least one."""
     return max(1, round(log_normal(u, median=config.median, sigma=config.sigma) / unit))
+
+
+def blend(u_shared: float, u_own: float, share: float) -> float:
+    """Distributed as both are: a share of the normal variance behind it is that of the first, the rest of the other."""
+    return _NORMAL.cdf(math.sqrt(share) * _INVERSE(u_shared) + math.sqrt(1 - share) * _INVERSE(u_own))

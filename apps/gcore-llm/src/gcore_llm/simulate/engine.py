@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_llm.simulate.config import SimulateConfig
-from gcore_llm.simulate.draws import length, uniform
+from gcore_llm.simulate.draws import blend, length, uniform
 from gcore_llm.simulate.ledger import Ledger
 from gcore_llm.simulate.load import LoadMeter
 from gcore_llm.simulate.replay import Replay
@@ -27,6 +28,14 @@ if TYPE_CHECKING:
     import torch
 
 _LENGTH_STREAM = 2
+_PROMPT_STREAM = 6
+
+
+@dataclass
+class ModelledWeights:
+    """Those of all engines of a cluster, which change together."""
+
+    version: int = 0
 
 
 class ModelledEngine:
@@ -37,6 +46,8 @@ class ModelledEngine:
     ones.
 
     Args:
+        num_replicas: of this engine.
+        weights: whose version this engine's are; an update of one engine is of all that have the same.
         sync_s: seconds that new weights take.
         replay: what gives lengths in the place of draws.
     """
@@ -45,6 +56,8 @@ class ModelledEngine:
         self,
         config: SimulateConfig,
         *,
+        num_replicas: int,
+        weights: ModelledWeights,
         sync_s: float,
         ledger: Ledger,
         meter: LoadMeter,
@@ -62,17 +75,17 @@ class ModelledEngine:
                 finished=self._finished,
                 changed=lambda is_busy: ledger.generate(devices if is_busy else -devices),
             )
-            for _ in range(config.num_engine_replicas)
+            for _ in range(num_replicas)
         ]
         self._choice = LeastLoaded(len(self._replicas))
         self._num_unfinished = 0
-        self._version = 0
+        self._weights = weights
         self._is_paused = self._is_asleep = False
         self._num_prompt_tokens = self._num_completion_tokens = 0
 
     @property
     def weight_version(self) -> int:
-        return self._version
+        return self._weights.version
 
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
         """See `Engine.generate`."""
@@ -122,13 +135,13 @@ class ModelledEngine:
         del weights
         if self._is_asleep:
             raise RolloutError("the engine is asleep: wake it before update_weights")
-        if version <= self._version:
-            raise ValueError(f"version is {version}: it must be above the present {self._version}")
+        if version <= self._weights.version:
+            raise ValueError(f"version is {version}: it must be above the present {self._weights.version}")
         self._check_idle("update_weights")
         await asyncio.sleep(self._config.overhead_s)
         with self._ledger.whole("sync", 1.0):
             await asyncio.sleep(self._sync_s)
-        self._version = version
+        self._weights.version = version
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -136,7 +149,7 @@ class ModelledEngine:
             completion_tokens=self._num_completion_tokens,
             num_running=sum(replica.num_running for replica in self._replicas),
             num_waiting=sum(replica.num_waiting for replica in self._replicas),
-            weight_version=self._version,
+            weight_version=self._weights.version,
         )
 
     async def close(self) -> None:
@@ -178,6 +191,8 @@ class ModelledEngine:
     def _drawn_length(self, request: Request, index: int) -> int:
         config = self._config
         u = uniform(config.seed, _LENGTH_STREAM, request.seed, index)
+        if config.prompt_share:
+            u = blend(uniform(config.seed, _PROMPT_STREAM, request.seed), u, config.prompt_share)
         return length(u, config.response_length, unit=config.token_unit)
 
     def _finished(self, samples: list[RunningSample]) -> None:
@@ -208,7 +223,7 @@ class ModelledEngine:
                 index=sample.index,
                 token_ids=behind(begun and begun.token_ids, np.int64(sample_name(request.seed, sample.index))),
                 log_probs=behind(begun and begun.log_probs, np.float32(-1.0)),
-                weight_versions=behind(begun and begun.weight_versions, np.int32(self._version)),
+                weight_versions=behind(begun and begun.weight_versions, np.int32(self._weights.version)),
                 finish_reason=reason,
             )
         )

@@ -156,7 +156,11 @@ def _sizes(
         kl_loss_coef=config.actor.loss.kl_loss_coef or config.algorithm.kl_ctrl.kl_coef,
         ppo_mini_batch_size=config.actor.ppo_mini_batch_size,
         ppo_max_token_len=config.actor.ppo_max_token_len,
-        engine=EngineModel(devices_per_replica=devices // num_engines, max_num_seqs=config.rollout.max_num_seqs),
+        engine=EngineModel(
+            devices_per_replica=devices // num_engines,
+            max_num_seqs=config.rollout.max_num_seqs,
+            prompts="stealing" if config.runtime == "ray" else "shared",
+        ),
         reward=RewardModel(
             # A run in which no group is of use has nothing to train on, and none to simulate.
             acceptance=max(acceptance, 1e-3),

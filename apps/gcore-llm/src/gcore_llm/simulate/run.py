@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +13,7 @@ from gcore_llm.roles import Sampler
 from gcore_llm.sampling import State
 from gcore_llm.services import sharing
 from gcore_llm.simulate.config import SimulateConfig
-from gcore_llm.simulate.engine import ModelledEngine
+from gcore_llm.simulate.engine import ModelledEngine, ModelledWeights
 from gcore_llm.simulate.learner import ModelledLearner
 from gcore_llm.simulate.ledger import Ledger, WatchedTimer
 from gcore_llm.simulate.load import LoadMeter
@@ -71,11 +71,29 @@ def simulate(
     )
     meter = LoadMeter(config.controllers)
     sync_s = weights_bytes(workload) / (config.learner.sync_gb_per_s * 1e9)
-    sampler = Sampler(
-        policy=ModelledEngine(config, sync_s=sync_s, ledger=ledger, meter=meter, replay=replay),
-        reward=ModelledReward(config, ledger=ledger, meter=meter, replay=replay).runner(),
-        tokenizer=SampleNames(),
-    )
+    weights = ModelledWeights()
+    reward = ModelledReward(config, ledger=ledger, meter=meter, replay=replay).runner()
+
+    def sampler(num_replicas: int) -> Sampler:
+        policy = ModelledEngine(
+            config,
+            num_replicas=num_replicas,
+            weights=weights,
+            sync_s=sync_s,
+            ledger=ledger,
+            meter=meter,
+            replay=replay,
+        )
+        slots = num_replicas * config.engine.max_num_seqs if config.engine.prompts == "stealing" else None
+        return Sampler(policy=policy, policy_slots=slots, reward=reward, tokenizer=SampleNames())
+
+    def samplers() -> list[Sampler]:
+        """By rank."""
+        num_replicas, size = config.num_engine_replicas, config.controllers
+        if config.engine.prompts == "shared":
+            return [sampler(num_replicas)] * size
+        return [sampler(len(range(rank, num_replicas, size))) for rank in range(size)]
+
     learner = ModelledLearner(config, workload, ledger=ledger, meter=meter)
     recorder = _Recorder(config=config, ledger=ledger, meter=meter, told=stepped)
     job = Job(
@@ -89,11 +107,12 @@ def simulate(
     )
     real = sharing(learner, rlhf_program(job, recorder))
 
-    async def program(ctx: Context[Sampler]) -> None:
-        await meter.run(ctx.rank, real(replace(ctx, timer=WatchedTimer(ctx.rank, ledger))))
+    async def program(ctx: Context[Sequence[Sampler]]) -> None:
+        own = ctx.with_roles(ctx.roles[ctx.rank])
+        await meter.run(ctx.rank, real(replace(own, timer=WatchedTimer(ctx.rank, ledger))))
 
     with _garbage_collected_by_step():
-        run_simulated(program, roles=sampler, world_size=config.controllers)
+        run_simulated(program, roles=samplers(), world_size=config.controllers)
     return Simulation(config=config, steps=recorder.steps, wall_s=time.perf_counter() - start_s)
 
 
