@@ -123,6 +123,15 @@ def metrics_of(run: Path) -> list[dict[str, float]]:
     return [reproducible(row) for row in read_rows(run / "metrics.jsonl")]
 
 
+def assert_same_metrics(run: Path, expected: Path) -> None:
+    rows, others = metrics_of(run), metrics_of(expected)
+    assert len(rows) == len(others)
+    for row, other in zip(rows, others, strict=True):
+        for name in other:
+            if not name.startswith(("perf/", "sampling/oldest_version")):
+                assert row[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), (row["step"], name)
+
+
 def step_rows(run: Path) -> list[dict[str, float]]:
     """The rows of training steps."""
     return [row for row in read_rows(run / "metrics.jsonl") if "sampling/waves" in row]

@@ -1,6 +1,7 @@
 """Wrong input of `sft`, `reward-model` and `dpo`: one message, exit code 2, and nothing on disk."""
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ def job(command: str, model: Path | str, *options: str) -> list[str]:
         (["--data.train-files", "nowhere.jsonl"], "data file nowhere.jsonl does not exist"),
         (["--model", "nowhere"], "model is 'nowhere': a Hugging Face folder with config.json is needed"),
         (["--config", "nowhere.toml"], "config is nowhere.toml: No such file"),
+        (["--trainer.prometheus-port", "-1"], "trainer.prometheus_port is -1: 0 or more is needed"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -112,6 +114,16 @@ def test_equal_pairs_are_left_out_and_counted(cli: Cli, tiny: Path) -> None:
     out = cli.ok(*job("reward-model", tiny, "--trainer.total-training-steps", "1"))
     assert "left out 2 rows whose chosen and rejected answers are equal" in out
     assert "18 training rows, 2 held out" in out
+
+
+def test_port_in_use(cli: Cli, tiny: Path) -> None:
+    """Found before anything is written."""
+    write_rows(cli.cwd / "rows.jsonl", [json.loads(GOOD)] * 20)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        error = cli.refused(*job("sft", tiny), "--trainer.prometheus-port", port)
+    assert f"trainer.prometheus_port is {port} and trainer.prometheus_host '127.0.0.1': a free port" in error
+    assert not (cli.cwd / "runs").exists()
 
 
 def test_conversations_that_the_template_cannot_mark(cli: Cli, tiny: Path) -> None:

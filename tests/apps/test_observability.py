@@ -1,4 +1,4 @@
-"""What can be seen of a run from outside: spans, Prometheus, the live display and the logs of its processes."""
+"""What can be seen of a run from outside: spans of controllers and devices, Prometheus, the display and the logs."""
 
 import asyncio
 import io
@@ -13,30 +13,44 @@ import time
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, closing
+from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+from process_tree import grandchildren
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.text import Text
 
+# As gcore_rollout's tests use it.
+sys.path.append(str(Path(__file__).parents[1] / "gcore_rollout"))
+from fake_engine import FakeEngine  # pyright: ignore[reportMissingImports]
+
 from gcore_controller import Context, Span, run_inline
 from gcore_llm import merged_logs
 from gcore_llm.cli import main
+from gcore_llm.devices import DeviceTimers, merged
 from gcore_llm.display import Display
+from gcore_llm.engines import start_policy
 from gcore_llm.errors import UserError
+from gcore_llm.learner_part import SharedLearner
 from gcore_llm.logs import log_to
 from gcore_llm.merged_logs import merged_lines
 from gcore_llm.metrics import MetricsWriter
 from gcore_llm.prometheus import PrometheusExporter
+from gcore_llm.recipes import own_data
 from gcore_llm.report import write_report
 from gcore_llm.run_folder import RunFolder, read_jsonl
 from gcore_llm.spans import SpanWriter, StepSpans, on_wall_clock
+from gcore_llm.watched import Watched
+from gcore_rollout import Request, SamplingParams
+from gcore_rollout.replicas import EngineReplicas
 
 
 def span(stage: str, start_s: float, end_s: float) -> Span:
@@ -112,6 +126,165 @@ def test_spans_of_unrelated_clocks_become_comparable() -> None:
     after_s = time.time()
     assert before_s - 10 <= shifted.start_s <= after_s - 10
     assert shifted.end_s - shifted.start_s == pytest.approx(5.0, abs=1e-5)
+
+
+class Clock:
+    """Moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def drained(devices: DeviceTimers, clock: Clock) -> dict[str, list[tuple[str, float, float]]]:
+    """What a drain gives, by the timers' own clock, to a tenth of a second."""
+    shift_s = time.time() - clock.now_s
+    return {
+        name: [(s.stage, round(s.start_s - shift_s, 1), round(s.end_s - shift_s, 1)) for s in spans]
+        for name, spans in devices.drain().items()
+    }
+
+
+def test_device_is_in_the_stage_of_the_call_that_began_last() -> None:
+    clock = Clock()
+    devices = DeviceTimers(clock)
+    with devices.stage("gen", "engine 0"):
+        clock.now_s = 1.0
+        second = devices.stage("gen", "engine 0", "engine 1")
+        second.__enter__()
+        clock.now_s = 2.0
+        with devices.stage("sync", "engine 0"):
+            clock.now_s = 3.0
+            second.__exit__(None, None, None)
+            clock.now_s = 4.0
+        clock.now_s = 6.0
+    clock.now_s = 9.0
+    with devices.stage("gen", "engine 0"):
+        clock.now_s = 10.0
+        assert drained(devices, clock) == {
+            "engine 0": [("gen", 0, 2), ("sync", 2, 4), ("gen", 4, 6), ("gen", 9, 10)],
+            "engine 1": [("gen", 1, 3)],
+        }
+        clock.now_s = 12.0
+    # What was cut goes on.
+    assert drained(devices, clock) == {"engine 0": [("gen", 10, 12)], "engine 1": []}
+
+
+def test_spans_of_a_device_from_several_controllers_are_one_row() -> None:
+    first, second, other = span("gen", 1, 2), span("sync", 3, 4), span("train", 1, 4)
+    assert merged([{"engine 0": [second], "trainer 0": [other]}, {}, {"engine 0": [first]}]) == {
+        "engine 0": [second, first],
+        "trainer 0": [other],
+    }
+
+
+def request(name: str, *, max_tokens: int, n: int = 1) -> Request:
+    return Request(request_id=name, prompt_token_ids=(3, 4), sampling=SamplingParams(max_tokens=max_tokens), n=n)
+
+
+def stages(spans: Sequence[Span]) -> list[str]:
+    return [s.stage for s in spans]
+
+
+async def test_replicas_are_busy_while_they_have_samples_to_make() -> None:
+    devices = DeviceTimers()
+    watched = Watched(devices=devices)
+    inner = [FakeEngine(step_s=0.02) for _ in range(2)]
+    engine = EngineReplicas([watched.timed(each, place) for place, each in enumerate(inner)])
+    made = [c async for c in engine.generate([request("long", max_tokens=20), request("short", max_tokens=2)])]
+    assert [len(c.token_ids) for c in made] == [2, 20]
+    spans = devices.drain()
+    assert {name: stages(own) for name, own in spans.items()} == {"engine 0": ["gen"], "engine 1": ["gen"]}
+    (long,), (short,) = spans["engine 0"], spans["engine 1"]
+    assert long.end_s - long.start_s > 0.39
+    assert short.end_s < long.end_s
+
+    await engine.update_weights([], version=1)
+    async with aclosing(engine.generate([request("left", max_tokens=1, n=2)])) as completions:
+        await anext(completions)
+    assert {name: stages(own)[0] for name, own in devices.drain().items()} == {"engine 0": "sync", "engine 1": "sync"}
+    # Whatever was left off is over.
+    assert devices.drain() == {"engine 0": [], "engine 1": []}
+    await engine.pause()
+    await engine.resume()
+    await engine.close()
+    assert all(each.calls == ["pause", "resume"] and each.closed for each in inner)
+
+
+class SleepingLearner:
+    """Every call takes a while."""
+
+    num_replicas = 2
+    num_updates = 0
+
+    async def score(self, role: str, micro_batches: Sequence[Any]) -> list[Any]:
+        del role
+        await asyncio.sleep(0.02)
+        return list(micro_batches)
+
+    async def score_and_route(self, micro_batches: Sequence[Any]) -> list[Any]:
+        return await self.score("actor", micro_batches)
+
+    async def train_step(self, role: str, micro_batches: Sequence[Any]) -> dict[str, float]:
+        await self.score(role, micro_batches)
+        return {"size": float(len(micro_batches))}
+
+    def export_weights(self) -> Iterator[Any]:
+        time.sleep(0.02)
+        return iter(())
+
+
+async def test_training_ranks_are_busy_in_calls_of_the_learner() -> None:
+    devices = DeviceTimers()
+    learner: Any = SleepingLearner()
+    policy = Watched(devices=devices).timed(FakeEngine(), 0)
+
+    async def program(ctx: Context[None]) -> None:
+        part = SharedLearner(learner, ctx.group, devices, num_ranks=2)
+        batches: Any = [f"of {ctx.rank}"]
+        assert await part.score("reference", batches) == batches
+        assert await part.score_and_route(batches) == batches
+        assert await part.train_step("actor", batches) == {"size": 2.0}
+        await part.update_policy(policy, version=1)
+
+    await run_inline(program, roles=None, world_size=2)
+    spans = devices.drain()
+    assert spans.keys() == {"trainer 0", "trainer 1", "engine 0"}
+    assert stages(spans["engine 0"]) == ["sync"]
+    for rank in range(2):
+        own = spans[f"trainer {rank}"]
+        assert list(dict.fromkeys(stages(own))) == ["prepare", "train", "sync"]
+        assert all(s.end_s - s.start_s > 0.015 for s in own)
+
+
+def begun(logs: Path) -> list[int]:
+    """The processes that have begun to log."""
+    told = [line for path in sorted(logs.iterdir()) for line in path.read_text().splitlines()]
+    return [int(process) for line in told for process in re.findall(r"process (\d+) on \S+ begins$", line)]
+
+
+async def test_engine_processes_log_and_are_seen_whichever_has_a_place(tmp_path: Path, tiny: Path) -> None:
+    config = own_data()
+    config = replace(config, threads=1, device="cpu", rollout=replace(config.rollout, num_processes=2))
+    devices, logs = DeviceTimers(), tmp_path / "logs"
+    engine = await start_policy(config, tiny, eos_token_ids=[1], watched=Watched(devices=devices, logs=logs))
+    try:
+        assert len([c async for c in engine.generate([request("r", max_tokens=4, n=8)])]) == 8
+        spans = devices.drain()
+        assert {name: stages(own) for name, own in spans.items()} == {"engine 0": ["gen"], "engine 1": ["gen"]}
+        first, second = grandchildren(os.getpid())
+        assert sorted(begun(logs)) == [first, second]
+        os.kill(first, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while len(begun(logs)) < 3:
+                assert len([c async for c in engine.generate([request("r", max_tokens=4, n=8)])]) == 8
+        assert set(grandchildren(os.getpid())) == set(begun(logs)) - {first}
+    finally:
+        await engine.close()
+    assert {path.name for path in logs.iterdir()} == {"engine-0.log", "engine-1.log"}
+    assert {name for name, own in devices.drain().items() if own} == {"engine 0", "engine 1"}
 
 
 def test_run_can_be_scraped_while_it_goes_on(tmp_path: Path) -> None:

@@ -220,6 +220,16 @@ def test_timeline_of_many_controllers_shows_some(run_dir: Path) -> None:
     assert path.stat().st_size < 5_500_000
 
 
+def test_timeline_rows_stand_by_kind_and_number(run_dir: Path) -> None:
+    names = ["trainer 10", "engine 2", "sampling 0", "trainer 9", "cluster", "engine 10"]
+    rows = [step_spans(i, devices={name: [["gen", 0.0, 1.0]]}) for i, name in enumerate(names)]
+    write_lines(run_dir / "spans.jsonl", rows)
+    axis: Any = Page(write_report(run_dir)).figures["timeline"]["y"]
+    assert axis["categoryarray"][::-1] == [
+        *("controller 0", "controller 1", "cluster", "engine 2", "engine 10", "sampling 0", "trainer 9", "trainer 10")
+    ]
+
+
 def test_timeline_of_more_spans_than_a_page_bears_shows_fewer_steps(run_dir: Path) -> None:
     busy = [["gen" if i % 2 else "reward", float(i), i + 1.0] for i in range(900)]
     write_lines(run_dir / "spans.jsonl", [step_spans(i) | {"controllers": [busy, busy]} for i in range(1, 5)])

@@ -1,6 +1,10 @@
 """`gcore-llm sft`: which tokens are learned, that the loss is transformers', and what a run leaves behind."""
 
 import math
+import signal
+import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +13,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from command_line import Cli, metrics_of, write_rows
+from command_line import Cli, metrics_of, option_set, write_rows
 from finetune_cases import TEMPLATE, causal_lm, finished, interrupt_and_resume, with_template
+from prometheus_client.parser import text_string_to_metric_families
+
+# As gcore_rollout's tests find one.
+sys.path.append(str(Path(__file__).parents[1] / "gcore_rollout"))
+from server_processes import free_port  # pyright: ignore[reportMissingImports]
 
 from gcore_llm.errors import UserError
 from gcore_llm.finetune.data import sft_tokens
@@ -199,6 +208,34 @@ def test_parquet_is_the_same_as_jsonl_and_long_rows_are_counted(cli: Cli, job: l
     assert first == second
 
 
+def scraped(url: str) -> dict[str, float]:
+    """The values of what a run serves; nothing before it does."""
+    try:
+        with urllib.request.urlopen(url, timeout=30) as reply:
+            families = text_string_to_metric_families(reply.read().decode())
+    except urllib.error.URLError:
+        return {}
+    return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+def test_run_is_served_for_prometheus_and_logged(cli: Cli, job: list[str]) -> None:
+    port = free_port()
+    many = [*option_set(job, "--trainer.test-freq", "1000"), "--trainer.total-training-steps", "100000"]
+    command = cli.start(*many, "--trainer.tensorboard", "False", "--trainer.prometheus-port", port)
+    served: dict[str, float] = {}
+    while not command.has_ended(0.02) and served.get("gcore_step", 0.0) < 2:
+        served = scraped(f"http://127.0.0.1:{port}/metrics")
+    command.send(signal.SIGINT)
+    assert command.wait().code == 130
+    losses = {row["step"]: row["sft/loss"] for row in metrics_of(cli.cwd / "runs/sft") if "sft/loss" in row}
+    assert served["gcore_sft_loss"] == losses[int(served["gcore_step"])]
+    assert served["gcore_step_seconds_count"] == served["gcore_step"]
+    lines = cli.ok("logs", "runs/sft", "--role", "main").splitlines()
+    assert "main INFO gcore_llm.logs: process" in lines[0]
+    steps = [line for line in lines if "main INFO gcore_llm.finetune.run: step " in line]
+    assert len(steps) == len(losses)
+
+
 def test_demo(cli: Cli) -> None:
     """What the command does without any option, in small."""
     out = cli.ok("sft", "--task.num-train", "300", "--task.num-val", "16", "--trainer.total-training-steps", "6")
@@ -206,7 +243,17 @@ def test_demo(cli: Cli) -> None:
     assert "report:  runs/sft/report.html" in out
     run = cli.cwd / "runs/sft"
     assert {p.name for p in run.iterdir()} == {
-        *("config.toml", "metrics.jsonl", "tensorboard", "checkpoints", "export", "model", "report.html", ".lock")
+        *(
+            "config.toml",
+            "metrics.jsonl",
+            "tensorboard",
+            "checkpoints",
+            "export",
+            "model",
+            "report.html",
+            "logs",
+            ".lock",
+        )
     }
     losses = [row["val/sft/loss"] for row in metrics_of(run) if "val/sft/loss" in row]
     assert losses[-1] < losses[0]

@@ -1,11 +1,13 @@
 """An engine behind a socket: the same promises, and what happens when either side dies."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+import warnings
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -56,6 +58,10 @@ async def hf(tied: TinyModel) -> AsyncIterator[EngineProcess]:
 
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def children_of(pid: int) -> list[int]:
+    return [p for p in (int(path.name) for path in Path("/proc").glob("[0-9]*")) if is_alive(p) and parent_of(p) == pid]
 
 
 def is_alive(pid: int) -> bool:
@@ -321,6 +327,70 @@ async def test_starts_that_fail() -> None:
         await start_bare(FakeEngine, num_threads=0)
     with pytest.raises(ValueError, match="heartbeat_timeout_s is 0: more than 0 is needed"):
         await start_bare(FakeEngine, heartbeat_timeout_s=0)
+
+
+async def cancelled_after(num_turns: int) -> None:
+    """So many turns of the event loop."""
+    starting = asyncio.create_task(start_bare(sleep_for_ever))
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.wait([starting])
+
+
+async def cancelled_again() -> None:
+    """While it ends the process."""
+    starting = asyncio.create_task(start_bare(sleep_for_ever))
+    for wait_s in (0.1, 0.0):
+        await asyncio.sleep(wait_s)
+        starting.cancel()
+    await asyncio.wait([starting])
+
+
+async def left_after(num_turns: int) -> None:
+    """To the end of the event loop."""
+    starting = asyncio.create_task(start_bare(sleep_for_ever))
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    assert not starting.done()
+
+
+async def left_later() -> None:
+    starting = asyncio.create_task(start_bare(sleep_for_ever))
+    await asyncio.sleep(0.1)
+    assert not starting.done()
+
+
+async def left_open() -> None:
+    await start_bare(FakeEngine)
+
+
+async def test_starts_that_are_cancelled_leave_nothing() -> None:
+    """Nor do those that are in flight, or done, when their event loop ends. Whatever stays open here warns."""
+    other = await start_bare(FakeEngine)
+    server = parent_of(other.pid)
+    ways: list[Callable[[], Coroutine[Any, Any, None]]] = [cancelled_again, left_later, left_open]
+    ways += [partial(way, n) for way in (cancelled_after, left_after) for n in range(12)]
+
+    def run_all() -> None:
+        for way in ways:
+            asyncio.run(way())
+        gc.collect()
+
+    def num_open() -> int:
+        return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+    before = num_open()
+    began = time.monotonic()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        await asyncio.to_thread(run_all)
+    assert [str(warning.message) for warning in found] == []
+    # A process that was not told to end would be given ten seconds.
+    assert time.monotonic() - began < 10
+    assert num_open() == before
+    await until(lambda: children_of(server) == [other.pid])
+    await other.close()
 
 
 async def test_engines_go_with_their_fork_server_and_another_takes_its_place() -> None:

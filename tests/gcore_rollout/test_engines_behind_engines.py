@@ -1,4 +1,4 @@
-"""`EngineProcess`, `RayEngine` and `EngineReplicas`: all that every engine promises."""
+"""`EngineProcess`, `RayEngine`, `EngineReplicas` and `WrappedEngine`: all that every engine promises."""
 
 import asyncio
 import sys
@@ -17,6 +17,7 @@ from slow_hf_engine import SlowEngine
 from test_engines import MAX_NUM_SEQS, TOLERANCE, Subject
 
 from gcore_rollout.engine_process import EngineProcess
+from gcore_rollout.forwarding import WrappedEngine
 from gcore_rollout.hf_engine import HFEngine
 from gcore_rollout.ray_engine import RayEngine, start_engine_actor
 from gcore_rollout.replicas import EngineReplicas
@@ -47,7 +48,7 @@ def actor(tied: TinyModel) -> Iterator[Any]:
         yield start_engine_actor(slow, num_threads=1)
 
 
-@pytest.fixture(params=["process", "ray", "replicas"])
+@pytest.fixture(params=["process", "ray", "replicas", "wrapped"])
 async def subject(request: pytest.FixtureRequest, tied: TinyModel) -> AsyncIterator[Subject]:
     if request.param == "ray":
         # One actor for all tests: starting one takes seconds.
@@ -56,6 +57,9 @@ async def subject(request: pytest.FixtureRequest, tied: TinyModel) -> AsyncItera
     elif request.param == "process":
         slow = partial(SlowEngine.from_pretrained, tied.path, max_num_seqs=MAX_NUM_SEQS)
         subject = Subject(await EngineProcess.start(slow, num_threads=1), tied)
+    elif request.param == "wrapped":
+        here = HFEngine.from_pretrained(tied.path, max_num_seqs=MAX_NUM_SEQS)
+        subject = Subject(WrappedEngine(here), tied)
     else:
         # Together they hold as many samples as one engine does.
         replicas = [HFEngine.from_pretrained(tied.path, max_num_seqs=MAX_NUM_SEQS // 2) for _ in range(2)]

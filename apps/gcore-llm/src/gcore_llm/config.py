@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gcore_llm.errors import UserError, check_at_least
+from gcore_llm.ray_config import RayConfig
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_llm.rollout_config import RolloutConfig
+from gcore_llm.trainer_config import TrainerConfig
 from gcore_trainer import OptimizerConfig, PolicyLossConfig
 from gcore_trainer.advantages import GroupEstimator
 from gcore_trainer.config import LoRAConfig, ValueLossConfig
-from gcore_trainer.errors import ConfigError
-from gcore_trainer.parallel import ParallelConfig
 from gcore_trainer.reward_shaping import RewardKL
 from gcore_trainer.rollout_correction import RolloutCorrectionConfig
 
@@ -232,70 +232,6 @@ class CriticConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
-    """How training runs, the run's length and what it leaves behind."""
-
-    backend: Literal["torch", "megatron"] = "torch"
-    """torch: a transformers model, sharded by FSDP2 over several processes; megatron: Megatron-Core."""
-    num_processes: int = 1
-    """Ranks, each a process with a device of its own; 1 with torch: training runs in the main process."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-
-    total_training_steps: int = 200
-    """Steps of generation, rewarding, preparation and training."""
-    schedule: Literal["sync", "one_step_off", "async"] = "sync"
-    """sync: a step samples, then trains. one_step_off: the next step's batch is sampled while this one's is trained on,
-    by the weights before it. async: batches are sampled without a pause, up to rollout.max-staleness steps ahead, and
-    new weights come in the middle of responses."""
-    save_freq: int = 25
-    """Steps between checkpoints."""
-    max_ckpt_to_keep: int = 2
-    """Checkpoints kept."""
-    test_freq: int = 50
-    """Steps between evaluations on held-out prompts; the first and last step always evaluate."""
-    tensorboard: bool = True
-    """Write TensorBoard events beside metrics.jsonl."""
-    prometheus_port: int = 0
-    """Serve the metrics for Prometheus at http://PROMETHEUS-HOST:PORT/metrics; 0: do not."""
-    prometheus_host: str = "127.0.0.1"
-    """Address to serve them at; 127.0.0.1: to this machine alone."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_processes", "total_training_steps", "save_freq", "max_ckpt_to_keep", "test_freq"):
-            check_at_least(f"trainer.{name}", getattr(self, name), 1)
-        check_at_least("trainer.prometheus_port", self.prometheus_port, 0)
-        try:
-            if self.backend == "torch":
-                self.parallel.check_torch()
-            self.parallel.data_parallel_size(self.num_processes)
-        except ConfigError as error:
-            raise UserError(f"trainer.parallel: {error} (trainer.num_processes={self.num_processes})") from None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RayConfig:
-    """The cluster, where runtime is ray. All its nodes see the files of this machine under the same paths."""
-
-    address: str = ""
-    """HOST:PORT of its head; empty: what RAY_ADDRESS names, or a new one on this machine, for this run."""
-    cpus_per_process: float = 1.0
-    """That each controller, engine and training rank reserves."""
-    gpus_per_engine: float = 1.0
-    """That each engine reserves, where device is cuda; parts of one may be shared."""
-    gpus_per_rank: float = 1.0
-    """That each training rank reserves, where device is cuda."""
-    timeout_s: float = 600.0
-    """Until there is room for the processes of a role, and they have started."""
-
-    def __post_init__(self) -> None:
-        for name in ("cpus_per_process", "gpus_per_engine", "gpus_per_rank"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UserError(f"ray.{name} is {getattr(self, name)}: a finite number, 0 or more is needed")
-        if not self.timeout_s > 0:
-            raise UserError(f"ray.timeout_s is {self.timeout_s}: above 0 is needed")
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """LLM RLHF: GRPO on a reasoning-gym task, or on your own prompts and reward."""
 
@@ -381,6 +317,13 @@ class TrainConfig:
     def num_ray_engines(self) -> int:
         """Replicas of the policy's engine on ray."""
         return self.rollout.num_processes or self.controllers
+
+    @property
+    def num_ray_judges(self) -> int:
+        """Replicas of a judge's engine on ray; 0: no model that the run starts is asked for verdicts."""
+        if self.reward_model.kind != "judge" or self.reward_model.judge.is_on_servers:
+            return 0
+        return self.reward_model.judge.num_processes or 1
 
     def _check_ray(self) -> None:
         if self.rollout.is_on_servers:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.engine_config import EngineConfig
 from gcore_llm.errors import UserError
 from gcore_llm.rollout_config import RolloutConfig
+from gcore_llm.watched import UNWATCHED, Watched
 from gcore_rollout import Engine
 from gcore_rollout.errors import EngineDiedError
 
@@ -19,14 +21,17 @@ from gcore_rollout.errors import EngineDiedError
 _NOTES = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
 
-async def start_policy(config: TrainConfig, model: Path, *, eos_token_ids: Sequence[int]) -> Engine:
+async def start_policy(
+    config: TrainConfig, model: Path, *, eos_token_ids: Sequence[int], watched: Watched = UNWATCHED
+) -> Engine:
     """The policy's engine, with the weights of a model folder.
 
     Raises:
         RolloutError: it does not start, or a server cannot take the weights.
     """
     rollout = config.rollout
-    engine = await _start(rollout, config, model, eos_token_ids=eos_token_ids, weights_dir=rollout.weights_dir or None)
+    start = partial(_start, rollout, config, model, watched, eos_token_ids=eos_token_ids)
+    engine = await start(weights_dir=rollout.weights_dir or None)
     if not rollout.is_on_servers:
         return engine
     # They may have the last weights of another run. To a new engine, what they have is version 0.
@@ -34,16 +39,19 @@ async def start_policy(config: TrainConfig, model: Path, *, eos_token_ids: Seque
         await engine.update_weights(load(model).items(), version=1)
     finally:
         await engine.close()
-    return _connect(rollout, config, model, eos_token_ids=eos_token_ids, weights_dir=rollout.weights_dir)
+    return await start(weights_dir=rollout.weights_dir)
 
 
-async def start_judge(config: TrainConfig, model: Path, *, eos_token_ids: Sequence[int]) -> Engine:
+async def start_judge(
+    config: TrainConfig, model: Path, *, eos_token_ids: Sequence[int], watched: Watched = UNWATCHED
+) -> Engine:
     """A judge's engine.
 
     Raises:
         RolloutError: it does not start.
     """
-    return await _start(config.reward_model.judge, config, model, eos_token_ids=eos_token_ids)
+    watched = replace(watched, role="judge")
+    return await _start(config.reward_model.judge, config, model, watched, eos_token_ids=eos_token_ids)
 
 
 def check_servers(settings: EngineConfig, model: Path, *, max_length: int | None = None) -> None:
@@ -108,20 +116,24 @@ async def _start(
     settings: EngineConfig,
     config: TrainConfig,
     model: Path,
+    watched: Watched,
     *,
     eos_token_ids: Sequence[int],
     weights_dir: str | None = None,
 ) -> Engine:
     if settings.is_on_servers:
-        return _connect(settings, config, model, eos_token_ids=eos_token_ids, weights_dir=weights_dir)
+        return _connect(settings, config, model, watched, eos_token_ids=eos_token_ids, weights_dir=weights_dir)
     make = engine_factory(settings, config, model, eos_token_ids=eos_token_ids)
-    return await _start_processes(settings, config, make) if settings.num_processes else make()
+    if settings.num_processes:
+        return await _start_processes(settings, config, watched, make)
+    return watched.timed(make(), 0)
 
 
 def _connect(
     settings: EngineConfig,
     config: TrainConfig,
     model: Path,
+    watched: Watched,
     *,
     eos_token_ids: Sequence[int],
     weights_dir: str | None,
@@ -131,20 +143,20 @@ def _connect(
     from gcore_rollout.servers.vllm import VLLMServerEngine
 
     kind = VLLMServerEngine if settings.engine == "vllm_server" else SGLangServerEngine
-    engines = [
-        kind.connect(
-            url,
-            weights_dir=weights_dir,
-            model_path=model,
-            max_num_seqs=config.rollout.max_num_seqs,
-            eos_token_ids=eos_token_ids,
-        )
-        for url in settings.urls
-    ]
+    connect = partial(
+        kind.connect,
+        weights_dir=weights_dir,
+        model_path=model,
+        max_num_seqs=config.rollout.max_num_seqs,
+        eos_token_ids=eos_token_ids,
+    )
+    engines = [watched.timed(connect(url), place) for place, url in enumerate(settings.urls)]
     return EngineReplicas(engines) if len(engines) > 1 else engines[0]
 
 
-async def _start_processes(settings: EngineConfig, config: TrainConfig, make: Callable[[], Engine]) -> Engine:
+async def _start_processes(
+    settings: EngineConfig, config: TrainConfig, watched: Watched, make: Callable[[], Engine]
+) -> Engine:
     """Replicas in processes of their own; one that dies is replaced, on the GPU that it had."""
     from gcore_rollout.engine_process import PRELOAD_HF, PRELOAD_VLLM, EngineProcess
     from gcore_rollout.replicas import EngineReplicas
@@ -154,13 +166,15 @@ async def _start_processes(settings: EngineConfig, config: TrainConfig, make: Ca
     pids: dict[int, int] = {}
     """By place; of one that is being filled, none."""
 
-    async def start(place: int) -> EngineProcess:
+    async def start(place: int) -> Engine:
         env = {"CUDA_VISIBLE_DEVICES": gpus[place % len(gpus)]} if gpus else None
-        engine = await EngineProcess.start(make, num_threads=_num_threads(config), env=env, preload=preload)
+        engine = await EngineProcess.start(
+            watched.logged(make, place), num_threads=_num_threads(config), env=env, preload=preload
+        )
         pids[place] = engine.pid
-        return engine
+        return watched.timed(engine, place)
 
-    async def replace() -> Engine:
+    async def restart() -> Engine:
         place = min(pids, key=lambda place: Path(f"/proc/{pids[place]}").exists())
         dead = pids.pop(place)
         try:
@@ -176,7 +190,7 @@ async def _start_processes(settings: EngineConfig, config: TrainConfig, make: Ca
         if isinstance(error, BaseException):
             await asyncio.gather(*(engine.close() for engine in engines))
             raise error
-    return EngineReplicas(engines, restart=replace)
+    return EngineReplicas(engines, restart=restart)
 
 
 def _num_threads(config: TrainConfig) -> int:

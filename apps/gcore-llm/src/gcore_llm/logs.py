@@ -9,11 +9,15 @@ import re
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 MAX_FILE_BYTES = 16 * 2**20
 """A file that would grow beyond is renamed to NAME.log.1, and a new one begun."""
@@ -82,6 +86,12 @@ def log_to(
     _active.callback(stack.close)
     _logger.info("process %d on %s begins", os.getpid(), socket.gethostname())
     return stack
+
+
+def logged(folder: Path, role: str, rank: int, make: Callable[[], T]) -> T:
+    """Call ``make``, in a process whose output goes to ``folder/ROLE-RANK.log`` from now on."""
+    log_to(folder, role, rank, redirect=True)
+    return make()
 
 
 class _Prefixed(logging.Formatter):

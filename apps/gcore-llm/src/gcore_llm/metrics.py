@@ -1,5 +1,6 @@
 """Where numbers go: metrics.jsonl, and TensorBoard and Prometheus if wanted."""
 
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -7,6 +8,19 @@ from gcore_llm.run_folder import RunFolder, append_json, read_jsonl, write_jsonl
 
 if TYPE_CHECKING:
     from gcore_llm.prometheus import PrometheusExporter
+
+
+def metrics_server(*, run: str, port: int, host: str) -> "AbstractContextManager[PrometheusExporter | None]":
+    """What serves a run's metrics for Prometheus; nothing where ``port`` is 0.
+
+    Raises:
+        UserError: they cannot be served there.
+    """
+    if not port:
+        return nullcontext()
+    from gcore_llm.prometheus import PrometheusExporter
+
+    return PrometheusExporter(run=run, port=port, host=host)
 
 
 class MetricsWriter:

@@ -7,10 +7,10 @@ from gcore_llm.config import (
     DataConfig,
     TaskConfig,
     TrainConfig,
-    TrainerConfig,
     WarmupConfig,
 )
 from gcore_llm.rollout_config import RolloutConfig
+from gcore_llm.trainer_config import TrainerConfig
 from gcore_trainer import OptimizerConfig, PolicyLossConfig
 
 

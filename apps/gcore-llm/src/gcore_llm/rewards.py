@@ -11,7 +11,8 @@ from gcore_llm.engines import check_servers, start_judge
 from gcore_llm.errors import UserError
 from gcore_llm.reward_config import JudgeConfig
 from gcore_llm.roles import build_tokenizer, check_model, eos_token_ids
-from gcore_rollout import SamplingParams
+from gcore_llm.watched import UNWATCHED, Watched
+from gcore_rollout import Engine, SamplingParams
 from gcore_rollout.multi_turn import ChatEncoder
 from gcore_rollout.rewards import (
     CodeReward,
@@ -34,6 +35,9 @@ from gcore_rollout.rewards import (
 from gcore_rollout.sandbox import Sandbox
 
 JudgeT = TypeVar("JudgeT")
+
+Close = Callable[[], Awaitable[None]]
+"""Frees a model."""
 
 _QUESTION = """Here are a request and an answer to it.
 
@@ -75,15 +79,19 @@ class Rewards:
         config: TrainConfig,
         *,
         comparison: Comparison | None = None,
-        close: Callable[[], Awaitable[None]],
+        close: Close,
     ) -> None:
         self.runner = make_runner(reward, config)
         self.comparison = comparison
         self._close = close
 
     @classmethod
-    async def start(cls, config: TrainConfig) -> Self:
+    async def start(cls, config: TrainConfig, *, watched: Watched = UNWATCHED, judge: Engine | None = None) -> Self:
         """Load what the config names.
+
+        Args:
+            judge: the engine of a judge's model, which is to be closed with the rewards; None: it is started here.
+            watched: where a judge's replicas are to be seen.
 
         Raises:
             UserError: a bad setting, or a folder that is no such model.
@@ -96,13 +104,13 @@ class Rewards:
         rewards = {"function": reward_function(config)} if has_function else {}
         weights = {"function": 1.0} if has_function else {}
         if config.reward_model.kind == "judge" and config.reward_model.judge.pairwise:
-            compare, close = await _pairwise_judge(config)
+            compare, close = await _pairwise_judge(config, watched, judge)
             comparison = Comparison(
                 GroupRewardRunner(compare, _runner_config(config)), weight=config.reward_model.weight
             )
             alone = CompositeReward(rewards, weights=weights) if has_function else no_reward
             return cls(alone, config, comparison=comparison, close=close)
-        model, close = await _reward_model(config)
+        model, close = await _reward_model(config, watched, judge)
         rewards["model"], weights["model"] = model, config.reward_model.weight
         return cls(CompositeReward(rewards, weights=weights), config, close=close)
 
@@ -154,7 +162,7 @@ def reward_function(config: TrainConfig) -> RewardFunction:
             return load_reward(config.reward)
 
 
-async def _reward_model(config: TrainConfig) -> tuple[RewardFunction, Callable[[], Awaitable[None]]]:
+async def _reward_model(config: TrainConfig, watched: Watched, judge: Engine | None) -> tuple[RewardFunction, Close]:
     """The model that the config names, and what frees it."""
     path = config.reward_model.path
     if config.reward_model.kind == "server":
@@ -186,10 +194,10 @@ async def _reward_model(config: TrainConfig) -> tuple[RewardFunction, Callable[[
             classifier.close()
 
         return classifier, close
-    return await _judge(config)
+    return await _judge(config, watched, judge)
 
 
-async def _judge(config: TrainConfig) -> tuple[RewardFunction, Callable[[], Awaitable[None]]]:
+async def _judge(config: TrainConfig, watched: Watched, engine: Engine | None) -> tuple[RewardFunction, Close]:
     judge = config.reward_model.judge
     make = partial(
         JudgeReward,
@@ -198,10 +206,10 @@ async def _judge(config: TrainConfig) -> tuple[RewardFunction, Callable[[], Awai
         reduce=judge.reduce,
         on_unparsable="drop" if judge.unparsable_score is None else judge.unparsable_score,
     )
-    return await _asking(config, make)
+    return await _asking(config, make, watched, engine)
 
 
-async def _pairwise_judge(config: TrainConfig) -> tuple[PairwiseJudge, Callable[[], Awaitable[None]]]:
+async def _pairwise_judge(config: TrainConfig, watched: Watched, engine: Engine | None) -> tuple[PairwiseJudge, Close]:
     _check_pairwise(config)
     judge = config.reward_model.judge
     make = partial(
@@ -210,17 +218,20 @@ async def _pairwise_judge(config: TrainConfig) -> tuple[PairwiseJudge, Callable[
         parse=WinnerPattern(pattern=judge.pattern or WinnerPattern.pattern),
         on_unparsable="drop" if judge.unparsable_score is None else "tie",
     )
-    return await _asking(config, make)
+    return await _asking(config, make, watched, engine)
 
 
-async def _asking(config: TrainConfig, make: Callable[..., JudgeT]) -> tuple[JudgeT, Callable[[], Awaitable[None]]]:
+async def _asking(
+    config: TrainConfig, make: Callable[..., JudgeT], watched: Watched, engine: Engine | None
+) -> tuple[JudgeT, Close]:
     """What is made of the judge's model, and what frees that."""
     judge, path = config.reward_model.judge, Path(config.reward_model.path)
     check_model(path, setting="reward_model.path")
     check_servers(judge, path)
     tokenizer = build_tokenizer(path)
     encoder = ChatEncoder(tokenizer)
-    engine = await start_judge(config, path, eos_token_ids=eos_token_ids(tokenizer, path))
+    if engine is None:
+        engine = await start_judge(config, path, eos_token_ids=eos_token_ids(tokenizer, path), watched=watched)
     model = JudgeModel(
         engine=engine,
         encode=lambda question: encoder.first([{"role": "user", "content": question}]),

@@ -30,11 +30,31 @@ class Inputs:
     prometheus: "PrometheusExporter | None" = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """How what a run had lost was replaced; it can be run again, from where its models are."""
+
+    said: str
+    """What died and what was done, in a line."""
+    keeps_models: bool
+    """The models in training are as the run left them; otherwise they are those that it began with."""
+
+
 class Services(Protocol):
     """All that a job runs on."""
 
     @property
+    def config(self) -> TrainConfig:
+        """The settings, with the sizes that there is room for."""
+        ...
+
+    @property
     def learner(self) -> SavedLearner: ...
+
+    @property
+    def shortfall(self) -> str:
+        """What of the settings there is no room for, in a line; empty: there is room for all."""
+        ...
 
     async def run(self, job: Job, recorder: Recorder) -> None:
         """Run the program on every controller."""
@@ -44,14 +64,11 @@ class Services(Protocol):
         """The stage that each controller is in, or was lately."""
         ...
 
-    async def recover(self, error: Exception, *, keeps_models: bool) -> str:
+    async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
         """Replace what a run that ended with this error has lost.
 
         Args:
             keeps_models: the models in training are in order; otherwise they are put back to where the run began.
-
-        Returns:
-            what died and what was done, in a line; the job can be run again, from where its models are.
 
         Raises:
             Exception: the error itself, if nothing died that can be replaced.
@@ -66,10 +83,10 @@ class Services(Protocol):
 class InlineServices:
     """Everything belongs to this process; made by `start`."""
 
-    def __init__(self, sampler: Sampler, learner: Learner, *, num_controllers: int) -> None:
+    def __init__(self, config: TrainConfig, sampler: Sampler, learner: Learner) -> None:
+        self.config = config
         self.learner = learner
         self._sampler = sampler
-        self._num_controllers = num_controllers
         self._timers: dict[int, StageTimer] = {}
 
     @classmethod
@@ -89,7 +106,12 @@ class InlineServices:
             tokenizer=inputs.tokenizer,
             world=inputs.world,
         )
-        return cls(sampler, learner, num_controllers=inputs.config.controllers)
+        return cls(inputs.config, sampler, learner)
+
+    @property
+    def shortfall(self) -> str:
+        """See `Services.shortfall`; this process has room for all."""
+        return ""
 
     async def run(self, job: Job, recorder: Recorder) -> None:
         """See `Services.run`."""
@@ -99,13 +121,13 @@ class InlineServices:
             self._timers[ctx.rank] = ctx.timer
             await shared(ctx)
 
-        await run_inline(program, roles=self._sampler, world_size=self._num_controllers)
+        await run_inline(program, roles=self._sampler, world_size=self.config.controllers)
 
     def stages(self) -> Sequence[str | None]:
         """See `Services.stages`."""
         return [timer.current for _, timer in sorted(self._timers.items())]
 
-    async def recover(self, error: Exception, *, keeps_models: bool) -> str:
+    async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
         """See `Services.recover`; replicas of the engine are replaced while the program runs, and nothing else is."""
         del keeps_models
         raise error

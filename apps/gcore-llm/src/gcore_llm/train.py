@@ -159,11 +159,13 @@ def _train(inputs: Inputs, run: RunFolder, model: Path, runner: asyncio.Runner, 
     shutil.rmtree(run.export, ignore_errors=True)
     services = runner.run(_start(inputs, model, run.checkpoints))
     with _closed(services, runner):
+        if services.shortfall:
+            display.say(services.shortfall)
         saved = services.learner.load() if first_step else None
         display.phase("training", total=total, done=first_step)
         display.watch(services.stages)
         job = Job(
-            config=config,
+            config=services.config,
             prompts=inputs.prompts,
             workload=workload_of(model),
             first_step=first_step,
@@ -186,8 +188,9 @@ def _run_to_the_end(
             if num_losses > _MAX_LOSSES:
                 raise loss.error
             try:
-                said = runner.run(services.recover(loss.error, keeps_models=loss.present is not None))
-                job = _resumed(job, loss.present, services.learner, run)
+                recovery = runner.run(services.recover(loss.error, keeps_models=loss.present is not None))
+                present = loss.present if recovery.keeps_models else None
+                job = _resumed(replace(job, config=services.config), present, services.learner, run)
                 break
             except RankError as error:
                 if error is loss.error:
@@ -196,7 +199,7 @@ def _run_to_the_end(
                 display.say(f"{loss.error}; the next came before all was replaced")
                 loss = _Loss(error=error)
                 num_losses += 1
-        display.say(f"{said}; going on after step {job.first_step}")
+        display.say(f"{recovery.said}; going on after step {job.first_step}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from gcore_llm.prompts import PromptSets
 from gcore_llm.roles import Sampler, build_engine
 from gcore_llm.run_folder import RunFolder, append_json, write_atomically, write_jsonl
 from gcore_llm.tasks import WORKED_EXAMPLES
+from gcore_llm.watched import Watched
 from gcore_rollout.rewards import RewardRunner
 from gcore_trainer import OptimizerConfig, Sample
 from gcore_trainer.objectives import SFTObjective
@@ -46,7 +47,7 @@ async def warm_up(
     optimizer = OptimizerConfig(lr=config.warmup.lr, betas=(0.9, 0.95), lr_warmup_steps=50)
     packed = PackedModel.from_pretrained(initial, device=config.device, temperature=config.rollout.temperature)
     trainer = TorchTrainer(packed, optimizer=optimizer, objective=SFTObjective())
-    policy = await build_engine(config, initial, tokenizer)
+    policy = await build_engine(config, initial, tokenizer, watched=Watched(logs=run.logs))
     sampler = Sampler(policy=policy, reward=reward, tokenizer=tokenizer)
     try:
         await _until_accurate(config, run, trainer, samples, sampler, prompts, display)

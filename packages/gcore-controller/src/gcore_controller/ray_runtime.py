@@ -263,11 +263,25 @@ def _check_capacity(bundle: Mapping[str, float], world_size: int) -> None:
             )
 
 
+def free_resources() -> str:
+    """What no process of the cluster has reserved."""
+    free: Mapping[str, float] = ray.available_resources()
+    own = {name: amount for name, amount in free.items() if "_group_" not in name and ":" not in name}
+    memory = {name: own.pop(name, 0.0) / 1e9 for name in ("memory", "object_store_memory")}
+    counts = {"CPU": 0.0, **own}
+    return ", ".join(
+        [
+            *(f"{amount:g} {name}" for name, amount in counts.items()),
+            *(f"{amount:.1f} GB {name}" for name, amount in memory.items()),
+        ]
+    )
+
+
 async def _in_time(work: Awaitable[T], timeout_s: float, what: str) -> T:
     try:
         return await asyncio.wait_for(asyncio.ensure_future(work), timeout_s)
     except TimeoutError:
-        raise ClusterError(f"{what} within {timeout_s} s: free are {ray.available_resources()}") from None
+        raise ClusterError(f"{what} within {timeout_s} s: free are {free_resources()}") from None
 
 
 async def _all(

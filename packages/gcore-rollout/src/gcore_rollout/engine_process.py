@@ -15,6 +15,7 @@ import torch
 
 from gcore_rollout.engine import Engine, EngineStats
 from gcore_rollout.errors import EngineDiedError, EngineStartError, RolloutError
+from gcore_rollout.forwarding import ForwardingEngine
 from gcore_rollout.processes.child_process import ChildProcess
 from gcore_rollout.processes.wire import (
     Abandon,
@@ -55,7 +56,7 @@ class _Stream:
     items: asyncio.Queue[Completion | Exception | None] = field(default_factory=asyncio.Queue)
 
 
-class EngineProcess:
+class EngineProcess(ForwardingEngine):
     """An engine that another process runs; made by `start`.
 
     All calls of `Engine` are forwarded and may be made at the same time. Exceptions come back as they were raised
@@ -64,7 +65,7 @@ class EngineProcess:
 
     When the process dies, every call in flight raises `EngineDiedError`, after the completions that arrived; so does
     every later one. It ends when this process does, however that ends, and leaves nothing behind. One that says nothing
-    for ``heartbeat_timeout_s`` is killed. Bound to the event loop that it was started in. Linux only.
+    for ``heartbeat_timeout_s`` is killed. Bound to the event loop that it was started in, and ended with it. Linux only.
 
     Attributes:
         pid: The process's number.
@@ -91,6 +92,8 @@ class EngineProcess:
         self._death: str | None = None
         self._closed = False
         self._life = asyncio.create_task(self._live())
+        # Not a part of it: a task that is cancelled before it has begun does nothing at all.
+        self._life.add_done_callback(self._part)
         self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
@@ -172,10 +175,6 @@ class EngineProcess:
         engine = cls(process, opened, weights, heartbeat_timeout_s=heartbeat_timeout_s)
         return engine
 
-    @property
-    def weight_version(self) -> int:
-        return self._stats.weight_version
-
     def stats(self) -> EngineStats:
         """See `Engine.stats`; as of the process's last message, even if that was its last."""
         return self._stats
@@ -199,26 +198,6 @@ class EngineProcess:
         finally:
             if self._streams.pop(call_id, None) and self._death is None:
                 self._channel.send(Abandon(call_id))
-
-    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """See `Engine.abort`."""
-        await self._call("abort", None if request_ids is None else tuple(request_ids))
-
-    async def pause(self) -> None:
-        """See `Engine.pause`."""
-        await self._call("pause")
-
-    async def resume(self) -> None:
-        """See `Engine.resume`."""
-        await self._call("resume")
-
-    async def sleep(self) -> None:
-        """See `Engine.sleep`."""
-        await self._call("sleep")
-
-    async def wake(self) -> None:
-        """See `Engine.wake`."""
-        await self._call("wake")
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """See `Engine.update_weights`.
@@ -309,23 +288,31 @@ class EngineProcess:
         self._killed_because = f" because {reason}"
         self._process.kill()
 
-    async def _live(self) -> None:
-        """Wait until the process is gone, then tell everybody."""
+    async def _live(self) -> str:
+        """Wait until the process is gone; what it died of, in words."""
         ending = asyncio.create_task(self._process.ended())
         ends = [self._channel.gone, ending]
-        # Either comes first: the end of the channel, or, where a child of the process holds that open, its own.
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if self._watcher is not None:
-            self._watcher.cancel()
-        # What it had sent is still to be read; and a process without a channel is of no use.
-        await asyncio.wait(ends, timeout=_END_TIMEOUT_S)
-        if not ending.done():
-            self._kill("it closed its end of the channel")
-        end = await ending
+        try:
+            # Either comes first: the end of the channel, or, where a child of the process holds that open, its own.
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if self._watcher is not None:
+                self._watcher.cancel()
+            # What it had sent is still to be read; and a process without a channel is of no use.
+            await asyncio.wait(ends, timeout=_END_TIMEOUT_S)
+            if not ending.done():
+                self._kill("it closed its end of the channel")
+            return await ending
+        finally:
+            ending.cancel()
+            await asyncio.wait([ending])
+
+    def _part(self, life: "asyncio.Task[str]") -> None:
+        """Tell everybody that the process is gone; or end it with the event loop, which cancels its tasks."""
+        end = "was left by its event loop" if life.cancelled() else life.result()
         self._death = f"engine process {self.pid} {end}{self._killed_because}"
         self._process.close()
         self._weights_socket.close()
-        self._channel.close()
+        self._channel.abort()
         if self._closed:
             self._fail_all(lambda _: RolloutError("the engine was closed while generating"))
         else:

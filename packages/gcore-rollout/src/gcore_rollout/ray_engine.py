@@ -12,6 +12,7 @@ import torch
 
 from gcore_rollout.engine import Engine, EngineStats
 from gcore_rollout.errors import EngineDiedError, EngineStartError, MissingExtraError, RolloutError
+from gcore_rollout.forwarding import ForwardingEngine
 from gcore_rollout.processes.engine_actor import Call, EngineActor, Incarnation, Told, pack
 from gcore_rollout.processes.wire import Failed, exception
 from gcore_rollout.types import Completion, Request
@@ -85,7 +86,7 @@ async def end_engine_actor(actor: Any) -> None:
         ray.kill(actor)
 
 
-class RayEngine:
+class RayEngine(ForwardingEngine):
     """A client of an engine that a Ray actor runs; made by `connect`.
 
     All calls of `Engine` are forwarded and may be made at the same time. Exceptions come back as they were raised
@@ -93,8 +94,7 @@ class RayEngine:
     every call, and within 20 ms of a change, unless the engine is in the middle of a long step.
 
     Several clients may share an actor. Each gets its own samples; all else is the engine's: `pause`, `update_weights`
-    and an `abort` without request ids act on every client's. What a client that closed, or whose process died, has not
-    finished is given up.
+    and `abort` act on every client's. What a client that closed, or whose process died, has not finished is given up.
 
     When the actor's process dies, every call in flight raises `EngineDiedError`, after the completions that arrived; so
     does every later one, even if Ray has started the actor anew: `connect` again, to an engine with the weights that
@@ -163,10 +163,6 @@ class RayEngine:
                 if num_starts == _MAX_STARTS:
                     raise
 
-    @property
-    def weight_version(self) -> int:
-        return self.stats().weight_version
-
     def stats(self) -> EngineStats:
         """See `Engine.stats`; as of the actor's last message, even if that was its last."""
         assert self._last_told.stats is not None
@@ -199,26 +195,6 @@ class RayEngine:
         finally:
             if is_running and not self._closed and self._death is None:
                 self.actor.give_up.remote(call)
-
-    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """See `Engine.abort`; of all clients' requests."""
-        await self._call("abort", None if request_ids is None else tuple(request_ids))
-
-    async def pause(self) -> None:
-        """See `Engine.pause`."""
-        await self._call("pause")
-
-    async def resume(self) -> None:
-        """See `Engine.resume`."""
-        await self._call("resume")
-
-    async def sleep(self) -> None:
-        """See `Engine.sleep`."""
-        await self._call("sleep")
-
-    async def wake(self) -> None:
-        """See `Engine.wake`."""
-        await self._call("wake")
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """See `Engine.update_weights`.

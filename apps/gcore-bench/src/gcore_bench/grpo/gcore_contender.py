@@ -1,9 +1,9 @@
 """gcore: the app's own program under the inline runtime, watched from outside."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -19,7 +19,8 @@ from gcore_llm.roles import Sampler, build_engine, build_learner, build_tokenize
 from gcore_llm.sampling import State
 from gcore_llm.services import sharing
 from gcore_llm.settings import resolve
-from gcore_rollout import Completion, Engine, EngineStats, Request
+from gcore_rollout import Completion, Engine, Request
+from gcore_rollout.forwarding import WrappedEngine
 
 
 def run(
@@ -57,45 +58,17 @@ async def _run(program: Program[Sampler, None], sampler: Sampler) -> None:
         await sampler.policy.close()
 
 
-class _WatchedEngine:
+class _WatchedEngine(WrappedEngine):
     """An engine that notes the lengths of its completions."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self.lengths: list[int] = []
 
-    @property
-    def weight_version(self) -> int:
-        return self._engine.weight_version
-
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
-        async for completion in self._engine.generate(requests):
+        async for completion in super().generate(requests):
             self.lengths.append(completion.token_ids.size)
             yield completion
-
-    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        await self._engine.abort(request_ids)
-
-    async def pause(self) -> None:
-        await self._engine.pause()
-
-    async def resume(self) -> None:
-        await self._engine.resume()
-
-    async def sleep(self) -> None:
-        await self._engine.sleep()
-
-    async def wake(self) -> None:
-        await self._engine.wake()
-
-    async def update_weights(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
-        await self._engine.update_weights(weights, version=version)
-
-    def stats(self) -> EngineStats:
-        return self._engine.stats()
-
-    async def close(self) -> None:
-        await self._engine.close()
 
 
 class _Recorder:

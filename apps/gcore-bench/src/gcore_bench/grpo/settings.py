@@ -10,11 +10,11 @@ from gcore_llm.config import (
     DataConfig,
     TaskConfig,
     TrainConfig,
-    TrainerConfig,
 )
 from gcore_llm.prompts import PromptSets
 from gcore_llm.rollout_config import RolloutConfig
 from gcore_llm.tasks import load_task
+from gcore_llm.trainer_config import TrainerConfig
 from gcore_trainer import OptimizerConfig, PolicyLossConfig
 
 

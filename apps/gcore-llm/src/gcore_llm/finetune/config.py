@@ -103,11 +103,16 @@ class LengthConfig:
     """Steps between evaluations on held-out rows; the first and last step always evaluate."""
     tensorboard: bool = True
     """Write TensorBoard events beside metrics.jsonl."""
+    prometheus_port: int = 0
+    """Serve the metrics for Prometheus at http://PROMETHEUS-HOST:PORT/metrics; 0: do not."""
+    prometheus_host: str = "127.0.0.1"
+    """Address to serve them at; 127.0.0.1: to this machine alone."""
 
     def __post_init__(self) -> None:
         if not 0 < self.total_epochs < float("inf"):
             raise UserError(f"trainer.total_epochs is {self.total_epochs}: a finite number above 0 is needed")
         check_at_least("trainer.total_training_steps", self.total_training_steps, 0)
+        check_at_least("trainer.prometheus_port", self.prometheus_port, 0)
         for name in ("save_freq", "max_ckpt_to_keep", "test_freq"):
             check_at_least(f"trainer.{name}", getattr(self, name), 1)
 

@@ -1,11 +1,12 @@
 """From a config to a finished run's folder: the loop that `sft`, `reward-model` and `dpo` share."""
 
+import logging
 import math
 import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +22,8 @@ from gcore_llm.finetune.reference import with_reference_log_probs
 from gcore_llm.finetune.tokens import Encoder
 from gcore_llm.finetune.trainee import Trainee
 from gcore_llm.interrupt import Stop
-from gcore_llm.metrics import MetricsWriter
+from gcore_llm.logs import log_to
+from gcore_llm.metrics import MetricsWriter, metrics_server
 from gcore_llm.report import write_report
 from gcore_llm.roles import build_tokenizer, check_model, eos_token_ids
 from gcore_llm.run_folder import RunFolder, open_run, read_jsonl, write_atomically
@@ -29,6 +31,11 @@ from gcore_llm.settings import resolve
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_llm.train import Result
 from gcore_placement import TransformerWorkload
+
+if TYPE_CHECKING:
+    from gcore_llm.prometheus import PrometheusExporter
+
+_logger = logging.getLogger(__name__)
 
 
 def fine_tune(config: FineTuneConfig, display: Display) -> Result:
@@ -55,14 +62,18 @@ def fine_tune(config: FineTuneConfig, display: Display) -> Result:
     sets = load_examples(config, encoder, rows)
     if config.model:
         _check_fits(sets, Path(config.model))
-    run = open_run(config)
-    display.say(f"run folder: {run.path}")
-    for notice in sets.notices:
-        display.say(notice)
-    display.say(f"{len(sets.train):,} training rows, {len(sets.val):,} held out")
-    if rows and not config.model and not run.model.is_dir():
-        make_model(config, run, tokenizer, rows[0], display)
-    _Run(config, run, Path(config.model) if config.model else run.model, tokenizer, sets, display).go()
+    host, port = config.trainer.prometheus_host, config.trainer.prometheus_port
+    with metrics_server(run=config.name, port=port, host=host) as prometheus:
+        run = open_run(config)
+        display.say(f"run folder: {run.path}")
+        for notice in sets.notices:
+            display.say(notice)
+        display.say(f"{len(sets.train):,} training rows, {len(sets.val):,} held out")
+        with log_to(run.logs, "main"):
+            if rows and not config.model and not run.model.is_dir():
+                make_model(config, run, tokenizer, rows[0], display)
+            model = Path(config.model) if config.model else run.model
+            _Run(config, run, model, tokenizer, sets, display, prometheus).go()
     write_report(run.path)
     evaluations = [r for r in read_jsonl(run.metrics) if _is_evaluation(r)]
     return Result(
@@ -92,7 +103,14 @@ class _Run:
     """One run, from its last checkpoint or from nothing to its export."""
 
     def __init__(
-        self, config: FineTuneConfig, run: RunFolder, model: Path, tokenizer: Any, sets: ExampleSets, display: Display
+        self,
+        config: FineTuneConfig,
+        run: RunFolder,
+        model: Path,
+        tokenizer: Any,
+        sets: ExampleSets,
+        display: Display,
+        prometheus: "PrometheusExporter | None",
     ) -> None:
         self._config = config
         self._run = run
@@ -100,6 +118,7 @@ class _Run:
         self._tokenizer = tokenizer
         self._sets = sets
         self._display = display
+        self._prometheus = prometheus
         self._workload: TransformerWorkload = workload_of(model)
         batch_size = config.data.train_batch_size
         num_rows = math.ceil(config.trainer.total_epochs * len(sets.train))
@@ -136,7 +155,12 @@ class _Run:
                 if saved:
                     trainee.trainer.load_state(saved["trainer"])
                     loader.load_state(saved["loader"])
-                with MetricsWriter(run, last_step=first_step, tensorboard=self._config.trainer.tensorboard) as writer:
+                with MetricsWriter(
+                    run,
+                    last_step=first_step,
+                    tensorboard=self._config.trainer.tensorboard,
+                    prometheus=self._prometheus,
+                ) as writer:
                     self._train(trainee, loader, self._micro_batches(val), first_step, checkpointer, writer)
             checkpointer.wait()
         write_atomically(run.export, trainee.export)
@@ -227,6 +251,7 @@ class _Run:
             "perf/throughput": num_tokens / step_s,
         }
         writer.write(step, metrics)
+        _logger.info("step %d: %.2f s", step, step_s)
         own = {name: value for name, value in metrics.items() if name.startswith(("sft/", "rm/", "dpo/"))}
         self._display.progressed(
             step,

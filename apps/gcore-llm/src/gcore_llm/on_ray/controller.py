@@ -2,8 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,8 @@ class Handles:
 
     engines: Sequence[Any]
     """The policy's actors; controller r has every ``world_size``-th from the r-th."""
+    judges: Sequence[Any]
+    """The judge's actors, if the run has one; they are shared out likewise, or several controllers have one."""
     ranks: RankHandles
     tokenizer: Any
     folder: Path
@@ -55,10 +56,14 @@ def controller_program(job: Job) -> Callable[[Context[Handles]], Awaitable[None]
         log_to(ctx.roles.logs, "controller", ctx.rank, redirect=True)
         config = job.config
         torch.set_num_threads(max(1, config.threads // ctx.world_size))
-        rewards = await Rewards.start(config)
+        own = ctx.roles.engines[ctx.rank :: ctx.world_size]
+        judges = ctx.roles.judges
+        judges = judges[ctx.rank % len(judges) :: ctx.world_size] if judges else []
+        judge = await _connected(judges, start_timeout_s=config.ray.timeout_s) if judges else None
+        rewards = await Rewards.start(config, judge=judge)
         try:
-            own = ctx.roles.engines[ctx.rank :: ctx.world_size]
-            async with _policy(own, start_timeout_s=config.ray.timeout_s) as policy:
+            policy = await _connected(own, start_timeout_s=config.ray.timeout_s)
+            try:
                 roles = Roles(
                     policy=policy,
                     reward=rewards.runner,
@@ -72,14 +77,15 @@ def controller_program(job: Job) -> Callable[[Context[Handles]], Awaitable[None]
                     owns_process=True,
                 )
                 await rlhf_program(job, _Reports(ctx.report))(ctx.with_roles(roles))
+            finally:
+                await policy.close()
         finally:
             await rewards.close()
 
     return program
 
 
-@asynccontextmanager
-async def _policy(actors: Sequence[Any], *, start_timeout_s: float) -> AsyncGenerator[Engine]:
+async def _connected(actors: Sequence[Any], *, start_timeout_s: float) -> Engine:
     """The engines of some actors as one; an engine that dies is connected to again when Ray has started it anew."""
     connect = partial(RayEngine.connect, start_timeout_s=start_timeout_s)
     clients = await asyncio.gather(*(connect(actor) for actor in actors))
@@ -105,10 +111,7 @@ async def _policy(actors: Sequence[Any], *, start_timeout_s: float) -> AsyncGene
         # Of engines that a run before this one has left with older weights.
         if client.weight_version < newest:
             await replicas.add(client)
-    try:
-        yield replicas
-    finally:
-        await replicas.close()
+    return replicas
 
 
 class _Reports:

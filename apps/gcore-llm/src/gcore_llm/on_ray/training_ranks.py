@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from gcore_controller.errors import ClusterError
-from gcore_controller.ray_runtime import RayReference, reason_of
+from gcore_controller.ray_runtime import RayReference, free_resources, reason_of
 from gcore_llm.config import TrainConfig
 from gcore_llm.errors import RankError
 from gcore_llm.learner import LocalLearner, Role, State
@@ -163,14 +163,15 @@ class RayLearner:
         self._checkpoints = checkpoints
         self.ranks = RankHandles([], [], {})
 
-    async def start(self) -> None:
-        """Start all ranks, from the model that the run begins with; those of before are ended.
+    async def start(self, config: TrainConfig) -> None:
+        """Start all ranks of a config, from the model that the run begins with; those of before are ended.
 
         Raises:
             RankError: one failed or died.
             ClusterError: they found no room, or have not started, in time.
         """
         self._kill()
+        self._config = config
         timeout_s = self._config.ray.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -178,7 +179,7 @@ class RayLearner:
         except TimeoutError:
             raise ClusterError(
                 f"{self._config.trainer.num_processes} training ranks did not start within {timeout_s} s: free are "
-                f"{ray.available_resources()}"
+                f"{free_resources()}"
             ) from None
 
     async def _start(self) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from gcore_controller import Span
 from gcore_llm.report.charts import STAGES, Panel, Trace
@@ -10,7 +11,7 @@ from gcore_llm.report.text import duration
 from gcore_llm.spans import StepSpans
 
 MAX_ROWS = 24
-"""Rows of controllers, and of devices: of more every so many-th is shown."""
+"""Rows of controllers, and of each kind of device: of more every so many-th is shown."""
 
 MAX_SPANS = 4000
 """Spans of the timeline: where there are more, fewer steps are shown."""
@@ -53,8 +54,9 @@ class _Bar:
 def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
     """The last of the steps, as many as can be drawn; None where nothing is recorded."""
     controllers = [_controller(rank) for rank in range(max((len(step.controllers) for step in steps), default=0))]
-    devices = list(dict.fromkeys(name for step in steps for name in step.devices))
-    drawn = _thinned(controllers) + _thinned(devices)
+    devices = sorted({name for step in steps for name in step.devices}, key=_kind_and_number)
+    kinds = [list(names) for _, names in groupby(devices, key=lambda name: _kind_and_number(name)[0])]
+    drawn = [name for names in (controllers, *kinds) for name in _thinned(names)]
     if not drawn:
         return None
     shown = _last_steps(steps, drawn)
@@ -98,6 +100,11 @@ def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
 
 def _controller(rank: int) -> str:
     return f"controller {rank}"
+
+
+def _kind_and_number(name: str) -> tuple[str, int]:
+    kind, _, number = name.rpartition(" ")
+    return (kind, int(number)) if number.isdecimal() else (name, 0)
 
 
 def _thinned(names: list[str]) -> list[str]:

@@ -134,6 +134,10 @@ class Channel(asyncio.Protocol):
         """Close this end behind what was sent. Idempotent."""
         self._transport.close()
 
+    def abort(self) -> None:
+        """Close this end at once. Idempotent."""
+        self._transport.abort()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -15,7 +15,7 @@ from gcore_rollout.engine import EngineStats
 from gcore_rollout.errors import EngineDiedError, RolloutError, ServerRequestError
 from gcore_rollout.queueing_engine import QueueingEngine
 from gcore_rollout.servers.client import ServerClient
-from gcore_rollout.servers.model import TIED_HEAD, ServedModel
+from gcore_rollout.servers.model import TIED_HEAD, ServedModel, ServerInfo
 from gcore_rollout.servers.sample import Piece, RunningSample
 from gcore_rollout.servers.weights_folder import remove_weights, write_weights
 from gcore_rollout.types import Request
@@ -27,7 +27,7 @@ _SETTLE_INTERVAL_S = 0.02
 
 
 class ServerEngine(QueueingEngine):
-    """An engine that a server runs; this process sends it samples, one request each.
+    """An engine that a server runs; this process sends it samples, one request each. Made by `connect`.
 
     The server is this engine's alone: its weights, its pauses and the labels of its weights are set from here. It is
     never started or stopped: `close` leaves it idle, with the weights that it has.
@@ -42,7 +42,14 @@ class ServerEngine(QueueingEngine):
     """Whether the server answers an abort while it is paused."""
 
     def __init__(
-        self, client: ServerClient, model: ServedModel, *, max_num_seqs: int, weights_dir: str | Path | None
+        self,
+        client: ServerClient,
+        info: ServerInfo,
+        model: ServedModel,
+        *,
+        max_num_seqs: int,
+        weights_dir: str | Path | None,
+        eos_token_ids: Sequence[int],
     ) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs is {max_num_seqs}: at least 1 is needed")
@@ -50,7 +57,9 @@ class ServerEngine(QueueingEngine):
             raise ValueError(f"weights_dir is {str(weights_dir)!r}: an existing folder that the server sees is needed")
         super().__init__()
         self._client = client
+        self._info = info
         self._model = model
+        self._eos = list(eos_token_ids)
         self._max_num_seqs = max_num_seqs
         self._weights_dir = None if weights_dir is None else Path(weights_dir).absolute()
         self._weights_folder: Path | None = None
@@ -62,6 +71,53 @@ class ServerEngine(QueueingEngine):
         self._is_held = False
         self._control: asyncio.Future[None] | None = None
         self._farewells: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    def connect(
+        cls,
+        url: str,
+        *,
+        weights_dir: str | Path | None = None,
+        model_path: str | Path | None = None,
+        max_num_seqs: int | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+        timeout_s: float = 600.0,
+        api_key: str | None = None,
+    ) -> Self:
+        """Ask a server what it runs, and take it over: awake, not paused, and with weights of version 0.
+
+        Blocks until the server has answered, which may take it some seconds the first time.
+
+        Args:
+            url: such as "http://10.0.0.7:8000".
+            weights_dir: existing folder that this machine and the server's see under the same path; `update_weights`
+                needs it. In memory (/dev/shm) if both are one machine.
+            model_path: folder of the served model here; default: where the server has it.
+            max_num_seqs: most samples asked for at once, each over a connection of its own; default: as many as the
+                server computes at once, or 256 where it does not tell.
+            eos_token_ids: tokens that end a completion; default: what the model's generation config says.
+            timeout_s: how long the server may be silent while it is to work; loading weights takes it that long.
+            api_key: what the server was started with, if it asks for one.
+
+        Raises:
+            MissingExtraError: aiohttp is not installed.
+            EngineDiedError: the server cannot be reached.
+            RolloutError: it was started without something that is needed.
+        """
+        client = ServerClient(url, timeout_s=timeout_s, api_key=api_key)
+        info = cls._ask(client)
+        path = Path(info.model_path if model_path is None else model_path)
+        model = ServedModel.from_folder(path, max_length=info.max_length)
+        engine = cls(
+            client,
+            info,
+            model,
+            max_num_seqs=info.max_num_seqs if max_num_seqs is None else max_num_seqs,
+            weights_dir=weights_dir,
+            eos_token_ids=model.eos_token_ids if eos_token_ids is None else eos_token_ids,
+        )
+        engine._take_over()
+        return engine
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`. As counted here; what the server has in its own line counts as running."""
@@ -334,6 +390,15 @@ class ServerEngine(QueueingEngine):
     @property
     def _cache_salt(self) -> str:
         return f"{self._identity}-{self._version}"
+
+    @classmethod
+    @abstractmethod
+    def _ask(cls, client: ServerClient) -> ServerInfo:
+        """What the server runs; refuse one that was started without what is needed. Blocks."""
+
+    @abstractmethod
+    def _take_over(self) -> None:
+        """Have the server as `connect` says, however others have left it. Blocks."""
 
     @abstractmethod
     def _body(self, running: RunningSample) -> dict[str, Any]:

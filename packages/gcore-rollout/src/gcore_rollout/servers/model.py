@@ -1,4 +1,4 @@
-"""The model that a server runs, as its client has to know it."""
+"""What a server runs, as its client has to know it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,19 @@ from gcore_rollout.vllm_process import checkpoint_shapes, eos_token_ids
 
 TIED_HEAD = "lm_head.weight"
 """What a checkpoint need not hold if the model uses its embedding there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerInfo:
+    """What a server tells of itself."""
+
+    model_path: str
+    """Where it has the model."""
+    max_length: int
+    """Longest prompt + completion, in tokens."""
+    max_num_seqs: int
+    """Most samples to ask for at once, where nobody says otherwise."""
+    is_on_cpu: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from gcore_rollout.errors import RequestError, RolloutError
 from gcore_rollout.servers.client import ServerClient
 from gcore_rollout.servers.engine import ServerEngine
-from gcore_rollout.servers.model import ServedModel
+from gcore_rollout.servers.model import ServerInfo
 from gcore_rollout.servers.sample import Piece, RunningSample
 from gcore_rollout.types import FinishReason, RepetitionDetection, Request
 
@@ -39,76 +39,24 @@ class SGLangServerEngine(ServerEngine):
     _GENERATE_PATH: ClassVar[str] = "/generate"
     _ENDS_PAUSED_SAMPLES: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        client: ServerClient,
-        model: ServedModel,
-        *,
-        max_num_seqs: int,
-        weights_dir: str | Path | None,
-        eos_token_ids: Sequence[int],
-    ) -> None:
-        super().__init__(client, model, max_num_seqs=max_num_seqs, weights_dir=weights_dir)
-        missing = sorted(set(model.eos_token_ids) - set(eos_token_ids))
-        if missing:
-            raise ValueError(
-                f"eos_token_ids is {list(eos_token_ids)}: {missing} is needed besides, where SGLang ends anyway"
-            )
-        self._eos = list(eos_token_ids)
-
     @classmethod
-    def connect(
-        cls,
-        url: str,
-        *,
-        weights_dir: str | Path | None = None,
-        model_path: str | Path | None = None,
-        max_num_seqs: int = 256,
-        eos_token_ids: Sequence[int] | None = None,
-        timeout_s: float = 600.0,
-        api_key: str | None = None,
-    ) -> Self:
-        """Ask a server what it runs, and take it over: not paused, and with weights of version 0.
-
-        Blocks until the server has answered.
-
-        Args:
-            url: such as "http://10.0.0.7:30000".
-            weights_dir: existing folder that this machine and the server's see under the same path; `update_weights`
-                needs it. In memory (/dev/shm) if both are one machine.
-            model_path: folder of the served model here; default: where the server has it.
-            max_num_seqs: most samples asked for at once, each over a connection of its own.
-            eos_token_ids: tokens that end a completion; default: what the model's generation config says.
-            timeout_s: how long the server may be silent while it is to work; loading weights takes it that long.
-            api_key: what the server was started with, if it asks for one.
-
-        Raises:
-            MissingExtraError: aiohttp is not installed.
-            EngineDiedError: the server cannot be reached.
-            RolloutError: it was started without something that is needed.
-        """
-        client = ServerClient(url, timeout_s=timeout_s, api_key=api_key)
+    def _ask(cls, client: ServerClient) -> ServerInfo:
         info = client.call_blocking("GET", "/server_info")
         if not info["disable_overlap_schedule"]:
             raise RolloutError(
-                f"the server at {url} overlaps its steps, so tokens would carry wrong versions: "
+                f"the server at {client.url} overlaps its steps, so tokens would carry wrong versions: "
                 "start it with --disable-overlap-schedule"
             )
-        path = Path(info["model_path"] if model_path is None else model_path)
         # SGLang cuts a longer completion short without saying so.
-        model = ServedModel.from_folder(path, max_length=info["max_req_input_len"])
-        engine = cls(
-            client,
-            model,
-            max_num_seqs=max_num_seqs,
-            weights_dir=weights_dir,
-            eos_token_ids=model.eos_token_ids if eos_token_ids is None else eos_token_ids,
-        )
-        # Whoever had it before may have left it paused.
-        client.call_blocking("POST", "/continue_generation", body={})
+        return ServerInfo(model_path=info["model_path"], max_length=info["max_req_input_len"], max_num_seqs=256)
+
+    def _take_over(self) -> None:
+        missing = sorted(set(self._model.eos_token_ids) - set(self._eos))
+        if missing:
+            raise ValueError(f"eos_token_ids is {self._eos}: {missing} is needed besides, where SGLang ends anyway")
+        self._client.call_blocking("POST", "/continue_generation", body={})
         label = {"new_version": "0", "abort_all_requests": False}
-        client.call_blocking("POST", "/update_weight_version", body=label)
-        return engine
+        self._client.call_blocking("POST", "/update_weight_version", body=label)
 
     def _check_request(self, request: Request) -> None:
         super()._check_request(request)

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from gcore_rollout.errors import RequestError, RolloutError, ServerRequestError
 from gcore_rollout.servers.client import ServerClient
 from gcore_rollout.servers.engine import ServerEngine
-from gcore_rollout.servers.model import ServedModel
+from gcore_rollout.servers.model import ServerInfo
 from gcore_rollout.servers.sample import Piece, RunningSample
 from gcore_rollout.types import Request
 
@@ -43,78 +43,35 @@ class VLLMServerEngine(ServerEngine):
     _GENERATE_PATH: ClassVar[str] = "/inference/v1/generate"
     _ENDS_PAUSED_SAMPLES: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        client: ServerClient,
-        model: ServedModel,
-        *,
-        max_num_seqs: int,
-        weights_dir: str | Path | None,
-        eos_token_ids: Sequence[int],
-        repacks_head: bool,
-    ) -> None:
-        super().__init__(client, model, max_num_seqs=max_num_seqs, weights_dir=weights_dir)
-        self._eos = list(eos_token_ids)
-        self._repacks_head = repacks_head
-
     @classmethod
-    def connect(
-        cls,
-        url: str,
-        *,
-        weights_dir: str | Path | None = None,
-        model_path: str | Path | None = None,
-        max_num_seqs: int | None = None,
-        eos_token_ids: Sequence[int] | None = None,
-        timeout_s: float = 600.0,
-        api_key: str | None = None,
-    ) -> Self:
-        """Ask a server what it runs, and take it over: awake, not paused, and with weights of version 0.
-
-        Blocks until the server has answered, which takes it some seconds the first time.
-
-        Args:
-            url: such as "http://10.0.0.7:8000".
-            weights_dir: existing folder that this machine and the server's see under the same path; `update_weights`
-                needs it. In memory (/dev/shm) if both are one machine.
-            model_path: folder of the served model here; default: where the server has it.
-            max_num_seqs: most samples asked for at once, each over a connection of its own; default: as many as the
-                server computes at once.
-            eos_token_ids: tokens that end a completion; default: what the model's generation config says.
-            timeout_s: how long the server may be silent while it is to work; loading weights takes it that long.
-            api_key: what the server was started with, if it asks for one.
-
-        Raises:
-            MissingExtraError: aiohttp is not installed.
-            EngineDiedError: the server cannot be reached.
-            RolloutError: it was started without something that is needed.
-        """
-        client = ServerClient(url, timeout_s=timeout_s, api_key=api_key)
+    def _ask(cls, client: ServerClient) -> ServerInfo:
         config = _config(client)
         mode = config["model_config"]["logprobs_mode"]
         if mode != "processed_logprobs":
             raise RolloutError(
-                f"the server at {url} gives log-probs of the kind {mode!r}: "
+                f"the server at {client.url} gives log-probs of the kind {mode!r}: "
                 "start it with --logprobs-mode processed_logprobs"
             )
         paths = client.call_blocking("GET", "/openapi.json")["paths"]
         if cls._GENERATE_PATH not in paths:
-            raise RolloutError(f"the server at {url} has no {cls._GENERATE_PATH}: start it with --enable-scale-out")
-        path = Path(config["model_config"]["model"] if model_path is None else model_path)
-        model = ServedModel.from_folder(path, max_length=config["model_config"]["max_model_len"])
-        engine = cls(
-            client,
-            model,
-            max_num_seqs=config["scheduler_config"]["max_num_seqs"] if max_num_seqs is None else max_num_seqs,
-            weights_dir=weights_dir,
-            eos_token_ids=model.eos_token_ids if eos_token_ids is None else eos_token_ids,
-            repacks_head=model.tied and config["device_config"]["device"] == "cpu",
+            raise RolloutError(
+                f"the server at {client.url} has no {cls._GENERATE_PATH}: start it with --enable-scale-out"
+            )
+        return ServerInfo(
+            model_path=config["model_config"]["model"],
+            max_length=config["model_config"]["max_model_len"],
+            max_num_seqs=config["scheduler_config"]["max_num_seqs"],
+            is_on_cpu=config["device_config"]["device"] == "cpu",
         )
-        # Whoever had it before may have left it like that.
-        if client.call_blocking("GET", "/is_sleeping")["is_sleeping"]:
-            client.call_blocking("POST", "/wake_up")
-        client.call_blocking("POST", "/update_weight_version", body={"new_version": "0"})
-        return engine
+
+    def _take_over(self) -> None:
+        if self._client.call_blocking("GET", "/is_sleeping")["is_sleeping"]:
+            self._client.call_blocking("POST", "/wake_up")
+        self._client.call_blocking("POST", "/update_weight_version", body={"new_version": "0"})
+
+    @property
+    def _repacks_head(self) -> bool:
+        return self._model.tied and self._info.is_on_cpu
 
     def _check_request(self, request: Request) -> None:
         super()._check_request(request)

@@ -1,0 +1,69 @@
+"""Engines that can be seen from outside: when they work, and what their processes log."""
+
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from gcore_llm.devices import DeviceTimers
+from gcore_llm.logs import logged
+from gcore_rollout import Completion, Engine, Request
+from gcore_rollout.forwarding import WrappedEngine
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """Where the replicas of a model are to be seen, each as its role and its number."""
+
+    role: Literal["engine", "judge"] = "engine"
+    devices: DeviceTimers | None = None
+    """Note when they work."""
+    logs: Path | None = None
+    """Folder of the files that those log to which are processes of their own."""
+
+    def timed(self, engine: Engine, number: int) -> Engine:
+        """The replica of this number, or what notes its work in front of it."""
+        if self.devices is None:
+            return engine
+        stage = "gen" if self.role == "engine" else "reward"
+        return TimedEngine(engine, self.devices, f"{self.role} {number}", stage=stage)
+
+    def logged(self, make: Callable[[], Engine], number: int) -> Callable[[], Engine]:
+        """What makes the replica of this number, in a process of its own."""
+        if self.logs is None:
+            return make
+        return partial(logged, self.logs, self.role, number, make)
+
+
+UNWATCHED = Watched()
+
+
+class TimedEngine(WrappedEngine):
+    """An engine whose calls are noted: samples as ``stage``, new weights as sync.
+
+    Args:
+        name: of the device's row.
+    """
+
+    def __init__(self, engine: Engine, devices: DeviceTimers, name: str, *, stage: str = "gen") -> None:
+        super().__init__(engine)
+        self._devices = devices
+        self._name = name
+        self._stage = stage
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
+        """See `Engine.generate`."""
+        with self._devices.stage(self._stage, self._name):
+            async with aclosing(super().generate(requests)) as completions:
+                async for completion in completions:
+                    yield completion
+
+    async def update_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int) -> None:
+        """See `Engine.update_weights`."""
+        with self._devices.stage("sync", self._name):
+            await super().update_weights(weights, version=version)
