@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from command_line import Cli, Command, assert_same_metrics, option_set, step_rows, val_rows
+from command_line import Cli, Command, assert_same_metrics, option_set, read_rows, step_rows, val_rows
 from process_tree import descendants, left_after
 
 from gcore_ckpt import Checkpointer
@@ -16,7 +16,7 @@ from gcore_ckpt import Checkpointer
 NUM_KILLS = int(os.environ.get("GCORE_CHAOS_KILLS", "3"))
 """In the run that is disturbed; more of them make it longer."""
 
-TITLES = {"controller": "ray::_Controller", "engine": "ray::EngineActor", "training rank": "ray::_Rank"}
+TITLES = {"controller": "ray::ControllerActor", "engine": "ray::EngineActor", "training rank": "ray::_Rank"}
 
 # Every process notes what it scores.
 REWARD = """
@@ -71,6 +71,10 @@ def test_controllers_everywhere_train_alike(cli: Cli, own_args: list[str]) -> No
     assert 0 < last["controller/load/mean"] <= last["controller/load/max"]
     logs = {path.name for path in (cli.cwd / "runs/ray/logs").iterdir()}
     assert {"main.log", "controller-3.log", "engine-3.log", "trainer-1.log"} <= logs
+    expected = {f"engine {i}": {"gen", "sync"} for i in range(4)}
+    expected |= {f"trainer {i}": {"prepare", "train", "sync"} for i in range(2)}
+    for row in read_rows(cli.cwd / "runs/ray/spans.jsonl"):
+        assert {name: {stage for stage, *_ in spans} for name, spans in row["devices"].items()} == expected
 
 
 def test_a_run_goes_on_with_other_controllers(cli: Cli, own_args: list[str], tiny: Path) -> None:

@@ -66,6 +66,14 @@ def test_engine_processes_that_are_killed(cli: Cli, own_args: list[str]) -> None
     killed = {seen[0][0], seen[2][0]}
     assert len(killed) == 2
     assert not killed & set(seen[-1])
+    stages: dict[str, set[str]] = {}
+    for row in read_rows(cli.cwd / "runs/killed/spans.jsonl"):
+        for name, spans in row["devices"].items():
+            stages.setdefault(name, set()).update(stage for stage, *_ in spans)
+    assert stages == {f"engine {i}": {"gen", "sync"} for i in range(3)} | {"trainer 0": {"train", "sync"}}
+    logs = cli.cwd / "runs/killed/logs"
+    assert {path.name for path in logs.iterdir()} == {"main.log", *(f"engine-{i}.log" for i in range(3))}
+    assert sum(path.read_text().count(" begins\n") for path in logs.glob("engine-*.log")) == 5
     engines = engines_of(cli)
     assert len(engines) == 5
     assert not left_after(engines, 5.0)

@@ -51,7 +51,7 @@ def test_one_step_off_is_by_the_weights_before(cli: Cli, six_steps: list[str]) -
         for row, expected in zip(metrics_of(other), metrics_of(one), strict=True):
             assert row == pytest.approx(expected, rel=1e-4, abs=1e-6)
     rows = [json.loads(line) for line in (two / "spans.jsonl").read_text().splitlines()]
-    assert all({"sampling 0", "sampling 1"} == row["devices"].keys() for row in rows)
+    assert all({"sampling 0", "sampling 1", "engine 0", "trainer 0"} == row["devices"].keys() for row in rows)
 
 
 @pytest.mark.parametrize("max_staleness", [1, 3])

@@ -63,7 +63,7 @@ CHECKED_CLOSELY = {
 RUN_HERE = (
     r"(uv run )?"
     r"(gcore-llm (train|sft|reward-model|dpo|sample|eval|report|logs)|"
-    r"gcore-ckpt|torchrun|python|cat|head|ls|mkdir|tensorboard --help)\b.*"
+    r"gcore-ckpt|gcore-placement plan|torchrun|python|cat|head|ls|mkdir|tensorboard --help)\b.*"
 )
 
 ADVICE = (

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from gcore_controller import Context, Program, Span, seconds_by_stage
 from gcore_llm.config import TrainConfig
+from gcore_llm.devices import merged
 from gcore_llm.evaluate import Evaluation, evaluate
 from gcore_llm.exchange import sample_flops, split_in_micro_batches
 from gcore_llm.groups import Group
@@ -34,9 +35,9 @@ class Recorder(Protocol):
         ...
 
     async def stepped(
-        self, step: int, metrics: dict[str, float], spans: list[list[Span]], sampled: list[list[Span]]
+        self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
     ) -> None:
-        """A step's metrics, and where its time went on each controller, by rank, and beside that in sampling ahead."""
+        """A step's metrics, and where its time went: on each controller, by rank, and on each device, by name."""
         ...
 
     async def reached(self, step: int, controllers: list[State]) -> None:
@@ -100,6 +101,8 @@ class _Controller:
             await ctx.roles.learner.update_policy(ctx.roles.policy, version=job.first_step)
         if not job.is_evaluated:
             await self.evaluate(job.first_step)
+        # What came before the first step is no part of it.
+        ctx.roles.devices.drain()
         async with self._batches.made_by(self._sampling):
             for step in range(job.first_step + 1, job.config.trainer.total_training_steps + 1):
                 await self.step(step)
@@ -121,6 +124,7 @@ class _Controller:
         if self._ctx.rank == 0:
             await self._recorder.evaluated(step, result)
         self._ctx.timer.drain()
+        self._ctx.roles.devices.drain()
 
     async def step(self, step: int) -> None:
         """Generation, rewarding, preparation, training, and the new weights back to the engine."""
@@ -137,12 +141,13 @@ class _Controller:
         metrics |= _timings(step_s, [*spans, *batch.spans], metrics)
         state = {**batch.state, "kl": self._kl.state()}
         now_s = ctx.clock()
-        own = (state, on_wall_clock(spans, now_s), on_wall_clock(batch.spans, now_s), self._load(step_s))
-        states, trained, sampled, loads = zip(*await ctx.group.all_gather(own), strict=True)
+        ahead = {f"sampling {ctx.rank}": on_wall_clock(batch.spans, now_s)} if batch.spans else {}
+        own = (state, on_wall_clock(spans, now_s), ahead | ctx.roles.devices.drain(), self._load(step_s))
+        states, trained, devices, loads = zip(*await ctx.group.all_gather(own), strict=True)
         if loads[0] is not None:
             metrics |= {"controller/load/max": max(loads), "controller/load/mean": sum(loads) / len(loads)}
         if ctx.rank == 0:
-            await self._recorder.stepped(step, metrics, list(trained), list(sampled))
+            await self._recorder.stepped(step, metrics, list(trained), merged(devices))
             await self._recorder.reached(step, list(states))
 
     async def _train(self, step: int, batch: Batch) -> dict[str, float]:

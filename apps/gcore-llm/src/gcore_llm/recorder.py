@@ -55,12 +55,11 @@ class RunRecorder:
         self.interrupt.hold_back()
 
     async def stepped(
-        self, step: int, metrics: dict[str, float], spans: list[list[Span]], sampled: list[list[Span]]
+        self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
     ) -> None:
         """See `Recorder`."""
         self._writer.write(step, metrics)
-        ahead = {f"sampling {rank}": own for rank, own in enumerate(sampled) if own}
-        self._spans.write(step, spans, spans_by_device=ahead)
+        self._spans.write(step, spans, spans_by_device=devices)
         _logger.info("step %d: %.2f s", step, metrics["timing_s/step"])
         self._display.stepped(step, metrics)
         if not all(math.isfinite(v) for v in metrics.values()):

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from gcore_controller import Context, Program, StageTimer, run_inline
 from gcore_llm.config import TrainConfig
+from gcore_llm.devices import DeviceTimers
 from gcore_llm.learner import Learner, SavedLearner
 from gcore_llm.learner_part import SharedLearner
+from gcore_llm.logs import logs_of
 from gcore_llm.program import Job, Recorder, rlhf_program
 from gcore_llm.prompts import PromptSets
 from gcore_llm.rewards import Rewards
 from gcore_llm.roles import Roles, Sampler, World, build_engine, build_learner
+from gcore_llm.watched import Watched
 
 if TYPE_CHECKING:
     from gcore_llm.prometheus import PrometheusExporter
@@ -27,6 +30,8 @@ class Inputs:
     prompts: PromptSets
     rewards: Rewards
     world: World | None
+    devices: DeviceTimers
+    """What the rewards note their work with."""
     prometheus: "PrometheusExporter | None" = None
 
 
@@ -93,7 +98,8 @@ class InlineServices:
     async def start(cls, inputs: Inputs, model: Path, checkpoints: Path) -> Self:
         """Load the model for every role that needs it."""
         # vLLM sets process-wide state as it starts, so it comes first.
-        policy = await build_engine(inputs.config, model, inputs.tokenizer)
+        watched = Watched(devices=inputs.devices, logs=logs_of(checkpoints))
+        policy = await build_engine(inputs.config, model, inputs.tokenizer, watched=watched)
         try:
             learner = build_learner(inputs.config, model, checkpoints)
         except BaseException:
@@ -105,6 +111,7 @@ class InlineServices:
             comparison=inputs.rewards.comparison,
             tokenizer=inputs.tokenizer,
             world=inputs.world,
+            devices=inputs.devices,
         )
         return cls(inputs.config, sampler, learner)
 
@@ -115,7 +122,8 @@ class InlineServices:
 
     async def run(self, job: Job, recorder: Recorder) -> None:
         """See `Services.run`."""
-        shared = sharing(self.learner, rlhf_program(job, recorder))
+        num_ranks = job.config.trainer.num_processes
+        shared = sharing(self.learner, rlhf_program(job, recorder), num_ranks=num_ranks)
 
         async def program(ctx: Context[Sampler]) -> None:
             self._timers[ctx.rank] = ctx.timer
@@ -140,10 +148,17 @@ class InlineServices:
             await self._sampler.policy.close()
 
 
-def sharing(learner: Learner, program: Program[Roles, None]) -> Callable[[Context[Sampler]], Coroutine[Any, Any, None]]:
-    """The program, on controllers that all have one sampler and one learner."""
+def sharing(
+    learner: Learner, program: Program[Roles, None], *, num_ranks: int = 0
+) -> Callable[[Context[Sampler]], Coroutine[Any, Any, None]]:
+    """The program, on controllers that all have one sampler and one learner.
+
+    Args:
+        num_ranks: of the learner, whose work is noted.
+    """
 
     async def run(ctx: Context[Sampler]) -> None:
-        await program(ctx.with_roles(Roles(**vars(ctx.roles), learner=SharedLearner(learner, ctx.group))))
+        part = SharedLearner(learner, ctx.group, ctx.roles.devices, num_ranks=num_ranks)
+        await program(ctx.with_roles(Roles(**vars(ctx.roles), learner=part)))
 
     return run

@@ -3,20 +3,21 @@
 import asyncio
 import shutil
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gcore_ckpt import Checkpointer
 from gcore_llm.config import TrainConfig
+from gcore_llm.devices import DeviceTimers
 from gcore_llm.display import Display
 from gcore_llm.engines import check_servers
 from gcore_llm.errors import RankError, UserError
 from gcore_llm.exchange import workload_of
 from gcore_llm.learner import SavedLearner
 from gcore_llm.logs import log_to
-from gcore_llm.metrics import MetricsWriter
+from gcore_llm.metrics import MetricsWriter, metrics_server
 from gcore_llm.program import Job, is_evaluation_due
 from gcore_llm.prompts import PromptSets, load_files
 from gcore_llm.recorder import Present, RunRecorder
@@ -29,9 +30,7 @@ from gcore_llm.settings import resolve
 from gcore_llm.tasks import load_task
 from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
 from gcore_llm.warmup import require_worked_examples, warm_up
-
-if TYPE_CHECKING:
-    from gcore_llm.prometheus import PrometheusExporter
+from gcore_llm.watched import Watched
 
 _MAX_LOSSES = 5
 """So many times in a row services may die without a step made in between."""
@@ -75,26 +74,26 @@ def train(config: TrainConfig, display: Display) -> Result:
 
         check_cluster(config)
     # One event loop for all of it: a user's async reward may keep what belongs to the loop of its first call.
-    with _exporter(config) as prometheus, asyncio.Runner() as runner:
-        rewards = runner.run(Rewards.start(config))
+    host, port = config.trainer.prometheus_host, config.trainer.prometheus_port
+    with metrics_server(run=config.name, port=port, host=host) as prometheus, asyncio.Runner() as runner:
+        devices = DeviceTimers()
+        rewards = runner.run(Rewards.start(config, watched=Watched(devices=devices)))
         try:
             runner.run(_try_rewards(rewards, prompts))
             world = build_world(config, tokenizer, rewards.runner)
             inputs = Inputs(
-                config=config, tokenizer=tokenizer, prompts=prompts, rewards=rewards, world=world, prometheus=prometheus
+                config=config,
+                tokenizer=tokenizer,
+                prompts=prompts,
+                rewards=rewards,
+                world=world,
+                devices=devices,
+                prometheus=prometheus,
             )
             run = _run_with(inputs, runner, display)
         finally:
             runner.run(rewards.close())
     return _finish(run)
-
-
-def _exporter(config: TrainConfig) -> "AbstractContextManager[PrometheusExporter | None]":
-    if not config.trainer.prometheus_port:
-        return nullcontext()
-    from gcore_llm.prometheus import PrometheusExporter
-
-    return PrometheusExporter(run=config.name, port=config.trainer.prometheus_port, host=config.trainer.prometheus_host)
 
 
 def _check_policy_servers(config: TrainConfig) -> None:

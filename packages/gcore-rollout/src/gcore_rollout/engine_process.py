@@ -65,7 +65,7 @@ class EngineProcess(ForwardingEngine):
 
     When the process dies, every call in flight raises `EngineDiedError`, after the completions that arrived; so does
     every later one. It ends when this process does, however that ends, and leaves nothing behind. One that says nothing
-    for ``heartbeat_timeout_s`` is killed. Bound to the event loop that it was started in, and ended with it. Linux only.
+    for ``heartbeat_timeout_s`` is killed. Bound to the event loop that it was started in, and ends with it. Linux only.
 
     Attributes:
         pid: The process's number.

@@ -88,9 +88,9 @@ class _Recorder:
         pass
 
     async def stepped(
-        self, step: int, metrics: dict[str, float], spans: list[list[Span]], sampled: list[list[Span]]
+        self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
     ) -> None:
-        del step, spans, sampled
+        del step, spans, devices
         self._metrics = metrics
 
     async def reached(self, step: int, controllers: list[State]) -> None:

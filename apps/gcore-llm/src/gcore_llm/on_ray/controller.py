@@ -2,13 +2,14 @@
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gcore_controller import Context, Span
+from gcore_llm.devices import DeviceTimers
 from gcore_llm.evaluate import Evaluation
 from gcore_llm.exchange import sample_flops
 from gcore_llm.logs import log_to
@@ -18,6 +19,7 @@ from gcore_llm.program import Job, rlhf_program
 from gcore_llm.rewards import Rewards
 from gcore_llm.roles import Roles, build_world
 from gcore_llm.sampling import State
+from gcore_llm.watched import Watched
 from gcore_rollout import Engine
 from gcore_rollout.ray_engine import RayEngine
 from gcore_rollout.replicas import EngineReplicas
@@ -56,13 +58,15 @@ def controller_program(job: Job) -> Callable[[Context[Handles]], Awaitable[None]
         log_to(ctx.roles.logs, "controller", ctx.rank, redirect=True)
         config = job.config
         torch.set_num_threads(max(1, config.threads // ctx.world_size))
-        own = ctx.roles.engines[ctx.rank :: ctx.world_size]
-        judges = ctx.roles.judges
-        judges = judges[ctx.rank % len(judges) :: ctx.world_size] if judges else []
-        judge = await _connected(judges, start_timeout_s=config.ray.timeout_s) if judges else None
+        devices = DeviceTimers()
+        connected = partial(_connected, devices, start_timeout_s=config.ray.timeout_s)
+        own = dict(list(enumerate(ctx.roles.engines))[ctx.rank :: ctx.world_size])
+        judges = dict(enumerate(ctx.roles.judges))
+        judges = dict(list(judges.items())[ctx.rank % len(judges) :: ctx.world_size]) if judges else {}
+        judge = await connected("judge", judges) if judges else None
         rewards = await Rewards.start(config, judge=judge)
         try:
-            policy = await _connected(own, start_timeout_s=config.ray.timeout_s)
+            policy = await connected("engine", own)
             try:
                 roles = Roles(
                     policy=policy,
@@ -72,8 +76,9 @@ def controller_program(job: Job) -> Callable[[Context[Handles]], Awaitable[None]
                     world=build_world(config, ctx.roles.tokenizer, rewards.runner),
                     policy_slots=len(own) * config.rollout.max_num_seqs,
                     learner=RanksPart(
-                        ctx.roles.ranks, ctx.group, cost_of=lambda batch: sample_flops(job.workload, batch)
+                        ctx.roles.ranks, ctx.group, devices, cost_of=lambda batch: sample_flops(job.workload, batch)
                     ),
+                    devices=devices,
                     owns_process=True,
                 )
                 await rlhf_program(job, _Reports(ctx.report))(ctx.with_roles(roles))
@@ -85,11 +90,17 @@ def controller_program(job: Job) -> Callable[[Context[Handles]], Awaitable[None]
     return program
 
 
-async def _connected(actors: Sequence[Any], *, start_timeout_s: float) -> Engine:
-    """The engines of some actors as one; an engine that dies is connected to again when Ray has started it anew."""
-    connect = partial(RayEngine.connect, start_timeout_s=start_timeout_s)
-    clients = await asyncio.gather(*(connect(actor) for actor in actors))
-    of_client = {id(client): actor for client, actor in zip(clients, actors, strict=True)}
+async def _connected(
+    devices: DeviceTimers, role: Literal["engine", "judge"], actors: Mapping[int, Any], *, start_timeout_s: float
+) -> Engine:
+    """The engines of some actors, by number, as one; one that dies is connected to again after Ray has restarted it."""
+    watched = Watched(role=role, devices=devices)
+
+    async def connect(number: int) -> Engine:
+        return watched.timed(await RayEngine.connect(actors[number], start_timeout_s=start_timeout_s), number)
+
+    clients = await asyncio.gather(*map(connect, actors))
+    of_client = {id(client): number for client, number in zip(clients, actors, strict=True)}
     replaced: set[int] = set()
 
     async def again() -> Engine:
@@ -127,9 +138,9 @@ class _Reports:
         await self._report(Report("updating", ()))
 
     async def stepped(
-        self, step: int, metrics: dict[str, float], spans: list[list[Span]], sampled: list[list[Span]]
+        self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
     ) -> None:
-        await self._report(Report("stepped", (step, metrics, spans, sampled)))
+        await self._report(Report("stepped", (step, metrics, spans, devices)))
 
     async def reached(self, step: int, controllers: list[State]) -> None:
         await self._report(Report("reached", (step, controllers)))

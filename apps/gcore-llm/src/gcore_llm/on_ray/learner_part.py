@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from gcore_controller import Collectives
 from gcore_controller.ray_runtime import put
+from gcore_llm.devices import DeviceTimers, rank_name
 from gcore_llm.exchange import deal
 from gcore_llm.learner import Role
 from gcore_llm.on_ray.training_ranks import RankHandles
@@ -22,12 +23,16 @@ class RanksPart:
     their controllers have put them.
 
     Args:
+        devices: what notes when the ranks that this controller asks work.
         cost_of: simulated work of a micro-batch, in any unit.
     """
 
-    def __init__(self, ranks: RankHandles, group: Collectives, *, cost_of: Callable[[MicroBatch], float]) -> None:
+    def __init__(
+        self, ranks: RankHandles, group: Collectives, devices: DeviceTimers, *, cost_of: Callable[[MicroBatch], float]
+    ) -> None:
         self._ranks = ranks
         self._group = group
+        self._devices = devices
         self._cost_of = cost_of
 
     @property
@@ -56,7 +61,8 @@ class RanksPart:
             rank: self._ranks.actors[rank].export_weights.remote(is_kept=rank == 0)
             for rank in range(self._group.rank, len(self._ranks.actors), self._group.world_size)
         }
-        exported = await self._ranks.ask(exports)
+        with self._devices.stage("sync", *map(rank_name, exports)):
+            exported = await self._ranks.ask(exports)
         references = await self._group.broadcast(exported.get(0))
         # A run that went back to an earlier step has engines with later weights.
         await policy.update_weights(references, version=max(version, newest + 1))
@@ -96,5 +102,7 @@ class RanksPart:
             for replica, ranks in ranks_of.items()
             for rank in ranks
         }
-        answers = await self._ranks.ask(calls)
+        stage = "train" if method == "train_step" else "prepare"
+        with self._devices.stage(stage, *map(rank_name, calls)):
+            answers = await self._ranks.ask(calls)
         return {replica: answers[ranks[0]] for replica, ranks in ranks_of.items()}, parts, owners

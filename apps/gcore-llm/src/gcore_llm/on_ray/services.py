@@ -207,7 +207,7 @@ class RayServices:
             scheduling_strategy="SPREAD",
         )
 
-    async def _while_room_lasts(self, work: Coroutine[Any, Any, None | list[None]]) -> None:
+    async def _while_room_lasts(self, work: Coroutine[Any, Any, list[None] | None]) -> None:
         """
         Raises:
             RoomChangedError: nodes were lost, so that not all processes have a place any more.

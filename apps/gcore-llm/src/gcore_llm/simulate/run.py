@@ -147,9 +147,9 @@ class _Recorder:
         """No one interrupts."""
 
     async def stepped(
-        self, step: int, metrics: dict[str, float], spans: list[list[Span]], sampled: list[list[Span]]
+        self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
     ) -> None:
-        del spans, sampled
+        del spans, devices
         with self.meter.paused():
             step_s = metrics["timing_s/step"]
             figures = StepFigures(

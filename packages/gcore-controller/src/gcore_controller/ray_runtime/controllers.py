@@ -1,0 +1,219 @@
+"""All controllers of a run, as whoever starts it sees them."""
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from contextlib import suppress
+from typing import Any, Self, TypeVar
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from gcore_controller.context import Program, Reported, ResultT, RolesT, unheard
+from gcore_controller.errors import ClusterError
+from gcore_controller.ray_runtime.calls import answers_of_all
+from gcore_controller.ray_runtime.controller_actor import ControllerActor
+from gcore_controller.ray_runtime.resources import check_capacity, free_resources
+
+T = TypeVar("T")
+
+_END_TIMEOUT_S = 10.0
+
+
+async def run_ray(
+    program: Program[RolesT, ResultT],
+    *,
+    roles: RolesT,
+    world_size: int = 1,
+    num_cpus: float = 1.0,
+    resources: Mapping[str, float] | None = None,
+    timeout_s: float | None = None,
+    start_timeout_s: float = 120.0,
+    address: str | None = None,
+    reported: Reported = unheard,
+) -> list[ResultT]:
+    """Run ``program`` on ``world_size`` controllers, spread over the nodes of a Ray cluster.
+
+    See `RayControllers.start` and `RayControllers.run` for arguments, results and errors.
+    """
+    controllers = await RayControllers.start(
+        world_size=world_size,
+        num_cpus=num_cpus,
+        resources=resources,
+        start_timeout_s=start_timeout_s,
+        address=address,
+    )
+    try:
+        return await controllers.run(program, roles=roles, timeout_s=timeout_s, reported=reported)
+    finally:
+        await controllers.close()
+
+
+class RayControllers:
+    """Controllers on the nodes of a Ray cluster, which run one program after another; made by `start`.
+
+    Attributes:
+        world_size: How many there are.
+    """
+
+    def __init__(self, room: Any, bundle: Mapping[str, float], *, world_size: int, start_timeout_s: float) -> None:
+        self.world_size = world_size
+        self._room = room
+        self._bundle = dict(bundle)
+        self._start_timeout_s = start_timeout_s
+        self._controllers: list[Any] = [None] * world_size
+        self._num_runs = 0
+        self._disconnects = False
+
+    @classmethod
+    async def start(
+        cls,
+        *,
+        world_size: int = 1,
+        num_cpus: float = 1.0,
+        resources: Mapping[str, float] | None = None,
+        start_timeout_s: float = 120.0,
+        address: str | None = None,
+    ) -> Self:
+        """Find room for the controllers.
+
+        Args:
+            world_size: how many.
+            num_cpus: that each controller reserves.
+            resources: that each controller reserves besides, by Ray's names.
+            start_timeout_s: how long it may take until there is room for all controllers, and then, at every run, until
+                they are there.
+            address: of the cluster, as `ray.init` takes it; default: the one that this process is connected to, the one
+                that RAY_ADDRESS names, or a new one on this machine, until `close`.
+
+        Raises:
+            ClusterError: there are too few resources, or they are not free in time.
+        """
+        if world_size < 1:
+            raise ValueError(f"world_size is {world_size}: at least 1 is needed")
+        was_connected = ray.is_initialized()
+        if not was_connected:
+            ray.init(address=address)
+        try:
+            bundle = {"CPU": num_cpus, **(resources or {})}
+            check_capacity(bundle, world_size)
+            room = placement_group([bundle] * world_size, strategy="SPREAD")
+            controllers = cls(room, bundle, world_size=world_size, start_timeout_s=start_timeout_s)
+            controllers._disconnects = not was_connected
+            try:
+                what = f"{world_size} controllers, each with {bundle}, found no room"
+                await _in_time(room.ready(), start_timeout_s, what)
+            except BaseException:
+                remove_placement_group(room)
+                raise
+        except BaseException:
+            if not was_connected:
+                ray.shutdown()
+            raise
+        return controllers
+
+    async def run(
+        self,
+        program: Program[RolesT, ResultT],
+        *,
+        roles: RolesT,
+        timeout_s: float | None = None,
+        reported: Reported = unheard,
+    ) -> list[ResultT]:
+        """Run a program on every controller; those that have died before are replaced first, and the others kept.
+
+        Args:
+            program: a function that Ray can pickle, as it can closures and what modules on every node hold.
+            roles: pickled, too: handles of services, rather than services.
+            timeout_s: how long the whole run may take; None: as long as it takes.
+            reported: called here with the rank and the value of every `Context.report`, one of a controller at a time.
+
+        Returns:
+            each controller's result, by rank.
+
+        Raises:
+            ClusterError: controllers do not start.
+            ControllerDiedError: a controller's process or node was lost; it says which, where, and of what.
+            DeadlineError: the run took longer; it says in which stage each controller was.
+            Exception: the first controller's error, as it was raised there, with a note that tells where; or what
+                ``reported`` raised.
+        """
+        self._num_runs += 1
+        names = [f", {name}," for name in await self._meet()]
+        controllers = list(self._controllers)
+        packed = ray.put((program, roles))
+        hearings = [asyncio.create_task(_hear(c, rank, reported)) for rank, c in enumerate(controllers)]
+        running = asyncio.create_task(
+            answers_of_all(
+                [c.run.remote(packed) for c in controllers], names=names, timeout_s=timeout_s, controllers=controllers
+            )
+        )
+        try:
+            await asyncio.wait([running, *hearings], return_when=asyncio.FIRST_COMPLETED)
+            for hearing in hearings:
+                if hearing.done():
+                    hearing.result()
+            return await running
+        finally:
+            running.cancel()
+            for hearing in hearings:
+                hearing.cancel()
+            await asyncio.gather(running, *hearings, return_exceptions=True)
+            await self._end_programs()
+
+    async def stages(self) -> list[str | None]:
+        """The stage that each controller is in now; None of one that is in none, or does not answer."""
+        calls = (asyncio.ensure_future(c.stage.remote()) for c in self._controllers if c is not None)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        return [None if isinstance(answer, BaseException) else answer for answer in answers]
+
+    async def close(self) -> None:
+        """End all processes."""
+        for controller in self._controllers:
+            if controller is not None:
+                ray.kill(controller)
+        remove_placement_group(self._room)
+        if self._disconnects:
+            ray.shutdown()
+
+    async def _meet(self) -> list[str]:
+        """Make the controllers that are missing, and let all know each other; where each is."""
+        make: Any = ray.remote(ControllerActor)
+        for rank, controller in enumerate(self._controllers):
+            if controller is None:
+                place = PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=rank)
+                others = {name: amount for name, amount in self._bundle.items() if name != "CPU"}
+                options = {"num_cpus": self._bundle["CPU"], "resources": others, "scheduling_strategy": place}
+                self._controllers[rank] = make.options(**options).remote(rank, self.world_size)
+        calls = [c.meet.remote(self._controllers, self._num_runs) for c in self._controllers]
+        # One that dies on the way here has no place yet.
+        meeting = answers_of_all(calls, names=[""] * self.world_size)
+        return await _in_time(meeting, self._start_timeout_s, f"{self.world_size} controllers did not all start")
+
+    async def _end_programs(self) -> None:
+        """Have programs that still run clean up; a controller that cannot is done without."""
+        ends = [asyncio.ensure_future(controller.end.remote()) for controller in self._controllers]
+        await asyncio.wait(ends, timeout=_END_TIMEOUT_S)
+        for rank, end in enumerate(ends):
+            if not end.done() or end.exception():
+                end.add_done_callback(lambda done: done.cancelled() or done.exception())
+                ray.kill(self._controllers[rank])
+                self._controllers[rank] = None
+
+
+async def _hear(controller: Any, rank: int, reported: Reported) -> None:
+    """Hand on what a controller reports, until it has died."""
+    with suppress(RayActorError):
+        while True:
+            number, value = await controller.next_report.remote()
+            await reported(rank, value)
+            await controller.heard.remote(number)
+    await asyncio.get_running_loop().create_future()  # the run's own error tells of it
+
+
+async def _in_time(work: Awaitable[T], timeout_s: float, what: str) -> T:
+    try:
+        return await asyncio.wait_for(asyncio.ensure_future(work), timeout_s)
+    except TimeoutError:
+        raise ClusterError(f"{what} within {timeout_s} s: free are {free_resources()}") from None
