@@ -26,7 +26,7 @@ from gcore_bench.controller.scaling import ScalingRow, run_sizes
 from gcore_bench.controller.services import BenchWorker, Sample
 from gcore_bench.controller.summary import aims, dispatch_rows
 from gcore_bench.controller.table import dispatch_table
-from gcore_bench.controller.workload import FeatureMaker, Payload, by_index, check_read, checksum
+from gcore_bench.controller.workload import FeatureMaker, Features, Payload, by_index, check_read, checksum
 from gcore_bench.grpo.errors import BenchError
 from gcore_bench.trainer.figures import Run
 from gcore_controller import run_inline
@@ -36,11 +36,17 @@ PAYLOAD = Payload.of(nbytes=1 << 16, num_samples=16, seed=0)
 MB = 2.0**20
 
 
+def made_by(maker: FeatureMaker, index: int) -> Features:
+    features = np.empty_like(maker.base)
+    maker.fill(index, features)
+    return features
+
+
 def test_features_have_the_size_that_was_asked_for_and_differ() -> None:
     assert PAYLOAD.nbytes == 1 << 16
     assert Payload.of(nbytes=1000, num_samples=3, seed=0).num_floats % 2 == 0
     maker = FeatureMaker.of(PAYLOAD)
-    made = [maker.make(index) for index in range(PAYLOAD.num_samples)]
+    made = [made_by(maker, index) for index in range(PAYLOAD.num_samples)]
     assert len({checksum(features) for features in made}) == PAYLOAD.num_samples
     np.testing.assert_array_equal(made[3], np.linspace(1, 2, PAYLOAD.num_floats, dtype=np.float32) * np.float32(4))
     assert PAYLOAD.parts(4) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
@@ -49,7 +55,7 @@ def test_features_have_the_size_that_was_asked_for_and_differ() -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3, -1])
 def test_any_byte_that_differs_changes_the_sum(place: int) -> None:
-    features = FeatureMaker.of(PAYLOAD).make(1)
+    features = made_by(FeatureMaker.of(PAYLOAD), 1)
     before = checksum(features)
     features.view(np.uint8)[place] ^= 1
     assert checksum(features) != before

@@ -46,8 +46,10 @@ class BenchWorker:
         """Samples whose features lie in the object store."""
         maker = FeatureMaker.of(payload)
         samples: list[Sample] = []
+        # What is put is copied, so that one memory does for all.
+        features = np.empty_like(maker.base)
         for index in indices:
-            features = maker.make(index)
+            maker.fill(index, features)
             sample = Sample(
                 index=index,
                 length=payload.length(index),

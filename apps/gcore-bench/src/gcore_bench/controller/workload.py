@@ -63,12 +63,6 @@ class FeatureMaker:
         """Write the features of a sample to ``out``, [num_floats]."""
         np.multiply(self.base, np.float32(1 + index), out=out)
 
-    def make(self, index: int) -> Features:
-        """The features of a sample, in new memory."""
-        features = np.empty_like(self.base)
-        self.fill(index, features)
-        return features
-
 
 def checksum(features: Features) -> int:
     """Of all bytes, in 64 bits with their carry dropped."""
