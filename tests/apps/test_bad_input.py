@@ -49,6 +49,7 @@ def write(cli: Cli, name: str, text: str) -> str:
         (["--actor.router-replay", "R2"], "algorithm.old_log_probs is 'rollout': 'trainer' is needed, whose pass"),
         (["--algorithm.overlong.buffer-len", "9"], "at most data.max_response_length=8 is needed"),
         (["--actor.optim.min-lr-ratio", "2"], "min_lr_ratio is 2.0: a number in [0, 1] is needed"),
+        (["--placement.strategy", "dynamic"], "placement.strategy is 'dynamic', runtime is 'inline' and"),
         (["--device", "cuda:99"], "device is 'cuda:99': this machine has "),
         (["--device", "gpu"], "device is 'gpu': cpu, cuda, cuda:NUMBER or auto is needed"),
     ],

@@ -1,5 +1,9 @@
 """What every split must be, whatever the costs."""
 
+import math
+from random import Random
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,10 +22,6 @@ def makespan(costs: NDArray[np.float64], parts: list[NDArray[np.intp]]) -> float
     return max(float(costs[part].sum()) for part in parts)
 
 
-def round_robin(num_items: int, num_parts: int) -> list[NDArray[np.intp]]:
-    return [np.arange(part, num_items, num_parts) for part in range(num_parts)]
-
-
 def lognormal(seed: int, num_items: int) -> NDArray[np.float64]:
     return np.random.default_rng(seed).lognormal(6.5, 1.0, num_items).clip(16, 32768).round()
 
@@ -34,7 +34,7 @@ def check_split(costs: NDArray[np.float64], parts: list[NDArray[np.intp]], num_p
         assert (np.diff(part) > 0).all()
     assert sum(not len(part) for part in parts) == max(0, num_parts - len(costs))
     if len(costs):
-        assert makespan(costs, parts) <= makespan(costs, round_robin(len(costs), num_parts)) * (1 + 1e-12)
+        assert makespan(costs, parts) <= (costs / num_parts).sum() * (1 + 1e-12) + costs.max()
 
 
 @given(costs=costs_lists, num_parts=part_counts)
@@ -62,13 +62,62 @@ def test_bounded_counts(costs: list[float], num_parts: int, slack: int) -> None:
     assert max(len(part) for part in parts) <= max_count
 
 
-@pytest.mark.parametrize("equal_count", [False, True])
-@pytest.mark.parametrize("seed", range(5))
-def test_the_order_of_items_does_not_change_what_is_achieved(seed: int, equal_count: bool) -> None:
-    costs = lognormal(seed, 160)
-    shuffled = np.random.default_rng(seed).permutation(costs)
-    achieved = makespan(costs, balance(costs, 8, equal_count=equal_count))
-    assert achieved == makespan(shuffled, balance(shuffled, 8, equal_count=equal_count))
+@given(
+    costs=costs_lists,
+    num_parts=part_counts,
+    order=st.randoms(use_true_random=False),
+    kind=st.sampled_from(["free", "equal", "bounded", "within"]),
+)
+def test_the_order_of_items_does_not_matter(costs: list[float], num_parts: int, order: Random, kind: str) -> None:
+    if kind == "equal":
+        costs = costs[: len(costs) // num_parts * num_parts]
+    shuffled = order.sample(costs, len(costs))
+
+    def shares(items: list[float]) -> list[list[float]]:
+        weights = [1 + round(math.log1p(cost)) % 7 for cost in items]
+        options: dict[str, Any] = {
+            "free": {},
+            "equal": {"equal_count": True},
+            "bounded": {"max_count": len(items) // num_parts + 1},
+            "within": {"weights": weights, "capacity": 2 * sum(weights) / num_parts + 7},
+        }[kind]
+        return [sorted(np.array(items)[part].tolist()) for part in balance(items, num_parts, **options)]
+
+    assert shares(costs) == shares(shuffled)
+
+
+@given(
+    items=st.lists(st.tuples(st.floats(min_value=0, max_value=1e6), st.integers(0, 20)), max_size=40),
+    num_parts=part_counts,
+    slack=st.floats(min_value=0, max_value=10),
+)
+def test_no_part_exceeds_the_capacity(items: list[tuple[float, int]], num_parts: int, slack: float) -> None:
+    """With room for the largest weight beyond the mean, longest first by weight always fits."""
+    costs, weights = np.array(items, dtype=np.float64).reshape(-1, 2).T
+    capacity = weights.sum() / num_parts + weights.max(initial=1.0) + slack
+    parts = balance(costs, num_parts, weights=weights, capacity=capacity)
+    assert sorted(index for part in parts for index in part.tolist()) == list(range(len(costs)))
+    assert max(weights[part].sum() for part in parts) <= capacity
+    if len(costs):
+        assert sum(not len(part) for part in parts) == max(0, num_parts - len(costs))
+
+
+def test_memory_is_capped_at_little_cost() -> None:
+    lengths = lognormal(0, 4096)
+    flops = lengths * (24576 + lengths)
+    free = balance(flops, 32)
+    capacity = lengths.sum() / 32 * 1.001
+    capped = balance(flops, 32, weights=lengths, capacity=capacity)
+    assert max(lengths[part].sum() for part in free) > capacity
+    assert max(lengths[part].sum() for part in capped) <= capacity
+    assert makespan(flops, capped) <= flops.sum() / 32 * 1.02
+
+
+def test_a_tight_packing_is_found_by_weight() -> None:
+    # Longest first would put the two light sequences together, and the heavy ones beside them would not fit.
+    weights = [6.0, 6.0, 5.0, 5.0, 4.0, 4.0]
+    parts = balance([0, 0, 9, 9, 9, 9], 3, weights=weights, capacity=10)
+    assert [sum(weights[index] for index in part.tolist()) for part in parts] == [10, 10, 10]
 
 
 @pytest.mark.parametrize("equal_count", [False, True])
@@ -117,9 +166,21 @@ def test_one_long_sequence_among_many_short(equal_count: bool) -> None:
         ([1.0, 2.0], 2, {"equal_count": True, "max_count": 1}, "max_count must be None with equal_count=True"),
         ([1.0, 2.0, 3.0], 2, {"max_count": 1}, "max_count must be at least 2 for 3 costs in 2 parts, got 1"),
         ([1.0], 2, {"max_count": 0}, "max_count must be an integer of at least 1, got 0"),
+        ([1.0], 2, {"weights": [1.0]}, "weights and capacity go together: capacity is missing"),
+        ([1.0], 2, {"capacity": 1.0}, "weights and capacity go together: weights is missing"),
+        ([1.0, 2.0], 2, {"weights": [1.0], "capacity": 1.0}, "2 costs, got 1 weights"),
+        (
+            [1.0],
+            2,
+            {"weights": [2.0], "capacity": 1.0},
+            r"capacity must be at least 2\.0, the largest weight, got 1\.0",
+        ),
+        ([1.0], 2, {"weights": [-2.0], "capacity": 1.0}, r"weights\[0\] must be finite and at least 0"),
+        ([1.0], 2, {"weights": [2.0], "capacity": 0}, "capacity must be a finite number above 0, got 0"),
+        ([1.0, 1.0, 1.0], 2, {"weights": [2.0] * 3, "capacity": 3.0}, r"at least 4\.0 for weights of 6\.0 together"),
+        ([1.0], 2, {"weights": [1.0], "capacity": 1.0, "max_count": 1}, "capacity must be None with equal_count or"),
     ],
 )
-def test_wrong_input_is_refused(costs: ArrayLike, num_parts: int, options: dict[str, int], message: str) -> None:
-    equal_count, max_count = bool(options.get("equal_count", False)), options.get("max_count")
+def test_wrong_input_is_refused(costs: ArrayLike, num_parts: int, options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlacementError, match=message):
-        balance(costs, num_parts, equal_count=equal_count, max_count=max_count)
+        balance(costs, num_parts, **options)

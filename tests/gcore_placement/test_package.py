@@ -17,7 +17,8 @@ def run(program: str) -> str:
 
 
 def test_the_readme_example_runs() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    examples = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    (example,) = (text for text in examples if "balance(" in text)
     assert "slowest / mean = 1.0000" in run(example)
 
 

@@ -95,7 +95,7 @@ def test_a_missing_key_is_named(key: str) -> None:
         ({"head_dim": True}, "head_dim must be an integer"),
         ({"num_key_value_heads": 3}, r"num_key_value_heads must be a divisor of num_attention_heads \(4\), got 3"),
         ({"hidden_size": 66}, r"hidden_size \(66\) is not a multiple of num_attention_heads \(4\): give 'head_dim'"),
-        ({"num_experts": 128}, "num_experts must be absent"),
+        ({"n_routed_experts": 256}, "n_routed_experts must be absent"),
     ],
 )
 def test_a_wrong_config_is_refused(changed: dict[str, object], message: str) -> None:

@@ -39,6 +39,7 @@ CHECKED_ELSEWHERE = {
     r"(uv run )?gcore-bench trainer( --.*)?": "tests/apps/test_bench_trainer.py::test_bench_measures_the_trainer",
     r"(uv run )?gcore-bench rollout( --.*)?": "tests/apps/test_bench_rollout.py::test_bench_measures_rollouts",
     r"(uv run )?gcore-bench controller( --.*)?": "tests/apps/test_bench_controller.py::test_bench_measures_controllers",
+    r"(uv run )?gcore-bench placement( --.*)?": "tests/apps/test_bench_placement.py::test_bench_measures_the_balancer",
 }
 """Commands that are not run here, and what runs them: the CI script, which holds the very words, or a test."""
 
@@ -63,7 +64,7 @@ CHECKED_CLOSELY = {
 RUN_HERE = (
     r"(uv run )?"
     r"(gcore-llm (train|sft|reward-model|dpo|sample|eval|report|logs)|"
-    r"gcore-ckpt|gcore-placement plan|torchrun|python|cat|head|ls|mkdir|tensorboard --help)\b.*"
+    r"gcore-ckpt|gcore-placement (plan|simulate)|torchrun|python|cat|head|ls|mkdir|tensorboard --help)\b.*"
 )
 
 ADVICE = (

@@ -21,6 +21,7 @@ commands:
   trainer     training steps, log-probabilities and long sequences under gcore-trainer, beside TRL's and verl's losses
   rollout     generation, new weights and sandboxed programs under gcore-rollout, beside bare vLLM and transformers
   controller  large payloads under gcore-controller beside verl's single driver, and its load in simulated clusters
+  placement   long-tailed sequences shared out over ranks by gcore-placement, beside verl and random
 
 gcore-bench COMMAND --help documents every option.
 """
@@ -102,6 +103,15 @@ def _controller(args: Sequence[str]) -> None:
     run(options, _console())
 
 
+def _placement(args: Sequence[str]) -> None:
+    from gcore_bench.placement.options import PlacementOptions
+
+    options = tyro.cli(PlacementOptions, args=args, prog="gcore-bench placement")
+    from gcore_bench.placement.command import run
+
+    run(options, _console())
+
+
 def _console() -> Console:
     # A table is not worth much folded into 80 columns, which is what rich assumes of a file or a pipe.
     return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
@@ -113,6 +123,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "trainer": _trainer,
     "rollout": _rollout,
     "controller": _controller,
+    "placement": _placement,
 }
 
 if __name__ == "__main__":

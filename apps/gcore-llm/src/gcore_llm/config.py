@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gcore_llm.errors import UserError, check_at_least
+from gcore_llm.placement_config import PlacementConfig
 from gcore_llm.ray_config import RayConfig
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_llm.rollout_config import RolloutConfig
@@ -263,6 +264,7 @@ class TrainConfig:
     """Of the engine's weights and of all activations; the weights in training are float32."""
     task: TaskConfig = field(default_factory=TaskConfig)
     ray: RayConfig = field(default_factory=RayConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     data: DataConfig = field(default_factory=DataConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -306,6 +308,12 @@ class TrainConfig:
             )
         if self.runtime == "ray":
             self._check_ray()
+        if self.placement.strategy == "dynamic" and (self.runtime != "ray" or not self.num_ray_judges):
+            raise UserError(
+                f"placement.strategy is 'dynamic', runtime is {self.runtime!r} and reward_model.kind is "
+                f"{self.reward_model.kind!r}: engines move between the policy and a judge, for which 'ray' and "
+                "a judge that is not on servers are needed"
+            )
         if self.data.image_key:
             self._check_images()
         if self.data.train_files and self.task.name:

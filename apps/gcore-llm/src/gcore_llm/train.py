@@ -70,7 +70,7 @@ def train(config: TrainConfig, display: Display) -> Result:
         tokenizer = tiny_tokenizer()
     prompts = load_prompts(config, tokenizer)
     if config.runtime == "ray":
-        from gcore_llm.on_ray.services import check_cluster
+        from gcore_llm.on_ray.cluster import check_cluster
 
         check_cluster(config)
     # One event loop for all of it: a user's async reward may keep what belongs to the loop of its first call.

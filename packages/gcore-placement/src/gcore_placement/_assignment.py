@@ -14,12 +14,19 @@ def sum_per_part(part_of: NDArray[np.intp], amounts: NDArray[np.float64], num_pa
     return np.asarray(np.bincount(part_of, weights=amounts, minlength=num_parts), dtype=np.float64)
 
 
+def by_part(part_of: NDArray[np.intp], num_parts: int) -> NDArray[np.intp]:
+    """Items sorted by their part, ties by index."""
+    # Two bytes are sorted by radix, many times as fast.
+    keys = part_of.astype(np.uint16) if num_parts <= 1 << 16 else part_of
+    return np.argsort(keys, kind="stable")
+
+
 @dataclass(kw_only=True)
 class Assignment:
     """Items in parts, mutable: `apply` keeps `part_of`, `loads` and `filled` in step.
 
     Attributes:
-        costs: [num_items], in [0, 1], which lets a part's number and a cost share one sort key.
+        costs: [num_items], falling, in [0, 1], which lets a part's number and a cost share one sort key.
         weights: [num_items], what an item takes of its part's capacity.
         capacity: bound on the summed weights of each part.
         part_of: [num_items], the part of each item.
@@ -44,14 +51,12 @@ class Assignment:
         capacity: float,
         num_parts: int,
     ) -> "Assignment":
-        # Summed in order of cost, so that the rounding does not depend on the order in which items were given.
-        order = np.argsort(costs, kind="stable")
         return cls(
             costs=costs,
             weights=weights,
             capacity=capacity,
             part_of=part_of,
-            loads=sum_per_part(part_of[order], costs[order], num_parts),
+            loads=sum_per_part(part_of, costs, num_parts),
             filled=sum_per_part(part_of, weights, num_parts),
         )
 
@@ -60,11 +65,30 @@ class Assignment:
         """The load of the heaviest part."""
         return float(self.loads.max())
 
-    def parts(self) -> list[NDArray[np.intp]]:
-        """The items of each part, ascending."""
-        order = np.argsort(self.part_of, kind="stable")
+    def parts(self, index_of: NDArray[np.intp]) -> list[NDArray[np.intp]]:
+        """The items of each part by their caller's index `index_of` [num_items], ascending."""
+        part_of = np.empty_like(self.part_of)
+        part_of[index_of] = self.part_of
+        counts = np.bincount(part_of, minlength=len(self.loads))
+        return np.split(by_part(part_of, len(self.loads)), np.cumsum(counts)[:-1])
+
+    def sample(self, per_part: int) -> "tuple[Assignment, NDArray[np.intp]]":
+        """About `per_part` items of each part, evenly spaced by cost, and their indices; the others stay put."""
+        order = by_part(self.part_of, len(self.loads))
         counts = np.bincount(self.part_of, minlength=len(self.loads))
-        return np.split(order, np.cumsum(counts)[:-1])
+        starts = np.cumsum(counts) - counts
+        rank = np.arange(len(order)) - np.repeat(starts, counts)
+        stride = np.repeat(np.maximum(counts // per_part, 1), counts)
+        items = np.sort(order[rank % stride == 0])
+        sampled = Assignment(
+            costs=self.costs[items],
+            weights=self.weights[items],
+            capacity=self.capacity,
+            part_of=self.part_of[items],
+            loads=self.loads,
+            filled=self.filled,
+        )
+        return sampled, items
 
     def apply(self, exchanges: "Exchanges") -> None:
         """Carries out exchanges; no part may occur in two of them."""
@@ -75,6 +99,19 @@ class Assignment:
         self.part_of[taken[swapped]] = heavy[swapped]
         self.loads[heavy] -= exchanges.shift
         self.loads[light] += exchanges.shift
+        self.filled[heavy] -= weight_shift
+        self.filled[light] += weight_shift
+
+    def exchange_groups(
+        self, heavy: NDArray[np.intp], light: NDArray[np.intp], *, given: NDArray[np.intp], taken: NDArray[np.intp]
+    ) -> None:
+        """Carries out exchanges of several items, [num_pairs, num_given] for [num_pairs, num_taken]; as `apply`."""
+        shift = self.costs[given].sum(axis=1) - self.costs[taken].sum(axis=1)
+        weight_shift = self.weights[given].sum(axis=1) - self.weights[taken].sum(axis=1)
+        self.part_of[given] = light[:, None]
+        self.part_of[taken] = heavy[:, None]
+        self.loads[heavy] -= shift
+        self.loads[light] += shift
         self.filled[heavy] -= weight_shift
         self.filled[light] += weight_shift
 

@@ -1,30 +1,62 @@
 """Bounded local search: exchanges between parts until the heaviest cannot be made lighter."""
 
+from collections import deque
+
 import numpy as np
 
 from gcore_placement._assignment import Assignment
 from gcore_placement._search import ExchangeSearch
+from gcore_placement._two_for_two import exchange_two_for_two
 
 MAX_ROUNDS = 200
-CLOSE_ENOUGH = 1e-6
+CLOSE_ENOUGH = 2e-10
 """Relative distance from the lower bound at which another round is worth less than its own time."""
+
+FEW_PER_PART = 64
+"""Items of a part that are enough to choose from, most of the time."""
+
+WORTHWHILE = 0.5
+"""Share of the distance from the lower bound that may remain after a round that is followed by another of its kind."""
+
+
+PATIENCE = 12
+"""Rounds that together must take a tenth of the distance away."""
 
 
 def refine(assignment: Assignment, *, lower_bound: float) -> None:
     """Lowers the makespan of `assignment` in place; never raises it, and never breaks its capacity.
 
     Each round pairs the heaviest part with the lightest, the second heaviest with the second lightest and so on, and
-    makes the best exchange of each pair. A round that leaves the makespan where it was is followed by a search between
-    the heaviest part and all others; where that finds nothing, no exchange of one item for at most one can help.
+    makes the best exchange of each pair: of an item for at most one, and where that has become slow of two for two. A
+    round that leaves the makespan where it was is followed by a search between the heaviest part and all others; where
+    that finds nothing either, the search ends. Of long parts, a few items are tried first.
     """
+    target = lower_bound * (1 + CLOSE_ENOUGH)
+    if len(assignment.costs) > 2 * FEW_PER_PART * len(assignment.loads):
+        sampled, items = assignment.sample(FEW_PER_PART)
+        _refine(sampled, lower_bound=lower_bound, target=target)
+        assignment.part_of[items] = sampled.part_of
+    _refine(assignment, lower_bound=lower_bound, target=target)
+
+
+def _refine(assignment: Assignment, *, lower_bound: float, target: float) -> None:
     num_parts = len(assignment.loads)
     search = ExchangeSearch(assignment)
-    for _ in range(MAX_ROUNDS):
+    seen: deque[float] = deque(maxlen=PATIENCE)
+    for number in range(MAX_ROUNDS):
         makespan = assignment.makespan
-        if makespan <= lower_bound * (1 + CLOSE_ENOUGH):
+        slow = len(seen) == PATIENCE and makespan - lower_bound > 0.9 * (seen[0] - lower_bound)
+        if makespan <= target or slow:
             return
+        seen.append(makespan)
         ranked = np.argsort(assignment.loads, kind="stable")
         assignment.apply(search.best(ranked[::-1][: num_parts // 2], ranked[: num_parts // 2]))
+        if assignment.makespan - lower_bound <= WORTHWHILE * (makespan - lower_bound):
+            continue
+        ranked = np.argsort(assignment.loads, kind="stable")
+        exchange_two_for_two(
+            assignment, ranked[::-1][: num_parts // 2], ranked[: num_parts // 2], target=target, number=number
+        )
         if assignment.makespan < makespan:
             continue
         ranked = np.argsort(assignment.loads, kind="stable")

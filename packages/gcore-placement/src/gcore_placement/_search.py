@@ -15,7 +15,7 @@ class ExchangeSearch:
 
     def __init__(self, assignment: Assignment) -> None:
         self._assignment = assignment
-        self._order = np.argsort(assignment.costs, kind="stable")
+        self._order = np.arange(len(assignment.costs))[::-1]
 
     def best(self, heavy: NDArray[np.intp], light: NDArray[np.intp]) -> Exchanges:
         """The best exchange of each pair `heavy[i]`, `light[i]`; pairs without one that helps are left out."""
@@ -46,9 +46,9 @@ class ExchangeSearch:
             better = partner_miss < miss
             taken[better], miss[better] = partner[better], partner_miss[better]
 
-        # Sorted by miss within each pair, the first query of a pair is its best; ties keep the order of queries.
-        by_miss = np.lexsort((miss, pair))
-        best = by_miss[first_query]
+        # The first of each pair's best queries.
+        best = np.flatnonzero(miss == np.minimum.reduceat(miss, first_query)[pair]) if len(pair) else pair
+        best = best[np.searchsorted(best, first_query)]
         best = best[np.isfinite(miss[best])]
         return Exchanges(
             heavy=heavy[best],

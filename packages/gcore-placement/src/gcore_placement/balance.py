@@ -5,56 +5,70 @@ from numpy.typing import ArrayLike, NDArray
 
 from gcore_placement._assignment import Assignment
 from gcore_placement._refine import refine
-from gcore_placement._start import fold, longest_first, round_robin
-from gcore_placement.errors import PlacementError, check_amount_list, check_positive, refusal
+from gcore_placement._start import best_fit_decreasing, fill_empty, fold, longest_first, longest_first_within
+from gcore_placement.errors import PlacementError, check_above_0, check_amount_list, check_positive, refusal
 
 
 def balance(
-    costs: ArrayLike, num_parts: int, *, equal_count: bool = False, max_count: int | None = None
+    costs: ArrayLike,
+    num_parts: int,
+    *,
+    equal_count: bool = False,
+    max_count: int | None = None,
+    weights: ArrayLike | None = None,
+    capacity: float | None = None,
 ) -> list[NDArray[np.intp]]:
     """Splits items over `num_parts` parts so that the largest summed cost is small.
 
-    Starts from sorted folding (equal counts) or Graham's LPT rule (free counts), then swaps and moves items between
-    heavy and light parts, a bounded number of times. Deterministic, ties go by index; the largest sum is never above
-    that of dealing the items round robin.
+    Starts from sorted folding (equal counts) or Graham's LPT rule (free counts), then exchanges items between heavy
+    and light parts, a bounded number of times. Without a capacity the largest sum is at most
+
+        sum(costs) / num_parts + max(costs)
+
+    Deterministic and stable: only the sorted costs (with their weights) decide, so that items in another order give
+    parts of the same costs, and equal items change places at most. A changed cost may move any item.
 
     Args:
         costs: [num_items], in any unit, at least 0.
         num_parts: at least 1.
         equal_count: every part gets num_items / num_parts items.
         max_count: no part gets more items than this. Not together with `equal_count`.
+        weights: [num_items], what an item takes of its part's capacity, such as tokens of memory, at least 0.
+        capacity: no part's summed weights exceed this. With `weights` alone, and with neither of the counts.
 
     Returns:
         The indices of each part, ascending. A part is empty only where there are fewer items than parts.
 
     Raises:
-        PlacementError: a cost is negative or not finite, or the counts asked for cannot be met.
+        PlacementError: a cost or weight is negative or not finite, or the counts or the capacity asked for cannot be
+            met. Whether items fit at all is bin packing: they are tried longest first and heaviest first, so that a
+            capacity within a few percent of sum(weights) / num_parts may be refused though a packing exists.
     """
     amounts = check_amount_list("costs", costs)
     check_positive("num_parts", num_parts)
     most = _most_per_part(len(amounts), num_parts, equal_count=equal_count, max_count=max_count)
+    sizes, most_weight = _capacity(weights, capacity, len(amounts), counted=equal_count or max_count is not None)
     if not len(amounts):
         return [np.empty(0, dtype=np.intp) for _ in range(num_parts)]
 
-    scaled = scale_to_one(amounts)
-
-    def assigned(part_of: NDArray[np.intp]) -> Assignment:
-        return Assignment.of(
-            part_of, costs=scaled, weights=np.ones(len(scaled)), capacity=float(most), num_parts=num_parts
-        )
-
-    starts = [assigned(fold(scaled, num_parts))] if max_count is not None or equal_count else []
-    if not equal_count:
-        starts.append(assigned(longest_first(scaled, num_parts, max_count=most)))
-    lower_bound = _lower_bound(scaled, num_parts, equal_count=equal_count)
-    result = min(starts, key=lambda start: start.makespan)
+    order = np.argsort(-amounts, kind="stable") if sizes is None else np.lexsort((-sizes, -amounts))
+    falling = scale_to_one(amounts[order])
+    lower_bound = _lower_bound(falling, num_parts, equal_count=equal_count)
+    if sizes is None:
+        sizes, most_weight = np.ones(len(falling)), float(most)
+        starts = [fold(falling, num_parts)] if max_count is not None or equal_count else []
+        if not equal_count:
+            starts.append(longest_first(falling, num_parts, max_count=most))
+    else:
+        sizes = sizes[order]
+        starts = [_start_within(falling, sizes, num_parts, capacity=most_weight)]
+    assignments = [
+        Assignment.of(start, costs=falling, weights=sizes, capacity=most_weight, num_parts=num_parts)
+        for start in starts
+    ]
+    result = min(assignments, key=lambda assignment: assignment.makespan)
     refine(result, lower_bound=lower_bound)
-
-    dealt = assigned(round_robin(len(scaled), num_parts))
-    if dealt.makespan < result.makespan:
-        refine(dealt, lower_bound=lower_bound)
-        result = dealt
-    return result.parts()
+    return result.parts(order)
 
 
 def scale_to_one(costs: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -81,8 +95,50 @@ def _most_per_part(num_items: int, num_parts: int, *, equal_count: bool, max_cou
     return max_count
 
 
-def _lower_bound(costs: NDArray[np.float64], num_parts: int, *, equal_count: bool) -> float:
+def _capacity(
+    weights: ArrayLike | None, capacity: float | None, num_items: int, *, counted: bool
+) -> tuple[NDArray[np.float64] | None, float]:
+    if weights is None and capacity is None:
+        return None, 0.0
+    if weights is None or capacity is None:
+        missing = "weights" if weights is None else "capacity"
+        raise PlacementError(f"weights and capacity go together: {missing} is missing")
+    if counted:
+        raise refusal("capacity", capacity, "None with equal_count or max_count")
+    check_above_0("capacity", capacity)
+    sizes = check_amount_list("weights", weights)
+    if len(sizes) != num_items:
+        raise PlacementError(f"weights must have one value per cost: {num_items} costs, got {len(sizes)} weights")
+    if num_items and sizes.max() > capacity:
+        raise refusal("capacity", capacity, f"at least {float(sizes.max())}, the largest weight")
+    return sizes, capacity
+
+
+def _start_within(
+    costs: NDArray[np.float64], weights: NDArray[np.float64], num_parts: int, *, capacity: float
+) -> NDArray[np.intp]:
+    """A start that keeps the capacity: by cost where that goes, by weight otherwise."""
+    start = longest_first(costs, num_parts, max_count=len(costs))
+    if np.bincount(start, weights, num_parts).max() <= capacity:
+        return start
+    start = longest_first_within(costs, weights, num_parts, capacity=capacity)
+    if start is not None:
+        return fill_empty(start, num_parts)
+    by_weight = np.argsort(-weights, kind="stable")
+    packed = best_fit_decreasing(weights[by_weight], capacity=capacity)
+    if packed.max() >= num_parts:
+        packed = longest_first(weights[by_weight], num_parts, max_count=len(costs))
+        if (fullest := float(np.bincount(packed, weights[by_weight], num_parts).max())) > capacity:
+            total = float(weights.sum())
+            raise refusal(
+                "capacity", capacity, f"at least {fullest} for weights of {total} together in {num_parts} parts"
+            )
+    start = np.empty(len(costs), dtype=np.intp)
+    start[by_weight] = packed
+    return fill_empty(start, num_parts)
+
+
+def _lower_bound(falling: NDArray[np.float64], num_parts: int, *, equal_count: bool) -> float:
     """No split has a largest sum below the mean, nor below the heaviest item with the company it must have."""
-    rising = np.sort(costs)
-    company = len(costs) // num_parts - 1 if equal_count else 0
-    return max(float(rising.sum()) / num_parts, float(rising[-1] + rising[:company].sum()))
+    company = len(falling) // num_parts - 1 if equal_count else 0
+    return max(float(falling.sum()) / num_parts, float(falling[0] + falling[len(falling) - company :].sum()))

@@ -10,6 +10,13 @@ class PlacementError(ValueError):
     """Wrong input: the message names the field, the value it had and what would be accepted."""
 
 
+class MissingExtraError(PlacementError, ImportError):
+    """An optional dependency is not installed; the message holds the install command."""
+
+    def __init__(self, module: str, extra: str) -> None:
+        super().__init__(f"{module!r} is not installed: pip install 'gcore-placement[{extra}]'")
+
+
 def refusal(field: str, value: object, accepted: str) -> PlacementError:
     """The error that says `field` must be `accepted`, and was `value`."""
     return PlacementError(f"{field} must be {accepted}, got {value!r}")
@@ -19,6 +26,20 @@ def check_positive(field: str, value: object) -> None:
     """Raises PlacementError unless `value` is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise refusal(field, value, "an integer of at least 1")
+
+
+def check_above_0(field: str, value: object) -> None:
+    """Raises PlacementError unless `value` is a finite number above 0."""
+    number = float("nan") if isinstance(value, bool) or not isinstance(value, float | int | np.number) else float(value)
+    if not 0 < number < np.inf:
+        raise refusal(field, value, "a finite number above 0")
+
+
+def check_share(field: str, value: float) -> None:
+    """Raises PlacementError unless `value` is a number above 0 and at most 1."""
+    check_above_0(field, value)
+    if value > 1:
+        raise refusal(field, value, "a number above 0, at most 1")
 
 
 def check_amounts(field: str, values: ArrayLike) -> NDArray[np.float64]:
@@ -61,6 +82,7 @@ def required(mapping: Mapping[str, object], key: str) -> object:
     value = mapping.get(key)
     if value is None:
         raise PlacementError(
-            f"config has no {key!r}: expected a Llama, Qwen2 or Qwen3 config.json, got the keys {sorted(mapping)}"
+            f"config has no {key!r}: expected the config.json of a Llama, Mistral, Mixtral, Qwen2, Qwen3 or Qwen3-MoE "
+            f"model, got the keys {sorted(mapping)}"
         )
     return value

@@ -47,12 +47,11 @@ def micro_batches(
             f"can hold: raise max_tokens to at least {int(tokens[longest])}, or truncate the sequence"
         )
 
+    order = np.lexsort((-tokens, -work))
+    tokens, work = tokens[order], work[order]
     by_tokens, num_parts = _fewest(tokens, max_tokens=max_tokens, num_multiple=num_multiple)
-    if costs is None:
-        starts = [by_tokens]
-    else:
-        by_work = longest_first_within(work, tokens, num_parts, capacity=max_tokens)
-        starts = [by_tokens] if by_work is None else [by_work, by_tokens]
+    by_work = longest_first_within(work, tokens, num_parts, capacity=max_tokens)
+    starts = [by_tokens] if by_work is None else [by_work, by_tokens]
 
     scaled = scale_to_one(work)
     assignments = [
@@ -63,7 +62,7 @@ def micro_batches(
     ]
     for assignment in assignments:
         refine(assignment, lower_bound=max(float(scaled.sum()) / num_parts, float(scaled.max())))
-    return min(assignments, key=lambda assignment: assignment.makespan).parts()
+    return min(assignments, key=lambda assignment: assignment.makespan).parts(order)
 
 
 def _fewest(tokens: NDArray[np.float64], *, max_tokens: int, num_multiple: int) -> tuple[NDArray[np.intp], int]:

@@ -1,8 +1,8 @@
-"""Simulated workload: the floating-point operations a dense transformer spends on sequences, from its shape alone."""
+"""Simulated workload: the floating-point operations a transformer spends on sequences, from its shape alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,15 +12,18 @@ from gcore_placement.errors import PlacementError, check_lengths, check_positive
 FORWARD_AND_BACKWARD = 3
 """A backward pass multiplies each matrix twice, for the gradients of its input and of its weight."""
 
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+MOE_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_moe_layers")
+UNDESCRIBED_KEYS = ("n_routed_experts", "n_shared_experts", "shared_expert_intermediate_size", "kv_lora_rank")
+"""Shared experts and compressed keys and values are work that the fields below do not hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerWorkload:
-    """The shape of a dense decoder with gated MLPs and grouped-query, full causal attention (Llama, Qwen2, Qwen3).
+    """The shape of a decoder with gated MLPs and grouped-query, full causal attention.
 
-    Fields carry their Hugging Face names; every one is an integer of at least 1, and num_key_value_heads divides
-    num_attention_heads.
+    Dense (Llama, Mistral, Qwen2, Qwen3), or with a mixture of experts in the place of some MLPs (Mixtral, Qwen3-MoE).
+    Fields carry their Hugging Face names; every one is an integer of at least 1, but for those of the mixture, which a
+    dense model leaves at 0; num_key_value_heads divides num_attention_heads.
 
     Raises:
         PlacementError: a field is out of these bounds.
@@ -33,10 +36,21 @@ class TransformerWorkload:
     num_key_value_heads: int
     head_dim: int
     vocab_size: int
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    """Of one expert."""
+    num_moe_layers: int = 0
+    """Layers whose MLP is a mixture of experts; the others have one of intermediate_size."""
 
     def __post_init__(self) -> None:
+        is_mixture = any(getattr(self, name) != 0 for name in MOE_FIELDS)
         for field in fields(self):
-            check_positive(field.name, getattr(self, field.name))
+            if is_mixture or field.name not in MOE_FIELDS:
+                check_positive(field.name, getattr(self, field.name))
+        for name, most in (("num_moe_layers", "num_hidden_layers"), ("num_experts_per_tok", "num_experts")):
+            if getattr(self, name) > getattr(self, most):
+                raise refusal(name, getattr(self, name), f"at most {most} ({getattr(self, most)})")
         if self.num_attention_heads % self.num_key_value_heads:
             raise refusal(
                 "num_key_value_heads",
@@ -51,12 +65,12 @@ class TransformerWorkload:
         `num_key_value_heads` defaults to `num_attention_heads`, `head_dim` to `hidden_size / num_attention_heads`.
 
         Raises:
-            PlacementError: a key is missing (it is named), a value is out of bounds, or the model is a mixture of
-                experts, whose work per token this shape does not describe.
+            PlacementError: a key is missing (it is named), a value is out of bounds, or the model has shared experts
+                or compressed keys and values, whose work this shape does not describe.
         """
-        for key in EXPERT_KEYS:
+        for key in UNDESCRIBED_KEYS:
             if config.get(key):
-                raise refusal(key, config[key], "absent (mixture-of-experts models are not described by this workload)")
+                raise refusal(key, config[key], "absent (shared experts and compressed attention are not described)")
         shape = {
             key: required(config, key)
             for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -78,22 +92,37 @@ class TransformerWorkload:
             **sizes,
             num_key_value_heads=cast("int", heads if key_value_heads is None else key_value_heads),
             head_dim=cast("int", head_dim),
+            **_mixture(config, sizes),
         )
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_value_size(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.num_key_value_heads * self.head_dim
 
     @property
     def flops_per_token(self) -> float:
         """The linear term of `flops`, per token."""
-        query_size = self.num_attention_heads * self.head_dim
-        key_value_size = self.num_key_value_heads * self.head_dim
-        attention_weights = self.hidden_size * (2 * query_size + 2 * key_value_size)
+        attention_weights = self.hidden_size * (2 * self.query_size + 2 * self.key_value_size)
         mlp_weights = 3 * self.hidden_size * self.intermediate_size
-        weights = self.num_hidden_layers * (attention_weights + mlp_weights) + self.hidden_size * self.vocab_size
+        moe_weights = self.hidden_size * (3 * self.num_experts_per_tok * self.moe_intermediate_size + self.num_experts)
+        weights = (
+            self.num_hidden_layers * attention_weights
+            + (self.num_hidden_layers - self.num_moe_layers) * mlp_weights
+            + self.num_moe_layers * moe_weights
+            + self.hidden_size * self.vocab_size
+        )
         return float(FORWARD_AND_BACKWARD * 2 * weights)
 
     @property
     def flops_per_attended_pair(self) -> float:
         """The attention term of `flops`, per pair of a query token and a key token it attends to."""
-        return float(FORWARD_AND_BACKWARD * 4 * self.num_hidden_layers * self.num_attention_heads * self.head_dim)
+        return float(FORWARD_AND_BACKWARD * 4 * self.num_hidden_layers * self.query_size)
 
     def flops(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """Model FLOPs of one forward and backward pass over sequences that attend only to themselves.
@@ -108,6 +137,8 @@ class TransformerWorkload:
         terms of Narayanan et al. 2021 (arXiv:2104.04473, appendix: 72 B s l h^2 (1 + s / 6h + V / 12lh) once its
         recomputed forward is left out) for gated MLPs and grouped queries, with masked pairs not counted. Embedding
         look-ups, norms, softmax and rotary embeddings, of lower order, are left out, and so is any recomputation.
+        In a layer with a mixture of experts, those that a token goes through and the router stand in the place of 3 h
+        i.
 
         Args:
             lengths: tokens per sequence, any shape.
@@ -151,3 +182,27 @@ class TransformerWorkload:
 
     def _flops(self, *, tokens: NDArray[np.float64], pairs: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.asarray(self.flops_per_token * tokens + self.flops_per_attended_pair * pairs, dtype=np.float64)
+
+
+def _mixture(config: Mapping[str, object], sizes: Mapping[str, int]) -> dict[str, int]:
+    """The fields of the mixture of experts; none for a dense model."""
+    num_experts = config.get("num_experts") or config.get("num_local_experts")
+    if not num_experts:
+        return {}
+    dense_layers: Any = config.get("mlp_only_layers") or []
+    if not isinstance(dense_layers, list):
+        raise refusal("mlp_only_layers", dense_layers, "a list of layers' indices")
+    sparse_step = cast("int", config.get("decoder_sparse_step") or 1)
+    check_positive("decoder_sparse_step", sparse_step)
+    # Every decoder_sparse_step-th layer, but for those that are listed as dense (transformers' Qwen3MoeDecoderLayer).
+    moe_layers = {i for i in range(sizes["num_hidden_layers"]) if (i + 1) % sparse_step == 0}.difference(
+        cast("list[int]", dense_layers)
+    )
+    if not moe_layers:
+        return {}
+    return {
+        "num_experts": cast("int", num_experts),
+        "num_experts_per_tok": cast("int", required(config, "num_experts_per_tok")),
+        "moe_intermediate_size": cast("int", config.get("moe_intermediate_size") or sizes["intermediate_size"]),
+        "num_moe_layers": len(moe_layers),
+    }

@@ -50,6 +50,11 @@ class Sizes:
             trainer=replace(config.trainer, num_processes=self.ranks),
         )
 
+    @property
+    def num_processes(self) -> int:
+        """Of all roles together."""
+        return self.controllers + self.engines + self.judges + self.ranks
+
     def __str__(self) -> str:
         parts = [(self.controllers, "controller"), (self.engines, "engine"), (self.judges, "judge")]
         names = [f"{count} {name}{'s' * (count > 1)}" for count, name in parts if count]

@@ -1,0 +1,1 @@
+"""`gcore-bench placement`: where work runs, beside peers and random."""

@@ -1,0 +1,124 @@
+"""The part balancer: long-tailed sequences over ranks, under gcore-placement, verl and random."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import product
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_bench.placement.options import PlacementOptions
+from gcore_placement import balance
+
+PRECISION = 1e-9
+"""Within which two ratios are alike: of a step of an hour, four microseconds."""
+
+_VERL_MODULE = "verl.utils.seqlen_balancing"
+_LONGEST = 32_768
+_VERL_GROWTH = 1.1
+"""Exponent of verl's time in the number of sequences."""
+
+Partition = Callable[[NDArray[np.int64], int, bool], Sequence[Sequence[int] | NDArray[np.intp]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalancerRow:
+    """One batch over one number of ranks. `verl_` figures are None where it was not asked."""
+
+    lengths: str
+    samples: int
+    ranks: int
+    counts: str
+    ours: float
+    """Work of the busiest rank over the mean."""
+    ours_s: float
+    """CPU seconds."""
+    verl: float | None
+    verl_s: float | None
+    random: float
+
+    @property
+    def is_as_even(self) -> bool | None:
+        """Whether ours is at or below verl's, within `PRECISION`."""
+        return None if self.verl is None else self.ours <= self.verl * (1 + PRECISION)
+
+    @property
+    def times_faster(self) -> float | None:
+        """verl's CPU seconds over ours."""
+        return None if self.verl_s is None else self.verl_s / self.ours_s
+
+
+def run_balancer(options: PlacementOptions, *, say: Callable[[str], object]) -> list[BalancerRow]:
+    """Every distribution, number of ranks, kind of counts and batch, the batches ascending."""
+    rows: list[BalancerRow] = []
+    if options.verl_s:
+        import_module(_VERL_MODULE)  # which takes seconds, and is not to be timed
+    for lengths, ranks, counts in product(options.lengths, options.ranks, options.counts):
+        last: BalancerRow | None = None
+        for samples in sorted(set(options.samples)):
+            work = simulated_work(lengths, samples, seed=options.seed)
+            last = _row(work, lengths, ranks, counts, options, last)
+            rows.append(last)
+            theirs = "not asked" if last.verl is None else f"{last.verl:.9f} in {last.verl_s:.2f} s"
+            say(
+                f"{lengths}, {samples:,} over {ranks}, {counts} counts: {last.ours:.9f} in {last.ours_s:.3f} s; "
+                f"verl {theirs}; random {last.random:.3f}"
+            )
+    return rows
+
+
+def simulated_work(lengths: str, samples: int, *, seed: int) -> NDArray[np.int64]:
+    """Of long-tailed sequences, by verl's own measure, `calculate_workload`: 24576 L + L^2."""
+    rng = np.random.default_rng(seed)
+    drawn = rng.lognormal(6.5, 1.0, samples) if lengths == "lognormal" else 200 * (1 + rng.pareto(1.2, samples))
+    tokens = drawn.clip(16, _LONGEST).astype(np.int64)
+    return 24_576 * tokens + tokens**2
+
+
+def _row(
+    work: NDArray[np.int64], lengths: str, ranks: int, counts: str, options: PlacementOptions, last: BalancerRow | None
+) -> BalancerRow:
+    equal = counts == "equal"
+    ours, ours_s = _measured(lambda w, k, e: balance(w, k, equal_count=e), work, ranks, equal)
+    verl, verl_s = (_measured(_verl, work, ranks, equal)) if _is_affordable(last, len(work), options) else (None, None)
+    dealt = np.random.default_rng(options.seed).permutation(len(work)).reshape(ranks, -1)
+    return BalancerRow(
+        lengths=lengths,
+        samples=len(work),
+        ranks=ranks,
+        counts=counts,
+        ours=ours,
+        ours_s=ours_s,
+        verl=verl,
+        verl_s=verl_s,
+        random=_ratio(work, list(dealt)),
+    )
+
+
+def _is_affordable(last: BalancerRow | None, samples: int, options: PlacementOptions) -> bool:
+    if last is None:
+        return options.verl_s > 0
+    if last.verl_s is None:
+        return False
+    return last.verl_s * (samples / last.samples) ** _VERL_GROWTH <= options.verl_s
+
+
+def _measured(partition: Partition, work: NDArray[np.int64], ranks: int, equal: bool) -> tuple[float, float]:
+    begin_s = time.process_time()
+    parts = partition(work, ranks, equal)
+    took_s = time.process_time() - begin_s
+    return _ratio(work, parts), took_s
+
+
+def _verl(work: NDArray[np.int64], ranks: int, equal: bool) -> Sequence[Sequence[int]]:
+    # It takes Python's integers, which it is quickest at.
+    partition = import_module(_VERL_MODULE).get_seqlen_balanced_partitions
+    return cast("list[list[int]]", partition(work.tolist(), k_partitions=ranks, equal_size=equal))
+
+
+def _ratio(work: NDArray[np.int64], parts: Sequence[Sequence[int] | NDArray[np.intp]]) -> float:
+    sums = np.array([int(work[np.asarray(part, dtype=np.intp)].sum()) for part in parts])
+    return float(sums.max() / sums.mean())

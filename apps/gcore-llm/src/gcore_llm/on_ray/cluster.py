@@ -1,0 +1,57 @@
+"""The cluster of a run: the one that its config names, or a new one on this machine."""
+
+import logging
+import os
+import re
+import socket
+
+import ray
+from ray._private import worker as ray_worker
+
+from gcore_llm.config import TrainConfig
+from gcore_llm.errors import UserError
+from gcore_llm.on_ray.room import Sizes
+
+_CONNECT_TIMEOUT_S = 10.0
+
+
+def check_cluster(config: TrainConfig) -> None:
+    """
+    Raises:
+        UserError: nobody answers at the address of the cluster.
+    """
+    found = re.fullmatch(r"(?:ray://)?(.+):(\d+)", _address(config))
+    if found is None:
+        return
+    try:
+        socket.create_connection((found[1], int(found[2])), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise UserError(
+            f"ray.address is {_address(config)!r}: no Ray cluster answers there ({error}); HOST:PORT of its head is "
+            "needed, or none for a new one on this machine"
+        ) from error
+
+
+def _address(config: TrainConfig) -> str:
+    return config.ray.address or os.environ.get("RAY_ADDRESS", "")
+
+
+def connect(config: TrainConfig) -> None:
+    """Connect to the cluster of the config or of RAY_ADDRESS, or start one on this machine with room for all."""
+    # What dies is told in a line of our own, in the place of Ray's paragraphs.
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    setattr(ray_worker, "_worker_logs_enabled", False)  # noqa: B010 - private, and Ray has no other way
+    if address := _address(config):
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, ValueError) as error:
+            raise UserError(f"ray.address is {address!r}: no Ray cluster answers there ({error})") from error
+        return
+    num_cpus = max(os.cpu_count() or 1, round(Sizes.of(config).num_processes * config.ray.cpus_per_process + 0.5))
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )

@@ -1,0 +1,21 @@
+"""Settings of which of a cluster's engines generate and which judge."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gcore_llm.errors import check_at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    """How the engines of a run on ray are divided between the policy and a judge; all ranks train."""
+
+    strategy: Literal["split", "dynamic"] = "split"
+    """split: rollout.num-processes engines generate, reward-model.judge.num-processes judge. dynamic: so many at first;
+    then, between steps, an engine at a time moves from the role that idles to the one that is busy, more at once where
+    the load has jumped, as long as that saves more than it costs."""
+    horizon_steps: int = 20
+    """Steps over which a move must save more time than it takes; how long moves take is measured."""
+
+    def __post_init__(self) -> None:
+        check_at_least("placement.horizon_steps", self.horizon_steps, 1)

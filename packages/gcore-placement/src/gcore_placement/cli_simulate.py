@@ -1,0 +1,119 @@
+"""`gcore-placement simulate`: strategies of placement on the command line."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gcore_placement.errors import MissingExtraError, PlacementError, check_positive
+from gcore_placement.simulation.page import page
+from gcore_placement.simulation.scenarios import JOBS, SCALES, SCENARIOS, scenario
+from gcore_placement.simulation.simulator import Simulator
+from gcore_placement.simulation.studies import (
+    Comparison,
+    break_study,
+    compare,
+    drift_study,
+    payload_study,
+    prediction_study,
+)
+from gcore_placement.simulation.study_tables import study_text
+from gcore_placement.simulation.traces import Trace
+from gcore_placement.simulation.waves import WaveRuns, run_in_turns, run_side_by_side
+
+STUDY_SIZES = (
+    (64, 30, ("growing", "judge_grows", "jump", "steady", "heavy_tail", "multimodal")),
+    (512, 16, ("growing", "judge_grows", "jump")),
+    (10_000, 8, ("growing", "judge_grows", "jump")),
+)
+"""Devices, steps and scenarios of the study of drift."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Simulates, prints and writes; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        from gcore_placement.cli_simulate_tables import counting, print_comparison
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("rich", "cli") from error
+    for option in ("html", "study", "save_trace"):
+        path: Path | None = getattr(arguments, option)
+        if path is not None and not path.absolute().parent.is_dir():
+            raise PlacementError(f"--{option.replace('_', '-')} must be in a folder that exists, got {str(path)!r}")
+    if arguments.steps is not None:
+        check_positive("--steps", arguments.steps)
+    if arguments.study is not None:
+        with counting("steps simulated") as counted:
+            text, html = _study(arguments.steps, counted)
+        arguments.study.mkdir(exist_ok=True)
+        (arguments.study / "tables.md").write_text(text)
+        (arguments.study / "study.html").write_text(html)
+        print(text)
+        return 0
+    with counting("steps simulated") as counted:
+        simulator = _simulator(arguments, counted)
+        comparison = compare(simulator.trace.name, simulator)
+    print_comparison(comparison)
+    if arguments.save_trace is not None:
+        simulator.trace.save(arguments.save_trace)
+    if arguments.html is not None:
+        arguments.html.write_text(page([comparison], timelines=_timelines(simulator, comparison)))
+        print(f"page: {arguments.html}")
+    return 0
+
+
+def _simulator(arguments: argparse.Namespace, counted: Callable[[int], None]) -> Simulator:
+    trace = None if arguments.trace is None else Trace.load(arguments.trace)
+    return scenario(
+        arguments.scenario,
+        arguments.job,
+        arguments.devices,
+        num_steps=arguments.steps,
+        seed=arguments.seed,
+        trace=trace,
+        progress=counted,
+    )
+
+
+def _timelines(simulator: Simulator, comparison: Comparison) -> list[tuple[str, WaveRuns]]:
+    """The first wave of the middle step, in turns and as dynamic had it."""
+    step = simulator.trace.num_steps // 2
+    wave = next(simulator.trace.waves(step))
+    partition = comparison.dynamic.steps[step].partition
+    assert partition is not None
+    return [
+        (f"colocated, step {step}", run_in_turns(simulator.costs, [wave], simulator.space.num_devices)),
+        (f"dynamic, step {step}", run_side_by_side(simulator.costs, [wave], partition)),
+    ]
+
+
+def _study(num_steps: int | None, counted: Callable[[int], None]) -> tuple[str, str]:
+    """Tables and page of all questions; fewer steps if so many are asked for."""
+    sizes = [(devices, min(steps, num_steps or steps), names) for devices, steps, names in STUDY_SIZES]
+    drift = drift_study(sizes, progress=counted)
+    predictions = prediction_study(num_steps=min(12, num_steps or 12), progress=counted)
+    breaks = break_study(num_steps=num_steps or 20, progress=counted)
+    text = study_text(drift, payload_study(), predictions, breaks)
+    return text, page([*drift, *breaks])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gcore-placement simulate",
+        description="Compares colocated, the best static split, dynamic and clairvoyant placement on one trace.",
+        epilog="example: gcore-placement simulate --scenario judge_grows --devices 64 --html page.html",
+    )
+    parser.add_argument("--scenario", choices=SCENARIOS, default="growing", help="trace to make up (%(default)s)")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="a trace in its place, as Trace.save writes it")
+    parser.add_argument("--job", choices=JOBS, default="32B", help="models and their costs (%(default)s)")
+    parser.add_argument("--devices", type=int, choices=SCALES, default=64, help="of the cluster (%(default)s)")
+    parser.add_argument("--steps", type=int, metavar="N", help="of the trace (60), or most of each study's")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the trace (%(default)s)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with timelines and idle bars")
+    parser.add_argument("--save-trace", type=Path, metavar="FILE", help="write the trace, as .npz")
+    parser.add_argument(
+        "--study",
+        type=Path,
+        metavar="DIR",
+        help="answer the open questions: tables.md and study.html (half an hour or so)",
+    )
+    return parser

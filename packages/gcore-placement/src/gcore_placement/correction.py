@@ -1,0 +1,136 @@
+"""A cost model corrected by what is measured: one factor for each kind of work, robust and bounded."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from gcore_placement.costs import EngineCosts, JobCosts, TrainingCosts
+from gcore_placement.errors import check_above_0, check_positive, refusal
+
+Stage = Literal["generation", "reward", "preparation", "training", "weight_sync", "swap"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+
+
+class Correction:
+    """Factors by which measured seconds exceed predicted ones, stage by stage.
+
+    A factor is the weighted median of the last ratios of measured to predicted seconds; a ratio's weight halves every
+    `half_life` further ones. So it follows a change within about `half_life` observations, and no single one, however
+    wild, moves it beyond its neighbours. Until there are `min_count` ratios of a stage, its factor is 1.
+
+    Args:
+        half_life: observations after which one counts half.
+        window: observations that are kept.
+        min_count: observations without which nothing is corrected.
+        most: factors stay between 1 / most and most.
+
+    Raises:
+        PlacementError: an argument is out of bounds.
+    """
+
+    def __init__(self, *, half_life: float = 8.0, window: int = 64, min_count: int = 3, most: float = 16.0) -> None:
+        check_above_0("half_life", half_life)
+        check_positive("window", window)
+        check_positive("min_count", min_count)
+        if min_count > window:
+            raise refusal("min_count", min_count, f"at most window ({window})")
+        if not 1 <= most < np.inf:
+            raise refusal("most", most, "a finite number of at least 1")
+        self._half_life = half_life
+        self._window = window
+        self._min_count = min_count
+        self._most = most
+        self._ratios: dict[Stage, list[float]] = {stage: [] for stage in STAGES}
+
+    def observe(self, stage: Stage, *, predicted_s: float, measured_s: float) -> None:
+        """Take note of one span.
+
+        Args:
+            stage: what was done.
+            predicted_s: what the uncorrected model says that this very work takes.
+            measured_s: what it took.
+
+        Raises:
+            PlacementError: the stage is not known, or seconds are not finite and above 0.
+        """
+        _check_stage(stage)
+        check_above_0("predicted_s", predicted_s)
+        check_above_0("measured_s", measured_s)
+        ratios = self._ratios[stage]
+        ratios.append(measured_s / predicted_s)
+        del ratios[: -self._window]
+
+    def factor(self, stage: Stage) -> float:
+        """Measured over predicted seconds of a stage.
+
+        Raises:
+            PlacementError: the stage is not known.
+        """
+        _check_stage(stage)
+        ratios = self._ratios[stage]
+        if len(ratios) < self._min_count:
+            return 1.0
+        weights = 0.5 ** (np.arange(len(ratios))[::-1] / self._half_life)
+        return float(np.clip(_weighted_median(np.array(ratios), weights), 1 / self._most, self._most))
+
+    def corrected(self, costs: JobCosts) -> JobCosts:
+        """The costs with each stage's seconds times its factor."""
+        return JobCosts(
+            policy=self._engine("generation", costs.policy),
+            reward=None if costs.reward is None else self._engine("reward", costs.reward),
+            training=self._training(costs.training),
+            swap=_times(costs.swap, self.factor("swap"), "sleep_s", "wake_s", "load_s"),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What `load_state` takes, as plain data such as JSON holds; it goes with the run."""
+        return {"ratios": {stage: list(ratios) for stage, ratios in self._ratios.items()}}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; this object's own settings stay.
+
+        Raises:
+            PlacementError: it is no such state; nothing has changed then.
+        """
+        ratios = state.get("ratios")
+        if not isinstance(ratios, Mapping) or set(ratios) != set(STAGES):
+            raise refusal("state", state, f"of Correction.state(): ratios of {', '.join(STAGES)}")
+        found: dict[Stage, list[float]] = {}
+        for stage in STAGES:
+            for ratio in ratios[stage]:
+                check_above_0(f"ratios.{stage}", ratio)
+            found[stage] = [float(ratio) for ratio in ratios[stage]][-self._window :]
+        self._ratios = found
+
+    def _engine(self, stage: Stage, costs: EngineCosts) -> EngineCosts:
+        names = ("decode_base_s", "decode_per_sequence_s", "decode_per_context_token_s", "prefill_per_token_s")
+        return _times(costs, self.factor(stage), *names)
+
+    def _training(self, costs: TrainingCosts) -> TrainingCosts:
+        training, preparation = self.factor("training"), self.factor("preparation")
+        scaled = _times(costs, training, "base_s", "per_token_s", "per_pair_s")
+        return replace(
+            scaled,
+            forward_share=costs.forward_share * preparation / training,
+            sync_s=costs.sync_s * self.factor("weight_sync"),
+        )
+
+
+def _times(costs: Any, factor: float, *names: str) -> Any:
+    return replace(costs, **{name: getattr(costs, name) * factor for name in names})
+
+
+def _check_stage(stage: str) -> None:
+    if stage not in STAGES:
+        raise refusal("stage", stage, f"one of {', '.join(STAGES)}")
+
+
+def _weighted_median(
+    values: np.ndarray[Any, np.dtype[np.float64]], weights: np.ndarray[Any, np.dtype[np.float64]]
+) -> float:
+    """The least value at and below which half of the weight lies."""
+    order = np.argsort(values, kind="stable")
+    cumulated = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(cumulated, cumulated[-1] / 2)])

@@ -1,0 +1,247 @@
+"""The ledger: where every device-second of a run went, to a role and to work or to one cause of idleness."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_placement.errors import PlacementError, refusal
+
+WORK = {"gen": "generation", "reward": "reward", "prepare": "preparation", "train": "training", "sync": "weight_sync"}
+"""Columns of work, by the stage of a device; in the order in which a step goes through them."""
+
+CAUSES = (
+    "long_tail",
+    "waiting_for_generation",
+    "waiting_for_reward",
+    "waiting_for_weights",
+    "swap",
+    "data",
+    "checkpoint",
+    "imbalance",
+    "failure",
+    "unassigned",
+)
+"""Columns of idleness."""
+
+COLUMNS = (*WORK.values(), *CAUSES)
+
+Interval = tuple[str, float, float]
+"""Stage, start and end in seconds."""
+
+_NS = 1_000_000_000
+_NAMED = ("swap", "data", "checkpoint", "failure")
+"""Stages that are causes themselves, of a device or of a controller that holds all others up."""
+
+_STAGES = (*_NAMED, *WORK)
+_NO_STAGE = len(_STAGES)
+
+_CAUSE_BY_ROLE: dict[str, dict[str, str]] = {
+    "engine": {
+        "gen": "long_tail",
+        "reward": "waiting_for_reward",
+        **dict.fromkeys(("prepare", "train", "sync"), "waiting_for_weights"),
+    },
+    "judge": {
+        "gen": "waiting_for_generation",
+        "reward": "long_tail",
+        **dict.fromkeys(("prepare", "train", "sync"), "waiting_for_weights"),
+    },
+    "trainer": {"gen": "waiting_for_generation", "reward": "waiting_for_reward", "sync": "waiting_for_weights"},
+}
+"""Why a device of a role idles, by the stage that the controllers are in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepIntervals:
+    """A step's stages. Times are in nanoseconds of one clock, so that sums are exact.
+
+    Attributes:
+        controllers: by rank, `(stage, start, stop)`.
+        devices: by name; its role is the name without the number behind it, as in `engine 3`.
+    """
+
+    step: int
+    start_ns: int
+    stop_ns: int
+    controllers: Sequence[Sequence[tuple[str, int, int]]]
+    devices: Mapping[str, Sequence[tuple[str, int, int]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        controllers: Iterable[Iterable[Interval]],
+        devices: Mapping[str, Iterable[Interval]],
+        *,
+        offset_s: float = 0.0,
+    ) -> Self:
+        """From seconds since `offset_s`; the step lasts from the first start to the last end."""
+        offset_ns = round(offset_s * _NS)
+
+        def exact(intervals: Iterable[Interval]) -> list[tuple[str, int, int]]:
+            return [(name, offset_ns + round(start * _NS), offset_ns + round(end * _NS)) for name, start, end in intervals]
+
+        rows = [exact(intervals) for intervals in controllers]
+        named = {name: exact(intervals) for name, intervals in devices.items()}
+        found = [interval for row in (*rows, *named.values()) for interval in row]
+        start_ns = min((start for _, start, _ in found), default=offset_ns)
+        stop_ns = max((stop for *_, stop in found), default=start_ns)
+        return cls(step=step, start_ns=start_ns, stop_ns=stop_ns, controllers=rows, devices=named)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ledger:
+    """Device time by role and column, which adds up to devices x wall time exactly.
+
+    Attributes:
+        device_ns: of each role, each column of `COLUMNS`, in nanoseconds.
+        total_ns: of each role, its devices x wall time; a device counts in the steps that name it.
+    """
+
+    device_ns: Mapping[str, Mapping[str, int]]
+    total_ns: Mapping[str, int]
+
+    @classmethod
+    def of(cls, steps: Iterable[StepIntervals]) -> Self:
+        """Assigns every nanosecond of every device.
+
+        A device in a stage works, in several at once in that which began last. One in no stage idles for the earliest
+        stage that a controller is in, which is what all wait for: an engine in generation for the long tail, in reward
+        for that, and later for weights; a judge in generation for that, in reward for the tail of the judgements, and
+        later for the weights that the next responses need; a trainer for generation, for reward, in sync for weights,
+        and else for other trainers that are busy: imbalance. Stages named swap, data, checkpoint or failure are causes
+        as they are. What is left is unassigned. Where no device is named, controllers stand for them.
+        """
+        device_ns: dict[str, dict[str, int]] = {}
+        total_ns: dict[str, int] = {}
+        for step in steps:
+            rows = step.devices or {f"controller {rank}": spans for rank, spans in enumerate(step.controllers)}
+            times = {time for row in (*rows.values(), *step.controllers) for _, *ends in row for time in ends}
+            inside = sorted({min(max(time, step.start_ns), step.stop_ns) for time in times})
+            cuts = np.array(sorted({step.start_ns, *inside, step.stop_ns}), dtype=np.int64)
+            widths = np.diff(cuts)
+            labels = [_stages(row, cuts) for row in step.controllers]
+            held_up_by = np.min(labels, axis=0) if labels else np.full(len(widths), _NO_STAGE)
+            by_role: dict[str, list[NDArray[np.intp]]] = {}
+            for name, row in rows.items():
+                by_role.setdefault(_role(name), []).append(_stages(row, cuts))
+            for role, stages in by_role.items():
+                causes = _causes(role, held_up_by, np.min(stages, axis=0) < _NO_STAGE)
+                found = np.zeros(len(COLUMNS), dtype=np.int64)
+                for own in stages:
+                    np.add.at(found, np.where(own == _NO_STAGE, causes, _COLUMN_OF_STAGE[own]), widths)
+                entry = device_ns.setdefault(role, dict.fromkeys(COLUMNS, 0))
+                for column, width in zip(COLUMNS, found.tolist(), strict=True):
+                    entry[column] += width
+                total_ns[role] = total_ns.get(role, 0) + len(stages) * (step.stop_ns - step.start_ns)
+        return cls(device_ns=device_ns, total_ns=total_ns)
+
+    def share(self, column: str, role: str | None = None) -> float:
+        """Of a role's device time, or of all; 0 where there is none."""
+        roles = self.device_ns if role is None else (role,)
+        total = sum(self.total_ns[name] for name in roles)
+        return sum(self.device_ns[name][column] for name in roles) / total if total else 0.0
+
+    def idle_share(self, role: str | None = None) -> float:
+        """Share of all causes together."""
+        return sum(self.share(cause, role) for cause in CAUSES)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data: seconds by role and column, and shares of all roles together."""
+        return {
+            "roles": {
+                role: {"device_s": self.total_ns[role] / _NS, "columns_s": {c: ns / _NS for c, ns in entry.items()}}
+                for role, entry in self.device_ns.items()
+            },
+            "shares": {column: self.share(column) for column in COLUMNS},
+            "idle_share": self.idle_share(),
+        }
+
+
+def read_spans(path: str | Path) -> list[StepIntervals]:
+    """The steps of a run of gcore-llm: its folder, or the `spans.jsonl` in it.
+
+    A step lasts until the next one begins; a torn last line, and steps that a resumed run made again, are left out.
+
+    Raises:
+        PlacementError: there is no such file, or a line of it is no step.
+    """
+    file = Path(path) / "spans.jsonl" if Path(path).is_dir() else Path(path)
+    try:
+        lines = file.read_text().rpartition("\n")[0].splitlines()
+    except FileNotFoundError:
+        raise PlacementError(f"run must be a folder with spans.jsonl, or that file, got {str(path)!r}") from None
+    steps: list[StepIntervals] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row: dict[str, Any] = json.loads(line)
+            found = StepIntervals.of(
+                row["step"], row["controllers"], row.get("devices", {}), offset_s=float(row["start_s"])
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise PlacementError(f"{file}, line {number}, must be a step with its spans: {error!r}") from error
+        while steps and steps[-1].step >= found.step:
+            steps.pop()
+        steps.append(found)
+    return [
+        StepIntervals(
+            step=step.step,
+            start_ns=step.start_ns,
+            stop_ns=max(step.stop_ns, following.start_ns),
+            controllers=step.controllers,
+            devices=step.devices,
+        )
+        for step, following in pairwise([*steps, *steps[-1:]])
+    ]
+
+
+def select_steps(steps: Sequence[StepIntervals], text: str) -> list[StepIntervals]:
+    """Those from a first to a last, as in `10:20`, both included; either may be left out.
+
+    Raises:
+        PlacementError: `text` is no such range, or holds no step.
+    """
+    first, colon, last = text.partition(":")
+    if not colon or any(end and not end.isdecimal() for end in (first, last)):
+        raise refusal("steps", text, "FIRST:LAST, as in 10:20")
+    chosen = [step for step in steps if int(first or 0) <= step.step and (not last or step.step <= int(last))]
+    if not chosen:
+        there = f"{steps[0].step}:{steps[-1].step}" if steps else "none"
+        raise refusal("steps", text, f"a range that holds steps of the run ({there})")
+    return chosen
+
+
+_COLUMN_OF_STAGE = np.array(
+    [COLUMNS.index(WORK.get(stage, stage)) for stage in _STAGES] + [COLUMNS.index("unassigned")], dtype=np.intp
+)
+
+
+def _role(name: str) -> str:
+    kind, _, number = name.rpartition(" ")
+    return kind if number.isdecimal() and kind else name
+
+
+def _stages(row: Sequence[tuple[str, int, int]], cuts: NDArray[np.int64]) -> NDArray[np.intp]:
+    """The stage, as its place in `_STAGES`, between each two cuts; one that is not known counts as none."""
+    stages = np.full(len(cuts) - 1, _NO_STAGE, dtype=np.intp)
+    for stage, start, stop in sorted(row, key=lambda interval: interval[1]):
+        if stage in _STAGES:
+            first, last = np.searchsorted(cuts, (start, stop))
+            stages[first:last] = _STAGES.index(stage)
+    return stages
+
+
+def _causes(role: str, held_up_by: NDArray[np.intp], any_busy: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """The column of a role's idle devices, between each two cuts."""
+    reasons = _CAUSE_BY_ROLE.get(role, {})
+    causes = [stage if stage in _NAMED else reasons.get(stage, "unassigned") for stage in _STAGES]
+    by_stage = np.array([COLUMNS.index(cause) for cause in [*causes, "unassigned"]], dtype=np.intp)
+    unassigned = COLUMNS.index("unassigned")
+    found = by_stage[held_up_by]
+    return np.where((found == unassigned) & any_busy, COLUMNS.index("imbalance"), found)

@@ -1,0 +1,147 @@
+"""Partitions: which devices generate and which judge while both go on, and which of these a cluster allows."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_placement.errors import PlacementError, check_positive, refusal
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Partition:
+    """Replicas of the policy's engine and of the reward's, and the devices that they hold."""
+
+    policy_replicas: int
+    reward_replicas: int
+    policy_devices: int
+    reward_devices: int
+    unassigned_devices: int = 0
+    """Too few for another replica of either role."""
+
+    @property
+    def num_devices(self) -> int:
+        return self.policy_devices + self.reward_devices + self.unassigned_devices
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleLimits:
+    """What one role needs of a partition.
+
+    Raises:
+        PlacementError: a count is below 1, or more replicas are needed than are allowed.
+    """
+
+    devices_per_replica: int
+    """Divides the role's devices: those of tensor and pipeline parallelism."""
+    min_replicas: int = 1
+    """Fewer would not hold what the role must keep in memory."""
+    max_replicas: int | None = None
+    """More would leave the other role, or the host, without memory; None: as many as fit."""
+
+    def __post_init__(self) -> None:
+        check_positive("devices_per_replica", self.devices_per_replica)
+        check_positive("min_replicas", self.min_replicas)
+        if self.max_replicas is not None and self.max_replicas < self.min_replicas:
+            raise refusal("max_replicas", self.max_replicas, f"at least min_replicas ({self.min_replicas})")
+
+    def counts(self, num_devices: int, unit_devices: int) -> range:
+        """How many replicas the role may have, in whole units."""
+        per_unit = lcm(self.devices_per_replica, unit_devices) // self.devices_per_replica
+        most = num_devices // self.devices_per_replica
+        if self.max_replicas is not None:
+            most = min(most, self.max_replicas)
+        return range(-(-self.min_replicas // per_unit) * per_unit, most + 1, per_unit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionSpace:
+    """The partitions of a cluster in which neither role has room for more: what may be chosen from.
+
+    Raises:
+        PlacementError: a count is below 1, or no partition meets the limits.
+    """
+
+    num_devices: int
+    policy: RoleLimits
+    reward: RoleLimits
+    unit_devices: int = 1
+    """Each role holds a multiple of these, such as whole nodes: what moves at once is at least as much."""
+
+    def __post_init__(self) -> None:
+        check_positive("num_devices", self.num_devices)
+        check_positive("unit_devices", self.unit_devices)
+        if not self.partitions:
+            least = sum(
+                limits.devices_per_replica * (limits.counts(10**12, self.unit_devices).start)
+                for limits in (self.policy, self.reward)
+            )
+            raise PlacementError(
+                f"num_devices is {self.num_devices}: the fewest replicas of both roles, in units of "
+                f"{self.unit_devices} devices, need {least}"
+            )
+
+    @cached_property
+    def partitions(self) -> tuple[Partition, ...]:
+        """By policy replicas, ascending: neighbours differ by one step of at least one role."""
+        policy_counts = self.policy.counts(self.num_devices, self.unit_devices)
+        reward_counts = self.reward.counts(self.num_devices, self.unit_devices)
+        found: list[Partition] = []
+        for policy_replicas in policy_counts:
+            rest = self.num_devices - policy_replicas * self.policy.devices_per_replica
+            fitting = reward_counts[: _num_fitting(reward_counts, rest // self.reward.devices_per_replica)]
+            if not fitting:
+                break
+            partition = self._partition(policy_replicas, fitting[-1])
+            # Of partitions with as many judges, the one with most policy replicas leaves fewest devices unassigned.
+            if found and found[-1].reward_replicas == partition.reward_replicas:
+                found.pop()
+            found.append(partition)
+        return tuple(found)
+
+    @cached_property
+    def role_devices(self) -> NDArray[np.float64]:
+        """[num_partitions, 2] devices of the policy and of the reward."""
+        return np.array([[p.policy_devices, p.reward_devices] for p in self.partitions], dtype=np.float64)
+
+    def index(self, partition: Partition) -> int:
+        """Where a partition is among `partitions`.
+
+        Raises:
+            PlacementError: it is none of them.
+        """
+        try:
+            return self.partitions.index(partition)
+        except ValueError:
+            raise refusal(
+                "partition", partition, f"one of the {len(self.partitions)} that the cluster allows"
+            ) from None
+
+    def nearest(self, policy_devices: float) -> Partition:
+        """The partition whose policy has about so many devices."""
+        return self.partitions[int(np.abs(self.role_devices[:, 0] - policy_devices).argmin())]
+
+    def from_data(self, data: Mapping[str, int]) -> Partition:
+        """What `dataclasses.asdict` made of a partition. Raises PlacementError if it is none of this cluster's."""
+        partition = Partition(**data)
+        self.index(partition)
+        return partition
+
+    def _partition(self, policy_replicas: int, reward_replicas: int) -> Partition:
+        policy_devices = policy_replicas * self.policy.devices_per_replica
+        reward_devices = reward_replicas * self.reward.devices_per_replica
+        return Partition(
+            policy_replicas=policy_replicas,
+            reward_replicas=reward_replicas,
+            policy_devices=policy_devices,
+            reward_devices=reward_devices,
+            unassigned_devices=self.num_devices - policy_devices - reward_devices,
+        )
+
+
+def _num_fitting(counts: range, most: int) -> int:
+    """How many of the counts are at most so many."""
+    return 0 if most < counts.start else (most - counts.start) // counts.step + 1

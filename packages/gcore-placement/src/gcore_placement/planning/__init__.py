@@ -1,0 +1,1 @@
+"""Layouts, their memory and their seconds, and the choice among them."""

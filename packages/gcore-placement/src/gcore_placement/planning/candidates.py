@@ -1,0 +1,159 @@
+"""All ways to place a job on so many devices that fit into memory, each with its predicted step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+
+from gcore_placement.cluster import Cluster
+from gcore_placement.costs import SwapCosts
+from gcore_placement.efficiency import Efficiency
+from gcore_placement.job import Job
+from gcore_placement.planning.engine_options import EngineOptions, Engines
+from gcore_placement.planning.step_time import Strategy, added_by_reward, num_swaps
+from gcore_placement.planning.training_options import TrainingChoice, TrainingOptions
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidate:
+    """A placement that fits."""
+
+    step_s: float
+    num_devices: int
+    strategy: Strategy
+    training: TrainingChoice
+    policy: Engines
+    policy_replicas: int
+    judge: Engines | None
+    judge_replicas: int
+
+
+class Candidates:
+    """What `plan` chooses among.
+
+    Args:
+        most_num_seqs: most sequences of an engine at once.
+    """
+
+    def __init__(self, cluster: Cluster, job: Job, *, efficiency: Efficiency, most_num_seqs: int) -> None:
+        self.cluster = cluster
+        self.job = job
+        self.efficiency = efficiency
+        self.usable_bytes = cluster.device.memory_bytes * efficiency.free_memory
+        """Of each device."""
+
+        def engines(*, is_judge: bool) -> EngineOptions:
+            return EngineOptions(
+                job, is_judge=is_judge, cluster=cluster, efficiency=efficiency, most_num_seqs=most_num_seqs
+            )
+
+        self.policy = engines(is_judge=False)
+        self.judge = engines(is_judge=True) if job.judge is not None else None
+        self._most_num_seqs = most_num_seqs
+        self._training: dict[int, TrainingOptions] = {}
+
+    def but(self, *, cluster: Cluster | None = None, job: Job | None = None) -> "Candidates":
+        """The same on another cluster, or for another job."""
+        return Candidates(
+            cluster or self.cluster, job or self.job, efficiency=self.efficiency, most_num_seqs=self._most_num_seqs
+        )
+
+    def training(self, num_devices: int) -> TrainingOptions:
+        """Training layouts of so many devices."""
+        if num_devices not in self._training:
+            self._training[num_devices] = TrainingOptions.of(
+                self.job, num_devices, cluster=self.cluster, efficiency=self.efficiency
+            )
+        return self._training[num_devices]
+
+    def bound_s(self, num_devices: int) -> float:
+        """No step on so many devices is shorter: the products of its tokens at the rate that all of them reach."""
+        return self._work_s / num_devices
+
+    @cached_property
+    def _work_s(self) -> float:
+        """Device-seconds of a step's matrix products."""
+        job, reached = self.job, self.efficiency
+        flops = sum(
+            m.workload.flops_per_token * job.training_tokens + m.workload.flops_per_attended_pair * job.training_pairs
+            for m in job.trained
+        )
+        seconds = flops * (1 + job.num_forward_passes / (3 * len(job.trained))) / reached.training
+        responses = float(job.wave_chances @ job.wave_prompts) * job.n
+        seconds += 2 * job.policy.num_active_parameters * responses * job.response_lengths.mean / reached.decode
+        if job.judge is not None and job.judge_lengths is not None:
+            seconds += 2 * job.judge.num_active_parameters * responses * job.judge_lengths.mean / reached.decode
+        return seconds / self.cluster.device.flops_per_s
+
+    def of(self, num_devices: int, strategy: Strategy | None) -> Iterator[Candidate]:
+        """All that fit on so many devices, each with its best partition; None: under every strategy."""
+        training = self.training(num_devices)
+        every: tuple[Strategy, ...] = ("colocated",) if self.judge is None else ("dynamic", "colocated")
+        strategies = (strategy,) if strategy else every
+        for choice in training.choices(self.usable_bytes, self.cluster.host_memory_bytes):
+            free_bytes = self.usable_bytes - (0.0 if choice.offload else choice.state_bytes)
+            policies = self.policy.of(num_devices, free_bytes)
+            judges = [None] if self.judge is None else self.judge.of(num_devices, free_bytes)
+            for policy, judge in product(policies, judges):
+                asleep = policy.weights_bytes + (judge.weights_bytes if judge else 0.0)
+                in_host = asleep + (choice.state_bytes if choice.offload else 0.0)
+                if in_host > self.cluster.host_memory_bytes:
+                    continue
+                swap = self.swap_costs(policy, judge)
+                for each in strategies:
+                    swap_s = num_swaps(self.job, strategy=each) * (swap.sleep_s + swap.wake_s)
+                    beside_s = choice.seconds + swap_s + self.sync_s(policy, num_devices)
+                    yield from self._placed(num_devices, each, choice, policy, judge, beside_s)
+
+    def _placed(
+        self,
+        num_devices: int,
+        strategy: Strategy,
+        choice: TrainingChoice,
+        policy: Engines,
+        judge: Engines | None,
+        beside_s: float,
+    ) -> Iterator[Candidate]:
+        """With the partition whose sampling is shortest, if one holds both roles; beside_s: all but sampling."""
+        if judge is None:
+            policy_replicas, judge_replicas = np.array([num_devices // policy.tp]), np.array([0])
+            waves_s = policy.waves_s[:, policy_replicas - 1]
+        else:
+            if strategy == "colocated":
+                policy_replicas = np.array([num_devices // policy.tp])
+                judge_replicas = np.array([num_devices // judge.tp])
+            else:
+                policy_replicas = np.arange(1, (num_devices - judge.tp) // policy.tp + 1)
+                judge_replicas = (num_devices - policy_replicas * policy.tp) // judge.tp
+            if not policy_replicas.size:
+                return
+            generation = policy.waves_s[:, policy_replicas - 1]
+            judging, last_s = judge.waves_s[:, judge_replicas - 1], judge.last_s[judge_replicas - 1]
+            waves_s = generation + added_by_reward(generation, judging, strategy=strategy, last_s=last_s)
+        sampling_s = self.job.wave_chances @ waves_s
+        best = int(sampling_s.argmin())
+        yield Candidate(
+            step_s=float(sampling_s[best]) + beside_s,
+            num_devices=num_devices,
+            strategy=strategy,
+            training=choice,
+            policy=policy,
+            policy_replicas=int(policy_replicas[best]),
+            judge=judge,
+            judge_replicas=int(judge_replicas[best]),
+        )
+
+    def swap_costs(self, policy: Engines, judge: Engines | None) -> SwapCosts:
+        """Of the larger of the two: its weights go to the host, come back, or come from another device."""
+        size_bytes = max(policy.weights_bytes, judge.weights_bytes if judge else 0.0)
+        host_s = size_bytes / (self.cluster.device.host_bytes_per_s * self.efficiency.host)
+        device_s = size_bytes / (self.cluster.inter_node_bytes_per_s * self.efficiency.links)
+        fixed_s = self.efficiency.swap_s
+        return SwapCosts(sleep_s=fixed_s + host_s, wake_s=fixed_s + host_s, load_s=fixed_s + device_s)
+
+    def sync_s(self, policy: Engines, num_devices: int) -> float:
+        """Seconds in which each device of the policy's engines gets its part of the new weights."""
+        rate = self.cluster.link_bytes_per_s(num_devices) * self.efficiency.links
+        return policy.weights_bytes / rate

@@ -1,0 +1,68 @@
+"""What the planner says: where each role runs, what a step takes, what memory holds, and why."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gcore_placement.cluster import Cluster
+from gcore_placement.costs import JobCosts
+from gcore_placement.planning.layouts import TrainingLayout
+from gcore_placement.planning.step_time import StepTime, Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """A role's engines, all alike."""
+
+    tensor_model_parallel_size: int
+    num_replicas: int
+    num_devices: int
+    """That the role has while it works; in the colocated strategy, all."""
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """A choice that the plan does not make."""
+
+    choice: str
+    """What is chosen among: strategy, policy engine, judge's engine, training."""
+    option: str
+    reason: str
+    """What it costs, or why it does not fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The fastest layout that fits."""
+
+    cluster: Cluster
+    num_devices: int
+    """That the plan uses."""
+    strategy: Strategy
+    policy: EnginePlan
+    judge: EnginePlan | None
+    training: TrainingLayout
+    offload: bool
+    """Weights, gradients and moments go to the host's memory while engines work."""
+    costs: JobCosts
+    step: StepTime
+    memory: Mapping[str, Mapping[str, float]]
+    """Bytes of a device by phase (training, generation, reward) and part, at the peak."""
+    usable_bytes: float
+    """Of a device's memory; the rest is left for contexts, buffers and fragmentation."""
+    alternatives: tuple[Alternative, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step."""
+        return self.step.total_s
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the fullest device, at its peak."""
+        return max(sum(parts.values()) for parts in self.memory.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, such as JSON holds."""
+        return {**asdict(self), "step_s": self.step_s, "peak_bytes": self.peak_bytes}

@@ -1,0 +1,118 @@
+"""Where a job should run: every layout that fits is costed, the fastest is taken, and what the others cost is kept."""
+
+from collections.abc import Mapping
+
+from gcore_placement.cluster import Cluster
+from gcore_placement.costs import JobCosts
+from gcore_placement.efficiency import Efficiency
+from gcore_placement.errors import PlacementError, check_positive, refusal
+from gcore_placement.job import Job
+from gcore_placement.planning.candidates import Candidate, Candidates
+from gcore_placement.planning.engine_options import Engines
+from gcore_placement.planning.plan import EnginePlan, Plan
+from gcore_placement.planning.reasons import alternatives, why_nothing_fits
+from gcore_placement.planning.step_time import STRATEGIES, Strategy, predict_step
+
+MOST_NUM_SEQS = 1024
+
+
+def plan(
+    cluster: Cluster,
+    job: Job,
+    *,
+    strategy: Strategy | None = None,
+    efficiency: Efficiency | None = None,
+    most_num_seqs: int = MOST_NUM_SEQS,
+) -> Plan:
+    """Choose strategy, layouts, partition and micro-batches: what makes the predicted step shortest.
+
+    It may use fewer devices than there are where more are of no use, whole nodes where it uses several. Where split and
+    dynamic take the same time, the plan is dynamic: its partition follows a workload that changes.
+
+    Args:
+        strategy: None: whichever is fastest; without a judge, colocated.
+        efficiency: what devices reach of their data sheets; None: `Efficiency`'s defaults.
+        most_num_seqs: most sequences of an engine at once, however much memory there is.
+
+    Raises:
+        PlacementError: nothing fits; the message says what is too large, and what would fit. Or split or dynamic is
+        asked
+            for without a judge.
+    """
+    if strategy is not None and strategy not in STRATEGIES:
+        raise refusal("strategy", strategy, f"one of {', '.join(STRATEGIES)}")
+    if strategy not in (None, "colocated") and job.judge is None:
+        raise refusal("strategy", strategy, "colocated, or None, without a judge that the devices are shared with")
+    check_positive("most_num_seqs", most_num_seqs)
+    known = Candidates(cluster, job, efficiency=efficiency or Efficiency(), most_num_seqs=most_num_seqs)
+    best: Candidate | None = None
+    for size in cluster.sizes():
+        if best is None or known.bound_s(size) < best.step_s:
+            for candidate in known.of(size, strategy):
+                if best is None or candidate.step_s < best.step_s:
+                    best = candidate
+    if best is None:
+        raise PlacementError(why_nothing_fits(known, strategy))
+    return _plan(known, best)
+
+
+def _plan(known: Candidates, chosen: Candidate) -> Plan:
+    options, index = known.training(chosen.num_devices), chosen.training.layout
+    moving_s = float(options.moving_s[index]) if chosen.training.offload else 0.0
+    costs = JobCosts(
+        policy=chosen.policy.laws.costs(chosen.policy_replicas - 1),
+        reward=chosen.judge.laws.costs(chosen.judge_replicas - 1) if chosen.judge else None,
+        training=options.laws.costs(index, sync_s=known.sync_s(chosen.policy, chosen.num_devices), moving_s=moving_s),
+        swap=known.swap_costs(chosen.policy, chosen.judge),
+    )
+    policy = _engine_plan(chosen.policy, chosen.policy_replicas)
+    judge = _engine_plan(chosen.judge, chosen.judge_replicas) if chosen.judge else None
+    return Plan(
+        cluster=known.cluster,
+        num_devices=chosen.num_devices,
+        strategy=chosen.strategy,
+        policy=policy,
+        judge=judge,
+        training=options.layouts[index],
+        offload=chosen.training.offload,
+        costs=costs,
+        step=predict_step(
+            costs,
+            known.job,
+            strategy=chosen.strategy,
+            num_devices=chosen.num_devices,
+            policy_devices=policy.num_devices,
+            reward_devices=judge.num_devices if judge else 0,
+        ),
+        memory=_memory(known, chosen),
+        usable_bytes=known.usable_bytes,
+        alternatives=alternatives(known, chosen),
+    )
+
+
+def _engine_plan(engines: Engines, num_replicas: int) -> EnginePlan:
+    return EnginePlan(
+        tensor_model_parallel_size=engines.tp,
+        num_replicas=num_replicas,
+        num_devices=num_replicas * engines.tp,
+        max_num_seqs=int(engines.laws.max_num_seqs[num_replicas - 1]),
+    )
+
+
+def _memory(known: Candidates, chosen: Candidate) -> Mapping[str, Mapping[str, float]]:
+    parts = known.training(chosen.num_devices).memory
+    memory = {"training": {name: float(sizes[chosen.training.layout]) for name, sizes in parts.items()}}
+    state = 0.0 if chosen.training.offload else chosen.training.state_bytes
+    memory["generation"] = {**_engine_memory(chosen.policy, chosen.policy_replicas), "training state": state}
+    if chosen.judge:
+        memory["reward"] = {**_engine_memory(chosen.judge, chosen.judge_replicas), "training state": state}
+    return memory
+
+
+def _engine_memory(engines: Engines, num_replicas: int) -> dict[str, float]:
+    num_seqs = float(engines.laws.max_num_seqs[num_replicas - 1])
+    return {
+        "weights": engines.weights_bytes,
+        "workspace": engines.workspace_bytes,
+        "KV cache": max(num_seqs * engines.kv_sequence_bytes, engines.longest_bytes),
+    }

@@ -1,0 +1,128 @@
+"""What preparation and training take under many layouts at once, from shapes and a device's data sheet."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_placement.cluster import Cluster
+from gcore_placement.costs import TrainingCosts
+from gcore_placement.efficiency import Efficiency
+from gcore_placement.job import Job
+from gcore_placement.model_shape import ModelShape
+from gcore_placement.planning.layouts import TrainingLayouts
+from gcore_placement.planning.memory import MASTER_BYTES
+
+_RECOMPUTED = 4 / 3
+"""Forward twice and backward, over forward and backward."""
+_STATE_TRAFFIC_BYTES = 28
+"""AdamW reads weight, gradient and two moments, and writes all but the gradient."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingLaws:
+    """`TrainingCosts` of many layouts: all arrays are [num_layouts]."""
+
+    base_s: NDArray[np.float64]
+    per_token_s: NDArray[np.float64]
+    per_pair_s: NDArray[np.float64]
+    forward_share: NDArray[np.float64]
+    num_forward_passes: int
+
+    def seconds(self, *, tokens: float, pairs: float, num_devices: int) -> NDArray[np.float64]:
+        """Preparation and training of a step."""
+        work_s = (self.per_token_s * tokens + self.per_pair_s * pairs) / num_devices
+        return self.base_s + work_s * (1 + self.num_forward_passes * self.forward_share)
+
+    def costs(self, index: int, *, sync_s: float, moving_s: float) -> TrainingCosts:
+        """Those of one layout; `moving_s`: seconds to bring its state from the host and back."""
+        return TrainingCosts(
+            base_s=float(self.base_s[index]) + moving_s,
+            per_token_s=float(self.per_token_s[index]),
+            per_pair_s=float(self.per_pair_s[index]),
+            forward_share=float(self.forward_share[index]),
+            num_forward_passes=self.num_forward_passes,
+            sync_s=sync_s,
+        )
+
+
+def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, efficiency: Efficiency) -> TrainingLaws:
+    """The laws of all layouts.
+
+    Products take their FLOPs over the peak's share, a third more where layers are recomputed, and 1 + (PP - 1) / m
+    times that for the pipeline's bubble at m micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1).
+    Added to each token, and not hidden behind products:
+
+    - TP with sequence parallelism: four gathers or scatters of the token's state in each layer's forward pass, and as
+      many in its backward pass (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2);
+    - CP: each rank gets all others' keys and values, forward and backward, and their gradients;
+    - PP: the state and its gradient cross each stage's border.
+
+    To each step are added: the gradients' scatter and the weights' gather (ZeRO-1), or, where products do not hide
+    them, the gathers and scatters of ZeRO-3 in each micro-batch (Rajbhandari et al. 2019, arXiv 1910.02054, section 7);
+    AdamW's traffic; and `Efficiency.micro_batch_s`.
+    """
+    recomputed = np.where(layouts.recompute, _RECOMPUTED, 1.0)
+    micro_batches = np.ceil(np.maximum(1.0, job.training_tokens / (layouts.dp * layouts.max_tokens)))
+    bubble = 1 + (layouts.pp - 1) / micro_batches
+    flop_s = 1 / (cluster.device.flops_per_s * efficiency.training)
+    zeros = np.zeros(len(layouts))
+    base, per_token, per_pair = zeros, zeros, zeros
+    for model in job.trained:
+        products = recomputed * bubble * model.workload.flops_per_token * flop_s
+        pairs = recomputed * bubble * model.workload.flops_per_attended_pair * flop_s
+        own_s = (products * job.training_tokens + pairs * job.training_pairs) / layouts.num_devices
+        per_token = per_token + products + bubble * _moved_s(model, job, layouts, cluster, efficiency)
+        per_pair = per_pair + pairs
+        base = base + _update_s(model, job, layouts, cluster, efficiency)
+        gathering_s = micro_batches * _zero_3_s(model, job, layouts, cluster, efficiency)
+        base = base + np.where(layouts.sharded, np.maximum(0.0, gathering_s - own_s), 0.0)
+        base = base + micro_batches * efficiency.micro_batch_s
+    return TrainingLaws(
+        base_s=base,
+        per_token_s=per_token,
+        per_pair_s=per_pair,
+        forward_share=1 / (3 * recomputed * len(job.trained)),
+        num_forward_passes=job.num_forward_passes,
+    )
+
+
+def _rates(sizes: NDArray[np.float64], cluster: Cluster, efficiency: Efficiency) -> NDArray[np.float64]:
+    """Bytes a second of each device among groups of these sizes."""
+    found = np.array([cluster.link_bytes_per_s(int(size)) for size in sizes])
+    return found * efficiency.links
+
+
+def _moved_s(
+    model: ModelShape, job: Job, layouts: TrainingLayouts, cluster: Cluster, efficiency: Efficiency
+) -> NDArray[np.float64]:
+    """Device-seconds of a token in which its state, keys and values are moved."""
+    w, tp, cp, pp = model.workload, layouts.tp, layouts.cp, layouts.pp
+    state_bytes = float(w.hidden_size * job.compute_bytes)
+    passes = np.where(layouts.recompute, 3.0, 2.0)
+    # In a group of g ranks, each waits while (g - 1) / g of a message of the group's tokens is on its link.
+    tensor_s = passes * 4 * w.num_hidden_layers * state_bytes * (tp - 1) / _rates(tp, cluster, efficiency)
+    kv_bytes = 2.0 * w.key_value_size * job.compute_bytes
+    context_s = (passes + 1) * w.num_hidden_layers * kv_bytes * (cp - 1) / _rates(tp * cp, cluster, efficiency)
+    pipeline_s = 2 * state_bytes * (pp - 1) / _rates(tp * cp * pp, cluster, efficiency)
+    return tensor_s + context_s + pipeline_s
+
+
+def _update_s(
+    model: ModelShape, job: Job, layouts: TrainingLayouts, cluster: Cluster, efficiency: Efficiency
+) -> NDArray[np.float64]:
+    """Seconds of a step's update: AdamW, and under ZeRO-1 the gradients' scatter and the weights' gather."""
+    parameters, ranks = model.num_parameters / (layouts.tp * layouts.pp), layouts.dp * layouts.cp
+    adam_s = _STATE_TRAFFIC_BYTES * parameters / ranks / (cluster.device.memory_bytes_per_s * efficiency.memory)
+    moved_bytes = (MASTER_BYTES + job.compute_bytes) * parameters * (ranks - 1) / ranks
+    moving_s = moved_bytes / _rates(layouts.num_devices, cluster, efficiency)
+    return adam_s + np.where(layouts.sharded, 0.0, moving_s)
+
+
+def _zero_3_s(
+    model: ModelShape, job: Job, layouts: TrainingLayouts, cluster: Cluster, efficiency: Efficiency
+) -> NDArray[np.float64]:
+    """Seconds of a micro-batch's gathers of all weights, forward and backward, and of the gradients' scatter."""
+    ranks = layouts.num_devices
+    moved_bytes = (2 * job.compute_bytes + MASTER_BYTES) * model.num_parameters * (ranks - 1) / ranks
+    return moved_bytes / _rates(ranks, cluster, efficiency)

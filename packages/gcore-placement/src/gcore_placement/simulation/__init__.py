@@ -1,0 +1,1 @@
+"""Strategies of placement, simulated on traces."""

@@ -1,0 +1,196 @@
+"""Continuous batching by the law of `EngineCosts`: many replicas at once, from one event to the next.
+
+Shapes: Q requests, R replicas, I stretches of busy time.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_placement.costs import EngineCosts
+from gcore_placement.simulation.running_sequences import RunningSequences
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Requests:
+    """What replicas generate: each its own requests, in order of arrival."""
+
+    replica: NDArray[np.intp]
+    arrival: NDArray[np.float64]
+    """Seconds; of a replica's requests rising."""
+    prefill: NDArray[np.float64]
+    """Tokens to compute before the first is decoded."""
+    context: NDArray[np.float64]
+    """Tokens that the sequence holds when it begins."""
+    length: NDArray[np.float64]
+    """Tokens to decode, at least 1."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EngineRun:
+    """What became of requests."""
+
+    finish: NDArray[np.float64]
+    """Seconds at which each was done."""
+    busy_replica: NDArray[np.intp]
+    """The replica of each stretch of time in which it had something to do."""
+    busy_from: NDArray[np.float64]
+    busy_to: NDArray[np.float64]
+
+
+def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> EngineRun:
+    """Lets replicas generate what they were given.
+
+    Between two events each running sequence is given tokens at the same rate, and what they hold grows with them:
+    n steps of B sequences that hold C tokens take
+
+        decode_base_s * n + decode_per_sequence_s * B n + decode_per_context_token_s * (C n + B n^2 / 2)
+
+    A request that arrives begins at once if fewer than `max_num_seqs` run, and else when one ends; those that run stand
+    still while its prompt is computed. Requests that wait are served in order.
+
+    Returns:
+        When each request was done, and when replicas were busy.
+    """
+    counts = np.bincount(requests.replica, minlength=num_replicas)
+    if not len(requests.replica):
+        nothing = np.empty(0)
+        return EngineRun(finish=nothing, busy_replica=counts[:0], busy_from=nothing, busy_to=nothing)
+    order = np.argsort(requests.replica, kind="stable")
+    arrival = requests.arrival[order]
+    ends = np.cumsum(counts)
+    if counts.max() <= costs.max_num_seqs and (arrival == np.repeat(arrival[ends - 1], counts)).all():
+        return _run_together(costs, counts, requests)
+    batch = _Batch(costs, requests, order, counts)
+    while batch.num_unfinished:
+        batch.advance()
+    return batch.result()
+
+
+def _run_together(costs: EngineCosts, counts: NDArray[np.intp], requests: Requests) -> EngineRun:
+    """As `run_replicas`, in closed form, where all requests of a replica begin together and none waits."""
+    order = np.lexsort((requests.length, requests.replica))
+    used = np.flatnonzero(counts)
+    ends = np.cumsum(counts[used])
+    starts = ends - counts[used]
+    length = requests.length[order]
+
+    def up_to(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[Q], summed over the requests of the same replica that end no later in this order."""
+        total = np.cumsum(values)
+        return total - np.repeat(total[starts] - values[starts], counts[used])
+
+    def all_of(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[Q], summed over all requests of the same replica."""
+        return np.repeat(np.add.reduceat(values, starts), counts[used])
+
+    one = np.ones(len(order))
+    running = all_of(one) - up_to(one) + one
+    done = np.concatenate([[0.0], length[:-1]])
+    done[starts] = 0.0
+    steps = length - done
+    context = requests.context[order]
+    held = all_of(context) - up_to(context) + context + running * done
+    step_s = costs.decode_base_s + costs.decode_per_sequence_s * running
+    duration = steps * (step_s + costs.decode_per_context_token_s * (held + running * steps / 2))
+    arrival = requests.arrival[order]
+    begin = arrival + all_of(requests.prefill[order] * costs.prefill_per_token_s)
+    finish = np.empty(len(order))
+    # Sequences that end at the same step end at the very same second.
+    finish[order] = begin + up_to(duration)
+    return EngineRun(finish=finish, busy_replica=used, busy_from=arrival[starts], busy_to=finish[order[ends - 1]])
+
+
+class _Batch:
+    """The state of all replicas, mutable. Requests are held in order of replica, then of arrival."""
+
+    def __init__(
+        self, costs: EngineCosts, requests: Requests, order: NDArray[np.intp], counts: NDArray[np.intp]
+    ) -> None:
+        self._costs = costs
+        self._order = order
+        # A request behind the last one that never arrives.
+        self._arrival = np.append(requests.arrival[order], np.inf)
+        self._prefill_s = requests.prefill[order] * costs.prefill_per_token_s
+        self._context = requests.context[order]
+        self._length = requests.length[order]
+        self._end = np.cumsum(counts)
+        self._next = self._end - counts
+        self.num_unfinished = len(order)
+
+        num_replicas = len(counts)
+        self._num_slots = min(costs.max_num_seqs, int(counts.max()))
+        self._time = np.zeros(num_replicas)
+        self._steps = np.zeros(num_replicas)
+        """Decoding steps since the replica was last idle."""
+        self._held = np.zeros(num_replicas)
+        """Tokens that running sequences hold."""
+        self._sequences = RunningSequences(num_replicas, self._num_slots)
+        self._finish = np.empty(len(order))
+        self._busy_since = np.zeros(num_replicas)
+        self._stretches: list[tuple[NDArray[np.intp], NDArray[np.float64], NDArray[np.float64]]] = []
+
+    def advance(self) -> None:
+        """Every replica to its next event: one request begins, or one is complete."""
+        costs, running = self._costs, self._sequences.num_running
+        is_running = running > 0
+        to_end = np.where(is_running, self._sequences.first_end - self._steps, 0.0)
+        duration = to_end * (
+            costs.decode_base_s
+            + costs.decode_per_sequence_s * running
+            + costs.decode_per_context_token_s * (self._held + running * to_end / 2)
+        )
+        has_next = (self._next < self._end) & (running < self._num_slots)
+        arrival = np.where(has_next, self._arrival[self._next], np.inf)
+        # A request that comes just as another ends is second, which leaves its place to it.
+        begins = has_next & (~is_running | (arrival < self._time + duration))
+        ends = np.flatnonzero(is_running & ~begins)
+        begun = np.flatnonzero(begins)
+        if len(ends):
+            self._complete(ends, to_end[ends], duration[ends])
+        if len(begun):
+            self._begin(begun, arrival[begun])
+
+    def result(self) -> EngineRun:
+        """Once all is done."""
+        finish = np.empty_like(self._finish)
+        finish[self._order] = self._finish
+        replicas, since, until = (np.concatenate(part) for part in zip(*self._stretches, strict=True))
+        return EngineRun(finish=finish, busy_replica=replicas, busy_from=since, busy_to=until)
+
+    def _complete(self, replicas: NDArray[np.intp], steps: NDArray[np.float64], duration: NDArray[np.float64]) -> None:
+        running = self._sequences.num_running[replicas]
+        time = self._time[replicas] + duration
+        self._time[replicas] = time
+        self._steps[replicas] = self._sequences.first_end[replicas]
+        item = self._sequences.remove_first(replicas)
+        self._held[replicas] += running * steps - self._context[item] - self._length[item]
+        self._finish[item] = time
+        self.num_unfinished -= len(replicas)
+
+        is_empty = running == 1
+        empty, time = replicas[is_empty], time[is_empty]
+        # Small counts are exact ones.
+        self._steps[empty] = self._held[empty] = 0.0
+        after = self._next[empty]
+        is_idle = (after == self._end[empty]) | (self._arrival[after] >= time)
+        self._stretches.append((empty[is_idle], self._busy_since[empty[is_idle]], time[is_idle]))
+
+    def _begin(self, replicas: NDArray[np.intp], arrival: NDArray[np.float64]) -> None:
+        costs, running = self._costs, self._sequences.num_running[replicas]
+        held, time = self._held[replicas], self._time[replicas]
+        was_idle = (running == 0) & (arrival >= time)
+        self._busy_since[replicas[was_idle]] = arrival[was_idle]
+        # What was decoded until the request came: the root of the law's quadratic in the number of steps.
+        passed = np.where(running > 0, np.maximum(arrival - time, 0.0), 0.0)
+        linear = costs.decode_base_s + costs.decode_per_sequence_s * running + costs.decode_per_context_token_s * held
+        root = linear + np.sqrt(linear**2 + 2 * costs.decode_per_context_token_s * running * passed)
+        steps = np.divide(2 * passed, root, out=np.zeros_like(passed), where=passed > 0)
+
+        item = self._next[replicas]
+        self._steps[replicas] += steps
+        self._held[replicas] = held + running * steps + self._context[item]
+        self._time[replicas] = np.maximum(time, arrival) + self._prefill_s[item]
+        self._sequences.add(replicas, item, self._steps[replicas] + self._length[item])
+        self._next[replicas] += 1

@@ -1,0 +1,63 @@
+"""Even shares of items that come one after the other, and must be given away at once."""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from gcore_placement.errors import check_amount_list, check_positive
+
+
+class StreamingBalancer:
+    """Gives items to parts as they come, in memory for one number a part.
+
+    Each item goes to the part that is lightest so far; the items of one chunk are taken heaviest first. That is list
+    scheduling (Graham, Bell System Technical Journal 45, 1966): at all times
+
+        max(loads) <= sum(costs) / num_parts + (1 - 1 / num_parts) * max(costs) <= (2 - 1 / num_parts) * optimum
+
+    over the costs so far, however they came and were cut in chunks; in one chunk alone it is the LPT rule, with
+    4/3 - 1 / (3 num_parts). Deterministic: of equal items the one that
+    came first is taken first. What has been given away stays where it is.
+
+    Args:
+        num_parts: at least 1.
+
+    Raises:
+        PlacementError: `num_parts` is less.
+    """
+
+    def __init__(self, num_parts: int) -> None:
+        check_positive("num_parts", num_parts)
+        self._loads = np.zeros(num_parts)
+
+    @property
+    def loads(self) -> NDArray[np.float64]:
+        """[num_parts], the summed costs that each part was given."""
+        return self._loads.copy()
+
+    def add(self, costs: ArrayLike) -> NDArray[np.intp]:
+        """Gives the next items away.
+
+        Args:
+            costs: [num_items], in the unit of those before, at least 0.
+
+        Returns:
+            The part of each item, [num_items].
+
+        Raises:
+            PlacementError: a cost is negative or not finite; none of the items is given away.
+        """
+        amounts = check_amount_list("costs", costs)
+        part_of = np.empty(len(amounts), dtype=np.intp)
+        order = np.argsort(-amounts, kind="stable")
+        first = 0
+        while first < len(order):
+            # The next items go to one part each, for as long as none of these is the lightest again.
+            lightest = np.argsort(self._loads, kind="stable")[: len(order) - first]
+            items = order[first : first + len(lightest)]
+            loads = self._loads[lightest] + amounts[items]
+            again = self._loads[lightest[1:]] > np.minimum.accumulate(loads)[:-1]
+            count = int(again.argmax()) + 1 if again.any() else len(items)
+            part_of[items[:count]] = lightest[:count]
+            self._loads[lightest[:count]] = loads[:count]
+            first += count
+        return part_of

@@ -1,0 +1,94 @@
+"""`gcore-placement plan` as a user meets it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planning_jobs import QWEN_7B, QWEN_32B
+
+from gcore_placement.cli import COMMANDS, main
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """A folder with two models' folders."""
+    for name, config in (("policy", QWEN_7B), ("judge", QWEN_32B)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def test_a_plan_is_printed_with_its_reasons(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", "--model", models / "judge", "--judge", models / "policy", "--gpus", 64, "--reference") == 0
+    text = capsys.readouterr().out
+    assert text.startswith("64 of 64 x H100, dynamic: ")
+    for words in ("policy", "judge", "training", "weight_sync", "optimizer", "KV cache", "reference", "does not fit: "):
+        assert words in text
+    assert all(len(line) < 250 for line in text.splitlines())
+
+
+def test_a_plan_is_json(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = models / "policy" / "config.json"
+    assert run("plan", "--model", config, "--gpus", 8, "--device", "H200", "--strategy", "colocated", "--json") == 0
+    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert data["cluster"]["device"]["name"] == "H200"
+    assert data["judge"] is None
+    assert data["step_s"] == pytest.approx(sum(data["step"].values()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nowhere"], "model must be a Hugging Face folder or its config.json, got 'nowhere'"),
+        (["--model", "MODELS/broken.json"], "broken.json must hold JSON"),
+        (["--model", "MODELS/list.json"], "list.json must hold a JSON object, got list"),
+        (["--model", "MODELS/policy", "--gpus", "0"], "num_devices must be an integer of at least 1, got 0"),
+        (["--model", "MODELS/policy", "--acceptance", "0"], "acceptance must be a finite number above 0, got 0.0"),
+        (["--model", "MODELS/judge", "--gpus", "4"], "nothing fits on 4 x H100"),
+        (["--model", "MODELS/policy", "--strategy", "split"], "strategy must be colocated, or None, without a judge"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], message: str, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (models / "broken.json").write_text("{")
+    (models / "list.json").write_text("[]")
+    given = [argument.replace("MODELS", str(models)) for argument in arguments]
+    assert run("plan", "--gpus", "8", *given) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("gcore-placement: error: ")
+    assert message in output.err
+    assert output.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"]])
+def test_help_names_what_there_is(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(arguments)
+    text = capsys.readouterr().out
+    assert "--train-batch-size" in text if "plan" in arguments else all(name in text for name in COMMANDS)
+
+
+def test_unknown_commands_and_devices_are_refused(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plam"])
+    with pytest.raises(SystemExit, match="2"):
+        run("plan", "--model", models / "policy", "--gpus", 8, "--device", "H900")
+    assert "choose from" in capsys.readouterr().err
+
+
+def test_without_rich_the_install_command_is_given(models: Path) -> None:
+    program = "import sys; sys.modules['rich'] = None; from gcore_placement.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, "plan", "--model", str(models / "policy"), "--gpus", "8"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert result.stderr == "gcore-placement: error: 'rich' is not installed: pip install 'gcore-placement[cli]'\n"
+    assert subprocess.run([*command, "--json"], capture_output=True, timeout=60, check=False).returncode == 0

@@ -1,0 +1,140 @@
+"""Replicas in numpy against one replica in plain Python, event by event."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gcore_placement import EngineCosts
+from gcore_placement.simulation.continuous_batching import Requests, run_replicas
+
+TOLERANCE = 1e-9
+
+
+def slow_replica(costs: EngineCosts, requests: Requests, items: list[int]) -> tuple[dict[int, float], float]:
+    """Finish times of one replica's requests, and its busy seconds: the law of `EngineCosts`, a sequence at a time."""
+    left: dict[int, float] = {}
+    held: dict[int, float] = {}
+    finish: dict[int, float] = {}
+    waiting, time, busy_s = list(items), 0.0, 0.0
+
+    def duration(steps: float) -> float:
+        # The mean of what is held on the way, times the steps.
+        mean_held = sum(held.values()) + len(left) * steps / 2
+        step_s = costs.decode_base_s + costs.decode_per_sequence_s * len(left)
+        return steps * (step_s + costs.decode_per_context_token_s * mean_held)
+
+    def decode(steps: float) -> None:
+        for item in left:
+            left[item] -= steps
+            held[item] += steps
+
+    while waiting or left:
+        first = min(left, key=lambda item: left[item], default=None)
+        until_end = duration(left[first]) if first is not None else 0.0
+        arrival = requests.arrival[waiting[0]] if waiting and len(left) < costs.max_num_seqs else np.inf
+        if arrival < np.inf and (first is None or arrival < time + until_end):
+            if first is not None and arrival > time:
+                few, many = 0.0, left[first]
+                for _ in range(100):
+                    middle = (few + many) / 2
+                    few, many = (middle, many) if duration(middle) < arrival - time else (few, middle)
+                busy_s += arrival - time
+                decode(few)
+            item = waiting.pop(0)
+            prefill_s = requests.prefill[item] * costs.prefill_per_token_s
+            time = max(time, arrival) + prefill_s
+            busy_s += prefill_s
+            left[item], held[item] = requests.length[item], requests.context[item]
+        elif first is not None:
+            decode(left[first])
+            time, busy_s = time + until_end, busy_s + until_end
+            finish[first] = time
+            del left[first], held[first]
+    return finish, busy_s
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[EngineCosts, int, Requests]:
+    number = draw(st.integers(1, 30))
+    num_replicas = draw(st.integers(1, 4))
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    costs = EngineCosts(
+        devices_per_replica=1,
+        max_num_seqs=draw(st.integers(1, 8)),
+        decode_base_s=draw(st.sampled_from([0.0, 0.01])),
+        decode_per_sequence_s=draw(st.sampled_from([0.001, 0.02])),
+        decode_per_context_token_s=draw(st.sampled_from([0.0, 1e-4])),
+        prefill_per_token_s=draw(st.sampled_from([0.0, 1e-3])),
+    )
+    spread = draw(st.sampled_from([0.0, 0.5, 50.0]))
+    return (
+        costs,
+        num_replicas,
+        Requests(
+            replica=rng.integers(0, num_replicas, number),
+            arrival=np.sort(spread * rng.random(number)),
+            prefill=rng.integers(0, 100, number).astype(np.float64),
+            context=rng.integers(0, 100, number).astype(np.float64),
+            length=rng.integers(1, draw(st.sampled_from([3, 200])), number).astype(np.float64),
+        ),
+    )
+
+
+@given(case=cases())
+def test_replicas_do_what_one_after_another_does(case: tuple[EngineCosts, int, Requests]) -> None:
+    costs, num_replicas, requests = case
+    run = run_replicas(costs, num_replicas, requests)
+    for replica in range(num_replicas):
+        items = np.flatnonzero(requests.replica == replica)
+        finish, busy_s = slow_replica(costs, requests, items.tolist())
+        # Of sequences that are complete at the same step, which goes first is open.
+        np.testing.assert_allclose(np.sort(run.finish[items]), sorted(finish.values()), rtol=TOLERANCE)
+        mine = run.busy_replica == replica
+        np.testing.assert_allclose((run.busy_to - run.busy_from)[mine].sum(), busy_s, rtol=TOLERANCE, atol=1e-9)
+
+
+@given(case=cases())
+def test_stretches_of_busy_time_do_not_meet_and_hold_all_that_ends(case: tuple[EngineCosts, int, Requests]) -> None:
+    costs, num_replicas, requests = case
+    run = run_replicas(costs, num_replicas, requests)
+    for replica in range(num_replicas):
+        mine = run.busy_replica == replica
+        order = np.argsort(run.busy_from[mine])
+        since, until = run.busy_from[mine][order], run.busy_to[mine][order]
+        assert (since <= until).all()
+        assert (until[:-1] <= since[1:]).all()
+        until = until + TOLERANCE
+        ends = run.finish[requests.replica == replica]
+        assert all(((since <= end) & (end <= until)).any() for end in ends)
+
+
+def test_a_sequence_alone_takes_what_the_law_says() -> None:
+    costs = EngineCosts(
+        devices_per_replica=1,
+        max_num_seqs=4,
+        decode_base_s=0.01,
+        decode_per_sequence_s=0.002,
+        decode_per_context_token_s=1e-5,
+        prefill_per_token_s=1e-4,
+    )
+    one = Requests(
+        replica=np.array([0]),
+        arrival=np.array([3.0]),
+        prefill=np.array([50.0]),
+        context=np.array([50.0]),
+        length=np.array([100.0]),
+    )
+    expected = 3.0 + 50 * 1e-4 + 100 * 0.012 + 1e-5 * (50 * 100 + 100**2 / 2)
+    assert run_replicas(costs, 1, one).finish[0] == pytest.approx(expected, rel=1e-12)
+
+
+def test_nothing_to_do_takes_nothing() -> None:
+    nothing = np.empty(0)
+    costs = EngineCosts(devices_per_replica=1, max_num_seqs=4, decode_base_s=0.01, decode_per_sequence_s=0.002)
+    requests = Requests(
+        replica=np.empty(0, dtype=np.intp), arrival=nothing, prefill=nothing, context=nothing, length=nothing
+    )
+    run = run_replicas(costs, 3, requests)
+    assert run.finish.size == 0
+    assert run.busy_from.size == 0

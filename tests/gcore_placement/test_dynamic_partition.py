@@ -1,0 +1,264 @@
+"""The live policy: what every decision keeps to, and how it meets noise, drifts and jumps."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gcore_placement import (
+    DynamicPartition,
+    DynamicPartitionConfig,
+    Partition,
+    PartitionSpace,
+    PlacementError,
+    RoleLimits,
+    RoleLoad,
+)
+
+EAGER = DynamicPartitionConfig(min_gain=0.0, noise_floor=0.0)
+"""No hysteresis: the optimum itself is the aim."""
+
+spaces = st.builds(
+    lambda devices, policy, reward, unit: PartitionSpace(
+        num_devices=devices,
+        policy=RoleLimits(devices_per_replica=policy),
+        reward=RoleLimits(devices_per_replica=reward),
+        unit_devices=unit,
+    ),
+    st.integers(24, 96),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from([1, 2, 8]),
+)
+works = st.floats(10, 10_000)
+floors = st.sampled_from([0.0, 5.0, 60.0])
+
+
+def load(work: float, floor: float, devices: int) -> RoleLoad:
+    """A role that takes just what the model says."""
+    return RoleLoad(
+        work_device_s=work,
+        floor_s=floor,
+        busy_device_s=work + floor * devices,
+        finish_s=floor + work / devices,
+        was_waiting=False,
+    )
+
+
+def loads(
+    partition: Partition, works: tuple[float, float], floors: tuple[float, float] = (0.0, 0.0)
+) -> tuple[RoleLoad, RoleLoad]:
+    return (
+        load(works[0], floors[0], partition.policy_devices),
+        load(works[1], floors[1], partition.reward_devices),
+    )
+
+
+def devices(partition: Partition) -> tuple[int, int]:
+    return partition.policy_devices, partition.reward_devices
+
+
+def best_index(space: PartitionSpace, works: tuple[float, float], floors: tuple[float, float] = (0.0, 0.0)) -> int:
+    """By trying all."""
+    seconds = [
+        max(floors[0] + works[0] / p.policy_devices, floors[1] + works[1] / p.reward_devices) for p in space.partitions
+    ]
+    return int(np.argmin(seconds))
+
+
+def middle(space: PartitionSpace) -> Partition:
+    return space.partitions[len(space.partitions) // 2]
+
+
+@settings(max_examples=20)
+@given(space=spaces, seed=st.integers(0, 10**6))
+def test_constraints_are_kept_whatever_is_measured(space: PartitionSpace, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    policy = DynamicPartition(space, middle(space), EAGER)
+    for _ in range(30):
+        measured = [
+            RoleLoad(
+                work_device_s=float(rng.lognormal(3, 3)) * (rng.random() > 0.1),
+                floor_s=float(rng.lognormal(0, 2)),
+                busy_device_s=float(rng.lognormal(3, 3)),
+                finish_s=float(rng.lognormal(2, 2)),
+                was_waiting=bool(rng.random() > 0.5),
+            )
+            for _ in range(2)
+        ]
+        partition = policy.observe(*measured)
+        assert partition in space.partitions
+        assert partition.num_devices == space.num_devices
+
+
+@settings(max_examples=20)
+@given(space=spaces, works=st.tuples(works, works), noise=st.sampled_from([0.02, 0.05, 0.1]), seed=st.integers(0, 999))
+def test_noise_moves_little(space: PartitionSpace, works: tuple[float, float], noise: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    policy = DynamicPartition(space, space.partitions[best_index(space, works)])
+    moves = 0
+    for _ in range(150):
+        before = policy.partition
+        factor = np.exp(noise * rng.standard_normal(2))
+        policy.observe(*loads(before, (works[0] * factor[0], works[1] * factor[1])))
+        moves += policy.partition != before
+    assert moves <= 15
+
+
+@given(
+    space=spaces,
+    before=st.tuples(works, works),
+    after=st.tuples(works, works),
+    floors=st.tuples(floors, floors),
+)
+def test_after_a_jump_the_best_partition_is_reached_at_once(
+    space: PartitionSpace, before: tuple[float, float], after: tuple[float, float], floors: tuple[float, float]
+) -> None:
+    policy = DynamicPartition(space, middle(space), EAGER)
+    for _ in range(len(space.partitions) + 5):
+        policy.observe(*loads(policy.partition, before, floors))
+    for _ in range(policy.config.jump_steps):
+        policy.observe(*loads(policy.partition, after, floors))
+    best = space.partitions[best_index(space, after, floors)]
+    found = [
+        max(f + w / d for f, w, d in zip(floors, after, devices(p), strict=True)) for p in (policy.partition, best)
+    ]
+    assert found[0] == pytest.approx(found[1])
+
+
+@pytest.mark.parametrize("factor", [1 / 4, 1 / 2, 2, 4])
+def test_a_jump_on_many_devices_is_followed_within_three_steps_and_one_replica(factor: float) -> None:
+    space = PartitionSpace(
+        num_devices=64, policy=RoleLimits(devices_per_replica=2), reward=RoleLimits(devices_per_replica=2)
+    )
+    policy = DynamicPartition(space, middle(space), DynamicPartitionConfig(min_gain=0.0))
+    rng = np.random.default_rng(0)
+
+    def noisy() -> float:
+        return float(np.exp(0.02 * rng.standard_normal()))
+
+    for _ in range(40):
+        policy.observe(*loads(policy.partition, (1000 * noisy(), 1000 * noisy())))
+    for _ in range(3):
+        policy.observe(*loads(policy.partition, (1000 * noisy(), 1000 * factor * noisy())))
+    assert abs(space.index(policy.partition) - best_index(space, (1000, 1000 * factor))) <= 1
+
+
+@given(
+    space=spaces,
+    works=st.tuples(works, works),
+    move_s=st.floats(0, 100),
+    horizon=st.integers(1, 50),
+)
+def test_no_move_costs_more_than_it_saves(
+    space: PartitionSpace, works: tuple[float, float], move_s: float, horizon: int
+) -> None:
+    config = DynamicPartitionConfig(move_s=move_s, horizon_steps=horizon)
+    policy = DynamicPartition(space, middle(space), config)
+    for _ in range(10):
+        before = space.index(policy.partition)
+        policy.observe(*loads(policy.partition, works))
+        seconds = policy.predicted_seconds()
+        after = space.index(policy.partition)
+        assert after == before or (seconds[before] - seconds[after]) * horizon > move_s
+
+
+def test_a_move_that_never_pays_is_not_made_and_one_that_does_is() -> None:
+    space = PartitionSpace(
+        num_devices=16, policy=RoleLimits(devices_per_replica=1), reward=RoleLimits(devices_per_replica=1)
+    )
+    for move_s, moves in ((1e6, False), (1.0, True)):
+        policy = DynamicPartition(space, space.nearest(8), DynamicPartitionConfig(move_s=move_s))
+        policy.observe(*loads(policy.partition, (3000.0, 1000.0)))
+        assert (policy.partition != space.nearest(8)) == moves
+
+
+@settings(max_examples=20)
+@given(space=spaces, seed=st.integers(0, 10**6))
+def test_roles_are_treated_alike(space: PartitionSpace, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    mirrored = replace(space, policy=space.reward, reward=space.policy)
+    one = DynamicPartition(space, middle(space))
+    start = one.partition
+    other = DynamicPartition(mirrored, exchanged(start))
+    for _ in range(30):
+        works = (float(rng.lognormal(6, 1)), float(rng.lognormal(6, 1)))
+        policy, reward = loads(one.partition, works, (5.0, 7.0))
+        assert exchanged(one.observe(policy, reward)) == other.observe(reward, policy)
+
+
+def exchanged(partition: Partition) -> Partition:
+    return Partition(
+        policy_replicas=partition.reward_replicas,
+        reward_replicas=partition.policy_replicas,
+        policy_devices=partition.reward_devices,
+        reward_devices=partition.policy_devices,
+        unassigned_devices=partition.unassigned_devices,
+    )
+
+
+@settings(max_examples=20)
+@given(space=spaces, seed=st.integers(0, 10**6))
+def test_it_goes_on_from_its_state(space: PartitionSpace, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    policy = DynamicPartition(space, middle(space))
+    for _ in range(12):
+        policy.observe(*loads(policy.partition, (float(rng.lognormal(6, 1)), float(rng.lognormal(6, 1)))))
+    again = DynamicPartition(space, middle(space))
+    again.load_state(json.loads(json.dumps(policy.state())))
+    for _ in range(12):
+        works = (float(rng.lognormal(6, 1)), float(rng.lognormal(6, 1)))
+        assert policy.observe(*loads(policy.partition, works)) == again.observe(*loads(again.partition, works))
+    assert again.state() == policy.state()
+
+
+@pytest.mark.parametrize("factor", [1 / 4, 1 / 2, 2, 4])
+def test_a_model_that_is_off_is_corrected_by_what_is_measured(factor: float) -> None:
+    space = PartitionSpace(
+        num_devices=32, policy=RoleLimits(devices_per_replica=1), reward=RoleLimits(devices_per_replica=1)
+    )
+    policy = DynamicPartition(space, space.nearest(16), EAGER)
+    works = (3000.0, 1000.0)
+    for _ in range(30):
+        true_policy, true_reward = loads(policy.partition, works)
+        waits = true_reward.finish_s < true_policy.finish_s
+        measured = replace(
+            true_reward,
+            work_device_s=works[1] * factor,
+            finish_s=max(true_reward.finish_s, true_policy.finish_s),
+            was_waiting=waits,
+        )
+        policy.observe(true_policy, measured)
+    assert abs(space.index(policy.partition) - best_index(space, works)) <= 1
+    assert policy.corrections[1] * factor == pytest.approx(1, rel=0.1)
+
+
+def test_what_is_left_of_a_step_has_a_best_partition_too() -> None:
+    space = PartitionSpace(
+        num_devices=10, policy=RoleLimits(devices_per_replica=1), reward=RoleLimits(devices_per_replica=1)
+    )
+    policy = DynamicPartition(space, space.nearest(5))
+    assert policy.best((80.0, 20.0)).policy_devices == 8
+    assert policy.best((0.0, 20.0)).policy_devices == 1
+    assert policy.partition.policy_devices == 5
+
+
+def test_wrong_use_is_refused() -> None:
+    space = PartitionSpace(
+        num_devices=8, policy=RoleLimits(devices_per_replica=2), reward=RoleLimits(devices_per_replica=2)
+    )
+    larger = replace(space, num_devices=16)
+    with pytest.raises(PlacementError, match="partition must be one of the 3"):
+        DynamicPartition(space, middle(larger))
+    policy = DynamicPartition(space, middle(space))
+    with pytest.raises(PlacementError, match="partition must be one of the 3"):
+        policy.load_state(DynamicPartition(larger, middle(larger)).state())
+    with pytest.raises(PlacementError, match="observed steps must be at least 1"):
+        policy.predicted_seconds()
+    with pytest.raises(PlacementError, match="window must be odd"):
+        DynamicPartitionConfig(window=4)
+    with pytest.raises(PlacementError, match="finish_s must be finite"):
+        RoleLoad(work_device_s=1, busy_device_s=1, finish_s=np.nan, was_waiting=False)

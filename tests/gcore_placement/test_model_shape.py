@@ -1,0 +1,121 @@
+"""Parameter counts against transformers' own, and what follows from them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gcore_placement import ModelShape, PlacementError, TransformerWorkload
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 257,
+}
+MIXTURE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "head_dim": 24}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **SMALL},
+    "llama with biases": {"model_type": "llama", **SMALL, "attention_bias": True, "mlp_bias": True},
+    "mistral": {"model_type": "mistral", **SMALL, "head_dim": 32},
+    "qwen2": {"model_type": "qwen2", **SMALL},
+    "qwen2, tied": {"model_type": "qwen2", **SMALL, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", **SMALL},
+    "qwen3 with biases": {"model_type": "qwen3", **SMALL, "attention_bias": True, "tie_word_embeddings": True},
+    "qwen3-moe": {"model_type": "qwen3_moe", **SMALL, **MIXTURE},
+    "qwen3-moe, in part dense": {
+        "model_type": "qwen3_moe",
+        **SMALL,
+        **MIXTURE,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    },
+    "mixtral": {"model_type": "mixtral", **SMALL, "num_local_experts": 8, "num_experts_per_tok": 2},
+}
+QWEN3_30B_A3B: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def model_of(config: dict[str, Any]) -> torch.nn.Module:
+    known = {key: value for key, value in config.items() if key != "model_type"}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **known))
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_parameters_are_those_of_transformers(config: dict[str, Any]) -> None:
+    model: Any = model_of(config)
+    assert ModelShape.from_config(config).num_parameters == model.num_parameters()
+
+
+def test_a_mixture_of_experts_is_as_large_as_its_name_says() -> None:
+    """Qwen3-30B-A3B: 30.5B parameters, 3.3B of them active (its model card)."""
+    shape = ModelShape.from_config(QWEN3_30B_A3B)
+    assert shape.num_parameters == pytest.approx(30.5e9, rel=0.005)
+    assert shape.num_active_parameters == pytest.approx(3.3e9, rel=0.02)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_token_meets_each_active_matrix_once(config: dict[str, Any]) -> None:
+    """FLOPs are 6 for each active weight that is a matrix's, and is not only looked up."""
+    vectors = sum(p.numel() for p in model_of(config).parameters() if p.dim() == 1)
+    shape = ModelShape.from_config(config)
+    looked_up = 0 if shape.tie_word_embeddings else SMALL["vocab_size"] * SMALL["hidden_size"]
+    matrices = shape.num_active_parameters - vectors - looked_up
+    assert shape.workload.flops_per_token == 6 * matrices
+
+
+def test_more_tokens_read_more_experts() -> None:
+    shape = ModelShape.from_config(CONFIGS["qwen3-moe"])
+    read = shape.parameters_read(np.array([1.0, 2.0, 16.0, 10_000.0]))
+    assert read[0] == shape.num_active_parameters
+    assert read[-1] == pytest.approx(shape.num_parameters)
+    assert (np.diff(read) > 0).all()
+    dense = ModelShape.from_config(CONFIGS["llama"])
+    assert (dense.parameters_read(np.array([1.0, 9.0])) == dense.num_parameters).all()
+
+
+def test_keys_and_values() -> None:
+    """Llama-3-8B's 128 KiB a token in bfloat16: 2 x 32 layers x 8 heads x 128 x 2 bytes."""
+    config = {**SMALL, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    assert 2 * ModelShape.from_config({"model_type": "llama", **config}).kv_values_per_token == 128 * 1024
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model_type": "deepseek_v3"}, "model_type must be one of llama, .*, got 'deepseek_v3'"),
+        ({"model_type": None}, "config has no 'model_type'"),
+        ({"n_shared_experts": 1}, "n_shared_experts must be absent"),
+        ({"num_experts": 8}, "config has no 'num_experts_per_tok'"),
+        ({"num_experts": 8, "num_experts_per_tok": 9}, r"num_experts_per_tok must be at most num_experts \(8\), got 9"),
+        ({"num_experts": 8, "num_experts_per_tok": 1, "mlp_only_layers": 3}, "mlp_only_layers must be a list"),
+        ({"num_experts": 8, "num_experts_per_tok": 1, "decoder_sparse_step": -1}, "decoder_sparse_step must be"),
+        ({"num_experts": "8", "num_experts_per_tok": 1}, "num_experts must be an integer of at least 1, got '8'"),
+    ],
+)
+def test_a_wrong_config_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
+        ModelShape.from_config({**CONFIGS["llama"], **changed})
+
+
+def test_half_a_mixture_is_refused() -> None:
+    with pytest.raises(PlacementError, match="num_experts_per_tok must be an integer of at least 1, got 0"):
+        TransformerWorkload(**SMALL, head_dim=16, num_experts=4)

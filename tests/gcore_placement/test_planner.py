@@ -1,0 +1,279 @@
+"""Plans: they fit, they are not beaten by fewer devices, and what is refused fits nowhere."""
+
+import json
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_jobs import QWEN_7B, QWEN_32B, make_cluster, make_job
+
+from gcore_placement import (
+    Cluster,
+    Device,
+    Efficiency,
+    Job,
+    Lengths,
+    PlacementError,
+    Plan,
+    TrainingLayout,
+    plan,
+    predict_step,
+)
+from gcore_placement.planning import memory
+from gcore_placement.planning.layouts import Backend, TrainingLayouts
+
+SMALL: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+}
+MIXTURE: dict[str, Any] = {
+    **SMALL,
+    "model_type": "qwen3_moe",
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+}
+
+FACTOR = Efficiency().activations
+
+
+def small_device(memory_gb: float) -> Device:
+    return Device(
+        name=f"{memory_gb:.0f} GB",
+        memory_bytes=memory_gb * 1e9,
+        flops_per_s=3e14,
+        memory_bytes_per_s=2e12,
+        link_bytes_per_s=3e11,
+        host_bytes_per_s=3e10,
+    )
+
+
+jobs = st.builds(
+    make_job,
+    policy=st.sampled_from([SMALL, MIXTURE]),
+    judge=st.sampled_from([None, SMALL]),
+    train_batch_size=st.sampled_from([8, 96]),
+    acceptance=st.sampled_from([0.5, 1.0]),
+    reference=st.booleans(),
+    response_lengths=st.sampled_from(
+        [Lengths.log_normal(median=500, sigma=s, longest=longest) for s in (0.1, 1.0) for longest in (2000, 16000)]
+    ),
+)
+clusters = st.builds(
+    Cluster,
+    num_devices=st.integers(1, 24),
+    device=st.sampled_from([small_device(gb) for gb in (2, 6, 10, 16, 40)]),
+    devices_per_node=st.sampled_from([4, 8]),
+)
+
+
+def planned(cluster: Cluster, job: Job) -> Plan | None:
+    try:
+        return plan(cluster, job)
+    except PlacementError:
+        return None
+
+
+@settings(max_examples=25)
+@given(cluster=clusters, job=jobs)
+def test_a_plan_fits(cluster: Cluster, job: Job) -> None:
+    """By its parts' sums, and by the formulas for its very layouts."""
+    found = planned(cluster, job)
+    if found is None:
+        return
+    assert found.peak_bytes <= found.usable_bytes <= cluster.device.memory_bytes
+    layout, engine = found.training, found.policy
+    training = memory.training_memory(job, TrainingLayouts.of(layout), activations=FACTOR)
+    assert memory.total(training)[0] == pytest.approx(sum(found.memory["training"].values()))
+    assert memory.total(training)[0] <= found.usable_bytes
+    ranks = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.context_parallel_size
+    assert ranks * layout.data_parallel_size == found.num_devices <= cluster.num_devices
+    per_token = memory.kv_bytes_per_token(job.policy, engine.tensor_model_parallel_size, 2)
+    assert found.memory["generation"]["KV cache"] >= job.longest_sequence * per_token * (1 - 1e-9)
+    assert engine.num_replicas * engine.tensor_model_parallel_size == engine.num_devices
+    if found.judge is not None and found.strategy == "dynamic":
+        assert engine.num_devices + found.judge.num_devices <= found.num_devices
+
+
+@settings(max_examples=25)
+@given(cluster=clusters, job=jobs, more=st.integers(1, 24))
+def test_more_devices_are_never_slower(cluster: Cluster, job: Job, more: int) -> None:
+    found = planned(cluster, job)
+    larger = planned(
+        Cluster(
+            num_devices=cluster.num_devices + more,
+            device=cluster.device,
+            devices_per_node=cluster.devices_per_node,
+        ),
+        job,
+    )
+    assert found is None or (larger is not None and larger.step_s <= found.step_s * (1 + 1e-9))
+
+
+@settings(max_examples=25)
+@given(cluster=clusters, job=jobs)
+def test_a_plan_is_as_fast_as_its_costs_say(cluster: Cluster, job: Job) -> None:
+    found = planned(cluster, job)
+    if found is None:
+        return
+    step = predict_step(
+        found.costs,
+        job,
+        strategy=found.strategy,
+        num_devices=found.num_devices,
+        policy_devices=found.policy.num_devices,
+        reward_devices=found.judge.num_devices if found.judge else 0,
+    )
+    assert step == found.step
+    for strategy in ("colocated", "dynamic") if job.judge else ("colocated",):
+        try:
+            assert plan(cluster, job, strategy=strategy).step_s >= found.step_s * (1 - 1e-9)
+        except PlacementError:
+            assert strategy != found.strategy
+
+
+def fits_somewhere(cluster: Cluster, job: Job, usable: float) -> bool:
+    """By trying every layout on its own: training, and then each engine with its state on the host."""
+    trains = False
+    for size in cluster.sizes():
+        for tp, pp, cp in product((1, 2, 4, 8), range(1, 13), (1, 2, 4, 8)):
+            allowed = (
+                size % (tp * pp * cp) == 0
+                and size <= tp * pp * cp * job.train_batch_size
+                and 12 % pp == 0
+                and cluster.devices_per_node % tp == 0
+            )
+            backends: list[Backend] = ["torch", "megatron"] if tp * pp == 1 else ["megatron"]
+            for backend in backends if allowed else []:
+                layout = TrainingLayout(
+                    backend=backend,
+                    tensor_model_parallel_size=tp,
+                    pipeline_model_parallel_size=pp,
+                    context_parallel_size=cp,
+                    data_parallel_size=size // (tp * pp * cp),
+                    gradient_checkpointing=True,
+                    ppo_max_token_len=job.longest_sequence,
+                )
+                one = TrainingLayouts.of(layout)
+                trains |= memory.total(memory.training_memory(job, one, activations=FACTOR))[0] <= usable
+    read = job.judge_prompt_lengths
+    roles: list[tuple[Any, float]] = [(job.policy, job.longest_sequence)]
+    if job.judge is not None and job.judge_lengths is not None and read is not None:
+        roles.append((job.judge, read.longest + job.judge_lengths.longest))
+
+    def holds(model: Any, longest: float) -> bool:
+        return any(
+            memory.engine_weights(model, tp, 2)
+            + memory.engine_workspace(model, tp, 2)
+            + longest * memory.kv_bytes_per_token(model, tp, 2)
+            # The planner looks at engines' memory in 128ths of a device's.
+            <= usable - cluster.device.memory_bytes / 128
+            for tp in (1, 2, 4, 8, 16)
+            if tp <= cluster.num_devices and (tp <= cluster.devices_per_node or tp % cluster.devices_per_node == 0)
+        )
+
+    return trains and all(holds(model, longest) for model, longest in roles)
+
+
+@settings(max_examples=25)
+@given(cluster=clusters, job=jobs)
+def test_what_is_refused_fits_nowhere(cluster: Cluster, job: Job) -> None:
+    if planned(cluster, job) is None:
+        assert not fits_somewhere(cluster, job, cluster.device.memory_bytes * Efficiency().free_memory)
+
+
+def test_a_refusal_says_what_is_too_large_and_what_would_fit() -> None:
+    job = make_job(QWEN_32B)
+    with pytest.raises(PlacementError) as refused:
+        plan(make_cluster(8), job)
+    message = str(refused.value)
+    assert "nothing fits on 8 x H100, of whose 80.0 GB 73.6 GB are usable: training needs at least" in message
+    assert message.endswith("Would fit: 16 devices")
+    assert plan(make_cluster(16), job).num_devices == 16
+
+
+def test_too_long_responses_are_refused_with_a_length_that_fits() -> None:
+    lengths = Lengths.log_normal(median=1000, sigma=1.0, longest=8_000_000)
+    job = make_job(response_lengths=lengths)
+    with pytest.raises(PlacementError, match=r"Would fit: .*responses of at most (\d+) tokens") as refused:
+        plan(make_cluster(8), job)
+    shorter = lengths.cut(float(str(refused.value).rpartition("at most ")[2].split()[0]))
+    assert plan(make_cluster(8), make_job(response_lengths=shorter)).num_devices == 8
+
+
+def test_a_model_that_no_device_holds_is_divided() -> None:
+    found = plan(make_cluster(64), make_job(QWEN_32B, judge=QWEN_32B, reference=True))
+    assert found.policy.tensor_model_parallel_size > 1
+    reasons = {(other.choice, other.option): other.reason for other in found.alternatives}
+    assert reasons["training", "megatron TP 1 PP 1 CP 1 DP 64"].startswith("does not fit: ")
+    assert reasons["strategy", "split"].endswith("its partition stays where it is as lengths drift")
+    assert ("policy engine", f"TP {found.policy.tensor_model_parallel_size}") not in reasons
+    times = [reason for reason in reasons.values() if " s a step, " in reason]
+    assert times
+    assert all(float(reason.split(", ")[1].split(" s")[0]) >= 0 for reason in times)
+
+
+def test_without_a_judge_roles_are_colocated() -> None:
+    job = make_job()
+    assert plan(make_cluster(8), job).strategy == "colocated"
+    with pytest.raises(PlacementError, match=r"strategy must be colocated, or None, without a judge"):
+        plan(make_cluster(8), job, strategy="dynamic")
+
+
+def test_swaps_that_take_long_keep_roles_beside_each_other() -> None:
+    job = make_job(judge=QWEN_7B, acceptance=0.7)
+    slow, fast = (plan(make_cluster(64), job, efficiency=Efficiency(swap_s=s)) for s in (60.0, 0.0))
+    assert slow.strategy == "dynamic"
+    assert slow.step.swap_s >= 120
+    colocated = plan(make_cluster(64), job, strategy="colocated", efficiency=Efficiency(swap_s=60.0))
+    assert colocated.step.swap_s >= 3 * 120
+    assert colocated.step_s - slow.step_s > plan(make_cluster(64), job, strategy="colocated").step_s - fast.step_s
+
+
+def test_a_plan_is_plain_data_and_repeats() -> None:
+    cluster, job = make_cluster(16), make_job(judge=QWEN_7B)
+    found = plan(cluster, job)
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["step_s"] == found.step_s
+    assert data["training"]["ppo_max_token_len"] == found.training.ppo_max_token_len
+    assert plan(cluster, job).to_dict() == found.to_dict()
+
+
+def test_data_sheets() -> None:
+    with pytest.raises(PlacementError, match=r"device must be one of B200, H200, .*, got 'H900'"):
+        Device.named("H900")
+    with pytest.raises(PlacementError, match=r"2 GB.flops_per_s must be a finite number above 0, got 0"):
+        replace(small_device(2), flops_per_s=0)
+    assert make_cluster(19).sizes() == [16, 8, 7, 6, 5, 4, 3, 2, 1]
+    assert make_cluster(19).link_bytes_per_s(16) < make_cluster(19).link_bytes_per_s(8)
+
+
+def test_small_batches_use_few_data_parallel_ranks() -> None:
+    found = plan(make_cluster(64), make_job(SMALL, train_batch_size=2))
+    assert found.training.data_parallel_size <= 2
+
+
+def test_states_must_fit_into_the_host() -> None:
+    """Weights that sleep have to go somewhere."""
+    job = make_job(judge=QWEN_7B)
+    with pytest.raises(PlacementError, match=r"nor states into 1.0 GB of the host"):
+        plan(make_cluster(8, host_memory_bytes=1e9), job)
+    assert not plan(make_cluster(16, host_memory_bytes=3e10), job).offload
+
+
+def test_mixtures_of_experts_are_planned_by_what_is_active() -> None:
+    """All experts are held, few of them compute."""
+    mixture, whole = (make_job(config) for config in (MIXTURE, {**SMALL, "intermediate_size": 32 * 512}))
+    found = plan(make_cluster(8), mixture)
+    assert found.step.training_s < plan(make_cluster(8), whole).step.training_s / 2
+    held = sum(found.memory["training"][part] for part in ("weights", "gradients", "optimizer"))
+    assert held >= 16 * mixture.policy.num_parameters / 8

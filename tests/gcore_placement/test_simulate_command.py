@@ -1,0 +1,136 @@
+"""`gcore-placement simulate`: what it prints, writes and refuses; and the studies behind `--study`."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from gcore_placement import DynamicPartitionConfig, Trace, TraceRecipe
+from gcore_placement.cli import main
+from gcore_placement.simulation import scenarios, studies
+from gcore_placement.simulation.payloads import ControllerHost, payload_load
+from gcore_placement.simulation.scenarios import JOBS, SCENARIOS, Scale, scenario
+from gcore_placement.simulation.studies import break_study, with_judge_error
+from gcore_placement.simulation.trace_recipes import steady
+
+
+@pytest.fixture(autouse=True)
+def small_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few prompts a step: the same program, in seconds."""
+    few = {devices: Scale(num_devices=devices, train_batch_size=6, unit_devices=devices // 8) for devices in (32, 64)}
+    for module in (scenarios, studies):
+        monkeypatch.setattr(module, "SCALES", scenarios.SCALES | few)
+
+
+class Tags(HTMLParser):
+    """Which tags a page opens, and what it points to."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.opened: list[str] = []
+        self.links: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.opened.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+def test_it_prints_a_table_and_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, trace = tmp_path / "page.html", tmp_path / "trace.npz"
+    command = ["simulate", "--scenario", "jump", "--steps", "4", "--html", str(page), "--save-trace", str(trace)]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "jump: 64 devices, 4 steps" in printed
+    rows = {line.split()[0]: line.split() for line in printed.splitlines() if line.startswith(("co", "sp", "dy", "cl"))}
+    assert list(rows) == ["colocated", "split", "dynamic", "clairvoyant"]
+    assert rows["colocated"][3] == "1.00"
+    assert rows["split"][4] == "1.00"
+    assert float(rows["clairvoyant"][1]) <= min(float(rows["split"][1]), float(rows["dynamic"][1]))
+
+    tags = Tags(page.read_text())
+    assert {"script", "link", "img", "iframe"}.isdisjoint(tags.opened)
+    assert not tags.links
+    assert tags.opened.count("svg") == 5
+    assert tags.opened.count("polyline") == 7
+    assert "long tail" in page.read_text()
+
+    assert main(["simulate", "--trace", str(trace)]) == 0
+    again = capsys.readouterr().out
+    assert again.splitlines()[1:] == printed.splitlines()[1 : len(again.splitlines())]
+
+
+def test_the_study_answers_all_questions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gcore_placement.cli_simulate.STUDY_SIZES", ((64, 3, ("growing",)),))
+    assert main(["simulate", "--study", str(tmp_path / "study"), "--steps", "3"]) == 0
+    text = (tmp_path / "study" / "tables.md").read_text()
+    assert text.strip() == capsys.readouterr().out.strip()
+    assert re.findall(r"^## (.*)$", text, flags=re.MULTILINE) == [
+        "Dynamic against the best static split",
+        "Payloads through controllers",
+        "Wrong costs of the judge",
+        "Conditions broken",
+    ]
+    assert "<h2>growing, 64 devices, 3 steps</h2>" in (tmp_path / "study" / "study.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--html", "nowhere/page.html"], "--html must be in a folder that exists, got 'nowhere/page.html'"),
+        (["--steps", "0"], "--steps must be an integer of at least 1, got 0"),
+        (["--trace", "no.npz"], "No such file"),
+    ],
+)
+def test_wrong_use_is_said_in_a_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_every_scenario_can_be_simulated_with_every_job(job: str) -> None:
+    for name in SCENARIOS:
+        simulator = scenario(name, job, 64, num_steps=2)
+        assert simulator.dynamic().step_s >= simulator.clairvoyant().step_s * (1 - 1e-12)
+
+
+def test_conditions_are_broken_one_at_a_time() -> None:
+    by_name = {comparison.name: comparison for comparison in break_study(num_steps=4)}
+    assert by_name["swaps take no time"].colocated.share("swap") == 0.0
+    assert by_name["as it is"].colocated.share("swap") > 0.0
+    assert by_name["a move takes 20 minutes"].dynamic.num_moves <= by_name["as it is"].dynamic.num_moves
+    few = {step.partition for step in by_name["four replicas in all"].clairvoyant.steps}
+    assert all(p is not None and p.policy_replicas + p.reward_replicas == 4 for p in few)
+
+
+def test_wrong_costs_hurt_less_where_measurements_correct_them() -> None:
+    simulator = scenario("slow_judge", "7B", 64, num_steps=12)
+    believed = with_judge_error(JOBS["7B"], 1 / 16)
+    corrected = simulator.dynamic(believed=believed)
+    uncorrected = simulator.dynamic(believed=believed, config=DynamicPartitionConfig(is_corrected=False))
+    assert corrected.seconds <= uncorrected.seconds
+
+
+def test_payloads_through_controllers() -> None:
+    trace: Trace = TraceRecipe(
+        name="images",
+        num_steps=1,
+        train_batch_size=256,
+        response_median=steady(100),
+        judge_median=steady(100),
+        acceptance=steady(1.0),
+        payload_median_bytes=1e6,
+    ).trace()
+    host = ControllerHost(link_bytes_per_s=4e9, copy_bytes_per_s=1e9)
+    total = float(trace.payload_bytes.sum())
+    one = payload_load(trace, 0, num_controllers=1, host=host)
+    assert one.seconds == pytest.approx(4 * total / 1e9)
+    assert one.held_bytes == total
+    assert one.max_over_mean == 1.0
+    many = payload_load(trace, 0, num_controllers=16, host=host)
+    shares = [float(trace.payload_bytes[first::16].sum()) for first in range(16)]
+    assert many.held_bytes == max(shares)
+    assert many.max_over_mean == pytest.approx(max(shares) / (total / 16))

@@ -1,0 +1,137 @@
+"""Traces: what they hold, how they are made up, recorded, saved and refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gcore_placement import Drift, PlacementError, RecordedStep, Trace, TraceRecipe, recorded_trace
+from gcore_placement.simulation.traces import lengths_from_quantiles
+
+RECIPE = TraceRecipe(
+    name="made up",
+    num_steps=20,
+    train_batch_size=64,
+    n=4,
+    response_median=Drift(first=500, last=2000),
+    judge_median=Drift(first=300, last=1200, jump_step=10),
+    acceptance=Drift(first=0.9, last=0.4),
+    payload_median_bytes=1e6,
+)
+
+
+def test_lengths_drift_and_jump_as_the_recipe_says() -> None:
+    trace = RECIPE.trace()
+    medians = [float(np.median(trace.response_length[trace.step_slice(step)])) for step in (0, 10, 19)]
+    expected = [500, 500 * 4 ** (10 / 19), 2000]
+    assert medians == pytest.approx(expected, rel=0.15)
+    judges = [float(np.median(trace.judge_length[trace.step_slice(step)])) for step in (9, 10)]
+    assert judges == pytest.approx([300, 1200], rel=0.15)
+    deviation = float(np.log(trace.judge_length[trace.step_slice(0)]).std())
+    assert deviation == pytest.approx(RECIPE.judge_sigma, rel=0.15)
+    assert trace.response_length.max() <= RECIPE.max_response_length
+
+
+@given(seed=st.integers(0, 1000), acceptance=st.floats(0.05, 1.0))
+def test_waves_go_on_until_the_batch_is_full(seed: int, acceptance: float) -> None:
+    share = Drift(first=acceptance, last=acceptance)
+    trace = replace(RECIPE, num_steps=3, train_batch_size=16, acceptance=share, seed=seed).trace()
+    for step in range(3):
+        waves = list(trace.waves(step))
+        accepted = int(trace.accepted[trace.step_slice(step)].sum())
+        assert accepted <= 16
+        assert accepted == 16 or len(waves) == 4
+        assert all(1 <= len(wave.prompt_length) <= 16 for wave in waves)
+        assert sum(len(wave.prompt_length) for wave in waves) == len(trace.step[trace.step_slice(step)])
+
+
+def test_a_seed_gives_a_trace() -> None:
+    one, again, other = RECIPE.trace(), RECIPE.trace(), replace(RECIPE, seed=1).trace()
+    np.testing.assert_array_equal(one.response_length, again.response_length)
+    assert (
+        one.response_length.shape != other.response_length.shape or (one.response_length != other.response_length).any()
+    )
+
+
+def test_what_is_trained_on() -> None:
+    trace = replace(RECIPE, num_steps=1).trace()
+    lengths = (trace.prompt_length[:, None] + trace.response_length)[trace.accepted].ravel()
+    tokens, pairs = trace.training_tokens(0)
+    assert tokens == lengths.sum()
+    assert pairs == sum(length * (length + 1) / 2 for length in lengths)
+
+
+def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
+    trace = RECIPE.trace()
+    trace.save(tmp_path / "trace.npz")
+    again = Trace.load(tmp_path / "trace.npz")
+    assert again.name == trace.name
+    for name in ("step", "wave", "accepted", "prompt_length", "response_length", "judge_length", "payload_bytes"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(trace, name))
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.npz").write_text("no trace")
+    with pytest.raises(PlacementError, match="is no trace: an"):
+        Trace.load(tmp_path / "text.npz")
+    np.savez(tmp_path / "other.npz", x=np.ones(3))
+    with pytest.raises(PlacementError, match=r"is no trace of format 1: it holds \['x'\]"):
+        Trace.load(tmp_path / "other.npz")
+
+
+@given(
+    lengths=st.lists(st.integers(1, 10_000), min_size=2, max_size=6).map(sorted),
+    count=st.integers(2, 200),
+    seed=st.integers(0, 99),
+)
+def test_quantiles_come_back(lengths: list[int], count: int, seed: int) -> None:
+    probabilities = np.linspace(0, 1, len(lengths))
+    drawn = np.sort(
+        lengths_from_quantiles(np.column_stack([probabilities, lengths]), count, np.random.default_rng(seed))
+    )
+    assert drawn[0] == lengths[0]
+    assert drawn[-1] == lengths[-1]
+    shares = np.linspace(0, 1, count)
+    np.testing.assert_allclose(drawn, np.exp(np.interp(shares, probabilities, np.log(lengths))), atol=0.5)
+
+
+def test_a_run_that_was_recorded() -> None:
+    steps = [
+        RecordedStep(
+            num_prompts=10,
+            num_accepted=7,
+            prompt_quantiles=((0, 5), (1, 50)),
+            response_quantiles=((0, 12), (0.5, 100 * (step + 1)), (1, 900)),
+            judge_quantiles=((0.5, 200),),
+            payload_bytes=3e6,
+        )
+        for step in range(3)
+    ]
+    trace = recorded_trace("run", steps, n=8)
+    assert trace.num_steps == 3
+    for step in range(3):
+        part = trace.step_slice(step)
+        assert trace.accepted[part].sum() == 7
+        assert np.median(trace.response_length[part]) == pytest.approx(100 * (step + 1), rel=0.05)
+        assert trace.response_length[part].max() == 900
+        assert (trace.judge_length[part] == 200).all()
+        assert (trace.payload_bytes[part] == 3e6).all()
+
+
+def test_wrong_traces_are_refused() -> None:
+    trace = RECIPE.trace()
+    with pytest.raises(PlacementError, match=r"prompt_length\.shape must be"):
+        replace(trace, prompt_length=trace.prompt_length[:-1])
+    with pytest.raises(PlacementError, match="judge_length must be at least 1 token each"):
+        replace(trace, judge_length=np.zeros_like(trace.judge_length))
+    with pytest.raises(PlacementError, match="step and wave must both start at 0"):
+        replace(trace, step=trace.step + 1)
+    with pytest.raises(PlacementError, match=r"acceptance\.last must be"):
+        replace(RECIPE, acceptance=Drift(first=1.0, last=1.5))
+    with pytest.raises(PlacementError, match="quantiles must be probabilities rising"):
+        lengths_from_quantiles([(0.5, 10), (0.2, 20)], 3, np.random.default_rng(0))
+    with pytest.raises(PlacementError, match="steps must be at least 1"):
+        recorded_trace("run", [], n=8)

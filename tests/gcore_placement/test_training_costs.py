@@ -1,0 +1,108 @@
+"""Seconds of training against sums worked out by hand, and against the curves of the papers."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+from planning_jobs import make_cluster, make_job
+
+from gcore_placement import Cluster, Efficiency, Job, TrainingLayout
+from gcore_placement.planning.layouts import Backend, TrainingLayouts, training_layouts
+from gcore_placement.planning.training_costs import TrainingLaws, training_laws
+
+PEAK = Efficiency(training=1.0, links=1.0, memory=1.0, micro_batch_s=0.0)
+FLOPS_PER_S, LINK, BETWEEN_NODES, MEMORY = 989e12, 450e9, 50e9, 3.35e12
+
+
+def layout(backend: Backend, *, tp: int = 1, pp: int = 1, cp: int = 1, dp: int = 1, **changed: Any) -> TrainingLayout:
+    options: dict[str, Any] = {"gradient_checkpointing": False, "ppo_max_token_len": 16384, **changed}
+    return TrainingLayout(
+        backend=backend,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        data_parallel_size=dp,
+        **options,
+    )
+
+
+def laws_of(job: Job, *layouts: TrainingLayout, cluster: Cluster | None = None) -> TrainingLaws:
+    cluster = cluster or make_cluster(8)
+    return training_laws(job, TrainingLayouts.of(*layouts), cluster=cluster, efficiency=PEAK)
+
+
+def test_alone_a_device_computes_and_updates() -> None:
+    job = make_job()
+    laws = laws_of(job, layout("torch"))
+    seconds = laws.seconds(tokens=job.training_tokens, pairs=job.training_pairs, num_devices=1)
+    workload = job.policy.workload
+    flops = workload.flops_per_token * job.training_tokens + workload.flops_per_attended_pair * job.training_pairs
+    assert_allclose(seconds, flops / FLOPS_PER_S + 28 * job.policy.num_parameters / MEMORY)
+    assert_allclose(laws.forward_share, 1 / 3)
+
+
+def test_recomputation_is_a_third_more_and_a_forward_pass_stays_what_it_is() -> None:
+    kept, recomputed = (laws_of(make_job(), layout("torch", gradient_checkpointing=r)) for r in (False, True))
+    assert_allclose(recomputed.per_token_s, 4 / 3 * kept.per_token_s)
+    assert_allclose(recomputed.forward_share * recomputed.per_token_s, kept.forward_share * kept.per_token_s)
+
+
+def test_a_pipeline_has_a_bubble() -> None:
+    """(p - 1) / m of the work (arXiv 2104.04473, section 2.2.1), and a state at each border."""
+    job = make_job(train_batch_size=512)
+    laws = laws_of(job, layout("megatron", pp=4, dp=2))
+    micro_batches = np.ceil(job.training_tokens / 2 / 16384)
+    bubble = 1 + 3 / micro_batches
+    moved = 2 * 2 * 3584 * 3 / LINK
+    assert_allclose(laws.per_token_s, bubble * (job.policy.workload.flops_per_token / FLOPS_PER_S + moved))
+    assert_allclose(laws.per_pair_s, bubble * job.policy.workload.flops_per_attended_pair / FLOPS_PER_S)
+
+
+def test_tensor_and_context_ranks_move_states_keys_and_values() -> None:
+    job = make_job()
+    computing = job.policy.workload.flops_per_token / FLOPS_PER_S
+    tensor, context = laws_of(job, layout("megatron", tp=4), layout("torch", cp=4)).per_token_s - computing
+    assert_allclose(tensor, 28 * 8 * 2 * 3584 * 3 / LINK)
+    assert_allclose(context, 28 * 3 * 2 * 2 * 512 * 3 / LINK)
+    wide = laws_of(job, layout("torch", cp=4), cluster=make_cluster(8, devices_per_node=2)).per_token_s - computing
+    assert_allclose(wide, context * LINK / BETWEEN_NODES)
+
+
+def test_zero_stages_move_gradients_and_weights() -> None:
+    """ZeRO-1 once a step; ZeRO-3 in each micro-batch, where products do not hide it."""
+    job = make_job()
+    parameters = job.policy.num_parameters
+    adam_s = 28 * parameters / 8 / MEMORY
+    assert_allclose(laws_of(job, layout("megatron", dp=8)).base_s, adam_s + (4 + 2) * parameters * 7 / 8 / LINK)
+    assert_allclose(laws_of(job, layout("torch", dp=8)).base_s, adam_s)
+
+    slow = make_cluster(8, devices_per_node=1, inter_node_bytes_per_s=1e9)
+    laws = laws_of(job, layout("torch", dp=8), cluster=slow)
+    micro_batches = np.ceil(job.training_tokens / 8 / 16384)
+    computing_s = (laws.per_token_s * job.training_tokens + laws.per_pair_s * job.training_pairs) / 8
+    moving_s = micro_batches * (2 + 2 + 4) * parameters * 7 / 8 / 1e9
+    assert_allclose(laws.base_s, adam_s + moving_s - computing_s)
+
+
+def test_a_critic_is_trained_and_scores_too() -> None:
+    alone = make_job()
+    both = replace(alone, critic=alone.policy, reference=True)
+    one, two = (laws_of(job, layout("torch", dp=8)) for job in (alone, both))
+    assert_allclose(two.per_token_s, 2 * one.per_token_s)
+    # A scoring pass is that of one model: a sixth of both models' training.
+    assert_allclose(two.forward_share, 1 / 6)
+    assert two.num_forward_passes == 2
+
+
+@pytest.mark.parametrize("num_devices", [8, 24, 64])
+def test_layouts_use_all_devices_and_divide_what_they_must(num_devices: int) -> None:
+    layouts = training_layouts(make_job(), make_cluster(64), num_devices)
+    assert (layouts.num_devices == num_devices).all()
+    # 28 heads and 28 layers; 4 key-value heads are copied.
+    assert set(layouts.tp.tolist()) == {1, 2, 4}
+    assert not (28 % layouts.pp).any()
+    assert (layouts.max_tokens >= make_job().longest_sequence).all()
+    assert (layouts.tp * layouts.pp == 1)[layouts.sharded].all()
+    assert len({str(layouts[index]) for index in range(len(layouts))}) == len(layouts)
