@@ -413,3 +413,23 @@ def test_import_is_cheap() -> None:
     code = "import sys, gcore_llm.report; print([m for m in ('plotly', 'jinja2') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_ledger_has_a_bar_for_each_role(run_dir: Path) -> None:
+    devices = {
+        "engine 0": [["gen", 0.0, 2.0]],
+        "engine 1": [["gen", 0.0, 1.0]],
+        "trainer 0": [["train", 6.0, 9.0]],
+    }
+    write_lines(run_dir / "spans.jsonl", [step_spans(1, devices=devices), step_spans(2, devices=devices)])
+    page = Page(write_report(run_dir))
+    bars = page.figures["ledger"]["data"]
+    shares = {(bar["name"], role): share for bar in bars for role, share in zip(bar["y"], bar["x"], strict=True)}
+    assert {role for _, role in shares} == {"engine", "trainer"}
+    assert shares["generation", "engine"] == pytest.approx(3 / 18, abs=1e-4)
+    assert shares["long tail", "engine"] == pytest.approx((1 + 2) / 18, abs=1e-4)
+    assert shares["training", "trainer"] == pytest.approx(3 / 9, abs=1e-4)
+    for role in ("engine", "trainer"):
+        assert sum(share for (_, of), share in shares.items() if of == role) == pytest.approx(1, abs=1e-3)
+    assert "Where the devices' time went" in page.text
+    assert "share of each role's device time; steps 1 to 2" in page.text

@@ -64,7 +64,7 @@ CHECKED_CLOSELY = {
 RUN_HERE = (
     r"(uv run )?"
     r"(gcore-llm (train|sft|reward-model|dpo|sample|eval|report|logs)|"
-    r"gcore-ckpt|gcore-placement (plan|simulate)|torchrun|python|cat|head|ls|mkdir|tensorboard --help)\b.*"
+    r"gcore-ckpt|gcore-placement (plan|simulate|ledger)|torchrun|python|cat|head|ls|mkdir|tensorboard --help)\b.*"
 )
 
 ADVICE = (

@@ -11,9 +11,10 @@ from gcore_llm.interrupt import Interrupt
 from gcore_llm.learner import SavedLearner
 from gcore_llm.metrics import MetricsWriter
 from gcore_llm.program import Job
+from gcore_llm.report.ledger import ledger
 from gcore_llm.run_folder import RunFolder, write_jsonl
 from gcore_llm.sampling import State
-from gcore_llm.spans import SpanWriter
+from gcore_llm.spans import SpanWriter, StepSpans
 
 _logger = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ class RunRecorder:
         self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
     ) -> None:
         """See `Recorder`."""
+        shares = ledger([StepSpans(step=step, start_s=0.0, controllers=spans, devices=devices)]).shares()
+        metrics = metrics | {f"ledger/{name}": share for name, share in shares.items()}
         self._writer.write(step, metrics)
         self._spans.write(step, spans, spans_by_device=devices)
         _logger.info("step %d: %.2f s", step, metrics["timing_s/step"])

@@ -12,6 +12,7 @@ from gcore_placement.dynamic_partition import DynamicPartition, DynamicPartition
 from gcore_placement.efficiency import Efficiency
 from gcore_placement.errors import MissingExtraError, PlacementError
 from gcore_placement.job import Job
+from gcore_placement.ledger import Ledger, StepIntervals, read_spans
 from gcore_placement.lengths import Lengths
 from gcore_placement.micro_batch import micro_batches
 from gcore_placement.model_shape import ModelShape
@@ -43,6 +44,7 @@ __all__ = [
     "EngineWork",
     "Job",
     "JobCosts",
+    "Ledger",
     "Lengths",
     "MissingExtraError",
     "ModelShape",
@@ -55,6 +57,7 @@ __all__ = [
     "RoleLoad",
     "SimulatedStep",
     "Simulator",
+    "StepIntervals",
     "StepTime",
     "StrategyRun",
     "StreamingBalancer",
@@ -69,5 +72,6 @@ __all__ = [
     "micro_batches",
     "plan",
     "predict_step",
+    "read_spans",
     "recorded_trace",
 ]

@@ -16,6 +16,10 @@ COMMANDS = {
         "gcore_placement.cli_simulate",
         "strategies of placement on a trace: step time, and where devices idle",
     ),
+    "ledger": (
+        "gcore_placement.cli_ledger",
+        "where the devices' time of a run went: to work, or to a cause of idleness",
+    ),
 }
 """Module with `main(argv) -> int`, and what it does in a few words. Modules are imported when they are asked for."""
 

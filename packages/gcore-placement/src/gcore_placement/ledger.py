@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Self
 
@@ -85,7 +85,9 @@ class StepIntervals:
         offset_ns = round(offset_s * _NS)
 
         def exact(intervals: Iterable[Interval]) -> list[tuple[str, int, int]]:
-            return [(name, offset_ns + round(start * _NS), offset_ns + round(end * _NS)) for name, start, end in intervals]
+            return [
+                (name, offset_ns + round(start * _NS), offset_ns + round(end * _NS)) for name, start, end in intervals
+            ]
 
         rows = [exact(intervals) for intervals in controllers]
         named = {name: exact(intervals) for name, intervals in devices.items()}
@@ -152,6 +154,10 @@ class Ledger:
         """Share of all causes together."""
         return sum(self.share(cause, role) for cause in CAUSES)
 
+    def shares(self) -> dict[str, float]:
+        """Of all roles together: `idle_share`, and that of each cause."""
+        return {"idle_share": self.idle_share(), **{cause: self.share(cause) for cause in CAUSES}}
+
     def to_dict(self) -> dict[str, Any]:
         """As plain data: seconds by role and column, and shares of all roles together."""
         return {
@@ -189,16 +195,7 @@ def read_spans(path: str | Path) -> list[StepIntervals]:
         while steps and steps[-1].step >= found.step:
             steps.pop()
         steps.append(found)
-    return [
-        StepIntervals(
-            step=step.step,
-            start_ns=step.start_ns,
-            stop_ns=max(step.stop_ns, following.start_ns),
-            controllers=step.controllers,
-            devices=step.devices,
-        )
-        for step, following in pairwise([*steps, *steps[-1:]])
-    ]
+    return _end_to_end(steps)
 
 
 def select_steps(steps: Sequence[StepIntervals], text: str) -> list[StepIntervals]:
@@ -215,6 +212,19 @@ def select_steps(steps: Sequence[StepIntervals], text: str) -> list[StepInterval
         there = f"{steps[0].step}:{steps[-1].step}" if steps else "none"
         raise refusal("steps", text, f"a range that holds steps of the run ({there})")
     return chosen
+
+
+def _end_to_end(steps: Sequence[StepIntervals]) -> list[StepIntervals]:
+    """Steps that last until the next begins; what goes on then is told of both."""
+    lasting: list[StepIntervals] = []
+    for step, following in zip_longest(steps, steps[1:]):
+        devices = {name: list(row) for name, row in step.devices.items()}
+        for name, row in lasting[-1].devices.items() if lasting else ():
+            if name in devices:
+                devices[name].extend(span for span in row if span[2] > step.start_ns)
+        stop_ns = step.stop_ns if following is None else max(following.start_ns, step.start_ns)
+        lasting.append(replace(step, stop_ns=stop_ns, devices=devices))
+    return lasting
 
 
 _COLUMN_OF_STAGE = np.array(

@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from gcore_llm.report.charts import MAX_POINTS, load_panel, mean_window, reward_panel, signal_panel, stage_panel
+from gcore_llm.report.ledger import ledger_panel
 from gcore_llm.report.run import Run, read_run, series
 from gcore_llm.report.summary import paired_samples, reward_seen, samples_seen, tiles, warmup_seen
 from gcore_llm.report.timeline import timeline
@@ -57,6 +58,7 @@ def _render(run: Run) -> str:
         warmup_seen=warmup_seen(run),
         stages=stage_panel(run),
         timeline=timeline(run.spans),
+        ledger=ledger_panel(run.spans),
         signals=[panel for panel in signals if panel],
         unrecorded=[title for title, key, _ in run.kind.signals if not series(run.metrics, key)[0]],
         window=mean_window(len(series(run.metrics, run.kind.key)[0])),
