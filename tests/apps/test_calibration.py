@@ -80,7 +80,7 @@ def many(alone: SimulateConfig) -> SimulateConfig:
         prompt_length=LengthConfig(median=20, sigma=0.4),
         ppo_mini_batch_size=4,
         ppo_max_token_len=500,
-        engine=EngineModel(devices_per_replica=2, max_num_seqs=10),
+        engine=EngineModel(devices_per_replica=2, max_num_seqs=10, prompts="shared"),
         reward=replace(alone.reward, acceptance=0.7),
         learner=LearnerModel(devices_per_replica=2),
     )

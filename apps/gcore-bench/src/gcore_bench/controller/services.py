@@ -46,9 +46,8 @@ class BenchWorker:
         """Samples whose features lie in the object store."""
         maker = FeatureMaker.of(payload)
         samples: list[Sample] = []
-        # What is put is copied, so that one memory does for all.
-        features = np.empty_like(maker.base)
         for index in indices:
+            features = np.empty_like(maker.base)
             maker.fill(index, features)
             sample = Sample(
                 index=index,
