@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import Cli, assert_same_metrics, metrics_of, option_set, step_rows
+from command_line import Cli, metrics_of, option_set, step_rows
 
 # It may kill its process on the way.
 REWARD = """
@@ -47,10 +47,14 @@ def test_one_step_off_is_by_the_weights_before(cli: Cli, six_steps: list[str]) -
     cli.ok(*args, "--name", "process", "--rollout.num-processes", "1")
     one, two, process = (cli.cwd / "runs" / name for name in ("one", "two", "process"))
     assert oldest_versions(one) == [0, 0, 1, 2, 3, 4]
-    for row, expected in zip(metrics_of(process), metrics_of(one), strict=True):
-        assert row == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    # How many prompts are computed twice depends on how two controllers divide the batch.
-    assert_same_metrics(two, one)
+    for other in (two, process):
+        for row, expected in zip(metrics_of(other), metrics_of(one), strict=True):
+            if other == two:
+                # Two controllers divide the batch in another way, and so how many prompts are computed twice.
+                assert row.keys() == expected.keys()
+                for values in (row, expected):
+                    values.pop("perf/computed_tokens", None)
+            assert row == pytest.approx(expected, rel=1e-4, abs=1e-6)
     rows = [json.loads(line) for line in (two / "spans.jsonl").read_text().splitlines()]
     assert all({"sampling 0", "sampling 1", "engine 0", "trainer 0"} == row["devices"].keys() for row in rows)
 
