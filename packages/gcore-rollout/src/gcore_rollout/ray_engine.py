@@ -32,6 +32,7 @@ _MAX_CONCURRENCY = 100_000
 _MAX_STARTS = 3
 _RETRY_S = 0.1
 _END_TIMEOUT_S = 10.0
+_END_POLL_S = 0.02
 
 
 def start_engine_actor(
@@ -84,6 +85,12 @@ async def end_engine_actor(actor: Any) -> None:
             await asyncio.wait_for(_answer_of(actor.close.remote()), _END_TIMEOUT_S)
     finally:
         ray.kill(actor)
+    # Until it is dead, it answers.
+    with suppress(TimeoutError, RayActorError):
+        async with asyncio.timeout(_END_TIMEOUT_S):
+            while True:
+                await _answer_of(actor.incarnation.remote())
+                await asyncio.sleep(_END_POLL_S)
 
 
 class RayEngine(ForwardingEngine):
