@@ -238,10 +238,10 @@ def test_the_table_has_a_row_for_each_payload_and_contender() -> None:
 def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 << 30))
     options = ControllerOptions(payload_mb=(64,))
-    assert 2 * (64 << 20) < cluster.object_store_bytes(options) < 3 * (128 << 20)
-    store_bytes = cluster.object_store_bytes(ControllerOptions())
+    assert 2 * (64 << 20) < cluster.object_store_bytes(options, 128) < 3 * (128 << 20)
+    store_bytes = cluster.object_store_bytes(ControllerOptions(), 4096)
     assert store_bytes == int(0.45 * (4 << 30))
-    assert cluster.object_store_bytes(ControllerOptions(object_store_mb=100)) == 100 << 20
+    assert cluster.object_store_bytes(ControllerOptions(object_store_mb=100), 64) == 100 << 20
     assert cluster.lack("gcore", 512 << 20, store_bytes) == ""
     assert cluster.lack("verl", 768 << 20, store_bytes) == "about 4,608 MB of memory, of which 4,096 are free"
     assert cluster.lack("gcore", 1 << 30, store_bytes) == "2,048 MB of the object store, which has 1,843"

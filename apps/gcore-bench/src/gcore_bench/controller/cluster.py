@@ -31,11 +31,11 @@ _ENVIRONMENT = {
 _NUM_CPUS = 1000
 
 
-def object_store_bytes(options: ControllerOptions) -> int:
-    """Size of Ray's object store."""
+def object_store_bytes(options: ControllerOptions, payload_mb: int) -> int:
+    """Size of Ray's object store for a payload."""
     if options.object_store_mb:
         return options.object_store_mb << 20
-    wanted = int(2.25 * (max(options.payload_mb) << 20)) + _SPARE_BYTES
+    wanted = int(2.25 * (payload_mb << 20)) + _SPARE_BYTES
     return min(wanted, int(0.45 * psutil.virtual_memory().available))
 
 

@@ -3,14 +3,14 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
 from gcore_bench.controller.cluster import lack, local_cluster, object_store_bytes
 from gcore_bench.controller.figures import WARMUP_STEPS, ControlFigures, step_row
 from gcore_bench.controller.memory import copy_seconds
-from gcore_bench.controller.options import ControllerOptions
+from gcore_bench.controller.options import Contender, ControllerOptions
 from gcore_bench.controller.workload import Payload
 from gcore_bench.grpo.errors import BenchError
 from gcore_bench.trainer.figures import Run
@@ -31,36 +31,53 @@ async def run_rounds(options: ControllerOptions, *, say: Callable[[str], object]
     Raises:
         BenchError: a contender failed, or its features did not arrive as they were made.
     """
-    store_bytes = object_store_bytes(options)
-    with local_cluster(store_bytes):
-        contenders = _Contenders(options)
-        runs: list[Run] = []
-        for payload_mb in sorted(set(options.payload_mb)):
-            payload = Payload.of(nbytes=payload_mb << 20, num_samples=options.samples, seed=options.seed)
-            names = [ALONE]
-            for contender in options.contenders:
-                if missing := lack(contender, payload.nbytes, store_bytes):
-                    say(f"{part_name(payload_mb)}: {contender} is left out: it needs {missing}")
-                else:
-                    names += contenders.rows(contender)
-            if names == [ALONE]:
-                continue
-            for number in range(1, options.rounds + 1):
-                for name in [MEMCPY, *names]:
-                    load = os.getloadavg()[0]
-                    row = await contenders.measure(name, payload)
-                    run = Run(part=part_name(payload_mb), contender=name, round=number, load=load, rows={name: row})
-                    runs.append(run)
-                    say(
-                        f"{run.part}, round {number} of {options.rounds}: {name} {row['step_s']:.3f} s, load {load:.1f}"
-                    )
+    runs: list[Run] = []
+    for payload_mb in sorted(set(options.payload_mb)):
+        store_bytes = object_store_bytes(options, payload_mb)
+        # A store keeps every page that it has ever used.
+        with local_cluster(store_bytes):
+            runs += await _rounds_of(payload_mb, options, store_bytes, say=say)
     return runs
 
 
-class _Contenders:
-    """The actors of all contenders, which stay for all payloads; but for gcore's controllers, which come and go."""
+async def _rounds_of(
+    payload_mb: int, options: ControllerOptions, store_bytes: int, *, say: Callable[[str], object]
+) -> list[Run]:
+    payload = Payload.of(nbytes=payload_mb << 20, num_samples=options.samples, seed=options.seed)
+    part = part_name(payload_mb)
+    fitting: list[Contender] = []
+    for contender in options.contenders:
+        if missing := lack(contender, payload.nbytes, store_bytes):
+            say(f"{part}: {contender} is left out: it needs {missing}")
+        else:
+            fitting.append(contender)
+    runs: list[Run] = []
+    if not fitting:
+        return runs
+    contenders = _Contenders(options, fitting)
+    names = [MEMCPY, ALONE, *(name for contender in fitting for name in contenders.rows(contender))]
+    for number in range(1, options.rounds + 1):
+        for name in tuple(names):
+            load = os.getloadavg()[0]
+            try:
+                row = await contenders.measure(name, payload)
+            except _OutOfMemoryError:
+                say(f"{part}, round {number} of {options.rounds}: {name} is left out from here on: it had no memory")
+                names.remove(name)
+                continue
+            runs.append(Run(part=part, contender=name, round=number, load=load, rows={name: row}))
+            say(f"{part}, round {number} of {options.rounds}: {name} {row['step_s']:.3f} s, load {load:.1f}")
+    return runs
 
-    def __init__(self, options: ControllerOptions) -> None:
+
+class _OutOfMemoryError(Exception):
+    """Ray ended a contender's processes before the machine ran out of memory."""
+
+
+class _Contenders:
+    """The actors of contenders; but for gcore's controllers, which come and go."""
+
+    def __init__(self, options: ControllerOptions, names: Sequence[Contender]) -> None:
         from gcore_bench.controller.services import start_workers
 
         self._options = options
@@ -68,7 +85,7 @@ class _Contenders:
         self._drivers = {
             name: _start_driver(environment, options.workers)
             for name, environment in _VERL_ENVIRONMENT.items()
-            if name in options.contenders
+            if name in names
         }
 
     def rows(self, contender: str) -> list[str]:
@@ -87,6 +104,8 @@ class _Contenders:
         except BenchError:
             raise
         except Exception as error:
+            if "running low on memory" in str(error):
+                raise _OutOfMemoryError from error
             # Ray says how all processes of the machine were in hundreds of lines.
             reason = str(error).strip().partition("\n")[0]
             raise BenchError(f"{name} failed at {payload.nbytes / 2**20:,.0f} MB: {reason}") from error

@@ -31,7 +31,7 @@ class ControllerOptions:
     steps: int = 3
     """Steps of a contender in a round, after two that do not count."""
     object_store_mb: int = 0
-    """Of Ray, in MiB; 0: somewhat more than twice the largest payload, at most 45 % of the memory that is free."""
+    """Of Ray, in MiB; 0: somewhat more than twice the payload, at most 45 % of the memory that is free."""
     devices: tuple[int, ...] = (8, 64, 512, 4096, 32_768, 100_000)
     """Sizes of the simulated clusters."""
     sim_controllers: tuple[int, ...] = (1, 64)
