@@ -238,7 +238,7 @@ def test_the_table_has_a_row_for_each_payload_and_contender() -> None:
 def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 << 30))
     options = ControllerOptions(payload_mb=(64,))
-    assert 2 * (64 << 20) < cluster.object_store_bytes(options, 128) < 3 * (128 << 20)
+    assert 2 * (64 << 20) < cluster.object_store_bytes(options, 64) < 3 * (128 << 20)
     store_bytes = cluster.object_store_bytes(ControllerOptions(), 4096)
     assert store_bytes == int(0.45 * (4 << 30))
     assert cluster.object_store_bytes(ControllerOptions(object_store_mb=100), 64) == 100 << 20
