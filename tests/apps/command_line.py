@@ -116,7 +116,9 @@ def read_rows(path: Path) -> list[Any]:
 def reproducible(row: dict[str, float]) -> dict[str, float]:
     """A row of metrics without what depends on the machine."""
     counts = ("perf/total_num_tokens", "perf/computed_tokens")
-    return {k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/", "ledger/")) or k in counts}
+    return {
+        k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/", "ledger/", "forecast/")) or k in counts
+    }
 
 
 def metrics_of(run: Path) -> list[dict[str, float]]:

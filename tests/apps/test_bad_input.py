@@ -24,7 +24,11 @@ def write(cli: Cli, name: str, text: str) -> str:
         (["--rolout.n", "3"], "--rollout.n"),
         (["--rollout.n", "many"], "many"),
         (["--rollout.n", "1"], "rollout.n is 1: 2 or more is needed"),
-        (["--rollout.engine", "sglang"], "sglang"),
+        (
+            ["--rollout.engine", "sglang"],
+            "rollout.engine is 'sglang': hf, vllm, vllm_server, sglang_server or",
+        ),
+        (["--rollout.engine", "none.py:make"], "rollout.engine is 'none.py:make': no such file none.py"),
         (["--rollout.temperature", "0"], "rollout.temperature is 0.0: above 0 is needed"),
         (["--data.train-batch-size", "0"], "data.train_batch_size is 0: 1 or more is needed"),
         (["--trainer.test-freq", "0"], "trainer.test_freq is 0"),
@@ -70,7 +74,7 @@ def test_options(cli: Cli, own_args: list[str], options: list[str], expected: st
         ("data = 3", "s.toml: data is 3"),
         ("[rollout]\nn = 1", "rollout.n is 1: 2 or more is needed"),
         ("[actor.optim]\nlr = 0", "lr is 0.0: a finite number above 0 is needed"),
-        ("[rollout]\nengine = 'sglang'", "s.toml: rollout.engine is 'sglang'"),
+        ("[trainer]\nschedule = 'now'", "s.toml: trainer.schedule is 'now'"),
         ("[rollout\nn = 3", "config is s.toml: not TOML"),
     ],
 )

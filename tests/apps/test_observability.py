@@ -108,6 +108,27 @@ def test_resumed_run_goes_on_where_its_last_kept_step_ended(tmp_path: Path) -> N
     assert read_jsonl(path) == []
 
 
+def test_what_controllers_waited_for_begins_the_next_step(tmp_path: Path) -> None:
+    path = tmp_path / "spans.jsonl"
+    writer = SpanWriter(path)
+    writer.waited(span("checkpoint", 50.0, 51.0))
+    for step in (1, 2, 3):
+        writer.write(step, [[span("gen", 50.0 + step, 50.75 + step)], []])
+    writer.waited(span("checkpoint", 54.0, 54.5))
+    # Step 3 is lost, and made again; what passed since the end of step 2 is due to that.
+    writer.go_on(last_step=2, cause="failure")
+    writer.write(3, [[span("gen", 60.0, 60.5)], []])
+    writer.waited(span("checkpoint", 60.5, 60.75))
+    writer.write(4, [[span("gen", 61.0, 62.0)], []])
+    rows = [(row["step"], row["start_s"], row["controllers"]) for row in read_jsonl(path)]
+    assert rows == [
+        (1, 0.0, [[["gen", 0.0, 0.75]], []]),
+        (2, 1.0, [[["gen", 0.0, 0.75]], []]),
+        (3, 1.75, [[["failure", 0.0, 7.25], ["gen", 7.25, 7.75]], [["failure", 0.0, 7.25]]]),
+        (4, 9.5, [[["checkpoint", 0.0, 0.25], ["gen", 0.5, 1.5]], [["checkpoint", 0.0, 0.25]]]),
+    ]
+
+
 def test_step_without_a_span_is_a_row_of_its_own(tmp_path: Path) -> None:
     writer = SpanWriter(tmp_path / "s")
     for spans in ([], [span("gen", 7.0, 8.0)], []):

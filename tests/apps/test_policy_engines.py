@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import Cli, metrics_of, option_set, read_rows, step_rows, val_rows
+from command_line import Cli, assert_same_metrics, metrics_of, option_set, read_rows, step_rows, val_rows
 from process_tree import left_after
 
 # The servers of gcore_rollout's tests are started in the same way.
@@ -45,6 +45,20 @@ def args_of(cli: Cli, own_args: list[str], action: str, *, calls: list[int], num
     """A run in engine processes, whose reward does something at these calls."""
     (cli.cwd / "acting.py").write_text(REWARD.replace("{calls}", repr(calls)).replace("{action}", action))
     return [*option_set(own_args, "--reward", "acting.py:reward"), "--rollout.num-processes", str(num_processes)]
+
+
+OWN_ENGINE = """
+import json
+from pathlib import Path
+
+from gcore_rollout.hf_engine import HFEngine
+
+
+def make(model, *, dtype, **options):
+    with Path("made.jsonl").open("a") as file:
+        print(json.dumps(options), file=file)
+    return HFEngine.from_pretrained(model, dtype=dtype, **options)
+"""
 
 
 def engines_of(cli: Cli) -> set[int]:
@@ -110,6 +124,18 @@ def test_no_engine_process_outlives_a_run(cli: Cli, own_args: list[str], action:
     engines = engines_of(cli)
     assert len(engines) == 2
     assert not left_after(engines, 5.0)
+
+
+def test_an_engine_of_ones_own(cli: Cli, own_args: list[str]) -> None:
+    """Made by a function in a file, here and in processes of its own."""
+    (cli.cwd / "engine.py").write_text(OWN_ENGINE)
+    cli.ok(*own_args, "--name", "hf")
+    for name, options in {"here": [], "apart": ["--rollout.num-processes", "2"]}.items():
+        cli.ok(*own_args, "--rollout.engine", "engine.py:make", *options, "--name", name)
+        assert_same_metrics(cli.cwd / "runs" / name, cli.cwd / "runs/hf")
+    made = [json.loads(line) for line in (cli.cwd / "made.jsonl").read_text().splitlines()]
+    assert len(made) == 3
+    assert all(options == {"max_num_seqs": 256, "eos_token_ids": [1], "device": "cpu"} for options in made)
 
 
 def test_speculation_in_a_process(cli: Cli, own_args: list[str]) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike, NDArray
 
 from gcore_placement import PlacementError, balance
+from gcore_placement._start import fold
 
 costs_lists = st.lists(st.floats(min_value=0, max_value=1e300), max_size=40) | st.lists(
     st.integers(min_value=0, max_value=12).map(float), max_size=40
@@ -52,6 +53,15 @@ def test_equal_counts(costs: list[float], num_parts: int) -> None:
     assert {len(part) for part in parts} == {len(costs) // num_parts}
     if costs:
         check_split(np.array(costs), parts, num_parts)
+
+
+@given(costs=costs_lists.filter(bool), num_parts=part_counts)
+def test_folding_keeps_counts_and_loads_within_an_item(costs: list[float], num_parts: int) -> None:
+    falling = np.sort(np.array(costs))[::-1] / max(*costs, 1.0)
+    part_of = fold(falling, num_parts)
+    counts, loads = np.bincount(part_of, minlength=num_parts), np.bincount(part_of, falling, num_parts)
+    assert np.ptp(counts) <= 1
+    assert np.ptp(loads) <= falling[0] * (1 + 1e-12)
 
 
 @given(costs=costs_lists, num_parts=part_counts, slack=st.integers(min_value=0, max_value=4))
@@ -129,6 +139,26 @@ def test_the_unit_of_costs_does_not_matter(scale: float, equal_count: bool) -> N
     assert scaled == pytest.approx(achieved, rel=1e-3)
 
 
+@pytest.mark.parametrize("equal_count", [False, True])
+def test_a_search_ends_within_its_tolerance(equal_count: bool) -> None:
+    """Of the mean; what it leaves is less even than what it finds without one."""
+    costs = np.random.default_rng(0).lognormal(6.5, 1.0, 16_384)
+    even = [
+        makespan(costs, balance(costs, 64, equal_count=equal_count, tolerance=tolerance)) / (costs.sum() / 64)
+        for tolerance in (0.0, 1e-5, 1e-2)
+    ]
+    assert 1 <= even[0] <= 1 + 1e-8 < even[1] <= 1 + 1e-5 < even[2] <= 1 + 1e-2
+
+
+def test_a_part_with_a_giant_gets_the_least_of_the_rest() -> None:
+    """Equal counts leave no other way to make up for it."""
+    costs = np.append(np.ones(90), [30.0, *np.full(29, 0.01)])
+    parts = balance(costs, 4, equal_count=True, tolerance=0.1)
+    giant = next(part for part in parts if 90 in part)
+    assert (costs[giant] == 0.01).sum() == 29
+    assert makespan(costs, parts) == pytest.approx(30 + 29 * 0.01)
+
+
 def test_zero_costs_are_spread_by_count() -> None:
     assert [len(part) for part in balance(np.zeros(8), 4)] == [2, 2, 2, 2]
     assert sorted(len(part) for part in balance([5.0, 0, 0, 0], 4)) == [1, 1, 1, 1]
@@ -163,6 +193,7 @@ def test_one_long_sequence_among_many_short(equal_count: bool) -> None:
         ([1.0], 0, {}, "num_parts must be an integer of at least 1, got 0"),
         ([1.0, 2.0, 3.0], 2, {"equal_count": True}, r"that num_parts \(2\) divides, got 3"),
         ([1.0], 2, {"equal_count": True}, r"that num_parts \(2\) divides, got 1"),
+        ([1.0, 2.0], 2, {"tolerance": -0.5}, "tolerance must be finite and at least 0, got -0.5"),
         ([1.0, 2.0], 2, {"equal_count": True, "max_count": 1}, "max_count must be None with equal_count=True"),
         ([1.0, 2.0, 3.0], 2, {"max_count": 1}, "max_count must be at least 2 for 3 costs in 2 parts, got 1"),
         ([1.0], 2, {"max_count": 0}, "max_count must be an integer of at least 1, got 0"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from planning_jobs import QWEN_7B, QWEN_32B
 
+from gcore_placement import Correction
 from gcore_placement.cli import COMMANDS, main
 
 
@@ -43,6 +44,38 @@ def test_a_plan_is_json(models: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert data["step_s"] == pytest.approx(sum(data["step"].values()))
 
 
+def test_a_plan_is_corrected_by_what_a_run_has_kept(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    correction = Correction()
+    for _ in range(3):
+        correction.observe("training", predicted_s=1.0, measured_s=2.5)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "placement.json").write_text(json.dumps({"correction": correction.state(), "partition": 3}))
+    (tmp_path / "state.json").write_text(json.dumps(correction.state()))
+    job = ["plan", "--model", models / "policy", "--gpus", 8]
+    assert run(*job) == 0
+    assert "measured / predicted" not in capsys.readouterr().out
+    assert run(*job, "--json") == 0
+    plain: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert plain["correction"] is None
+
+    texts: list[str] = []
+    for kept in (tmp_path / "run", tmp_path / "run" / "placement.json", tmp_path / "state.json"):
+        assert run(*job, "--correction", kept) == 0
+        texts.append(capsys.readouterr().out)
+    assert len(set(texts)) == 1
+    factors = [line.split() for line in texts[0].split("measured / predicted")[1].splitlines()]
+    assert ["training", "2.50"] in factors
+    assert ["generation", "1.00"] in factors
+
+    assert run(*job, "--correction", tmp_path / "run", "--json") == 0
+    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert data["correction"]["training"] == 2.5
+    # Less than 2.5 times as much, where another layout has become the fastest.
+    assert 2 * plain["step"]["training_s"] < data["step"]["training_s"] <= 2.5 * plain["step"]["training_s"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -52,6 +85,16 @@ def test_a_plan_is_json(models: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["--model", "MODELS/policy", "--gpus", "0"], "num_devices must be an integer of at least 1, got 0"),
         (["--model", "MODELS/policy", "--acceptance", "0"], "acceptance must be a finite number above 0, got 0.0"),
         (["--model", "MODELS/judge", "--gpus", "4"], "nothing fits on 4 x H100"),
+        (
+            ["--model", "MODELS/policy", "--correction", "MODELS/policy"],
+            "correction must be a run's folder with placement.json, or such a file: there is no MODELS/policy/",
+        ),
+        (["--model", "MODELS/policy", "--correction", "MODELS/broken.json"], "broken.json must hold JSON"),
+        (["--model", "MODELS/policy", "--correction", "MODELS/list.json"], "list.json must hold a JSON object"),
+        (
+            ["--model", "MODELS/policy", "--correction", "MODELS/policy/config.json"],
+            "config.json: state must be of Correction.state(): ratios of generation, ",
+        ),
         (["--model", "MODELS/policy", "--strategy", "split"], "strategy must be colocated, or None, without a judge"),
     ],
 )
@@ -65,7 +108,7 @@ def test_bad_input_is_one_line(
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.startswith("gcore-placement: error: ")
-    assert message in output.err
+    assert message.replace("MODELS", str(models)) in output.err
     assert output.err.count("\n") == 1
 
 

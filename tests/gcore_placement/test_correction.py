@@ -110,6 +110,8 @@ def test_wrong_input_is_refused_and_changes_nothing() -> None:
         correction.observe("training", predicted_s=0.0, measured_s=1.0)
     with pytest.raises(PlacementError, match=r"state must be of Correction.state\(\)"):
         correction.load_state({"ratios": {"training": [1.0]}})
+    with pytest.raises(PlacementError, match=r"ratios.swap must be a list, got 1.0"):
+        correction.load_state({"ratios": {**before["ratios"], "swap": 1.0}})
     wrong = {"ratios": {**before["ratios"], "swap": [-1.0]}}
     with pytest.raises(PlacementError, match=r"ratios.swap must be a finite number above 0, got -1.0"):
         correction.load_state(wrong)

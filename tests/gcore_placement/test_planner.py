@@ -12,6 +12,7 @@ from planning_jobs import QWEN_7B, QWEN_32B, make_cluster, make_job
 
 from gcore_placement import (
     Cluster,
+    Correction,
     Device,
     Efficiency,
     Job,
@@ -22,6 +23,7 @@ from gcore_placement import (
     plan,
     predict_step,
 )
+from gcore_placement.correction import STAGES
 from gcore_placement.planning import memory
 from gcore_placement.planning.layouts import Backend, TrainingLayouts
 
@@ -182,6 +184,41 @@ def fits_somewhere(cluster: Cluster, job: Job, usable: float) -> bool:
         )
 
     return trains and all(holds(model, longest) for model, longest in roles)
+
+
+@settings(max_examples=15)
+@given(cluster=clusters, job=jobs, factors=st.lists(st.floats(0.25, 4), min_size=len(STAGES), max_size=len(STAGES)))
+def test_a_corrected_plan_is_the_fastest_by_corrected_laws(cluster: Cluster, job: Job, factors: list[float]) -> None:
+    """So it is no slower than what would be planned without the correction."""
+    found = planned(cluster, job)
+    if found is None:
+        return
+    correction = Correction(min_count=1)
+    for stage, factor in zip(STAGES, factors, strict=True):
+        correction.observe(stage, predicted_s=1.0, measured_s=factor)
+    corrected = plan(cluster, job, correction=correction)
+    uncorrected = predict_step(
+        correction.corrected(found.costs),
+        job,
+        strategy=found.strategy,
+        num_devices=found.num_devices,
+        policy_devices=found.policy.num_devices,
+        reward_devices=found.judge.num_devices if found.judge else 0,
+    )
+    assert corrected.step_s <= uncorrected.total_s * (1 + 1e-9)
+    assert corrected.correction == dict(zip(STAGES, factors, strict=True))
+
+
+def test_laws_that_are_all_as_much_off_change_no_choice() -> None:
+    correction = Correction(min_count=1)
+    for stage in STAGES:
+        correction.observe(stage, predicted_s=2.0, measured_s=6.0)
+    job = make_job(QWEN_7B, QWEN_32B)
+    found, corrected = (plan(make_cluster(64), job, correction=c) for c in (None, correction))
+    assert corrected.step_s == pytest.approx(3 * found.step_s)
+    assert (corrected.training, corrected.policy, corrected.judge) == (found.training, found.policy, found.judge)
+    assert vars(corrected.costs.training) == pytest.approx(vars(correction.corrected(found.costs).training))
+    assert vars(corrected.costs.policy) == pytest.approx(vars(correction.corrected(found.costs).policy))
 
 
 @settings(max_examples=25)

@@ -15,6 +15,7 @@ from gcore_placement import (
     PartitionSpace,
     PlacementError,
     RoleLimits,
+    SimulatedStep,
     Simulator,
     StrategyRun,
     SwapCosts,
@@ -22,6 +23,10 @@ from gcore_placement import (
     TraceRecipe,
     TrainingCosts,
 )
+from gcore_placement.simulation.scenarios import SCENARIOS, scenario
+from gcore_placement.simulation.step_account import wave_loads
+from gcore_placement.simulation.trace_recipes import steady
+from gcore_placement.simulation.waves import side_by_side
 
 COSTS = JobCosts(
     policy=EngineCosts(
@@ -190,8 +195,51 @@ def test_devices_that_move_come_late_and_that_is_swap() -> None:
     run = Simulator(small, COSTS, space()).dynamic(space().partitions[0])
     assert run.num_moves >= 1
     for step in run.steps:
-        moved = step.num_moved_devices
-        assert (step.device_s["swap"] > 11 * 0.6 + 1e-9) == (moved > 0)
+        assert (step.device_s["swap"] > 11 * 0.6 + 1e-9) == any(step.moved_devices)
+
+
+def test_a_move_within_a_step_takes_longer_than_one_between_steps() -> None:
+    # A judge that is slow and a policy that is quick, from half of the devices each: all wish to move at once.
+    costs = replace(COSTS, policy=replace(COSTS.policy, decode_base_s=1e-4), swap=replace(COSTS.swap, load_s=0.5))
+    small = trace(0, num_steps=3, groups=20, noise=0.0)
+    run = Simulator(small, costs, space()).dynamic(space().partitions[-1])
+    first = run.steps[0]
+    assert first.moved_devices[0] == 0
+    assert first.moved_devices[1] > 0
+    one_wave = replace(small, wave=np.zeros_like(small.wave))
+    between = Simulator(one_wave, costs, space()).dynamic(space().partitions[-1]).steps[1]
+    assert between.moved_devices[0] > 0
+    # Late by the sleep of the old role and the load of the new; else only by what loading takes longer than waking.
+    assert first.device_s["swap"] == pytest.approx(11 * 0.6 + late_devices(first, costs) * (0.2 + 0.5))
+    assert between.device_s["swap"] == pytest.approx(11 * 0.6 + late_devices(between, costs) * (0.5 - 0.4))
+
+
+def late_devices(step: SimulatedStep, costs: JobCosts) -> int:
+    """Of the replicas that a step's only move begins with."""
+    (number,) = np.flatnonzero(step.moved_devices)
+    after = step.partitions[number]
+    before = step.partitions[number - 1] if number else space().partitions[-1]
+    policy = max(0, after.policy_replicas - before.policy_replicas)
+    reward = max(0, after.reward_replicas - before.reward_replicas)
+    assert costs.reward is not None
+    return policy * costs.policy.devices_per_replica + reward * costs.reward.devices_per_replica
+
+
+@pytest.mark.parametrize("median", [100, 300, 800, 2400, 6000])
+def test_loads_tell_what_a_wave_takes_on_every_partition(median: float) -> None:
+    """The laws of both roles, from lengths alone, against the simulation of every decoding step."""
+    simulator = scenario("steady", "32B", 64, num_steps=1)
+    recipe = replace(
+        SCENARIOS["steady"], num_steps=1, train_batch_size=256, judge_median=steady(median), max_judge_length=16_384
+    )
+    wave = next(recipe.trace().waves(0))
+    for partition in simulator.space.partitions[::3]:
+        (outcome,) = side_by_side(simulator.costs, [wave], partition)
+        roles = zip(
+            wave_loads(simulator.costs, outcome), (partition.policy_devices, partition.reward_devices), strict=True
+        )
+        told_s = max(load.floor_s + load.work_device_s / devices for load, devices in roles)
+        assert told_s == pytest.approx(outcome.seconds, rel=0.15)
 
 
 def test_turns_pay_for_swaps_in_every_wave() -> None:
@@ -208,11 +256,11 @@ def test_believing_wrong_costs_changes_decisions_and_not_what_steps_take() -> No
     assert COSTS.reward is not None
     wrong = replace(COSTS, reward=replace(COSTS.reward, decode_base_s=5.0))
     run = right.dynamic(believed=wrong)
-    for step, partition in enumerate(simulated.partition for simulated in run.steps):
-        assert partition is not None
-        if not run.steps[step].num_moved_devices:
-            assert run.steps[step].seconds == right.split(partition).steps[step].seconds
+    for number, step in enumerate(run.steps):
+        if not any(step.moved_devices):
+            assert step.seconds == right.split(step.partitions[0]).steps[number].seconds
     assert small.num_steps == len(run.steps)
+    assert [step.partitions for step in run.steps] != [step.partitions for step in right.dynamic().steps]
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:

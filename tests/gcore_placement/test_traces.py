@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from recorded_run import recorded_run
 
 from gcore_placement import Drift, PlacementError, RecordedStep, Trace, TraceRecipe, recorded_trace
+from gcore_placement.simulation.recorded_runs import log_normal_quantiles, run_trace
 from gcore_placement.simulation.traces import lengths_from_quantiles
 
 RECIPE = TraceRecipe(
@@ -21,6 +23,18 @@ RECIPE = TraceRecipe(
     acceptance=Drift(first=0.9, last=0.4),
     payload_median_bytes=1e6,
 )
+
+
+def test_what_jumps_may_go_back() -> None:
+    drift = Drift(first=1, last=5, jump_step=2, back_step=4)
+    assert drift.over(6).tolist() == [1, 1, 5, 5, 1, 1]
+
+
+def test_a_first_wave_may_have_more_prompts_than_a_step_trains_on() -> None:
+    trace = replace(RECIPE, num_steps=3, gen_batch_ratio=3.0, acceptance=Drift(first=0.6, last=0.6)).trace()
+    for step in range(3):
+        assert [len(wave.prompt_length) for wave in trace.waves(step)] == [192]
+        assert trace.accepted[trace.step_slice(step)].sum() == 64
 
 
 def test_lengths_drift_and_jump_as_the_recipe_says() -> None:
@@ -121,6 +135,44 @@ def test_a_run_that_was_recorded() -> None:
         assert (trace.payload_bytes[part] == 3e6).all()
 
 
+def test_a_run_of_gcore_llm(tmp_path: Path) -> None:
+    trace = run_trace(recorded_run(tmp_path / "mine"), judge_median=40)
+    assert trace.name == "mine"
+    assert trace.num_steps == 2
+    first, second = trace.step_slice(0), trace.step_slice(1)
+    assert trace.response_length.shape == (12 + 8, 4)
+    assert [len(wave.prompt_length) for wave in trace.waves(0)] == [9, 3]
+    assert [len(wave.prompt_length) for wave in trace.waves(1)] == [8]
+    assert [int(trace.accepted[part].sum()) for part in (first, second)] == [8, 8]
+    assert trace.response_length[first].mean() == pytest.approx(30.5, rel=0.05)
+    assert trace.response_length[second].mean() == pytest.approx(20.0, rel=0.05)
+    assert (trace.response_length[first] == 64).mean() == pytest.approx(0.125, abs=0.03)
+    assert trace.response_length[second].max() == 51
+    assert np.median(trace.judge_length) == pytest.approx(40, rel=0.05)
+    assert trace.judge_length.max() <= 96
+    with pytest.raises(PlacementError, match="judge_median must be a finite number above 0"):
+        run_trace(tmp_path / "mine", judge_median=0)
+    (tmp_path / "mine" / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(PlacementError, match="has no step with responses"):
+        run_trace(tmp_path / "mine", judge_median=40)
+
+
+@given(
+    mean=st.floats(2, 5000),
+    times=st.floats(1.05, 30),
+    share=st.sampled_from([1e-4, 0.01, 0.3, 0.9]),
+)
+def test_lengths_with_a_mean_and_a_share_that_is_cut(mean: float, times: float, share: float) -> None:
+    longest = mean * times
+    quantiles = np.array(log_normal_quantiles(mean=mean, longest=longest, share_longest=share))
+    grid = np.linspace(0, 1, 20_001)
+    lengths = np.interp(grid, quantiles[:, 0], quantiles[:, 1])
+    assert lengths.max() == pytest.approx(longest)
+    # Where much is cut, all else is of length 1 before the mean is as low as that.
+    least = share * longest + (1 - share)
+    assert lengths.mean() == pytest.approx(max(mean, least), rel=0.1, abs=0.5)
+
+
 def test_wrong_traces_are_refused() -> None:
     trace = RECIPE.trace()
     with pytest.raises(PlacementError, match=r"prompt_length\.shape must be"):
@@ -135,3 +187,15 @@ def test_wrong_traces_are_refused() -> None:
         lengths_from_quantiles([(0.5, 10), (0.2, 20)], 3, np.random.default_rng(0))
     with pytest.raises(PlacementError, match="steps must be at least 1"):
         recorded_trace("run", [], n=8)
+    few = RecordedStep(
+        num_prompts=2,
+        num_accepted=1,
+        num_waves=3,
+        prompt_quantiles=((0.5, 5),),
+        response_quantiles=((0.5, 5),),
+        judge_quantiles=((0.5, 5),),
+    )
+    with pytest.raises(PlacementError, match=r"steps\[0\]\.num_waves must be at most num_prompts \(2\)"):
+        recorded_trace("run", [few], n=8)
+    with pytest.raises(PlacementError, match=r"mean must be at least 1 and at most the longest \(8\)"):
+        log_normal_quantiles(mean=9, longest=8, share_longest=0.1)

@@ -308,12 +308,8 @@ class TrainConfig:
             )
         if self.runtime == "ray":
             self._check_ray()
-        if self.placement.strategy == "dynamic" and (self.runtime != "ray" or not self.num_ray_judges):
-            raise UserError(
-                f"placement.strategy is 'dynamic', runtime is {self.runtime!r} and reward_model.kind is "
-                f"{self.reward_model.kind!r}: engines move between the policy and a judge, for which 'ray' and "
-                "a judge that is not on servers are needed"
-            )
+        if self.placement.strategy != "split":
+            self._check_placement()
         if self.data.image_key:
             self._check_images()
         if self.data.train_files and self.task.name:
@@ -331,6 +327,8 @@ class TrainConfig:
         """Replicas of a judge's engine on ray; 0: no model that the run starts is asked for verdicts."""
         if self.reward_model.kind != "judge" or self.reward_model.judge.is_on_servers:
             return 0
+        if self.placement.strategy == "colocated":
+            return self.num_ray_engines
         return self.reward_model.judge.num_processes or 1
 
     def _check_ray(self) -> None:
@@ -340,6 +338,20 @@ class TrainConfig:
             raise UserError(
                 f"rollout.num_processes is {self.rollout.num_processes} and controllers is {self.controllers}: on ray "
                 "at least one for each controller is needed, or 0, which is that"
+            )
+
+    def _check_placement(self) -> None:
+        if self.runtime != "ray" or not self.num_ray_judges:
+            raise UserError(
+                f"placement.strategy is {self.placement.strategy!r}, runtime is {self.runtime!r} and "
+                f"reward_model.kind is {self.reward_model.kind!r}: the policy and a judge share engines or devices, "
+                "for which 'ray' and a judge that is not on servers are needed"
+            )
+        own = self.reward_model.judge.num_processes
+        if self.placement.strategy == "colocated" and own not in (0, self.num_ray_engines):
+            raise UserError(
+                f"placement.strategy is 'colocated' and reward_model.judge.num_processes is {own}: "
+                f"rollout.num_processes = {self.num_ray_engines} is needed, or 0, which is that"
             )
 
     def _check_images(self) -> None:

@@ -1,24 +1,31 @@
 """Settings of where a model generates: the policy, and a judge."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from gcore_llm.errors import UserError, check_at_least
 
-EngineKind = Literal["hf", "vllm", "vllm_server", "sglang_server"]
+_ENGINES = ("hf", "vllm", "vllm_server", "sglang_server")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """What a model generates in."""
 
-    engine: EngineKind = "hf"
-    """hf: transformers; vllm: vLLM; vllm_server and sglang_server: servers of these, which run already, at urls."""
+    engine: str = "hf"
+    """hf: transformers; vllm: vLLM; vllm_server and sglang_server: servers of these, which run already, at urls.
+    PATH.py:function: an engine of your own (gcore_rollout.Engine), made by a function of the model's folder and the
+    keywords device, dtype, max_num_seqs and eos_token_ids."""
     num_processes: int = 0
-    """Replicas of hf or vllm, each a process of its own that is replaced if it dies; 0: one, in the main process. All
-    processes that generate share the threads, and each has a GPU of its own as long as there are any."""
+    """Replicas of an engine that is not on servers, each a process of its own that is replaced if it dies; 0: one, in
+    the main process. All processes that generate share the threads, and each has a GPU of its own as long as there are
+    any."""
     urls: tuple[str, ...] = ()
     """Servers, such as http://10.0.0.7:8000, each a replica, and this run's alone while it lasts."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the user's."""
+        return self.engine not in _ENGINES
 
     @property
     def is_on_servers(self) -> bool:
@@ -30,6 +37,8 @@ class EngineConfig:
             UserError: settings that do not fit together; ``prefix`` is where they are.
         """
         check_at_least(f"{prefix}.num_processes", self.num_processes, 0)
+        if self.is_own and ".py:" not in self.engine:
+            raise UserError(f"{prefix}.engine is {self.engine!r}: {', '.join(_ENGINES)} or PATH.py:function is needed")
         if self.is_on_servers != bool(self.urls):
             raise UserError(
                 f"{prefix}.engine is {self.engine!r} and {prefix}.urls is {list(self.urls)}: "

@@ -16,6 +16,7 @@ from gcore_llm.rollout_config import RolloutConfig
 from gcore_llm.watched import UNWATCHED, Watched
 from gcore_rollout import Engine
 from gcore_rollout.errors import EngineDiedError
+from gcore_rollout.rewards import load_function
 
 # Of a model's config.json, what does not change what it computes.
 _NOTES = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
@@ -54,16 +55,20 @@ async def start_judge(
     return await _start(config.reward_model.judge, config, model, watched, eos_token_ids=eos_token_ids)
 
 
-def check_servers(settings: EngineConfig, model: Path, *, max_length: int | None = None) -> None:
-    """Ask every server what it runs, as far as it tells.
+def check_engine(settings: EngineConfig, model: Path, *, setting: str, max_length: int | None = None) -> None:
+    """Import an engine of the user's own, or ask every server what it runs, as far as it tells.
 
     Args:
         model: folder of the model that it should run.
+        setting: where the settings are, for errors.
         max_length: longest prompt and response together, in tokens.
 
     Raises:
-        UserError: it does not answer, or runs another model or one that takes fewer tokens.
+        RewardError: there is no such function.
+        UserError: a server does not answer, or runs another model or one that takes fewer tokens.
     """
+    if settings.is_own:
+        load_function(settings.engine, setting=f"{setting}.engine")
     if not settings.is_on_servers:
         return
     from gcore_rollout.servers.client import ServerClient
@@ -104,12 +109,19 @@ def engine_factory(
             longest = config.data.max_prompt_length + config.data.max_response_length
             own = {"max_model_len": longest, "speculative_config": settings.speculative.as_vllm_takes_it()}
         return partial(VLLMEngine.from_pretrained, model, **options, **own)
-    from gcore_rollout.hf_engine import HFEngine
-
     # A process of its own has a GPU of its own.
     has_process = settings.num_processes > 0 or config.runtime == "ray"
     device = "cuda" if has_process and config.device.startswith("cuda") else config.device
+    if settings.is_own:
+        return partial(_engine_of_file, str(Path(settings.engine).absolute()), model, device=device, **options)
+    from gcore_rollout.hf_engine import HFEngine
+
     return partial(HFEngine.from_pretrained, model, device=device, **options)
+
+
+def _engine_of_file(spec: str, model: Path, **options: Any) -> Engine:
+    """An engine of the user's, whose file is read in the process that it is for."""
+    return load_function(spec, setting="engine")(model, **options)
 
 
 async def _start(

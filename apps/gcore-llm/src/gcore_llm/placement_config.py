@@ -10,10 +10,12 @@ from gcore_llm.errors import check_at_least
 class PlacementConfig:
     """How the engines of a run on ray are divided between the policy and a judge; all ranks train."""
 
-    strategy: Literal["split", "dynamic"] = "split"
+    strategy: Literal["split", "dynamic", "colocated", "auto"] = "split"
     """split: rollout.num-processes engines generate, reward-model.judge.num-processes judge. dynamic: so many at first;
     then, between steps, an engine at a time moves from the role that idles to the one that is busy, more at once where
-    the load has jumped, as long as that saves more than it costs."""
+    the load has jumped, as long as that saves more than it costs. colocated: each of rollout.num-processes devices has
+    an engine of both, and all generate, then all judge; the engines that wait are asleep. auto: dynamic, or colocated
+    where that takes less, swaps included."""
     horizon_steps: int = 20
     """Steps over which a move must save more time than it takes; how long moves take is measured."""
 

@@ -2,11 +2,15 @@
 
 import logging
 import math
+import time
+from pathlib import Path
 
 from gcore_controller import Span
+from gcore_llm.config import TrainConfig
 from gcore_llm.display import Display
 from gcore_llm.errors import RankError
 from gcore_llm.evaluate import Evaluation
+from gcore_llm.forecast import Forecast
 from gcore_llm.interrupt import Interrupt
 from gcore_llm.learner import SavedLearner
 from gcore_llm.metrics import MetricsWriter
@@ -15,6 +19,7 @@ from gcore_llm.report.ledger import ledger
 from gcore_llm.run_folder import RunFolder, write_jsonl
 from gcore_llm.sampling import State
 from gcore_llm.spans import SpanWriter, StepSpans
+from gcore_placement import PlacementError
 
 _logger = logging.getLogger(__name__)
 
@@ -30,7 +35,14 @@ class RunRecorder:
     """
 
     def __init__(
-        self, job: Job, run: RunFolder, learner: SavedLearner, writer: MetricsWriter, display: Display
+        self,
+        job: Job,
+        run: RunFolder,
+        learner: SavedLearner,
+        *,
+        writer: MetricsWriter,
+        spans: SpanWriter,
+        display: Display,
     ) -> None:
         self.interrupt = Interrupt()
         self._config = job.config
@@ -42,7 +54,8 @@ class RunRecorder:
         self._num_updates = learner.num_updates
         """Then."""
         self._saved_step = job.first_step
-        self._spans = SpanWriter(run.spans, last_step=job.first_step)
+        self._spans = spans
+        self._forecast = _forecast(job.config, run)
 
     async def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """See `Recorder`."""
@@ -61,6 +74,8 @@ class RunRecorder:
         """See `Recorder`."""
         shares = ledger([StepSpans(step=step, start_s=0.0, controllers=spans, devices=devices)]).shares()
         metrics = metrics | {f"ledger/{name}": share for name, share in shares.items()}
+        if self._forecast is not None:
+            metrics |= self._forecast.stepped(metrics)
         self._writer.write(step, metrics)
         self._spans.write(step, spans, spans_by_device=devices)
         _logger.info("step %d: %.2f s", step, metrics["timing_s/step"])
@@ -93,5 +108,16 @@ class RunRecorder:
         if present is None or present[0] == self._saved_step:
             return
         step, controllers = present
+        start_s = time.time()
         self._learner.save(step, {"step": step, "controllers": controllers})
+        self._spans.waited(Span(stage="checkpoint", start_s=start_s, end_s=time.time()))
         self._saved_step = step
+
+
+def _forecast(config: TrainConfig, run: RunFolder) -> Forecast | None:
+    """None: the planner knows no such model, which is no reason not to run."""
+    try:
+        return Forecast(config, Path(config.model) if config.model else run.model, run.placement)
+    except PlacementError as error:
+        _logger.info("steps are not foretold: %s", error)
+        return None

@@ -7,7 +7,7 @@ from typing import Any, Self, TypeVar
 
 from gcore_llm.comparison import Comparison
 from gcore_llm.config import TrainConfig
-from gcore_llm.engines import check_servers, start_judge
+from gcore_llm.engines import check_engine, start_judge
 from gcore_llm.errors import UserError
 from gcore_llm.reward_config import JudgeConfig
 from gcore_llm.roles import build_tokenizer, check_model, eos_token_ids
@@ -227,7 +227,7 @@ async def _asking(
     """What is made of the judge's model, and what frees that."""
     judge, path = config.reward_model.judge, Path(config.reward_model.path)
     check_model(path, setting="reward_model.path")
-    check_servers(judge, path)
+    check_engine(judge, path, setting="reward_model.judge")
     tokenizer = build_tokenizer(path)
     encoder = ChatEncoder(tokenizer)
     if engine is None:

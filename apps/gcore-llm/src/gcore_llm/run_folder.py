@@ -29,6 +29,7 @@ _MAY_CHANGE = (
     "trainer.parallel",
     "trainer.prometheus_port",
     "trainer.prometheus_host",
+    "placement",
     "rollout.num_processes",
     "rollout.urls",
     "rollout.weights_dir",
@@ -46,6 +47,7 @@ class RunFolder:
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.spans = path / "spans.jsonl"
+        self.placement = path / "placement.json"
         self.logs = path / "logs"
         self.warmup = path / "warmup.jsonl"
         self.samples = path / "samples"

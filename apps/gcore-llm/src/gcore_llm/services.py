@@ -3,7 +3,7 @@
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from gcore_controller import Context, Program, StageTimer, run_inline
 from gcore_llm.config import TrainConfig
@@ -43,6 +43,8 @@ class Recovery:
     """What died and what was done, in a line."""
     keeps_models: bool
     """The models in training are as the run left them; otherwise they are those that it began with."""
+    cause: Literal["failure", "swap"] = "failure"
+    """What the time that it took counts as; swap: nothing died, engines changed their role."""
 
 
 class Services(Protocol):

@@ -1,8 +1,9 @@
 """`spans.jsonl`: which stage every controller and device was in, and when."""
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,20 @@ class SpanWriter:
 
     def __init__(self, path: Path, *, last_step: int = 0) -> None:
         self._path = path
-        rows = [row for row in read_jsonl(path) if row["step"] <= last_step]
-        write_jsonl(path, rows)
-        self._end_s = StepSpans.from_row(rows[-1]).end_s if rows else 0.0
         self._zero_s: float | None = None
+        self._waits: list[Span] = []
+        """Since the last step, in all controllers."""
+        self._truncate(last_step)
+
+    def go_on(self, *, last_step: int, cause: str) -> None:
+        """Go on behind ``last_step``; the time since its end, until the next one begins, has this cause."""
+        self._truncate(last_step)
+        if self._zero_s is not None:
+            self._waits = [Span(stage=cause, start_s=self._zero_s + self._end_s, end_s=math.inf)]
+
+    def waited(self, span: Span) -> None:
+        """Note what all controllers waited for, in seconds of UTC: the next step begins with it."""
+        self._waits.append(span)
 
     def write(
         self,
@@ -85,6 +96,11 @@ class SpanWriter:
         """
         devices = spans_by_device or {}
         starts_s = [s.start_s for spans in (*spans_by_controller, *devices.values()) for s in spans]
+        if self._zero_s is not None and starts_s:
+            waits = [replace(wait, end_s=min(wait.end_s, *starts_s)) for wait in self._waits]
+            spans_by_controller = [[*waits, *own] for own in spans_by_controller]
+            starts_s += [wait.start_s for wait in waits]
+        self._waits = []
         if self._zero_s is None and starts_s:
             # A resumed run goes on where the process before it ended.
             self._zero_s = min(starts_s) - self._end_s
@@ -98,6 +114,11 @@ class SpanWriter:
         )
         self._end_s = spans.end_s
         append_json(self._path, spans.to_row())
+
+    def _truncate(self, last_step: int) -> None:
+        rows = [row for row in read_jsonl(self._path) if row["step"] <= last_step]
+        write_jsonl(self._path, rows)
+        self._end_s = StepSpans.from_row(rows[-1]).end_s if rows else 0.0
 
 
 def _relative(spans: Iterable[Span], zero_s: float) -> list[Span]:

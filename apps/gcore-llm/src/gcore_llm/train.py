@@ -12,7 +12,7 @@ from gcore_ckpt import Checkpointer
 from gcore_llm.config import TrainConfig
 from gcore_llm.devices import DeviceTimers
 from gcore_llm.display import Display
-from gcore_llm.engines import check_servers
+from gcore_llm.engines import check_engine
 from gcore_llm.errors import RankError, UserError
 from gcore_llm.exchange import workload_of
 from gcore_llm.learner import SavedLearner
@@ -27,6 +27,7 @@ from gcore_llm.roles import build_tokenizer, build_world, check_model
 from gcore_llm.run_folder import RunFolder, open_run, read_jsonl, write_atomically
 from gcore_llm.services import InlineServices, Inputs, Services
 from gcore_llm.settings import resolve
+from gcore_llm.spans import SpanWriter
 from gcore_llm.tasks import load_task
 from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
 from gcore_llm.warmup import require_worked_examples, warm_up
@@ -61,11 +62,12 @@ def train(config: TrainConfig, display: Display) -> Result:
         raise UserError("model is not set: a local Hugging Face folder is needed with data.train_files")
     if config.model:
         check_model(Path(config.model))
-        _check_policy_servers(config)
+    elif config.rollout.is_on_servers:
+        raise UserError(f"rollout.engine is {config.rollout.engine!r} and model is not set: servers need a model")
+    _check_policy_engine(config)
+    if config.model:
         tokenizer = build_tokenizer(Path(config.model))
     else:
-        if config.rollout.is_on_servers:
-            raise UserError(f"rollout.engine is {config.rollout.engine!r} and model is not set: servers need a model")
         require_worked_examples(config.task.name)
         tokenizer = tiny_tokenizer()
     prompts = load_prompts(config, tokenizer)
@@ -96,12 +98,12 @@ def train(config: TrainConfig, display: Display) -> Result:
     return _finish(run)
 
 
-def _check_policy_servers(config: TrainConfig) -> None:
+def _check_policy_engine(config: TrainConfig) -> None:
     rollout = config.rollout
     if rollout.weights_dir and not Path(rollout.weights_dir).is_dir():
         raise UserError(f"rollout.weights_dir is {rollout.weights_dir!r}: an existing folder is needed")
     longest = config.data.max_prompt_length + config.data.max_response_length
-    check_servers(rollout, Path(config.model), max_length=longest)
+    check_engine(rollout, Path(config.model), setting="rollout", max_length=longest)
 
 
 def _run_with(inputs: Inputs, runner: asyncio.Runner, display: Display) -> RunFolder:
@@ -181,7 +183,8 @@ def _run_to_the_end(
 ) -> None:
     """Run a job, and go on from where its models are whenever something is lost that can be replaced."""
     num_losses = 0
-    while (loss := _attempt(services, job, inputs, run, runner, display)) is not None:
+    spans = SpanWriter(run.spans, last_step=job.first_step)
+    while (loss := _attempt(services, job, inputs, run, spans, runner, display)) is not None:
         num_losses = 1 if loss.has_progressed else num_losses + 1
         while True:
             if num_losses > _MAX_LOSSES:
@@ -198,6 +201,7 @@ def _run_to_the_end(
                 display.say(f"{loss.error}; the next came before all was replaced")
                 loss = _Loss(error=error)
                 num_losses += 1
+        spans.go_on(last_step=job.first_step, cause=recovery.cause)
         display.say(f"{recovery.said}; going on after step {job.first_step}")
 
 
@@ -213,13 +217,19 @@ class _Loss:
 
 
 def _attempt(
-    services: Services, job: Job, inputs: Inputs, run: RunFolder, runner: asyncio.Runner, display: Display
+    services: Services,
+    job: Job,
+    inputs: Inputs,
+    run: RunFolder,
+    spans: SpanWriter,
+    runner: asyncio.Runner,
+    display: Display,
 ) -> _Loss | None:
     """Run a job; whatever ends it, its last step is saved if the models are still there."""
     tensorboard = job.config.trainer.tensorboard
     with MetricsWriter(run, last_step=job.first_step, tensorboard=tensorboard, prometheus=inputs.prometheus) as writer:
         try:
-            recorder = RunRecorder(job, run, services.learner, writer, display)
+            recorder = RunRecorder(job, run, services.learner, writer=writer, spans=spans, display=display)
         except RankError as error:
             return _Loss(error=error)
         try:

@@ -25,13 +25,15 @@ class Watched:
     """Note when they work."""
     logs: Path | None = None
     """Folder of the files that those log to which are processes of their own."""
+    device: Literal["engine", "judge"] | None = None
+    """Whose device they are on, if not their own."""
 
     def timed(self, engine: Engine, number: int) -> Engine:
         """The replica of this number, or what notes its work in front of it."""
         if self.devices is None:
             return engine
         stage = "gen" if self.role == "engine" else "reward"
-        return TimedEngine(engine, self.devices, f"{self.role} {number}", stage=stage)
+        return TimedEngine(engine, self.devices, f"{self.device or self.role} {number}", stage=stage)
 
     def logged(self, make: Callable[[], Engine], number: int) -> Callable[[], Engine]:
         """What makes the replica of this number, in a process of its own."""
@@ -44,7 +46,7 @@ UNWATCHED = Watched()
 
 
 class TimedEngine(WrappedEngine):
-    """An engine whose calls are noted: samples as ``stage``, new weights as sync.
+    """An engine whose calls are noted: samples as ``stage``, new weights as sync, to sleep and to wake as swap.
 
     Args:
         name: of the device's row.
@@ -67,3 +69,13 @@ class TimedEngine(WrappedEngine):
         """See `Engine.update_weights`."""
         with self._devices.stage("sync", self._name):
             await super().update_weights(weights, version=version)
+
+    async def sleep(self) -> None:
+        """See `Engine.sleep`."""
+        with self._devices.stage("swap", self._name):
+            await super().sleep()
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+        with self._devices.stage("swap", self._name):
+            await super().wake()

@@ -26,6 +26,7 @@ from gcore_placement.simulation.simulator import Simulator, StrategyRun
 from gcore_placement.simulation.step_account import SimulatedStep
 from gcore_placement.simulation.trace_recipes import Drift, TraceRecipe
 from gcore_placement.simulation.traces import RecordedStep, Trace, recorded_trace
+from gcore_placement.strategy_choice import StrategyChoice
 from gcore_placement.streaming import StreamingBalancer
 from gcore_placement.workload import TransformerWorkload
 
@@ -59,6 +60,7 @@ __all__ = [
     "Simulator",
     "StepIntervals",
     "StepTime",
+    "StrategyChoice",
     "StrategyRun",
     "StreamingBalancer",
     "SwapCosts",

@@ -12,6 +12,9 @@ MAX_ROUNDS = 200
 CLOSE_ENOUGH = 2e-10
 """Relative distance from the lower bound at which another round is worth less than its own time."""
 
+CLOSE_FOR_FEW = 1e-8
+"""The same, where few items of each part were tried and a round would try all of very many."""
+
 FEW_PER_PART = 64
 """Items of a part that are enough to choose from, most of the time."""
 
@@ -23,19 +26,21 @@ PATIENCE = 12
 """Rounds that together must take a tenth of the distance away."""
 
 
-def refine(assignment: Assignment, *, lower_bound: float) -> None:
+def refine(assignment: Assignment, *, lower_bound: float, tolerance: float = 0.0) -> None:
     """Lowers the makespan of `assignment` in place; never raises it, and never breaks its capacity.
 
     Each round pairs the heaviest part with the lightest, the second heaviest with the second lightest and so on, and
     makes the best exchange of each pair: of an item for at most one, and where that has become slow of two for two. A
     round that leaves the makespan where it was is followed by a search between the heaviest part and all others; where
-    that finds nothing either, the search ends. Of long parts, a few items are tried first.
+    that finds nothing either, or where the makespan is within `tolerance` of the lower bound, the search ends. Of long
+    parts, a few items are tried first.
     """
-    target = lower_bound * (1 + CLOSE_ENOUGH)
+    target = lower_bound * (1 + max(CLOSE_ENOUGH, tolerance))
     if len(assignment.costs) > 2 * FEW_PER_PART * len(assignment.loads):
         sampled, items = assignment.sample(FEW_PER_PART)
         _refine(sampled, lower_bound=lower_bound, target=target)
         assignment.part_of[items] = sampled.part_of
+        target = max(target, lower_bound * (1 + CLOSE_FOR_FEW))
     _refine(assignment, lower_bound=lower_bound, target=target)
 
 

@@ -1,75 +1,103 @@
 """Assignments to start from: folding, longest first, best fit decreasing. Costs come in falling order."""
 
 from bisect import bisect_left, insort
-from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
 SINGLE_ROUNDS = 512
-"""Rounds of folding that deal one item to each part; later ones deal bundles, whose items are too light to matter."""
+"""Rounds that deal one item to each part; later ones deal bundles, whose items are too light to matter."""
 
 
-def fold(costs: NDArray[np.float64], num_parts: int, *, loads: NDArray[np.float64] | None = None) -> NDArray[np.intp]:
+def fold(costs: NDArray[np.float64], num_parts: int) -> NDArray[np.intp]:
     """The part of each item: `num_parts` items, or bundles, at a time, the heaviest to the lightest part so far.
 
     Counts differ by at most one. A round cannot widen the spread of loads beyond the larger of the old one and that of
-    its own items, so that it stays within the largest cost, or what it was in `loads`. A bundle of b items is a column
-    of b rows whose direction alternates: two bundles differ by no more than two items may.
+    its own items, so that it stays within the largest cost.
 
     Args:
         costs: [num_items], falling.
-        loads: [num_parts], what the parts hold already.
     """
-    part_of = np.empty(len(costs), dtype=np.intp)
-    loads = np.zeros(num_parts) if loads is None else loads.copy()
-
-    def deal(bundles: NDArray[np.intp]) -> None:
-        """Bundles [depth, width] of items, width at most num_parts."""
-        sums = costs[bundles].sum(axis=0)
-        lightest = np.argsort(loads, kind="stable")[: len(sums)]
-        heaviest = np.argsort(-sums, kind="stable")
-        part_of[bundles[:, heaviest]] = lightest
-        loads[lightest] += sums[heaviest]
-
-    num_rows = len(costs) // num_parts
-    rows = np.arange(num_rows * num_parts).reshape(num_rows, num_parts)
-    rows[1::2] = rows[1::2, ::-1]
-    singles = min(num_rows, SINGLE_ROUNDS)
-    depth = max(1, -(-(num_rows - singles) // SINGLE_ROUNDS))
-    for row in range(singles):
-        deal(rows[row : row + 1])
-    for row in range(singles, num_rows, depth):
-        deal(rows[row : row + depth])
-    if num_rows * num_parts < len(costs):
-        deal(np.arange(num_rows * num_parts, len(costs))[None])
-    return part_of
+    deal = _Deal(costs, num_parts)
+    every = np.arange(num_parts)
+    while deal.num_left:
+        deal.to(every[np.argsort(deal.loads, kind="stable")], num_rows=deal.bundle)
+    return deal.part_of
 
 
 def longest_first(costs: NDArray[np.float64], num_parts: int, *, max_count: int) -> NDArray[np.intp]:
     """The part of each item: in falling cost, each to the lightest part so far that holds fewer than `max_count`.
 
-    Graham's LPT rule (SIAM J. Appl. Math. 17, 1969); equal loads go to the part with fewer items, so no part is empty
-    where there are items enough. Once loads are within an item of each other, the rest is folded, which keeps them so.
-    `num_parts * max_count` must hold all items.
+    Graham's LPT rule (SIAM J. Appl. Math. 17, 1969), for many items at a time: parts that are within an item of the
+    lightest get one each, and where another part is further above them, as many as bring them up to it. No part is
+    empty where there are items enough. `num_parts * max_count` must hold all items.
+
+    Args:
+        costs: [num_items], falling.
     """
-    part_of = np.empty(len(costs), dtype=np.intp)
-    heap = [(0.0, 0, part) for part in range(num_parts)]
-    heapify(heap)
-    for item, cost in enumerate(costs.tolist()):
-        if item and item % num_parts == 0 and len(heap) == num_parts:
-            rounds = -(-(len(costs) - item) // num_parts)
-            fullest = max(count for _, count, _ in heap)
-            if max(heap)[0] - heap[0][0] <= cost and fullest + rounds <= max_count:
-                loads = np.empty(num_parts)
-                loads[[part for _, _, part in heap]] = [load for load, _, _ in heap]
-                part_of[item:] = fold(costs[item:], num_parts, loads=loads)
-                break
-        load, count, part = heappop(heap)
-        part_of[item] = part
-        if count + 1 < max_count:
-            heappush(heap, (load + cost, count + 1, part))
-    return part_of
+    deal = _Deal(costs, num_parts)
+    while deal.num_left:
+        with_room = np.flatnonzero(deal.counts < max_count)
+        lightest = with_room[np.argsort(deal.loads[with_room], kind="stable")]
+        loads = deal.loads[lightest]
+        width = int(np.searchsorted(loads, loads[0] + costs[deal.num_dealt], side="right"))
+        num_rows = deal.bundle if width == len(loads) else deal.rows_of(float(loads[width] - loads[0]), width)
+        room = max_count - int(deal.counts[lightest[:width]].max())
+        deal.to(lightest[:width], num_rows=min(num_rows, room))
+    return deal.part_of
+
+
+class _Deal:
+    """Items dealt to parts, the most costly first.
+
+    Attributes:
+        part_of: [num_items], the part of each item that is dealt.
+        loads: [num_parts], the summed costs of each part.
+        counts: [num_parts], its items.
+        num_dealt: items that are.
+    """
+
+    def __init__(self, costs: NDArray[np.float64], num_parts: int) -> None:
+        self._costs = costs
+        self._until = np.concatenate([[0.0], np.cumsum(costs)])
+        self._num_rounds = 0
+        self._depth = max(1, -(-(len(costs) // num_parts - SINGLE_ROUNDS) // SINGLE_ROUNDS))
+        self.part_of = np.empty(len(costs), dtype=np.intp)
+        self.loads = np.zeros(num_parts)
+        self.counts = np.zeros(num_parts, dtype=np.intp)
+        self.num_dealt = 0
+
+    @property
+    def num_left(self) -> int:
+        return len(self._costs) - self.num_dealt
+
+    @property
+    def bundle(self) -> int:
+        """Rows that are dealt at once where parts are level."""
+        return 1 if self._num_rounds < SINGLE_ROUNDS else self._depth
+
+    def rows_of(self, cost: float, width: int) -> int:
+        """Rows of so many items that bring a part no more than this."""
+        last = np.searchsorted(self._until, self._until[self.num_dealt] + cost * width, side="right")
+        return max(1, (int(last) - 1 - self.num_dealt) // width)
+
+    def to(self, parts: NDArray[np.intp], *, num_rows: int) -> None:
+        """Deal rows of an item for each of `parts`, whose loads rise, the most costly bundle to the first.
+
+        A bundle is a column of the rows, whose direction alternates: two differ by no more than two items may. Where
+        fewer items are left, the first parts get them.
+        """
+        width = min(len(parts), self.num_left)
+        num_rows = min(num_rows, self.num_left // width)
+        rows = np.arange(self.num_dealt, self.num_dealt + num_rows * width).reshape(num_rows, width)
+        rows[1::2] = rows[1::2, ::-1]
+        sums = self._costs[rows].sum(axis=0)
+        heaviest = np.argsort(-sums, kind="stable")
+        self.part_of[rows[:, heaviest]] = parts[:width]
+        self.loads[parts[:width]] += sums[heaviest]
+        self.counts[parts[:width]] += num_rows
+        self.num_dealt += num_rows * width
+        self._num_rounds += 1
 
 
 def longest_first_within(

@@ -3,10 +3,17 @@
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gcore_placement._assignment import Assignment
+from gcore_placement._assignment import Assignment, sum_per_part
 from gcore_placement._refine import refine
 from gcore_placement._start import best_fit_decreasing, fill_empty, fold, longest_first, longest_first_within
-from gcore_placement.errors import PlacementError, check_above_0, check_amount_list, check_positive, refusal
+from gcore_placement.errors import (
+    PlacementError,
+    check_above_0,
+    check_amount_list,
+    check_amounts,
+    check_positive,
+    refusal,
+)
 
 
 def balance(
@@ -17,11 +24,12 @@ def balance(
     max_count: int | None = None,
     weights: ArrayLike | None = None,
     capacity: float | None = None,
+    tolerance: float = 0.0,
 ) -> list[NDArray[np.intp]]:
     """Splits items over `num_parts` parts so that the largest summed cost is small.
 
-    Starts from sorted folding (equal counts) or Graham's LPT rule (free counts), then exchanges items between heavy
-    and light parts, a bounded number of times. Without a capacity the largest sum is at most
+    Starts from Graham's LPT rule, then exchanges items between heavy and light parts, a bounded number of times.
+    Without a capacity the largest sum is at most
 
         sum(costs) / num_parts + max(costs)
 
@@ -35,6 +43,8 @@ def balance(
         max_count: no part gets more items than this. Not together with `equal_count`.
         weights: [num_items], what an item takes of its part's capacity, such as tokens of memory, at least 0.
         capacity: no part's summed weights exceed this. With `weights` alone, and with neither of the counts.
+        tolerance: relative distance from the least possible largest sum, so far as that is known, at which the search
+            may end: 1e-4 takes a fraction of the time of 0.
 
     Returns:
         The indices of each part, ascending. A part is empty only where there are fewer items than parts.
@@ -47,6 +57,7 @@ def balance(
     amounts = check_amount_list("costs", costs)
     check_positive("num_parts", num_parts)
     most = _most_per_part(len(amounts), num_parts, equal_count=equal_count, max_count=max_count)
+    check_amounts("tolerance", tolerance)
     sizes, most_weight = _capacity(weights, capacity, len(amounts), counted=equal_count or max_count is not None)
     if not len(amounts):
         return [np.empty(0, dtype=np.intp) for _ in range(num_parts)]
@@ -56,18 +67,15 @@ def balance(
     lower_bound = _lower_bound(falling, num_parts, equal_count=equal_count)
     if sizes is None:
         sizes, most_weight = np.ones(len(falling)), float(most)
-        starts = [fold(falling, num_parts)] if max_count is not None or equal_count else []
-        if not equal_count:
-            starts.append(longest_first(falling, num_parts, max_count=most))
+        start = longest_first(falling, num_parts, max_count=most)
+        # A bound that folding keeps, and that the rule was never seen to break.
+        if sum_per_part(start, falling, num_parts).max() > falling.sum() / num_parts + falling[0]:
+            start = fold(falling, num_parts)
     else:
         sizes = sizes[order]
-        starts = [_start_within(falling, sizes, num_parts, capacity=most_weight)]
-    assignments = [
-        Assignment.of(start, costs=falling, weights=sizes, capacity=most_weight, num_parts=num_parts)
-        for start in starts
-    ]
-    result = min(assignments, key=lambda assignment: assignment.makespan)
-    refine(result, lower_bound=lower_bound)
+        start = _start_within(falling, sizes, num_parts, capacity=most_weight)
+    result = Assignment.of(start, costs=falling, weights=sizes, capacity=most_weight, num_parts=num_parts)
+    refine(result, lower_bound=lower_bound, tolerance=tolerance)
     return result.parts(order)
 
 

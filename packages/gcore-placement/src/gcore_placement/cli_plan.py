@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gcore_placement.cluster import DEVICES, Cluster, Device
+from gcore_placement.correction import RUN_FILE, Correction
 from gcore_placement.errors import PlacementError
 from gcore_placement.job import Job
 from gcore_placement.lengths import Lengths
@@ -24,7 +25,13 @@ def main(argv: Sequence[str]) -> int:
         devices_per_node=arguments.gpus_per_node,
         inter_node_bytes_per_s=arguments.inter_node_gb_per_s * 1e9,
     )
-    found = plan(cluster, _job(arguments), strategy=arguments.strategy, most_num_seqs=arguments.max_num_seqs)
+    found = plan(
+        cluster,
+        _job(arguments),
+        strategy=arguments.strategy,
+        correction=Correction.load(arguments.correction) if arguments.correction else None,
+        most_num_seqs=arguments.max_num_seqs,
+    )
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
         return 0
@@ -112,6 +119,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--old-log-probs", action="store_true", help="the trainer scores responses before it trains")
     parser.add_argument("--strategy", choices=STRATEGIES, help="only this one (default: the fastest)")
     number("--max-num-seqs", int, 1024, "most sequences of an engine at once")
+    parser.add_argument(
+        "--correction",
+        metavar="FILE",
+        help=f"what a run has measured: its folder, or its {RUN_FILE} (default: laws are not corrected)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON in the place of tables")
     return parser
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from gcore_placement.errors import MissingExtraError, PlacementError, check_positive
 from gcore_placement.simulation.page import page
-from gcore_placement.simulation.scenarios import JOBS, SCALES, SCENARIOS, scenario
+from gcore_placement.simulation.recorded_runs import run_trace
+from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENARIOS, scenario
 from gcore_placement.simulation.simulator import Simulator
 from gcore_placement.simulation.studies import (
     Comparison,
@@ -21,11 +22,11 @@ from gcore_placement.simulation.traces import Trace
 from gcore_placement.simulation.waves import WaveRuns, run_in_turns, run_side_by_side
 
 STUDY_SIZES = (
-    (64, 30, ("growing", "judge_grows", "jump", "steady", "heavy_tail", "multimodal")),
-    (512, 16, ("growing", "judge_grows", "jump")),
-    (10_000, 8, ("growing", "judge_grows", "jump")),
+    (64, None, (*SCENARIOS, *PUBLISHED)),
+    (512, 12, ("curriculum", "growing", "crossing")),
+    (10_000, 6, ("curriculum", "growing")),
 )
-"""Devices, steps and scenarios of the study of drift."""
+"""Devices, steps (None: the scenario's) and scenarios of the study of drift."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,17 +43,19 @@ def main(argv: Sequence[str]) -> int:
     if arguments.steps is not None:
         check_positive("--steps", arguments.steps)
     if arguments.study is not None:
-        with counting("steps simulated") as counted:
+        with counting("waves simulated") as counted:
             text, html = _study(arguments.steps, counted)
         arguments.study.mkdir(exist_ok=True)
         (arguments.study / "tables.md").write_text(text)
         (arguments.study / "study.html").write_text(html)
         print(text)
         return 0
-    with counting("steps simulated") as counted:
+    with counting("waves simulated") as counted:
         simulator = _simulator(arguments, counted)
         comparison = compare(simulator.trace.name, simulator)
     print_comparison(comparison)
+    if simulator.trace.name in PUBLISHED:
+        print(f"responses: {PUBLISHED[simulator.trace.name].source}")
     if arguments.save_trace is not None:
         simulator.trace.save(arguments.save_trace)
     if arguments.html is not None:
@@ -63,6 +66,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _simulator(arguments: argparse.Namespace, counted: Callable[[int], None]) -> Simulator:
     trace = None if arguments.trace is None else Trace.load(arguments.trace)
+    if arguments.from_run is not None:
+        trace = run_trace(arguments.from_run, judge_median=arguments.judge_length, seed=arguments.seed)
     return scenario(
         arguments.scenario,
         arguments.job,
@@ -78,8 +83,7 @@ def _timelines(simulator: Simulator, comparison: Comparison) -> list[tuple[str, 
     """The first wave of the middle step, in turns and as dynamic had it."""
     step = simulator.trace.num_steps // 2
     wave = next(simulator.trace.waves(step))
-    partition = comparison.dynamic.steps[step].partition
-    assert partition is not None
+    partition = comparison.dynamic.steps[step].partitions[0]
     return [
         (f"colocated, step {step}", run_in_turns(simulator.costs, [wave], simulator.space.num_devices)),
         (f"dynamic, step {step}", run_side_by_side(simulator.costs, [wave], partition)),
@@ -87,13 +91,16 @@ def _timelines(simulator: Simulator, comparison: Comparison) -> list[tuple[str, 
 
 
 def _study(num_steps: int | None, counted: Callable[[int], None]) -> tuple[str, str]:
-    """Tables and page of all questions; fewer steps if so many are asked for."""
-    sizes = [(devices, min(steps, num_steps or steps), names) for devices, steps, names in STUDY_SIZES]
+    """Tables and page of all questions; no more than so many steps of each."""
+    sizes = [
+        (devices, num_steps if steps is None else min(steps, num_steps or steps), names)
+        for devices, steps, names in STUDY_SIZES
+    ]
     drift = drift_study(sizes, progress=counted)
-    predictions = prediction_study(num_steps=min(12, num_steps or 12), progress=counted)
-    breaks = break_study(num_steps=num_steps or 20, progress=counted)
+    predictions = prediction_study(num_steps=min(24, num_steps or 24), progress=counted)
+    breaks = break_study(num_steps=min(24, num_steps or 24), progress=counted)
     text = study_text(drift, payload_study(), predictions, breaks)
-    return text, page([*drift, *breaks])
+    return text, page([seeded[0] for seeded in (*drift, *breaks)])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,11 +109,22 @@ def _parser() -> argparse.ArgumentParser:
         description="Compares colocated, the best static split, dynamic and clairvoyant placement on one trace.",
         epilog="example: gcore-placement simulate --scenario judge_grows --devices 64 --html page.html",
     )
-    parser.add_argument("--scenario", choices=SCENARIOS, default="growing", help="trace to make up (%(default)s)")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="a trace in its place, as Trace.save writes it")
+    parser.add_argument(
+        "--scenario", choices=(*SCENARIOS, *PUBLISHED), default="growing", help="trace to make up (%(default)s)"
+    )
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--trace", type=Path, metavar="FILE", help="a trace in its place, as Trace.save writes it")
+    instead.add_argument("--from-run", type=Path, metavar="RUN", help="the steps of a run of gcore-llm in its place")
+    parser.add_argument(
+        "--judge-length",
+        type=float,
+        default=800.0,
+        metavar="TOKENS",
+        help="median of the run's judgements, which it does not record (%(default)g)",
+    )
     parser.add_argument("--job", choices=JOBS, default="32B", help="models and their costs (%(default)s)")
     parser.add_argument("--devices", type=int, choices=SCALES, default=64, help="of the cluster (%(default)s)")
-    parser.add_argument("--steps", type=int, metavar="N", help="of the trace (60), or most of each study's")
+    parser.add_argument("--steps", type=int, metavar="N", help="of the trace, or most of each study's")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the trace (%(default)s)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with timelines and idle bars")
     parser.add_argument("--save-trace", type=Path, metavar="FILE", help="write the trace, as .npz")
@@ -114,6 +132,6 @@ def _parser() -> argparse.ArgumentParser:
         "--study",
         type=Path,
         metavar="DIR",
-        help="answer the open questions: tables.md and study.html (half an hour or so)",
+        help="answer the open questions: tables.md and study.html (an hour or so)",
     )
     return parser

@@ -34,6 +34,10 @@ def print_plan(plan: Plan) -> None:
     stages = [(name.removesuffix("_s"), f"{seconds:.1f} s") for name, seconds in vars(plan.step).items()]
     console.print(_table(("stage", "seconds"), stages, right=("seconds",)))
     console.print()
+    if plan.correction is not None:
+        factors = [(stage, f"{factor:.2f}") for stage, factor in plan.correction.items()]
+        console.print(_table(("laws of", "measured / predicted"), factors, right=("measured / predicted",)))
+        console.print()
     memory = [
         (phase, _gb(sum(parts.values())), ", ".join(f"{name} {_gb(size)}" for name, size in parts.items() if size))
         for phase, parts in plan.memory.items()

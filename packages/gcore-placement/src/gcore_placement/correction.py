@@ -1,16 +1,28 @@
 """A cost model corrected by what is measured: one factor for each kind of work, robust and bounded."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast, get_args
 
 import numpy as np
 
-from gcore_placement.costs import EngineCosts, JobCosts, TrainingCosts
-from gcore_placement.errors import check_above_0, check_positive, refusal
+from gcore_placement.costs import EngineCosts, JobCosts, SwapCosts, TrainingCosts
+from gcore_placement.errors import PlacementError, check_above_0, check_positive, refusal
+
+if TYPE_CHECKING:
+    from gcore_placement.planning.engine_costs import EngineLaws
+    from gcore_placement.planning.training_costs import TrainingLaws
+
+RUN_FILE = "placement.json"
+"""What a run's folder keeps; its key `correction` holds `Correction.state()`."""
 
 Stage = Literal["generation", "reward", "preparation", "training", "weight_sync", "swap"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
+
+Engine = TypeVar("Engine", EngineCosts, "EngineLaws")
+Training = TypeVar("Training", TrainingCosts, "TrainingLaws")
 
 
 class Correction:
@@ -43,6 +55,32 @@ class Correction:
         self._min_count = min_count
         self._most = most
         self._ratios: dict[Stage, list[float]] = {stage: [] for stage in STAGES}
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """What a run has kept: of its folder, its `placement.json`, or a file that holds `state()` alone.
+
+        Raises:
+            PlacementError: there is no such file, or it holds no such state.
+        """
+        file = Path(path) / RUN_FILE if Path(path).is_dir() else Path(path)
+        try:
+            kept: Any = json.loads(file.read_text())
+        except FileNotFoundError:
+            raise PlacementError(
+                f"correction must be a run's folder with {RUN_FILE}, or such a file: there is no {file}"
+            ) from None
+        except ValueError as error:
+            raise PlacementError(f"{file} must hold JSON: {error}") from None
+        state: Any = cast("dict[str, Any]", kept).get("correction", kept) if isinstance(kept, dict) else kept
+        if not isinstance(state, dict):
+            raise PlacementError(f"{file} must hold a JSON object, got {type(state).__name__}")
+        found = cls()
+        try:
+            found.load_state(cast("dict[str, Any]", state))
+        except PlacementError as error:
+            raise PlacementError(f"{file}: {error}") from None
+        return found
 
     def observe(self, stage: Stage, *, predicted_s: float, measured_s: float) -> None:
         """Take note of one span.
@@ -77,12 +115,28 @@ class Correction:
 
     def corrected(self, costs: JobCosts) -> JobCosts:
         """The costs with each stage's seconds times its factor."""
+        training = self.training(costs.training)
         return JobCosts(
-            policy=self._engine("generation", costs.policy),
-            reward=None if costs.reward is None else self._engine("reward", costs.reward),
-            training=self._training(costs.training),
-            swap=_times(costs.swap, self.factor("swap"), "sleep_s", "wake_s", "load_s"),
+            policy=self.engine("generation", costs.policy),
+            reward=None if costs.reward is None else self.engine("reward", costs.reward),
+            training=replace(training, sync_s=training.sync_s * self.factor("weight_sync")),
+            swap=self.swap(costs.swap),
         )
+
+    def engine(self, stage: Literal["generation", "reward"], costs: Engine) -> Engine:
+        """An engine's law, or laws of many, times the stage's factor."""
+        names = ("decode_base_s", "decode_per_sequence_s", "decode_per_context_token_s", "prefill_per_token_s")
+        return _times(costs, self.factor(stage), *names)
+
+    def training(self, costs: Training) -> Training:
+        """The law of training and preparation, or laws of many, times their factors; not weight synchronisation."""
+        training, preparation = self.factor("training"), self.factor("preparation")
+        scaled = _times(costs, training, "base_s", "per_token_s", "per_pair_s")
+        return _times(scaled, preparation / training, "forward_share")
+
+    def swap(self, costs: SwapCosts) -> SwapCosts:
+        """Its seconds times their factor."""
+        return _times(costs, self.factor("swap"), "sleep_s", "wake_s", "load_s")
 
     def state(self) -> dict[str, Any]:
         """What `load_state` takes, as plain data such as JSON holds; it goes with the run."""
@@ -94,28 +148,17 @@ class Correction:
         Raises:
             PlacementError: it is no such state; nothing has changed then.
         """
-        ratios = state.get("ratios")
-        if not isinstance(ratios, Mapping) or set(ratios) != set(STAGES):
+        ratios: Any = state.get("ratios")
+        if not isinstance(ratios, Mapping) or set(cast("Mapping[str, Any]", ratios)) != set(STAGES):
             raise refusal("state", state, f"of Correction.state(): ratios of {', '.join(STAGES)}")
         found: dict[Stage, list[float]] = {}
         for stage in STAGES:
+            if not isinstance(ratios[stage], list):
+                raise refusal(f"ratios.{stage}", ratios[stage], "a list")
             for ratio in ratios[stage]:
                 check_above_0(f"ratios.{stage}", ratio)
             found[stage] = [float(ratio) for ratio in ratios[stage]][-self._window :]
         self._ratios = found
-
-    def _engine(self, stage: Stage, costs: EngineCosts) -> EngineCosts:
-        names = ("decode_base_s", "decode_per_sequence_s", "decode_per_context_token_s", "prefill_per_token_s")
-        return _times(costs, self.factor(stage), *names)
-
-    def _training(self, costs: TrainingCosts) -> TrainingCosts:
-        training, preparation = self.factor("training"), self.factor("preparation")
-        scaled = _times(costs, training, "base_s", "per_token_s", "per_pair_s")
-        return replace(
-            scaled,
-            forward_share=costs.forward_share * preparation / training,
-            sync_s=costs.sync_s * self.factor("weight_sync"),
-        )
 
 
 def _times(costs: Any, factor: float, *names: str) -> Any:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from itertools import product
 from typing import cast
@@ -21,7 +22,7 @@ _LONGEST = 32_768
 _VERL_GROWTH = 1.1
 """Exponent of verl's time in the number of sequences."""
 
-Partition = Callable[[NDArray[np.int64], int, bool], Sequence[Sequence[int] | NDArray[np.intp]]]
+Partition = Callable[[NDArray[np.int64], int], Sequence[Sequence[int] | NDArray[np.intp]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +40,13 @@ class BalancerRow:
     verl: float | None
     verl_s: float | None
     random: float
+    tolerance: float = 0.0
+    """Within which of the mean ours may end."""
 
     @property
     def is_as_even(self) -> bool | None:
-        """Whether ours is at or below verl's, within `PRECISION`."""
-        return None if self.verl is None else self.ours <= self.verl * (1 + PRECISION)
+        """Whether ours is at or below verl's, within `PRECISION`, or within its tolerance of the mean."""
+        return None if self.verl is None else self.ours <= max(self.verl, 1 + self.tolerance) * (1 + PRECISION)
 
     @property
     def times_faster(self) -> float | None:
@@ -81,9 +84,13 @@ def simulated_work(lengths: str, samples: int, *, seed: int) -> NDArray[np.int64
 def _row(
     work: NDArray[np.int64], lengths: str, ranks: int, counts: str, options: PlacementOptions, last: BalancerRow | None
 ) -> BalancerRow:
-    equal = counts == "equal"
-    ours, ours_s = _measured(lambda w, k, e: balance(w, k, equal_count=e), work, ranks, equal)
-    verl, verl_s = (_measured(_verl, work, ranks, equal)) if _is_affordable(last, len(work), options) else (None, None)
+    equal = counts != "free"
+    tolerance = options.tolerance if counts == "close" else 0.0
+    ours, ours_s = _measured(partial(balance, equal_count=equal, tolerance=tolerance), work, ranks)
+    verl: float | None = None
+    verl_s: float | None = None
+    if _is_affordable(last, len(work), options):
+        verl, verl_s = _measured(partial(_verl, equal=equal), work, ranks)
     dealt = np.random.default_rng(options.seed).permutation(len(work)).reshape(ranks, -1)
     return BalancerRow(
         lengths=lengths,
@@ -95,6 +102,7 @@ def _row(
         verl=verl,
         verl_s=verl_s,
         random=_ratio(work, list(dealt)),
+        tolerance=tolerance,
     )
 
 
@@ -106,14 +114,14 @@ def _is_affordable(last: BalancerRow | None, samples: int, options: PlacementOpt
     return last.verl_s * (samples / last.samples) ** _VERL_GROWTH <= options.verl_s
 
 
-def _measured(partition: Partition, work: NDArray[np.int64], ranks: int, equal: bool) -> tuple[float, float]:
+def _measured(partition: Partition, work: NDArray[np.int64], ranks: int) -> tuple[float, float]:
     begin_s = time.process_time()
-    parts = partition(work, ranks, equal)
+    parts = partition(work, ranks)
     took_s = time.process_time() - begin_s
     return _ratio(work, parts), took_s
 
 
-def _verl(work: NDArray[np.int64], ranks: int, equal: bool) -> Sequence[Sequence[int]]:
+def _verl(work: NDArray[np.int64], ranks: int, *, equal: bool) -> Sequence[Sequence[int]]:
     # It takes Python's integers, which it is quickest at.
     partition = import_module(_VERL_MODULE).get_seqlen_balanced_partitions
     return cast("list[list[int]]", partition(work.tolist(), k_partitions=ranks, equal_size=equal))

@@ -8,21 +8,37 @@ from pathlib import Path
 from rich.console import Console
 
 from gcore_bench.placement.balancer import run_balancer
+from gcore_bench.placement.live.runs import run_live
+from gcore_bench.placement.live.table import live_aims, live_table
 from gcore_bench.placement.options import PlacementOptions
-from gcore_bench.placement.table import aims, balancer_table
+from gcore_bench.placement.planner.rounds import run_planner
+from gcore_bench.placement.table import balancer_aims, balancer_table, planner_aims, planner_table
 
 
 def run(options: PlacementOptions, console: Console) -> None:
-    """Measure, print, and write what ``options`` asks for."""
+    """Measure, print, and write what ``options`` asks for.
+
+    Raises:
+        BenchError: a run failed.
+    """
     options = options.sized()
     say = partial(console.print, markup=False, soft_wrap=True)
-    rows = run_balancer(options, say=say)
-    console.print(balancer_table(rows))
-    lines = aims(rows)
-    for line in lines:
-        say(line)
+    parts: list[dict[str, object]] = []
+    for part in dict.fromkeys(options.parts):
+        if part == "balancer":
+            rows = run_balancer(options, say=say)
+            table, lines, figures = balancer_table(rows), balancer_aims(rows), {"rows": [asdict(row) for row in rows]}
+        elif part == "live":
+            runs = run_live(options, say=say)
+            table, lines, figures = live_table(runs), live_aims(runs), {"rows": [asdict(run) for run in runs]}
+        else:
+            found = run_planner(options, say=say)
+            table, lines, figures = planner_table(found), planner_aims(found), asdict(found)
+        console.print(table)
+        for line in lines:
+            say(line)
+        parts.append({"part": part, **figures, "aims": lines})
     if options.json is not None:
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(options).items()}
         plain = {k: v for k, v in plain.items() if not isinstance(v, Path)}
-        part = {"part": "balancer", "rows": [asdict(row) for row in rows], "aims": lines}
-        options.json.write_text(json.dumps({"options": plain, "parts": [part]}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"options": plain, "parts": parts}, indent=1) + "\n")

@@ -1,16 +1,22 @@
 """The figures as a person reads them."""
 
 from collections.abc import Sequence
+from typing import get_args
 
 from rich.table import Table
 
 from gcore_bench.placement.balancer import PRECISION, BalancerRow
+from gcore_bench.placement.options import Counts
+from gcore_bench.placement.planner.rounds import PlannerFigures
 from gcore_bench.tables import figures_table
 
 JUDGED_SAMPLES = 100_000
 """Sequences from which the speed is judged."""
 
 AIM_FASTER = 20
+
+AIM_SECONDS, AIM_BYTES = 0.20, 0.15
+"""By which foretold seconds and peak memory may be off, of what was measured."""
 
 
 def balancer_table(rows: Sequence[BalancerRow]) -> Table:
@@ -33,7 +39,7 @@ def balancer_table(rows: Sequence[BalancerRow]) -> Table:
     return shown
 
 
-def aims(rows: Sequence[BalancerRow]) -> list[str]:
+def balancer_aims(rows: Sequence[BalancerRow]) -> list[str]:
     """Whether gcore's aims are met, where verl was asked."""
     asked = [row for row in rows if row.is_as_even is not None]
     if not asked:
@@ -41,7 +47,7 @@ def aims(rows: Sequence[BalancerRow]) -> list[str]:
     worse = [f"{row.samples:,} over {row.ranks} ({row.lengths}, {row.counts})" for row in asked if not row.is_as_even]
     even = f"not met: {'; '.join(worse)}" if worse else f"met in all {len(asked)}"
     lines = [f"aim: as even as verl's or more, to {PRECISION:.0e} of the ratio ({even})"]
-    for counts in ("free", "equal"):
+    for counts in get_args(Counts):
         speeds = [row.times_faster for row in asked if row.samples >= JUDGED_SAMPLES and row.counts == counts]
         found = [speed for speed in speeds if speed is not None]
         if found:
@@ -51,3 +57,39 @@ def aims(rows: Sequence[BalancerRow]) -> list[str]:
                 f"{min(found):.1f} to {max(found):.1f} times ({verdict})"
             )
     return lines
+
+
+def planner_table(figures: PlannerFigures) -> Table:
+    """A line for each run, those that the laws are fitted to first."""
+    columns = ("", "measured s", "foretold s", "off", "measured MB", "foretold MB", "off")
+    shown = figures_table("small runs, and what the planner foretells of them", *columns)
+    for row in figures.rows:
+        memory = ("", "", "")
+        if row.measured_bytes is not None and row.predicted_bytes is not None and row.bytes_off is not None:
+            memory = (f"{row.measured_bytes / 1e6:,.0f}", f"{row.predicted_bytes / 1e6:,.0f}", f"{row.bytes_off:+.0%}")
+        shown.add_row(
+            row.name,
+            "held out" if row.is_held_out else "fitted to",
+            f"{row.measured_s:.3f}",
+            f"{row.predicted_s:.3f}",
+            f"{row.seconds_off:+.0%}",
+            *memory,
+        )
+    shown.caption = f"medians of rounds; load of the machine up to {figures.load:.1f}"
+    return shown
+
+
+def planner_aims(figures: PlannerFigures) -> list[str]:
+    """Whether gcore's aims are met by the runs that were held out."""
+    held_out = [row for row in figures.rows if row.is_held_out]
+    return [
+        _within("step time", AIM_SECONDS, {row.name: row.seconds_off for row in held_out}),
+        _within("peak memory", AIM_BYTES, {row.name: row.bytes_off for row in held_out if row.bytes_off is not None}),
+    ]
+
+
+def _within(what: str, aim: float, off: dict[str, float]) -> str:
+    worse = [f"{name} {value:+.1%}" for name, value in off.items() if not abs(value) <= aim]
+    verdict = f"not met: {'; '.join(worse)}" if worse else f"met in all {len(off)}"
+    span = f"{min(off.values()):+.1%} to {max(off.values()):+.1%}"
+    return f"aim: foretold {what} of held-out runs within {aim:.0%}: {span} ({verdict})"

@@ -42,6 +42,8 @@ def _run(spec: Spec) -> dict[str, dict[str, float]]:
             from gcore_bench.trainer import context as part
         case "mfu":
             from gcore_bench.trainer import mfu as part
+        case "planner":
+            from gcore_bench.placement.planner import work as part
         case _:
             from gcore_bench.trainer import setup as part
     return part.run(spec)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from gcore_llm.watched import Watched
 from gcore_rollout import Engine
 from gcore_rollout.ray_engine import RayEngine
 from gcore_rollout.replicas import EngineReplicas
+from gcore_rollout.turns import Turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,42 +61,57 @@ def controller_program(job: Job) -> Callable[[Context[Handles]], Awaitable[None]
         config = job.config
         torch.set_num_threads(max(1, config.threads // ctx.world_size))
         devices = DeviceTimers()
+        in_turns = config.placement.strategy == "colocated"
         connected = partial(_connected, devices, start_timeout_s=config.ray.timeout_s)
         own = dict(list(enumerate(ctx.roles.engines))[ctx.rank :: ctx.world_size])
         judges = dict(enumerate(ctx.roles.judges))
         judges = dict(list(judges.items())[ctx.rank % len(judges) :: ctx.world_size]) if judges else {}
-        judge = await connected("judge", judges) if judges else None
-        rewards = await Rewards.start(config, judge=judge)
-        try:
+        async with AsyncExitStack() as to_close:
+            judge = None
+            if judges:
+                judge = await connected("judge", judges, device="engine" if in_turns else None)
+                to_close.push_async_callback(judge.close)
+                if in_turns:
+                    await judge.sleep()
             policy = await connected("engine", own)
-            try:
-                roles = Roles(
-                    policy=policy,
-                    reward=rewards.runner,
-                    comparison=rewards.comparison,
-                    tokenizer=ctx.roles.tokenizer,
-                    world=build_world(config, ctx.roles.tokenizer, rewards.runner),
-                    policy_slots=len(own) * config.rollout.max_num_seqs,
-                    learner=RanksPart(
-                        ctx.roles.ranks, ctx.group, devices, cost_of=lambda batch: sample_flops(job.workload, batch)
-                    ),
-                    devices=devices,
-                    owns_process=True,
-                )
-                await rlhf_program(job, _Reports(ctx.report))(ctx.with_roles(roles))
-            finally:
-                await policy.close()
-        finally:
-            await rewards.close()
+            to_close.push_async_callback(policy.close)
+            if in_turns and judge is not None:
+                await policy.wake()
+                policy, judge = Turns([policy, judge]).engines
+            rewards = await Rewards.start(config, judge=judge)
+            to_close.push_async_callback(rewards.close)
+            roles = Roles(
+                policy=policy,
+                reward=rewards.runner,
+                comparison=rewards.comparison,
+                tokenizer=ctx.roles.tokenizer,
+                world=build_world(config, ctx.roles.tokenizer, rewards.runner),
+                policy_slots=len(own) * config.rollout.max_num_seqs,
+                learner=RanksPart(
+                    ctx.roles.ranks, ctx.group, devices, cost_of=lambda batch: sample_flops(job.workload, batch)
+                ),
+                devices=devices,
+                owns_process=True,
+            )
+            await rlhf_program(job, _Reports(ctx.report))(ctx.with_roles(roles))
 
     return program
 
 
 async def _connected(
-    devices: DeviceTimers, role: Literal["engine", "judge"], actors: Mapping[int, Any], *, start_timeout_s: float
+    devices: DeviceTimers,
+    role: Literal["engine", "judge"],
+    actors: Mapping[int, Any],
+    *,
+    device: Literal["engine"] | None = None,
+    start_timeout_s: float,
 ) -> Engine:
-    """The engines of some actors, by number, as one; one that dies is connected to again after Ray has restarted it."""
-    watched = Watched(role=role, devices=devices)
+    """The engines of some actors, by number, as one; one that dies is connected to again after Ray has restarted it.
+
+    Args:
+        device: whose devices they are on, if not their own.
+    """
+    watched = Watched(role=role, devices=devices, device=device)
 
     async def connect(number: int) -> Engine:
         return watched.timed(await RayEngine.connect(actors[number], start_timeout_s=start_timeout_s), number)

@@ -26,6 +26,8 @@ class Sizes:
     engines: int
     judges: int = 0
     ranks: int
+    in_turns: bool = False
+    """Each engine has a judge on its device, and one of the two is awake."""
 
     @classmethod
     def of(cls, config: TrainConfig) -> "Sizes":
@@ -35,6 +37,7 @@ class Sizes:
             engines=config.num_ray_engines,
             judges=config.num_ray_judges,
             ranks=config.trainer.num_processes,
+            in_turns=config.placement.strategy == "colocated",
         )
 
     def applied(self, config: TrainConfig) -> TrainConfig:
@@ -48,12 +51,18 @@ class Sizes:
             rollout=replace(config.rollout, num_processes=self.engines),
             reward_model=reward_model,
             trainer=replace(config.trainer, num_processes=self.ranks),
+            placement=replace(config.placement, strategy="colocated") if self.in_turns else config.placement,
         )
 
     @property
     def num_processes(self) -> int:
         """Of all roles together."""
         return self.controllers + self.engines + self.judges + self.ranks
+
+    @property
+    def num_engine_devices(self) -> int:
+        """That engines and judges are on."""
+        return self.engines if self.in_turns else self.engines + self.judges
 
     def __str__(self) -> str:
         parts = [(self.controllers, "controller"), (self.engines, "engine"), (self.judges, "judge")]
@@ -112,7 +121,7 @@ def _shares(config: TrainConfig) -> Iterator[Sizes]:
     counts = (whole.controllers, whole.engines, whole.judges, num_units)
     for share in sorted({i / count for count in counts for i in range(1, count + 1)}, reverse=True):
         controllers, engines, judges, units = (min(count, max(1, math.floor(count * share + 1e-9))) for count in counts)
-        yield Sizes(controllers=min(controllers, engines), engines=engines, judges=judges, ranks=units * unit)
+        yield replace(whole, controllers=min(controllers, engines), engines=engines, judges=judges, ranks=units * unit)
 
 
 def _needs(config: TrainConfig, sizes: Sizes) -> list[dict[str, float]]:
@@ -120,4 +129,4 @@ def _needs(config: TrainConfig, sizes: Sizes) -> list[dict[str, float]]:
     cpus, is_on_gpu = config.ray.cpus_per_process, config.device.startswith("cuda")
     engine = {"CPU": cpus, "GPU": config.ray.gpus_per_engine if is_on_gpu else 0.0}
     rank = {"CPU": cpus, "GPU": config.ray.gpus_per_rank if is_on_gpu else 0.0}
-    return [{"CPU": cpus}] * sizes.controllers + [engine] * (sizes.engines + sizes.judges) + [rank] * sizes.ranks
+    return [{"CPU": cpus}] * sizes.controllers + [engine] * sizes.num_engine_devices + [rank] * sizes.ranks

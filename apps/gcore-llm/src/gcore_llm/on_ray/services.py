@@ -16,7 +16,7 @@ from gcore_llm.logs import logs_of
 from gcore_llm.on_ray.cluster import connect
 from gcore_llm.on_ray.controller import Handles, Report, controller_program
 from gcore_llm.on_ray.engine_actors import EngineActors
-from gcore_llm.on_ray.live_partition import LivePartition, PartitionMovedError
+from gcore_llm.on_ray.live_placement import LivePlacement, PlacementMovedError
 from gcore_llm.on_ray.room import RoomChangedError, Sizes
 from gcore_llm.on_ray.room_watch import RoomWatch
 from gcore_llm.on_ray.training_ranks import RayLearner
@@ -38,11 +38,13 @@ class RayServices:
 
     def __init__(self, inputs: Inputs, model: Path, checkpoints: Path) -> None:
         self.config = inputs.config
+        self._placed = inputs.config
+        """With the sizes that engines and judges have."""
         self.learner = RayLearner(inputs.config, model, checkpoints)
         self._inputs = inputs
         self._logs = logs_of(checkpoints.absolute())
         self._room = RoomWatch(inputs.config)
-        self._partition: LivePartition | None = None
+        self._placement: LivePlacement | None = None
         self._controllers: RayControllers | None = None
         eos = eos_token_ids(inputs.tokenizer, model)
         self._engines = EngineActors("engine", model, eos_token_ids=eos, logs=self._logs)
@@ -93,12 +95,12 @@ class RayServices:
             del rank
             await getattr(recorder, report.method)(*report.arguments)
             self._is_updating = report.method == "updating"
-            if report.method == "stepped" and self._partition is not None:
+            if report.method == "stepped" and self._placement is not None:
                 _, metrics, _, devices = report.arguments
-                self._partition.observe(metrics["timing_s/step"], devices)
+                self._placement.observe(metrics, devices)
             if report.method == "reached" and report.arguments[0] < job.config.trainer.total_training_steps:
                 self._room.check_growth()
-                self._check_partition()
+                self._check_placement()
 
         assert self._controllers is not None
         self._is_updating = False
@@ -122,7 +124,7 @@ class RayServices:
                 done = "they were started anew"
             case RankError():
                 done = "all training ranks were started anew"
-            case RoomChangedError() | PartitionMovedError():
+            case RoomChangedError() | PlacementMovedError():
                 done = ""
             case _:
                 raise error
@@ -130,7 +132,11 @@ class RayServices:
         keeps_models = await self._settle(keeps_models=keeps_models)
         if self._room.whole != before:
             done = f"the run has {self._room.whole} now, of {Sizes.of(self._inputs.config)}"
-        return Recovery(said=f"{error}; {done}" if done else str(error), keeps_models=keeps_models)
+        return Recovery(
+            said=f"{error}; {done}" if done else str(error),
+            keeps_models=keeps_models,
+            cause="swap" if isinstance(error, PlacementMovedError) else "failure",
+        )
 
     async def close(self) -> None:
         """End all services, the cluster if it was started for the run included."""
@@ -167,11 +173,11 @@ class RayServices:
     def _sizes(self) -> Sizes:
         """Those that there is room for, with the engines where they are needed."""
         whole, placement = self._room.size(), self._inputs.config.placement
-        if placement.strategy == "split":
+        if placement.strategy in ("split", "colocated"):
             return whole
-        if self._partition is None or self._partition.whole != whole:
-            self._partition = LivePartition(whole, horizon_steps=placement.horizon_steps)
-        return self._partition.sizes
+        if self._placement is None or self._placement.whole != whole:
+            self._placement = LivePlacement(whole, placement)
+        return self._placement.sizes
 
     async def _resize(self, config: TrainConfig, *, keeps_models: bool) -> None:
         if self._controllers is not None and config.controllers != self.config.controllers:
@@ -184,11 +190,25 @@ class RayServices:
                 num_cpus=config.ray.cpus_per_process,
                 start_timeout_s=config.ray.timeout_s,
             )
-        await self._engines.have(config.num_ray_engines, config)
-        if self._judges is not None:
-            await self._judges.have(config.num_ray_judges, config)
+        await self._resize_engines(config)
         if not keeps_models:
             await self.learner.start(config)
+
+    async def _resize_engines(self, config: TrainConfig) -> None:
+        if self._judges is None:
+            await self._engines.have(config.num_ray_engines, config)
+            return
+        sizes, before = Sizes.of(config), Sizes.of(self._placed)
+        if sizes != before and (sizes.in_turns or before.in_turns):
+            # Each is on the device of an engine, of which none may be another one's.
+            await self._judges.have(0, config)
+        await self._engines.have(sizes.engines, config)
+        await self._judges.have(sizes.judges, config, beside=self._engines.actors if sizes.in_turns else ())
+        self._placed = config
+        if self._placement is not None and self._placement.swap_s is None:
+            self._placement.swap_s = sum(
+                [await actors.swap_seconds(config) for actors in (self._engines, self._judges)]
+            )
 
     async def _while_room_lasts(self, work: Coroutine[Any, Any, list[None] | None]) -> None:
         """
@@ -215,21 +235,30 @@ class RayServices:
             if not self._is_updating:
                 return loss
 
-    def _check_partition(self) -> None:
+    def _check_placement(self) -> None:
         """
         Raises:
-            PartitionMovedError: engines are busier in one role than in the other.
+            PlacementMovedError: engines are busier in one role than in the other.
         """
-        if self._partition is not None and (sizes := self._partition.sizes) != (now := Sizes.of(self.config)):
-            source, target = ("policy", "judge") if sizes.engines < now.engines else ("judge", "policy")
-            moved = abs(sizes.engines - now.engines)
-            raise PartitionMovedError(
-                f"{moved} engine{'s' * (moved > 1)} moved from the {source} to the {target}: {sizes.engines} generate "
-                f"and {sizes.judges} judge now"
-            )
+        if self._placement is not None and (sizes := self._placement.sizes) != (now := Sizes.of(self.config)):
+            raise PlacementMovedError(_move(now, sizes))
 
     async def _watch(self) -> None:
         assert self._controllers is not None
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
             self._stages = await self._controllers.stages()
+
+
+def _move(before: Sizes, after: Sizes) -> str:
+    """What happens to the engines."""
+    if after.in_turns:
+        return f"{after.engines} devices generate and judge in turns now"
+    if before.in_turns:
+        return f"{after.engines} engines generate and {after.judges} judge now, side by side"
+    source, target = ("policy", "judge") if after.engines < before.engines else ("judge", "policy")
+    moved = abs(after.engines - before.engines)
+    return (
+        f"{moved} engine{'s' * (moved > 1)} moved from the {source} to the {target}: {after.engines} generate "
+        f"and {after.judges} judge now"
+    )

@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 
 from gcore_placement.cluster import Cluster
+from gcore_placement.correction import Correction
 from gcore_placement.costs import SwapCosts
 from gcore_placement.efficiency import Efficiency
 from gcore_placement.job import Job
@@ -34,19 +35,28 @@ class Candidates:
     """What `plan` chooses among.
 
     Args:
+        correction: of all laws, by what was measured.
         most_num_seqs: most sequences of an engine at once.
     """
 
-    def __init__(self, cluster: Cluster, job: Job, *, efficiency: Efficiency, most_num_seqs: int) -> None:
+    def __init__(
+        self, cluster: Cluster, job: Job, *, efficiency: Efficiency, correction: Correction, most_num_seqs: int
+    ) -> None:
         self.cluster = cluster
         self.job = job
         self.efficiency = efficiency
+        self.correction = correction
         self.usable_bytes = cluster.device.memory_bytes * efficiency.free_memory
         """Of each device."""
 
         def engines(*, is_judge: bool) -> EngineOptions:
             return EngineOptions(
-                job, is_judge=is_judge, cluster=cluster, efficiency=efficiency, most_num_seqs=most_num_seqs
+                job,
+                is_judge=is_judge,
+                cluster=cluster,
+                efficiency=efficiency,
+                correction=correction,
+                most_num_seqs=most_num_seqs,
             )
 
         self.policy = engines(is_judge=False)
@@ -57,14 +67,22 @@ class Candidates:
     def but(self, *, cluster: Cluster | None = None, job: Job | None = None) -> "Candidates":
         """The same on another cluster, or for another job."""
         return Candidates(
-            cluster or self.cluster, job or self.job, efficiency=self.efficiency, most_num_seqs=self._most_num_seqs
+            cluster or self.cluster,
+            job or self.job,
+            efficiency=self.efficiency,
+            correction=self.correction,
+            most_num_seqs=self._most_num_seqs,
         )
 
     def training(self, num_devices: int) -> TrainingOptions:
         """Training layouts of so many devices."""
         if num_devices not in self._training:
             self._training[num_devices] = TrainingOptions.of(
-                self.job, num_devices, cluster=self.cluster, efficiency=self.efficiency
+                self.job,
+                num_devices,
+                cluster=self.cluster,
+                efficiency=self.efficiency,
+                correction=self.correction,
             )
         return self._training[num_devices]
 
@@ -75,16 +93,18 @@ class Candidates:
     @cached_property
     def _work_s(self) -> float:
         """Device-seconds of a step's matrix products."""
-        job, reached = self.job, self.efficiency
+        job, reached, factor = self.job, self.efficiency, self.correction.factor
         flops = sum(
             m.workload.flops_per_token * job.training_tokens + m.workload.flops_per_attended_pair * job.training_pairs
             for m in job.trained
         )
-        seconds = flops * (1 + job.num_forward_passes / (3 * len(job.trained))) / reached.training
+        passes = factor("training") + factor("preparation") * job.num_forward_passes / (3 * len(job.trained))
+        seconds = flops * passes / reached.training
         responses = float(job.wave_chances @ job.wave_prompts) * job.n
-        seconds += 2 * job.policy.num_active_parameters * responses * job.response_lengths.mean / reached.decode
+        decoding = responses / reached.decode
+        seconds += factor("generation") * 2 * job.policy.num_active_parameters * job.response_lengths.mean * decoding
         if job.judge is not None and job.judge_lengths is not None:
-            seconds += 2 * job.judge.num_active_parameters * responses * job.judge_lengths.mean / reached.decode
+            seconds += factor("reward") * 2 * job.judge.num_active_parameters * job.judge_lengths.mean * decoding
         return seconds / self.cluster.device.flops_per_s
 
     def of(self, num_devices: int, strategy: Strategy | None) -> Iterator[Candidate]:
@@ -151,9 +171,11 @@ class Candidates:
         host_s = size_bytes / (self.cluster.device.host_bytes_per_s * self.efficiency.host)
         device_s = size_bytes / (self.cluster.inter_node_bytes_per_s * self.efficiency.links)
         fixed_s = self.efficiency.swap_s
-        return SwapCosts(sleep_s=fixed_s + host_s, wake_s=fixed_s + host_s, load_s=fixed_s + device_s)
+        return self.correction.swap(
+            SwapCosts(sleep_s=fixed_s + host_s, wake_s=fixed_s + host_s, load_s=fixed_s + device_s)
+        )
 
     def sync_s(self, policy: Engines, num_devices: int) -> float:
         """Seconds in which each device of the policy's engines gets its part of the new weights."""
         rate = self.cluster.link_bytes_per_s(num_devices) * self.efficiency.links
-        return policy.weights_bytes / rate
+        return self.correction.factor("weight_sync") * policy.weights_bytes / rate

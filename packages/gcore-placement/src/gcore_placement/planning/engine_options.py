@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_placement.cluster import Cluster
+from gcore_placement.correction import Correction
 from gcore_placement.efficiency import Efficiency
 from gcore_placement.errors import PlacementError
 from gcore_placement.job import Job
@@ -50,7 +51,14 @@ class EngineOptions:
     """
 
     def __init__(
-        self, job: Job, *, is_judge: bool, cluster: Cluster, efficiency: Efficiency, most_num_seqs: int
+        self,
+        job: Job,
+        *,
+        is_judge: bool,
+        cluster: Cluster,
+        efficiency: Efficiency,
+        correction: Correction,
+        most_num_seqs: int,
     ) -> None:
         model, prompts, responses = _role(job, is_judge=is_judge)
         self.model = model
@@ -59,6 +67,7 @@ class EngineOptions:
         self._is_judge = is_judge
         self._cluster = cluster
         self._efficiency = efficiency
+        self._correction = correction
         self._most_num_seqs = most_num_seqs
         self._sizes = engine_sizes(model, cluster, cluster.num_devices)
         self._known: dict[tuple[int, int], Engines | None] = {}
@@ -102,7 +111,9 @@ class EngineOptions:
         replicas = np.arange(1, self._cluster.num_devices // tp + 1, dtype=np.float64)
         # No engine is sized for more sequences than come to it.
         each = np.ceil(job.wave_prompts.max() * job.n / replicas)
-        laws = roofline.laws(np.clip(each, 1, most))
+        laws = self._correction.engine(
+            "reward" if self._is_judge else "generation", roofline.laws(np.clip(each, 1, most))
+        )
         seconds = reward_seconds if self._is_judge else generation_seconds
         return Engines(
             tp=tp,

@@ -51,6 +51,9 @@ class Plan:
     """Bytes of a device by phase (training, generation, reward) and part, at the peak."""
     usable_bytes: float
     """Of a device's memory; the rest is left for contexts, buffers and fragmentation."""
+    correction: Mapping[str, float] | None
+    """Factor of each stage's laws, measured over predicted seconds: 1 where too little was measured; None: it was not
+    asked for."""
     alternatives: tuple[Alternative, ...]
 
     @property

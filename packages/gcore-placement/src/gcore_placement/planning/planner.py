@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from gcore_placement.cluster import Cluster
+from gcore_placement.correction import STAGES, Correction
 from gcore_placement.costs import JobCosts
 from gcore_placement.efficiency import Efficiency
 from gcore_placement.errors import PlacementError, check_positive, refusal
@@ -22,6 +23,7 @@ def plan(
     *,
     strategy: Strategy | None = None,
     efficiency: Efficiency | None = None,
+    correction: Correction | None = None,
     most_num_seqs: int = MOST_NUM_SEQS,
 ) -> Plan:
     """Choose strategy, layouts, partition and micro-batches: what makes the predicted step shortest.
@@ -32,19 +34,25 @@ def plan(
     Args:
         strategy: None: whichever is fastest; without a judge, colocated.
         efficiency: what devices reach of their data sheets; None: `Efficiency`'s defaults.
+        correction: what a run has measured of such a job; None: nothing.
         most_num_seqs: most sequences of an engine at once, however much memory there is.
 
     Raises:
         PlacementError: nothing fits; the message says what is too large, and what would fit. Or split or dynamic is
-        asked
-            for without a judge.
+            asked for without a judge.
     """
     if strategy is not None and strategy not in STRATEGIES:
         raise refusal("strategy", strategy, f"one of {', '.join(STRATEGIES)}")
     if strategy not in (None, "colocated") and job.judge is None:
         raise refusal("strategy", strategy, "colocated, or None, without a judge that the devices are shared with")
     check_positive("most_num_seqs", most_num_seqs)
-    known = Candidates(cluster, job, efficiency=efficiency or Efficiency(), most_num_seqs=most_num_seqs)
+    known = Candidates(
+        cluster,
+        job,
+        efficiency=efficiency or Efficiency(),
+        correction=correction or Correction(),
+        most_num_seqs=most_num_seqs,
+    )
     best: Candidate | None = None
     for size in cluster.sizes():
         if best is None or known.bound_s(size) < best.step_s:
@@ -53,10 +61,10 @@ def plan(
                     best = candidate
     if best is None:
         raise PlacementError(why_nothing_fits(known, strategy))
-    return _plan(known, best)
+    return _plan(known, best, correction)
 
 
-def _plan(known: Candidates, chosen: Candidate) -> Plan:
+def _plan(known: Candidates, chosen: Candidate, correction: Correction | None) -> Plan:
     options, index = known.training(chosen.num_devices), chosen.training.layout
     moving_s = float(options.moving_s[index]) if chosen.training.offload else 0.0
     costs = JobCosts(
@@ -86,6 +94,7 @@ def _plan(known: Candidates, chosen: Candidate) -> Plan:
         ),
         memory=_memory(known, chosen),
         usable_bytes=known.usable_bytes,
+        correction=None if correction is None else {stage: correction.factor(stage) for stage in STAGES},
         alternatives=alternatives(known, chosen),
     )
 

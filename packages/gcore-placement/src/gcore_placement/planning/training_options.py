@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_placement.cluster import Cluster
+from gcore_placement.correction import Correction
 from gcore_placement.efficiency import Efficiency
 from gcore_placement.job import Job
 from gcore_placement.planning.layouts import TrainingLayouts, training_layouts
@@ -42,11 +43,13 @@ class TrainingOptions:
     """To bring the state from the host's memory and back."""
 
     @classmethod
-    def of(cls, job: Job, num_devices: int, *, cluster: Cluster, efficiency: Efficiency) -> "TrainingOptions":
+    def of(
+        cls, job: Job, num_devices: int, *, cluster: Cluster, efficiency: Efficiency, correction: Correction
+    ) -> "TrainingOptions":
         """Those of so many devices."""
         layouts = training_layouts(job, cluster, num_devices)
         memory = training_memory(job, layouts, activations=efficiency.activations)
-        laws = training_laws(job, layouts, cluster=cluster, efficiency=efficiency)
+        laws = correction.training(training_laws(job, layouts, cluster=cluster, efficiency=efficiency))
         state_bytes = resident_state(memory)
         return cls(
             layouts=layouts,
@@ -55,7 +58,8 @@ class TrainingOptions:
             state_bytes=state_bytes,
             laws=laws,
             seconds=laws.seconds(tokens=job.training_tokens, pairs=job.training_pairs, num_devices=num_devices),
-            moving_s=2 * state_bytes / (cluster.device.host_bytes_per_s * efficiency.host),
+            moving_s=correction.factor("training")
+            * (2 * state_bytes / (cluster.device.host_bytes_per_s * efficiency.host)),
         )
 
     def choices(self, usable_bytes: float, host_memory_bytes: float) -> list[TrainingChoice]:

@@ -56,10 +56,13 @@ def page(comparisons: Sequence[Comparison], *, timelines: Sequence[tuple[str, Wa
 
 def _comparison(comparison: Comparison) -> str:
     runs = comparison.runs
-    head = "".join(f"<th>{name}</th>" for name in ("strategy", "step", "against it", "idle", "moves"))
+    head = "".join(
+        f"<th>{name}</th>"
+        for name in ("strategy", "seconds a step", "against dynamic", "idle, of device-seconds", "moves")
+    )
     rows = "".join(
         f"<tr><td>{run.strategy}</td><td>{run.step_s:,.1f} s</td>"
-        f"<td>{run.seconds / comparison.dynamic.seconds:.2f} x dynamic</td>"
+        f"<td>{run.seconds / comparison.dynamic.seconds:.2f} x</td>"
         f"<td>{run.idle_share:.1%}</td><td>{run.num_moves}</td></tr>"
         for run in runs
     )
@@ -68,15 +71,15 @@ def _comparison(comparison: Comparison) -> str:
     )
     step_lines = [(run.strategy, np.array([step.seconds for step in run.steps])) for run in runs]
     share_lines = [
-        (run.strategy, np.array([s.partition.policy_devices / run.num_devices for s in run.steps if s.partition]))
+        (run.strategy, np.array([step.partitions[0].policy_devices / run.num_devices for step in run.steps]))
         for run in runs[1:]
     ]
     return (
         f"<h2>{escape(comparison.name)}, {comparison.num_devices:,} devices, {len(runs[0].steps)} steps</h2>"
         f"<table><tr>{head}</tr>{rows}</table><h3>Where device-seconds go</h3>{_bars(runs)}"
         f'<p class="key">{key}</p>'
-        f"<h3>Seconds of each step</h3>{_lines(step_lines)}"
-        f"<h3>Share of devices that generate</h3>{_lines(share_lines, top=1.0)}"
+        f"<h3>Seconds of each step</h3>{_lines(step_lines, '{:,.0f} s')}"
+        f"<h3>Share of devices that generate, in a step's first wave</h3>{_lines(share_lines, '{:.0%}', top=1.0)}"
     )
 
 
@@ -96,16 +99,19 @@ def _bars(runs: Iterable[StrategyRun]) -> str:
                 f"<title>{title}</title></rect>"
             )
             x += width
-    return _svg(shapes, 30 * len(runs) + 8)
+    y = 30 * len(runs) + 16
+    shapes.append(f'<text x="{_LABEL}" y="{y}">0 s</text>')
+    shapes.append(_at_end(y, f"{longest / len(runs[0].steps):,.0f} s, a step"))
+    return _svg(shapes, y + 8)
 
 
-def _lines(lines: Sequence[tuple[str, NDArray[np.float64]]], *, top: float | None = None) -> str:
-    """Values over steps, from 0 up."""
-    height, left = 180, 60
+def _lines(lines: Sequence[tuple[str, NDArray[np.float64]]], unit: str, *, top: float | None = None) -> str:
+    """Values over steps, from 0 up; `unit` formats them."""
+    height, left = 180, 80
     most = top or max(float(values.max()) for _, values in lines)
     shapes = [
         f'<line x1="{left}" y1="{y}" x2="{_WIDTH}" y2="{y}" stroke="#ddd"/>'
-        f'<text x="0" y="{y + 4}">{share * most:.4g}</text>'
+        f'<text x="0" y="{y + 4}">{unit.format(share * most)}</text>'
         for share, y in ((0.0, height), (0.5, height / 2 + 5), (1.0, 10))
     ]
     for number, (name, values) in enumerate(lines):
@@ -113,12 +119,14 @@ def _lines(lines: Sequence[tuple[str, NDArray[np.float64]]], *, top: float | Non
         y = height - values / most * (height - 10)
         points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
         shapes.append(f'<polyline points="{points}" fill="none" stroke="{_LINES[name]}" stroke-width="2"/>')
-        shapes.append(f'<text x="{left + 110 * number}" y="{height + 20}" style="fill:{_LINES[name]}">{name}</text>')
-    return _svg(shapes, height + 28)
+        shapes.append(f'<text x="{left + 110 * number}" y="{height + 38}" style="fill:{_LINES[name]}">{name}</text>')
+    shapes.append(f'<text x="{left}" y="{height + 18}">step 0</text>')
+    shapes.append(_at_end(height + 18, f"step {len(lines[0][1]) - 1}"))
+    return _svg(shapes, height + 46)
 
 
 def _timeline(runs: WaveRuns) -> str:
-    """How many replicas of each role are busy, over the wave."""
+    """How many replicas of each role are busy, over the wave; as high as the most that are."""
     end = float(runs.judged.finish.max())
     shapes: list[str] = []
     for row, (name, run) in enumerate((("generation", runs.generated), ("reward", runs.judged))):
@@ -128,10 +136,14 @@ def _timeline(runs: WaveRuns) -> str:
         base, most = 70 + 75 * row, max(1, int(busy.max()))
         x = _LABEL + moments / end * (_WIDTH - _LABEL)
         points = " ".join(f"{a:.1f},{base - 60 * b / most:.1f}" for a, b in zip(x, busy, strict=True))
-        shapes.append(f'<text x="0" y="{base - 20}">{name}, {most}</text>')
+        shapes.append(f'<text x="0" y="{base - 36}">{name}</text><text x="0" y="{base - 20}">{most:,} replicas</text>')
         shapes.append(f'<polygon points="{_LABEL},{base} {points} {_WIDTH},{base}" fill="{COLOURS[name]}"/>')
-    shapes.append(f'<text x="{_LABEL}" y="162">0 s</text><text x="{_WIDTH - 60}" y="162">{end:,.0f} s</text>')
+    shapes.append(f'<text x="{_LABEL}" y="162">0 s</text>{_at_end(162, f"{end:,.0f} s")}')
     return _svg(shapes, 168)
+
+
+def _at_end(y: float, text: str) -> str:
+    return f'<text x="{_WIDTH}" y="{y}" text-anchor="end">{text}</text>'
 
 
 def _svg(shapes: Iterable[str], height: float) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from gcore_placement.costs import EngineCosts, JobCosts, SwapCosts, TrainingCosts
 from gcore_placement.errors import refusal
 from gcore_placement.partition import PartitionSpace, RoleLimits
+from gcore_placement.simulation.recorded_runs import PublishedCurve
 from gcore_placement.simulation.simulator import Simulator
 from gcore_placement.simulation.trace_recipes import Drift, TraceRecipe, steady
 from gcore_placement.simulation.traces import Trace
@@ -71,6 +72,14 @@ _STEADY = TraceRecipe(
     noise=0.03,
 )
 
+_CURRICULUM = replace(
+    _STEADY,
+    name="curriculum",
+    response_median=Drift(first=6000, last=600, jump_step=30),
+    judge_median=Drift(first=200, last=2400, jump_step=30),
+    acceptance=steady(0.4),
+)
+
 SCENARIOS = {
     recipe.name: recipe
     for recipe in (
@@ -89,6 +98,26 @@ SCENARIOS = {
         replace(_STEADY, name="fast_judge", judge_median=steady(150)),
         # Another judge, or another task, from one step to the next.
         replace(_STEADY, name="jump", judge_median=Drift(first=300, last=2400, jump_step=30)),
+        # A judge that reasons is tried and taken back.
+        replace(
+            _STEADY,
+            name="judge_swap_back",
+            judge_median=Drift(first=200, last=4000, jump_step=20, back_step=40),
+            acceptance=steady(0.4),
+        ),
+        # Long reasoning with short verdicts; then chat, with short answers and a judge that thinks.
+        _CURRICULUM,
+        # As in DAPO's recipe, which samples three batches at once and mostly needs no more.
+        replace(_CURRICULUM, name="large_waves", gen_batch_ratio=3.0),
+        # A long run: the policy learns to be brief, the judge to reason.
+        replace(
+            _STEADY,
+            name="crossing",
+            num_steps=100,
+            response_median=Drift(first=8000, last=1500),
+            judge_median=Drift(first=100, last=6000),
+            acceptance=steady(0.4),
+        ),
         # Images fill prompts with tokens and payloads; answers are short.
         replace(
             _STEADY,
@@ -101,6 +130,30 @@ SCENARIOS = {
     )
 }
 """By name; sizes are set by the scale."""
+
+PUBLISHED = {
+    curve.name: curve
+    for curve in (
+        PublishedCurve(
+            name="r1_zero",
+            source="DeepSeek-R1-Zero (Nature 645, 2025), figure 1b: coarse points, good to a quarter",
+            points=(
+                (0, 500, 32_768),
+                (2000, 2500, 32_768),
+                (4000, 4000, 32_768),
+                (6000, 6000, 32_768),
+                (8200, 9500, 65_536),
+                (10_000, 15_000, 65_536),
+            ),
+        ),
+        PublishedCurve(
+            name="deepscaler",
+            source="DeepScaleR-1.5B (Agentica, 2025): means at the ends of its phases of 8K and 16K tokens",
+            points=((0, 5500, 8192), (1040, 3500, 16_384), (1520, 5500, 16_384)),
+        ),
+    )
+}
+"""By name: response lengths of published runs. Neither had a judge: its lengths are an assumption."""
 
 
 def scenario(
@@ -117,10 +170,10 @@ def scenario(
     """The simulator of a scenario.
 
     Args:
-        name: one of SCENARIOS.
+        name: one of SCENARIOS or PUBLISHED.
         job: one of JOBS.
         num_devices: one of SCALES.
-        num_steps: 60 if None; the drift is over as many.
+        num_steps: the scenario's if None, 60 of a published run; the drift is over as many.
         seed: of the trace.
         trace: in the place of the scenario's.
         costs: in the place of the job's, for as many devices a replica.
@@ -129,19 +182,15 @@ def scenario(
     Raises:
         PlacementError: there is no scenario, job or scale of that name.
     """
-    for field, key, known in (("scenario", name, SCENARIOS), ("job", job, JOBS), ("devices", num_devices, SCALES)):
+    known_names = (*SCENARIOS, *PUBLISHED)
+    for field, key, known in (("scenario", name, known_names), ("job", job, JOBS), ("devices", num_devices, SCALES)):
         if key not in known:
             raise refusal(field, key, f"one of {', '.join(str(other) for other in known)}")
-    costs, size, recipe = costs or JOBS[job], SCALES[num_devices], SCENARIOS[name]
-    if trace is None:
-        steps = recipe.num_steps if num_steps is None else num_steps
-        trace = replace(
-            recipe,
-            num_steps=steps,
-            train_batch_size=size.train_batch_size,
-            judge_median=_over(recipe.judge_median, steps / recipe.num_steps),
-            seed=seed,
-        ).trace()
+    costs, size = costs or JOBS[job], SCALES[num_devices]
+    if trace is None and name in PUBLISHED:
+        trace = PUBLISHED[name].trace(num_steps=num_steps or 60, num_prompts=size.train_batch_size, seed=seed)
+    elif trace is None:
+        trace = sized(SCENARIOS[name], num_steps=num_steps, train_batch_size=size.train_batch_size, seed=seed).trace()
     assert costs.reward is not None
     space = PartitionSpace(
         num_devices=num_devices,
@@ -152,6 +201,22 @@ def scenario(
     return Simulator(trace, costs, space, progress=progress)
 
 
-def _over(drift: Drift, share: float) -> Drift:
-    """The same with as large a part of the steps before the jump."""
-    return drift if drift.jump_step is None else replace(drift, jump_step=round(drift.jump_step * share))
+def sized(recipe: TraceRecipe, *, num_steps: int | None, train_batch_size: int, seed: int) -> TraceRecipe:
+    """The recipe over other steps, jumps after the same part of them."""
+    steps = recipe.num_steps if num_steps is None else num_steps
+
+    def over(drift: Drift) -> Drift:
+        moments = [
+            None if at is None else round(at * steps / recipe.num_steps) for at in (drift.jump_step, drift.back_step)
+        ]
+        return replace(drift, jump_step=moments[0], back_step=moments[1])
+
+    return replace(
+        recipe,
+        num_steps=steps,
+        train_batch_size=train_batch_size,
+        response_median=over(recipe.response_median),
+        judge_median=over(recipe.judge_median),
+        acceptance=over(recipe.acceptance),
+        seed=seed,
+    )

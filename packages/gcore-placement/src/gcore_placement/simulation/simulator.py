@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from gcore_placement.costs import EngineCosts, JobCosts
 from gcore_placement.dynamic_partition import DynamicPartition, DynamicPartitionConfig
 from gcore_placement.errors import refusal
 from gcore_placement.partition import Partition, PartitionSpace
-from gcore_placement.simulation.step_account import IDLE, SimulatedStep, step_loads, whole_step
+from gcore_placement.simulation.step_account import IDLE, SimulatedStep, wave_loads, whole_step
 from gcore_placement.simulation.traces import Trace, Wave
 from gcore_placement.simulation.wave_requests import context_tokens, policy_requests
 from gcore_placement.simulation.waves import Moved, WaveOutcome, in_turns, side_by_side
@@ -36,8 +37,8 @@ class StrategyRun:
 
     @property
     def num_moves(self) -> int:
-        """Steps before which devices moved."""
-        return sum(step.num_moved_devices > 0 for step in self.steps)
+        """Waves before which devices moved."""
+        return sum(devices > 0 for step in self.steps for devices in step.moved_devices)
 
     def share(self, column: str) -> float:
         """Of all device-seconds, for one of WORK and IDLE."""
@@ -55,7 +56,7 @@ class Simulator:
         trace: what the steps ask for.
         costs: what everything takes. A generative reward is needed: without one there is nothing to partition.
         space: the partitions that the cluster allows.
-        progress: called with the number of steps just simulated.
+        progress: called with the number of waves just simulated.
 
     Raises:
         PlacementError: `costs` has no reward, decoding takes no time, or the engines of `costs` and `space` differ.
@@ -80,21 +81,22 @@ class Simulator:
         self.space = space
         self._reward: EngineCosts = costs.reward
         self._progress = progress or (lambda _: None)
-        self._waves = [list(trace.waves(step)) for step in range(trace.num_steps)]
-        self._known: dict[tuple[int, int], list[WaveOutcome]] = {}
-        """Waves of a step on a partition to which nothing has just moved."""
+        by_step = [list(trace.waves(step)) for step in range(trace.num_steps)]
+        self._waves = [wave for waves in by_step for wave in waves]
+        self._end = np.cumsum([len(waves) for waves in by_step]).tolist()
+        """Of each step, behind its last wave."""
+        self._known: dict[tuple[int, int], WaveOutcome] = {}
+        """Waves on a partition to which nothing has just moved."""
 
     def colocated(self) -> StrategyRun:
         """All devices generate, then all judge, wave after wave, with swaps between."""
-        outcomes = in_turns(self.costs, [wave for waves in self._waves for wave in waves], self.space.num_devices)
-        self._progress(self.trace.num_steps)
-        return self._run("colocated", [self._whole_step(*part, None) for part in self._by_step(outcomes)])
+        outcomes = in_turns(self.costs, self._waves, self.space.num_devices)
+        self._progress(len(self._waves))
+        return self._run("colocated", outcomes)
 
     def split(self, partition: Partition) -> StrategyRun:
-        """The same partition in every step."""
-        index = self.space.index(partition)
-        self._simulate(range(self.trace.num_steps), index)
-        return self._run("split", [self._known_step(step, index) for step in range(self.trace.num_steps)])
+        """The same partition in every wave."""
+        return self._known_run("split", [self.space.index(partition)] * len(self._waves))
 
     def best_split(self) -> StrategyRun:
         """The partition that takes least over the whole trace, as only hindsight knows it.
@@ -103,24 +105,22 @@ class Simulator:
         """
         while True:
             index = int(self._least_s.sum(axis=0).argmin())
-            if all((step, index) in self._known for step in range(self.trace.num_steps)):
+            if all((wave, index) in self._known for wave in range(len(self._waves))):
                 return self.split(self.space.partitions[index])
-            self._simulate(range(self.trace.num_steps), index)
+            self._simulate(range(len(self._waves)), index)
 
     def clairvoyant(self) -> StrategyRun:
-        """In every step the partition that takes least, known in advance, and moves for nothing.
+        """In every wave the partition that takes least, known in advance, and moves for nothing.
 
-        No strategy that keeps to the space's partitions takes less in any step. Exact, as `best_split`.
+        No strategy that keeps to the space's partitions takes less in any wave. Exact, as `best_split`.
         """
         while True:
-            chosen = self._least_s.argmin(axis=1)
-            unknown = [step for step, index in enumerate(chosen) if (step, int(index)) not in self._known]
+            chosen = self._least_s.argmin(axis=1).tolist()
+            unknown = [wave for wave, index in enumerate(chosen) if (wave, index) not in self._known]
             if not unknown:
-                return self._run(
-                    "clairvoyant", [self._known_step(step, int(index)) for step, index in enumerate(chosen)]
-                )
-            for index in np.unique(chosen[unknown]):
-                self._simulate([step for step in unknown if chosen[step] == index], int(index))
+                return self._known_run("clairvoyant", chosen)
+            for index in {chosen[wave] for wave in unknown}:
+                self._simulate([wave for wave in unknown if chosen[wave] == index], index)
 
     def dynamic(
         self,
@@ -129,96 +129,95 @@ class Simulator:
         config: DynamicPartitionConfig | None = None,
         believed: JobCosts | None = None,
     ) -> StrategyRun:
-        """`DynamicPartition` decides after every step.
+        """`DynamicPartition` decides after every wave.
 
-        Devices that move load the weights of their new role, which takes longer than to wake, and begin late.
+        Devices that move load the weights of their new role and begin late: before a step by what that takes longer
+        than to wake, within one by all of it, behind the sleep of their old role.
 
         Args:
-            start: what the believed costs say of the first step, as a plan would, if None.
-            config: how readily devices move; its `move_s` is what a move takes here.
+            start: half of the devices for either role if None, which takes no knowledge of the trace.
+            config: how readily devices move; what moves take is that of the costs.
             believed: what the policy takes the costs to be; as they are, if None.
         """
-        load_s = max(0.0, self.costs.swap.load_s - self.costs.swap.wake_s)
-        config = replace(config or DynamicPartitionConfig(), move_s=load_s)
-        policy = DynamicPartition(self.space, start or self._planned_start(believed or self.costs), config)
-        steps: list[SimulatedStep] = []
-        before = policy.partition
-        for step, waves in enumerate(self._waves):
-            partition, index = policy.partition, self.space.index(policy.partition)
+        swap = self.costs.swap
+        config = replace(
+            config or DynamicPartitionConfig(),
+            move_s=max(0.0, swap.load_s - swap.wake_s),
+            move_within_s=swap.sleep_s + swap.load_s,
+        )
+        policy = DynamicPartition(self.space, start or self.space.nearest(self.space.num_devices / 2), config)
+        outcomes: list[WaveOutcome] = []
+        partitions: list[Partition] = []
+        before, is_within_step = policy.partition, False
+        for number, wave in enumerate(self._waves):
+            partition = policy.partition
             if partition == before:
-                self._simulate([step], index)
-                outcomes = self._known[step, index]
+                outcome = self._outcome(number, self.space.index(partition))
             else:
-                outcomes = side_by_side(self.costs, waves, partition, _moved(before, partition, load_s))
+                late_s = config.move_within_s if is_within_step else config.move_s
+                (outcome,) = side_by_side(self.costs, [wave], partition, _moved(before, partition, late_s))
                 self._progress(1)
-            num_moved = abs(partition.policy_devices - before.policy_devices)
-            steps.append(self._whole_step(step, outcomes, partition, num_moved))
-            policy.observe(*step_loads(believed or self.costs, outcomes))
+            outcomes.append(outcome)
+            partitions.append(partition)
+            is_within_step = number + 1 not in self._end
+            loads = wave_loads(believed or self.costs, outcome)
+            policy.observe(*loads, size=len(wave.prompt_length), is_within_step=is_within_step)
             before = partition
-        return self._run("dynamic", steps)
+        return self._run("dynamic", outcomes, partitions)
 
-    def _planned_start(self, believed: JobCosts) -> Partition:
-        middle = self.space.nearest(self.space.num_devices / 2)
-        index = self.space.index(middle)
-        self._simulate([0], index)
-        policy, reward = step_loads(believed, self._known[0, index])
-        works, floors = (policy.work_device_s, reward.work_device_s), (policy.floor_s, reward.floor_s)
-        return DynamicPartition(self.space, middle).best(works, floors)
-
-    def _run(self, strategy: str, steps: Sequence[SimulatedStep]) -> StrategyRun:
+    def _run(self, strategy: str, outcomes: Sequence[WaveOutcome], partitions: Sequence[Partition] = ()) -> StrategyRun:
+        """Of the outcomes of all waves and the partitions that they ran on; none: in turns."""
+        devices = [partition.policy_devices for partition in partitions]
+        moved = np.abs(np.diff(devices, prepend=devices[:1])).tolist()
+        steps = [
+            whole_step(
+                self.costs,
+                outcomes[first:end],
+                num_devices=self.space.num_devices,
+                tokens_and_pairs=self.trace.training_tokens(step),
+                partitions=partitions[first:end],
+                moved_devices=moved[first:end],
+            )
+            for step, (first, end) in enumerate(pairwise([0, *self._end]))
+        ]
         return StrategyRun(strategy=strategy, num_devices=self.space.num_devices, steps=tuple(steps))
 
-    def _simulate(self, steps: Iterable[int], index: int) -> None:
-        """Makes steps on a partition known, all at once."""
-        unknown = [step for step in steps if (step, index) not in self._known]
+    def _known_run(self, strategy: str, chosen: Sequence[int]) -> StrategyRun:
+        """Each wave on the partition of an index, to which nothing has just moved."""
+        for index in set(chosen):
+            self._simulate([wave for wave, own in enumerate(chosen) if own == index], index)
+        outcomes = [self._known[wave, index] for wave, index in enumerate(chosen)]
+        return self._run(strategy, outcomes, [self.space.partitions[index] for index in chosen])
+
+    def _outcome(self, wave: int, index: int) -> WaveOutcome:
+        """Of a wave on a partition; the rest of its step is simulated with it, as it may be asked for next."""
+        end = next(end for end in self._end if end > wave)
+        self._simulate(range(wave, end), index)
+        return self._known[wave, index]
+
+    def _simulate(self, waves: Iterable[int], index: int) -> None:
+        """Makes waves on a partition known, all at once."""
+        unknown = [wave for wave in waves if (wave, index) not in self._known]
         if not unknown:
             return
-        outcomes = side_by_side(
-            self.costs, [wave for step in unknown for wave in self._waves[step]], self.space.partitions[index]
-        )
-        first = 0
-        for step in unknown:
-            end = first + len(self._waves[step])
-            self._known[step, index] = outcomes[first:end]
-            self._least_s[step, index] = self._known_step(step, index).seconds
-            first = end
+        partition = self.space.partitions[index]
+        outcomes = side_by_side(self.costs, [self._waves[wave] for wave in unknown], partition)
+        for wave, outcome in zip(unknown, outcomes, strict=True):
+            self._known[wave, index] = outcome
+            self._least_s[wave, index] = outcome.seconds
         self._progress(len(unknown))
-
-    def _by_step(self, outcomes: Sequence[WaveOutcome]) -> Iterable[tuple[int, Sequence[WaveOutcome]]]:
-        first = 0
-        for step, waves in enumerate(self._waves):
-            yield step, outcomes[first : first + len(waves)]
-            first += len(waves)
-
-    def _known_step(self, step: int, index: int) -> SimulatedStep:
-        return self._whole_step(step, self._known[step, index], self.space.partitions[index])
-
-    def _whole_step(
-        self, step: int, waves: Sequence[WaveOutcome], partition: Partition | None, num_moved_devices: int = 0
-    ) -> SimulatedStep:
-        return whole_step(
-            self.costs,
-            waves,
-            num_devices=self.space.num_devices,
-            tokens_and_pairs=self.trace.training_tokens(step),
-            partition=partition,
-            num_moved_devices=num_moved_devices,
-        )
 
     @cached_property
     def _least_s(self) -> NDArray[np.float64]:
-        """[num_steps, num_partitions], seconds that a step takes at least; what it does take, once that is known."""
+        """[num_waves, num_partitions], seconds that a wave takes at least; what it does take, once that is known."""
         policy_P = [p.policy_replicas for p in self.space.partitions]
         reward_P = np.array([p.reward_replicas for p in self.space.partitions], dtype=np.float64)
         rows: list[NDArray[np.float64]] = []
-        for step, waves in enumerate(self._waves):
-            least_P = np.full(len(policy_P), self._whole_step(step, [], self.space.partitions[0]).seconds)
-            for wave in waves:
-                held_GN = wave.prompt_length[:, None] + wave.response_length
-                judging = _least_judging_s(self._reward, reward_P, held_GN, wave.judge_length)
-                least_P += np.maximum(_least_generating_s(self.costs.policy, policy_P, wave), judging)
+        for wave in self._waves:
+            held_GN = wave.prompt_length[:, None] + wave.response_length
+            judging = _least_judging_s(self._reward, reward_P, held_GN, wave.judge_length)
             # Rounding must not let a bound exceed what it bounds.
-            rows.append(least_P * (1 - 1e-9))
+            rows.append(np.maximum(_least_generating_s(self.costs.policy, policy_P, wave), judging) * (1 - 1e-9))
         return np.array(rows)
 
 

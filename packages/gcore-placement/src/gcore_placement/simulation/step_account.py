@@ -12,8 +12,9 @@ WORK = ("generation", "reward", "preparation", "training", "weight_sync")
 IDLE = ("long_tail", "waiting_for_reward", "waiting_for_weights", "swap", "imbalance", "unassigned")
 """Causes of idleness that a simulation knows, by the ledger's names."""
 
-_HELD_UP = 0.05
-"""A reward that is done later than without any contention, by more than this share, held up the step itself."""
+_HELD_UP = 0.1
+"""A reward that is done later than without any contention, by more than this share, held up the wave itself. Where both
+roles take about as long, the last judgements of a wave meet a full engine, and that is not work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +26,10 @@ class SimulatedStep:
     """Of its stages: swap, generation (with reward), preparation, training and weight_sync."""
     device_s: dict[str, float]
     """Device-seconds of each of WORK and IDLE; they add up to devices * seconds."""
-    partition: Partition | None
-    """None: the roles take turns on all devices."""
-    num_moved_devices: int = 0
-    """That changed their role before it."""
+    partitions: tuple[Partition, ...] = ()
+    """Of its waves; none: the roles take turns on all devices."""
+    moved_devices: tuple[int, ...] = ()
+    """That changed their role before each wave."""
 
 
 def whole_step(
@@ -37,14 +38,14 @@ def whole_step(
     *,
     num_devices: int,
     tokens_and_pairs: tuple[float, float],
-    partition: Partition | None,
-    num_moved_devices: int = 0,
+    partitions: Sequence[Partition] = (),
+    moved_devices: Sequence[int] = (),
 ) -> SimulatedStep:
     """A step of waves, and what all devices do together after them: preparation, training and weight sync.
 
     Engines wake before the waves and sleep after them; where roles take turns, also between waves.
     """
-    swap_s = (costs.swap.sleep_s + costs.swap.wake_s) * (len(waves) if partition is None else 1)
+    swap_s = (costs.swap.sleep_s + costs.swap.wake_s) * (1 if partitions else len(waves))
     prepare_s, train_s = training_seconds(costs.training, tokens_and_pairs, num_devices)
     stage_s = {
         "swap": swap_s,
@@ -53,7 +54,7 @@ def whole_step(
         "training": train_s,
         "weight_sync": costs.training.sync_s,
     }
-    policy_devices = num_devices if partition is None else partition.policy_devices
+    policy_devices = partitions[-1].policy_devices if partitions else num_devices
     device_s = {name: sum(wave.device_s.get(name, 0.0) for wave in waves) for name in (*WORK, *IDLE)}
     device_s["swap"] += num_devices * swap_s
     device_s["preparation"] += num_devices * prepare_s
@@ -64,8 +65,8 @@ def whole_step(
         seconds=sum(stage_s.values()),
         stage_s=stage_s,
         device_s=device_s,
-        partition=partition,
-        num_moved_devices=num_moved_devices,
+        partitions=tuple(partitions),
+        moved_devices=tuple(moved_devices),
     )
 
 
@@ -78,32 +79,29 @@ def training_seconds(
     return costs.num_forward_passes * costs.forward_share * pass_s, costs.base_s + pass_s
 
 
-def step_loads(believed: JobCosts, waves: Sequence[WaveOutcome]) -> tuple[RoleLoad, RoleLoad]:
-    """What the live policy would be told of a step: of the policy, and of the reward.
+def wave_loads(believed: JobCosts, wave: WaveOutcome) -> tuple[RoleLoad, RoleLoad]:
+    """What the live policy would be told of a wave: of the policy, and of the reward.
 
     Args:
         believed: the costs as a model has them, which need not be those of the simulation.
-        waves: of the step, side by side.
+        wave: side by side.
     """
-    policy = [engine_load(believed.policy, wave.policy_work) for wave in waves]
-    reward = [engine_load(reward_costs(believed), wave.reward_work) for wave in waves]
-    uncontended_s = sum(wave.uncontended_s for wave in waves)
-    generation_s = sum(wave.generation_s for wave in waves)
-    total_s = sum(wave.seconds for wave in waves)
+    policy_work, policy_floor_s = engine_load(believed.policy, wave.policy_work)
+    reward_work, reward_floor_s = engine_load(reward_costs(believed), wave.reward_work)
     return (
         RoleLoad(
-            work_device_s=sum(work for work, _ in policy),
+            work_device_s=policy_work,
             # The last response has yet to be judged.
-            floor_s=sum(floor for _, floor in policy) + uncontended_s - generation_s,
-            busy_device_s=sum(wave.device_s["generation"] for wave in waves),
-            finish_s=uncontended_s,
+            floor_s=policy_floor_s + wave.uncontended_s - wave.generation_s,
+            busy_device_s=wave.device_s["generation"],
+            finish_s=wave.uncontended_s,
             was_waiting=False,
         ),
         RoleLoad(
-            work_device_s=sum(work for work, _ in reward),
-            floor_s=sum(floor for _, floor in reward) + sum(wave.first_response_s for wave in waves),
-            busy_device_s=sum(wave.device_s["reward"] for wave in waves),
-            finish_s=total_s,
-            was_waiting=total_s <= uncontended_s * (1 + _HELD_UP),
+            work_device_s=reward_work,
+            floor_s=reward_floor_s + wave.first_response_s,
+            busy_device_s=wave.device_s["reward"],
+            finish_s=wave.seconds,
+            was_waiting=wave.seconds <= wave.uncontended_s * (1 + _HELD_UP),
         ),
     )

@@ -6,13 +6,16 @@ from dataclasses import dataclass, replace
 from gcore_placement.costs import EngineCosts, JobCosts, SwapCosts
 from gcore_placement.dynamic_partition import DynamicPartitionConfig
 from gcore_placement.simulation.payloads import ControllerHost, PayloadLoad, payload_load
-from gcore_placement.simulation.scenarios import JOBS, SCALES, SCENARIOS, scenario
+from gcore_placement.simulation.scenarios import JOBS, SCALES, SCENARIOS, scenario, sized
 from gcore_placement.simulation.simulator import Simulator, StrategyRun
+from gcore_placement.simulation.trace_recipes import TraceRecipe
 
 Progress = Callable[[int], None]
 
 ERRORS = (1 / 8, 1 / 4, 1 / 2, 1 / 1.5, 1.0, 1.5, 2.0, 4.0, 8.0)
 """What the judge is believed to cost, over what it does."""
+SEEDS = (1, 2, 3)
+"""Of every trace in a study. The policy was made with seed 0 in view."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,10 @@ class Comparison:
         return self.colocated, self.best_split, self.dynamic, self.clairvoyant
 
 
+SeededComparison = Sequence[Comparison]
+"""The same, of one trace's recipe with several seeds."""
+
+
 def compare(name: str, simulator: Simulator) -> Comparison:
     """All strategies on a simulator's trace."""
     return Comparison(
@@ -44,11 +51,18 @@ def compare(name: str, simulator: Simulator) -> Comparison:
 
 
 def drift_study(
-    sizes: Sequence[tuple[int, int, Sequence[str]]], *, job: str = "32B", progress: Progress | None = None
-) -> list[Comparison]:
+    sizes: Sequence[tuple[int, int | None, Sequence[str]]],
+    *,
+    job: str = "32B",
+    seeds: Sequence[int] = SEEDS,
+    progress: Progress | None = None,
+) -> list[SeededComparison]:
     """Question 1: dynamic against the best static split, for devices, steps and scenarios."""
     return [
-        compare(name, scenario(name, job, num_devices, num_steps=num_steps, progress=progress))
+        [
+            compare(name, scenario(name, job, num_devices, num_steps=num_steps, seed=seed, progress=progress))
+            for seed in seeds
+        ]
         for num_devices, num_steps, names in sizes
         for name in names
     ]
@@ -76,46 +90,61 @@ def prediction_study(
     *,
     job: str = "32B",
     num_devices: int = 64,
-    num_steps: int = 40,
+    num_steps: int = 24,
+    seeds: Sequence[int] = SEEDS,
     progress: Progress | None = None,
-) -> tuple[StrategyRun, list[tuple[float, StrategyRun, StrategyRun]]]:
+) -> list[tuple[float, list[float], list[float]]]:
     """Question 3: dynamic, for costs of the judge that are believed to be off by a factor.
 
     Returns:
-        The best static split, and for each of ERRORS dynamic where measurements correct the model, and where not.
+        For each of ERRORS, what the best static split takes over what dynamic takes, with each seed: where measurements
+        correct the model, and where not.
     """
-    simulator = scenario(name, job, num_devices, num_steps=num_steps, progress=progress)
-    rows: list[tuple[float, StrategyRun, StrategyRun]] = []
+    uncorrected = DynamicPartitionConfig(is_corrected=False)
+    simulators = [scenario(name, job, num_devices, num_steps=num_steps, seed=seed, progress=progress) for seed in seeds]
+    splits = [simulator.best_split().seconds for simulator in simulators]
+    rows: list[tuple[float, list[float], list[float]]] = []
     for error in ERRORS:
         believed = with_judge_error(JOBS[job], error)
-        corrected = simulator.dynamic(believed=believed)
-        uncorrected = simulator.dynamic(believed=believed, config=DynamicPartitionConfig(is_corrected=False))
-        rows.append((error, corrected, uncorrected))
-    return simulator.best_split(), rows
+        runs = [
+            [simulator.dynamic(believed=believed, config=config).seconds for simulator in simulators]
+            for config in (None, uncorrected)
+        ]
+        gains = [[split / own for split, own in zip(splits, seconds, strict=True)] for seconds in runs]
+        rows.append((error, gains[0], gains[1]))
+    return rows
 
 
 def break_study(
-    *, job: str = "32B", num_devices: int = 64, num_steps: int = 30, progress: Progress | None = None
-) -> list[Comparison]:
-    """Where the scheme's gain ends: each of its conditions broken, one at a time, on the scenario of a jump."""
-    costs, size = JOBS[job], SCALES[num_devices]
+    *,
+    job: str = "32B",
+    num_devices: int = 64,
+    num_steps: int = 24,
+    seeds: Sequence[int] = SEEDS,
+    progress: Progress | None = None,
+) -> list[SeededComparison]:
+    """Where the scheme's gain ends: each of its conditions broken, one at a time, on the scenario of a curriculum."""
+    costs, batch = JOBS[job], SCALES[num_devices].train_batch_size
     assert costs.reward is not None
-
-    def simulated(name: str, *, changed: JobCosts | None = None, noise: float = 0.03) -> Simulator:
-        recipe = replace(SCENARIOS[name], num_steps=num_steps, train_batch_size=size.train_batch_size, noise=noise)
-        if recipe.judge_median.jump_step is not None:
-            recipe = replace(recipe, judge_median=replace(recipe.judge_median, jump_step=num_steps // 2))
-        return scenario(name, job, num_devices, trace=recipe.trace(), costs=changed, progress=progress)
-
     slow = replace(costs, swap=replace(costs.swap, load_s=1200.0))
     large = replace(costs, policy=_on_devices(costs.policy, 16), reward=_on_devices(costs.reward, 16))
+    jump, still = SCENARIOS["curriculum"], SCENARIOS["steady"]
+
+    def compared(name: str, recipe: TraceRecipe, changed: JobCosts = costs) -> SeededComparison:
+        traces = [sized(recipe, num_steps=num_steps, train_batch_size=batch, seed=seed).trace() for seed in seeds]
+        return [
+            compare(name, scenario(recipe.name, job, num_devices, trace=trace, costs=changed, progress=progress))
+            for trace in traces
+        ]
+
     return [
-        compare("as it is", simulated("jump")),
-        compare("load stays the same", simulated("steady")),
-        compare("load changes at random every step", simulated("steady", noise=0.6)),
-        compare("four replicas in all", simulated("jump", changed=large)),
-        compare("a move takes 20 minutes", simulated("jump", changed=slow)),
-        compare("swaps take no time", simulated("jump", changed=replace(costs, swap=SwapCosts()))),
+        compared("as it is", jump),
+        compared("load stays the same", still),
+        compared("load changes at random every step", replace(still, noise=0.6)),
+        compared("one large wave a step", SCENARIOS["large_waves"]),
+        compared("four replicas in all", jump, large),
+        compared("a move takes 20 minutes", jump, slow),
+        compared("swaps take no time", jump, replace(costs, swap=SwapCosts())),
     ]
 
 

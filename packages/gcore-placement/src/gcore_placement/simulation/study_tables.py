@@ -1,22 +1,21 @@
 """What the studies found, as Markdown."""
 
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 from gcore_placement.simulation.payloads import PayloadLoad
-from gcore_placement.simulation.simulator import StrategyRun
-from gcore_placement.simulation.studies import Comparison
+from gcore_placement.simulation.studies import SeededComparison
 
 
 def study_text(
-    drift: Sequence[Comparison],
+    drift: Sequence[SeededComparison],
     payloads: Sequence[tuple[float, int, PayloadLoad]],
-    predictions: tuple[StrategyRun, Sequence[tuple[float, StrategyRun, StrategyRun]]],
-    breaks: Sequence[Comparison],
+    predictions: Sequence[tuple[float, Sequence[float], Sequence[float]]],
+    breaks: Sequence[SeededComparison],
 ) -> str:
-    """All tables."""
-    split, errors = predictions
+    """All tables: means over seeds, and from the least to the most."""
     error_rows = [
-        (f"{error:.3g}", _gain(split, corrected), _gain(split, uncorrected)) for error, corrected, uncorrected in errors
+        (f"{error:.3g}", _spread(corrected), _spread(uncorrected)) for error, corrected, uncorrected in predictions
     ]
     payload_rows = [
         (
@@ -41,42 +40,44 @@ def study_text(
     return "\n".join(f"## {title}\n\n{table}" for title, table in parts)
 
 
-def comparison_table(comparisons: Iterable[Comparison]) -> str:
-    """Seconds of a step, what dynamic gains, and idle shares."""
+def comparison_table(comparisons: Iterable[SeededComparison]) -> str:
+    """Seconds of a step, what dynamic gains, and idle shares, of all device-seconds."""
     head = (
         "devices",
         "trace",
-        "colocated",
-        "best split",
-        "dynamic",
-        "clairvoyant",
+        "steps",
+        *("colocated, a step", "best split", "dynamic", "clairvoyant"),
         "colocated / dynamic",
         "split / dynamic",
         "split / clairvoyant",
-        "idle: colocated",
-        "split",
-        "dynamic",
-        "clairvoyant",
+        *("idle: colocated", "split", "dynamic", "clairvoyant"),
+        "points over clairvoyant",
         "moves",
     )
-    rows = [
-        (
-            f"{c.num_devices:,}",
-            c.name,
-            *(f"{run.step_s:,.0f} s" for run in c.runs),
-            _gain(c.colocated, c.dynamic),
-            _gain(c.best_split, c.dynamic),
-            _gain(c.best_split, c.clairvoyant),
-            *(f"{run.idle_share:.1%}" for run in c.runs),
-            str(c.dynamic.num_moves),
+    rows: list[Sequence[str]] = []
+    for seeded in comparisons:
+        by_strategy = list(zip(*(c.runs for c in seeded), strict=True))
+        rows.append(
+            (
+                f"{seeded[0].num_devices:,}",
+                seeded[0].name,
+                str(len(seeded[0].dynamic.steps)),
+                *(f"{fmean(run.step_s for run in runs):,.0f} s" for runs in by_strategy),
+                _spread([c.colocated.seconds / c.dynamic.seconds for c in seeded]),
+                _spread([c.best_split.seconds / c.dynamic.seconds for c in seeded]),
+                _spread([c.best_split.seconds / c.clairvoyant.seconds for c in seeded]),
+                *(f"{fmean(run.idle_share for run in runs):.1%}" for runs in by_strategy),
+                _spread([100 * (c.dynamic.idle_share - c.clairvoyant.idle_share) for c in seeded], digits=1),
+                f"{fmean(c.dynamic.num_moves for c in seeded):.0f}",
+            )
         )
-        for c in comparisons
-    ]
     return _table(head, rows)
 
 
-def _gain(slower: StrategyRun, faster: StrategyRun) -> str:
-    return f"{slower.seconds / faster.seconds:.3f}"
+def _spread(values: Sequence[float], *, digits: int = 2) -> str:
+    """The mean, and the range if there is one."""
+    low, mean, high = (f"{value:.{digits}f}" for value in (min(values), fmean(values), max(values)))
+    return mean if low == high else f"{mean} ({low} to {high})"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -13,16 +13,20 @@ _MAX_WAVES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Drift:
-    """A value that goes evenly from `first` to `last` over a run; or at once, in step `jump_step`."""
+    """A value that goes evenly from `first` to `last` over a run; or at once, in step `jump_step`, and maybe back."""
 
     first: float
     last: float
     jump_step: int | None = None
+    back_step: int | None = None
+    """In which what has jumped is `first` again."""
 
     def over(self, num_steps: int) -> NDArray[np.float64]:
         """[num_steps], in equal ratios: twice as much takes as long from 1 to 2 as from 2 to 4."""
         if self.jump_step is not None:
-            return np.where(np.arange(num_steps) < self.jump_step, self.first, self.last)
+            step = np.arange(num_steps)
+            has_jumped = (step >= self.jump_step) & (step < (num_steps if self.back_step is None else self.back_step))
+            return np.where(has_jumped, self.last, self.first)
         return np.geomspace(self.first, self.last, num_steps)
 
 
@@ -60,6 +64,8 @@ class TraceRecipe:
     max_judge_length: int = 8192
     acceptance: Drift
     """Share of the groups whose scores differ; others are dropped and sampled again, in up to four waves."""
+    gen_batch_ratio: float = 1.0
+    """Prompts of a first wave, and most of any other, over `train_batch_size`: 3 in DAPO's recipe."""
     noise: float = 0.0
     """Standard deviation of the logarithm of a step's medians, beside the drift."""
     payload_median_bytes: float = 0.0
@@ -80,6 +86,7 @@ class TraceRecipe:
         for name in ("prompt_sigma", "response_sigma", "judge_sigma", "noise", "payload_median_bytes", "payload_sigma"):
             check_amounts(name, getattr(self, name))
         check_above_0("prompt_median", self.prompt_median)
+        check_above_0("gen_batch_ratio", self.gen_batch_ratio)
         for field in fields(self):
             drift = getattr(self, field.name)
             if isinstance(drift, Drift):
@@ -125,14 +132,14 @@ class TraceRecipe:
     def _waves(self, acceptance: float, rng: np.random.Generator) -> list[NDArray[np.bool_]]:
         """Of each wave, which groups the step trains on.
 
-        A wave has what is missing still, over the acceptance so far, and a batch at most. More than a batch are left
-        out of the training; where the last wave leaves it short, it is smaller.
+        A wave has what is missing still, over the acceptance so far, and `gen_batch_ratio` batches at most. More than
+        a batch are left out of the training; where the last wave leaves it short, it is smaller.
         """
         waves: list[NDArray[np.bool_]] = []
+        most = max(1, round(self.gen_batch_ratio * self.train_batch_size))
         missing, seen, kept = self.train_batch_size, 0, 0
         while missing > 0 and len(waves) < _MAX_WAVES:
-            rate = max(kept, 1) / seen if seen else 1.0
-            size = min(round(missing / rate), self.train_batch_size)
+            size = min(round(missing / max(kept, 1) * seen), most) if seen else most
             accepted = rng.random(size) < acceptance
             accepted &= np.cumsum(accepted) <= missing
             waves.append(accepted)

@@ -156,13 +156,15 @@ class RecordedStep:
     judge_quantiles: Sequence[tuple[float, float]]
     payload_bytes: float = 0.0
     """Mean of a prompt."""
+    num_waves: int = 1
+    """In which they were sampled: each has what the one before it did not keep, at least one prompt."""
 
 
 def recorded_trace(name: str, steps: Sequence[RecordedStep], *, n: int, seed: int = 0) -> Trace:
-    """A trace with the steps, sizes and lengths of a run that was recorded, one wave a step.
+    """A trace with the steps, waves, sizes and lengths of a run that was recorded.
 
     Raises:
-        PlacementError: there is no step, a count is below 1, or quantiles do not rise.
+        PlacementError: there is no step, a count is below 1, more waves than prompts, or quantiles do not rise.
     """
     check_positive("n", n)
     if not steps:
@@ -173,11 +175,14 @@ def recorded_trace(name: str, steps: Sequence[RecordedStep], *, n: int, seed: in
         check_positive(f"steps[{number}].num_prompts", step.num_prompts)
         if not 0 <= step.num_accepted <= step.num_prompts:
             raise refusal(f"steps[{number}].num_accepted", step.num_accepted, f"from 0 to {step.num_prompts}")
+        check_positive(f"steps[{number}].num_waves", step.num_waves)
+        if step.num_waves > step.num_prompts:
+            raise refusal(f"steps[{number}].num_waves", step.num_waves, f"at most num_prompts ({step.num_prompts})")
         groups = step.num_prompts
         rows.append(
             {
                 "step": np.full(groups, number),
-                "wave": np.zeros(groups, dtype=np.int64),
+                "wave": _waves(step),
                 "accepted": rng.permutation(groups) < step.num_accepted,
                 "prompt_length": lengths_from_quantiles(step.prompt_quantiles, groups, rng),
                 "response_length": lengths_from_quantiles(step.response_quantiles, groups * n, rng).reshape(-1, n),
@@ -186,6 +191,18 @@ def recorded_trace(name: str, steps: Sequence[RecordedStep], *, n: int, seed: in
             }
         )
     return Trace(name=name, **{key: np.concatenate([row[key] for row in rows]) for key in rows[0]})
+
+
+def _waves(step: RecordedStep) -> NDArray[np.int64]:
+    """[num_prompts], the wave of each."""
+    dropped = 1 - step.num_accepted / step.num_prompts
+    sizes = np.maximum(dropped ** np.arange(step.num_waves), 1 / step.num_prompts)
+    ends = np.cumsum(sizes) / sizes.sum() * step.num_prompts
+    # Rounding leaves each wave one prompt at least.
+    waves = np.arange(step.num_waves)
+    first = np.maximum(np.round(np.concatenate([[0.0], ends[:-1]])), waves)
+    first = np.minimum(first, step.num_prompts - step.num_waves + waves)
+    return np.asarray(np.searchsorted(first, np.arange(step.num_prompts), side="right") - 1, dtype=np.int64)
 
 
 def lengths_from_quantiles(quantiles: ArrayLike, count: int, rng: np.random.Generator) -> NDArray[np.float64]:

@@ -1,0 +1,82 @@
+"""An engine as slow as one of a large model on an accelerator, so that a few cores can stand for many devices."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from gcore_rollout import Completion, Request
+from gcore_rollout.hf_engine import HFEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phases:
+    """Most tokens of a response, which change as a run goes on.
+
+    Attributes:
+        metrics: where the run writes a row for each step.
+        num_steps: of each phase.
+        max_tokens: in each; the last one lasts.
+    """
+
+    metrics: Path
+    num_steps: int
+    max_tokens: Sequence[int]
+
+    def present(self) -> int:
+        """Of the phase that the run is in."""
+        steps = self.metrics.read_text().count('"timing_s/step"') if self.metrics.exists() else 0
+        return self.max_tokens[min(steps // self.num_steps, len(self.max_tokens) - 1)]
+
+
+class PacedEngine(HFEngine):
+    """`HFEngine` that waits: a decoding step takes at least ``step_s``, however few samples run, and to sleep or to
+    wake takes ``swap_s``. No token ends a response, so that lengths are known."""
+
+    step_s = 0.0
+    swap_s = 0.0
+    phases: Phases | None = None
+
+    @classmethod
+    def paced(
+        cls,
+        model: Path,
+        *,
+        step_s: float,
+        swap_s: float = 0.0,
+        phases: Phases | None = None,
+        **options: Any,
+    ) -> Self:
+        """An engine of this pace, with the weights of a model folder."""
+        engine = cls.from_pretrained(model, **options | {"eos_token_ids": ()})
+        engine.step_s, engine.swap_s, engine.phases = step_s, swap_s, phases
+        return engine
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
+        """See `Engine.generate`."""
+        if self.phases is not None:
+            most = self.phases.present()
+            cut = [replace(r.sampling, max_tokens=min(r.sampling.max_tokens, most)) for r in requests]
+            requests = [replace(r, sampling=sampling) for r, sampling in zip(requests, cut, strict=True)]
+        return super().generate(requests)
+
+    async def sleep(self) -> None:
+        """See `Engine.sleep`."""
+        await super().sleep()
+        await asyncio.sleep(self.swap_s)
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+        await asyncio.sleep(self.swap_s)
+        await super().wake()
+
+    async def _drive(self) -> None:
+        clock = asyncio.get_running_loop().time
+        try:
+            while self._has_work():
+                end_s = clock() + self.step_s
+                self._step()
+                await asyncio.sleep(max(0.0, end_s - clock()))
+        except Exception as error:
+            self._fail(error)

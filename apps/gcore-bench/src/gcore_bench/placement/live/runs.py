@@ -1,0 +1,187 @@
+"""Runs of gcore-llm on Ray, one under each strategy, and what their ledgers say."""
+
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gcore_bench.grpo.errors import BenchError
+from gcore_bench.grpo.processes import Program, run_program
+from gcore_bench.placement.options import PlacementOptions
+from gcore_llm.tiny_model import make_tiny_model
+from gcore_placement.ledger import CAUSES, Ledger, read_spans
+
+PHASE_TOKENS = (4, 160, 4)
+"""Of a response: judging takes most, then generation, then judging again."""
+
+_VERDICT_TOKENS = 24
+_SLOTS = 4
+"""Samples that an engine runs at once."""
+_BATCH, _N = 16, 4
+_ROLES = ("engine", "judge")
+_MOVE = re.compile(r"(\d+) engines? moved from the (\w+) to the \w+")
+_ALIKE = ("response_length/mean", "response_length/max", "critic/score/mean", "critic/score/min", "critic/score/max")
+_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveRow:
+    """A run. Shares are of the time of the devices that engines and judges are on."""
+
+    strategy: str
+    seconds: float
+    """From the beginning of the first step to the end of the last, moves included."""
+    phase_s: list[float]
+    """Of them, in each phase."""
+    moved_to_judge: int
+    moved_to_policy: int
+    idle_share: float
+    shares: dict[str, float]
+    """By cause of idleness."""
+    is_alike: bool
+    """Whether every step had the samples and scores of the first run: no request was lost, and none came twice."""
+    load: float
+
+
+def strategies(num_devices: int) -> dict[str, list[str]]:
+    """Options of gcore-llm for each strategy on so many devices."""
+
+    def divided(strategy: str, policy: int, judge: int) -> list[str]:
+        return [
+            *("--placement.strategy", strategy, "--rollout.num-processes", str(policy)),
+            *("--reward-model.judge.num-processes", str(judge)),
+        ]
+
+    splits = {f"split {p} + {num_devices - p}": divided("split", p, num_devices - p) for p in range(1, num_devices)}
+    half = num_devices // 2
+    return {
+        "colocated": divided("colocated", num_devices, num_devices),
+        **splits,
+        "dynamic": divided("dynamic", half, num_devices - half),
+    }
+
+
+def run_live(options: PlacementOptions, *, say: Callable[[str], object]) -> list[LiveRow]:
+    """Make all runs, one after the other.
+
+    Raises:
+        BenchError: one of them failed; the message says where its log is.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="gcore-bench-live-"))
+    make_tiny_model(folder / "model", seed=options.seed)
+    prompts = [{"prompt": f"{i}+{i % 7}="} for i in range(40)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    rows: list[LiveRow] = []
+    first: list[Mapping[str, Any]] | None = None
+    for number, (strategy, chosen) in enumerate(strategies(options.live_devices).items()):
+        name = f"run-{number}"
+        load = os.getloadavg()[0]
+        log = folder / f"{name}.log"
+        command = [
+            sys.executable,
+            "-c",
+            "from gcore_llm.cli import main; main()",
+            *_job(folder, name, options),
+            *chosen,
+        ]
+        run_program(
+            Program(command=command, environment={"OMP_NUM_THREADS": "1"}, folder=folder, read=lambda: []),
+            name=strategy,
+            log=log,
+        )
+        run = folder / "runs" / name
+        steps = [row for row in map(json.loads, (run / "metrics.jsonl").open()) if "timing_s/step" in row]
+        first = first or steps
+        rows.append(_row(strategy, run, options, _moves(log), is_alike=_are_alike(steps, first), load=load))
+        last = rows[-1]
+        say(
+            f"live: {strategy}: {last.seconds:.1f} s, idle {last.idle_share:.1%}, moved {last.moved_to_judge} to the "
+            f"judge and {last.moved_to_policy} to the policy, load {load:.1f}"
+        )
+        if not last.is_alike:
+            raise BenchError(f"{strategy} had other samples than {rows[0].strategy} (see {run})")
+    return rows
+
+
+def _job(folder: Path, name: str, options: PlacementOptions) -> list[str]:
+    """The part of the command that all strategies have in common."""
+    metrics = folder / "runs" / name / "metrics.jsonl"
+    engine = folder / f"engine_{name}.py"
+    engine.write_text(
+        "from functools import partial\n"
+        "from pathlib import Path\n"
+        "from gcore_bench.placement.live.paced_engine import PacedEngine, Phases\n"
+        f"phases = Phases(metrics=Path({str(metrics)!r}), num_steps={options.live_phase_steps}, "
+        f"max_tokens={PHASE_TOKENS})\n"
+        f"pace = {{'step_s': {options.live_step_ms / 1000}, 'swap_s': {options.live_swap_ms / 1000}}}\n"
+        "judge = partial(PacedEngine.paced, **pace)\n"
+        "policy = partial(judge, phases=phases)\n"
+    )
+    model, num_steps = str(folder / "model"), options.live_phase_steps * len(PHASE_TOKENS)
+    return [
+        *("train", "--name", name, "--runtime", "ray", "--threads", "1", "--device", "cpu", "--model", model),
+        *("--data.train-files", "prompts.jsonl", "--data.val-size", "1", "--data.train-batch-size", str(_BATCH)),
+        *(
+            "--data.max-prompt-length",
+            "64",
+            "--data.max-response-length",
+            str(max(PHASE_TOKENS)),
+            "--rollout.n",
+            str(_N),
+        ),
+        *("--rollout.engine", f"{engine}:policy", "--rollout.max-num-seqs", str(_SLOTS)),
+        *("--seed", str(options.seed)),
+        *("--reward-model.kind", "judge", "--reward-model.path", model),
+        *("--reward-model.judge.engine", f"{engine}:judge", "--reward-model.judge.pattern", r"(\d)"),
+        *("--reward-model.judge.unparsable-score", "0.25"),
+        *("--reward-model.judge.max-response-length", str(_VERDICT_TOKENS)),
+        *("--algorithm.filter-groups", "False", "--actor.optim.lr", "1e-6", "--trainer.tensorboard", "False"),
+        *("--trainer.total-training-steps", str(num_steps), "--trainer.test-freq", "100000"),
+        *("--trainer.save-freq", "100000"),
+    ]
+
+
+def _row(
+    strategy: str, run: Path, options: PlacementOptions, moves: Mapping[str, int], *, is_alike: bool, load: float
+) -> LiveRow:
+    steps = read_spans(run)
+    ledger = Ledger.of(steps)
+    total_ns = sum(ledger.total_ns.get(role, 0) for role in _ROLES)
+    shares = {
+        cause: sum(ledger.device_ns[role][cause] for role in _ROLES if role in ledger.device_ns) / total_ns
+        for cause in CAUSES
+    }
+    size = options.live_phase_steps
+    phases = [steps[i : i + size] for i in range(0, len(steps), size)]
+    return LiveRow(
+        strategy=strategy,
+        seconds=(steps[-1].stop_ns - steps[0].start_ns) / 1e9,
+        phase_s=[(phase[-1].stop_ns - phase[0].start_ns) / 1e9 for phase in phases],
+        moved_to_judge=moves["policy"],
+        moved_to_policy=moves["judge"],
+        idle_share=sum(shares.values()),
+        shares=shares,
+        is_alike=is_alike,
+        load=load,
+    )
+
+
+def _moves(log: Path) -> dict[str, int]:
+    """Engines that moved, by the role that they left."""
+    moves = dict.fromkeys(("policy", "judge"), 0)
+    for count, role in _MOVE.findall(log.read_text(errors="replace")):
+        moves[role] += int(count)
+    return moves
+
+
+def _are_alike(steps: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]) -> bool:
+    return len(steps) == len(expected) and all(
+        abs(step[name] - other[name]) <= _TOLERANCE * max(1.0, abs(other[name]))
+        for step, other in zip(steps, expected, strict=True)
+        for name in _ALIKE
+    )

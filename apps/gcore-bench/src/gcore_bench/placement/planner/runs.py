@@ -1,0 +1,211 @@
+"""The small runs: some that the laws are fitted to, and others that they are to foretell."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import NormalDist
+from typing import Any, Literal
+
+import numpy as np
+
+from gcore_placement import Job, Lengths, ModelShape
+
+Kind = Literal["training", "generation", "step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallRun:
+    """One model and one batch."""
+
+    name: str
+    kind: Kind
+    """training: a step of `TorchTrainer`; generation: of `HFEngine`; step: a whole one of `gcore-llm train`."""
+    config: Mapping[str, Any]
+    """The model's `config.json`."""
+    prompts: tuple[int, ...]
+    """Tokens of each."""
+    responses: tuple[tuple[int, ...], ...]
+    """Tokens of each response to each prompt; all of a prompt are alike where they are generated."""
+    is_held_out: bool = True
+    """Foretold by laws that other runs are fitted to."""
+    max_tokens: int = 2048
+    """Of a micro-batch."""
+    gradient_checkpointing: bool = False
+    ranks: int = 1
+    """Of FSDP, in training."""
+    max_num_seqs: int = 256
+    """Of the engine."""
+
+    @cached_property
+    def job(self) -> Job:
+        """As the planner takes it; all numbers are float32."""
+        return Job(
+            policy=ModelShape.from_config(self.config),
+            prompt_lengths=Lengths.recorded(self.prompts),
+            response_lengths=Lengths.recorded(np.ravel(self.responses)),
+            train_batch_size=len(self.prompts),
+            n=len(self.responses[0]),
+            compute_bytes=4,
+        )
+
+
+def small_runs(*, seed: int, quick: bool) -> list[SmallRun]:
+    """Those fitted to, and those held out: other models, batches, lengths and limits."""
+    return _quick_runs(seed) if quick else _full_runs(seed)
+
+
+def _full_runs(seed: int) -> list[SmallRun]:
+    rng = np.random.default_rng(seed)
+    fitted: list[SmallRun] = []
+    for hidden_size in (256, 512):
+        config = qwen2(hidden_size)
+        alike: dict[str, Any] = {"sigma": 0.0, "is_held_out": False}
+        for ranks in (1, 2):
+            name = f"train {hidden_size}, {_ranks(ranks)}"
+            fitted += [
+                _training(rng, name, config, ranks=ranks, prompts=8, max_tokens=1280, **alike),
+                _training(
+                    rng, f"{name}, small micro-batches", config, ranks=ranks, prompts=4 * ranks, max_tokens=320, **alike
+                ),
+            ]
+        fitted += [
+            _generation(rng, f"generate {hidden_size}, 1 response", config, prompts=1, n=1, **alike),
+            _generation(rng, f"generate {hidden_size}, 32 responses", config, prompts=32, n=1, **alike),
+            _generation(
+                rng, f"generate {hidden_size}, long prompts", config, prompts=4, n=1, prompt=384, median=2, **alike
+            ),
+        ]
+    medium, huge, other = qwen2(384), qwen2(640), llama(320, layers=6, vocab_size=24_576)
+    return [
+        *fitted,
+        _training(rng, "train 384", medium),
+        _training(rng, "train 640", huge, prompts=6),
+        _training(rng, "train 384, long responses", medium, prompts=6, n=2, median=300, longest=600),
+        _training(rng, "train 384, recomputed", medium, gradient_checkpointing=True),
+        _training(rng, "train Llama 320, 6 layers, larger vocabulary", other),
+        _training(rng, f"train 384, {_ranks(2)}", medium, ranks=2),
+        _training(rng, f"train 640, {_ranks(2)}", huge, ranks=2),
+        _generation(rng, "generate 384, 8 responses", medium, prompts=8, n=1),
+        _generation(rng, "generate 640, 4 x 8 responses", huge, prompts=4, n=8),
+        _generation(rng, "generate 384, long responses", medium, prompts=4, n=4, median=200, longest=384),
+        _generation(rng, "generate 384, 48 responses, 16 at a time", medium, prompts=48, n=1, max_num_seqs=16),
+        _generation(rng, "generate Llama 320, 6 layers, larger vocabulary", other, prompts=4, n=4),
+        _step(rng, "gcore-llm train, Llama 384", llama(384, layers=4, vocab_size=8192), prompts=8, n=4, length=64),
+        _step(rng, "gcore-llm train, Llama 512", llama(512, layers=4, vocab_size=8192), prompts=4, n=8, length=96),
+    ]
+
+
+def _quick_runs(seed: int) -> list[SmallRun]:
+    rng = np.random.default_rng(seed)
+    runs: list[SmallRun] = []
+    for hidden_size in (96, 192, 128):
+        config = qwen2(hidden_size, vocab_size=2048)
+        few: dict[str, Any] = {"n": 2, "median": 24, "longest": 48, "is_held_out": hidden_size == 128}
+        for ranks in (1, 2):
+            name = f"train {hidden_size}, {_ranks(ranks)}"
+            runs.append(_training(rng, name, config, ranks=ranks, prompts=4, max_tokens=192, **few))
+        for prompts in (4,) if hidden_size == 128 else (1, 16):
+            name = f"generate {hidden_size}, {prompts} x 2 responses"
+            runs.append(_generation(rng, name, config, prompts=prompts, **few))
+    few = {"n": 1, "prompt": 128, "median": 2, "is_held_out": False}
+    name = "generate 192, long prompts"
+    return [
+        *runs,
+        _generation(rng, name, qwen2(192, vocab_size=2048), prompts=2, **few),
+        _step(rng, "gcore-llm train", llama(128, layers=4, vocab_size=2048), prompts=4, n=2, length=16),
+    ]
+
+
+def qwen2(hidden_size: int, *, layers: int = 4, vocab_size: int = 8192) -> dict[str, Any]:
+    """With embeddings that are the head too."""
+    return _config("qwen2", hidden_size, layers, vocab_size, is_tied=True)
+
+
+def llama(hidden_size: int, *, layers: int, vocab_size: int) -> dict[str, Any]:
+    """With a head of its own."""
+    return _config("llama", hidden_size, layers, vocab_size, is_tied=False)
+
+
+def _config(model_type: str, hidden_size: int, layers: int, vocab_size: int, *, is_tied: bool) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        "hidden_size": hidden_size,
+        "intermediate_size": 3 * hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden_size // 32,
+        "num_key_value_heads": hidden_size // 32,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": is_tied,
+        "bos_token_id": None,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
+
+
+def _ranks(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} ranks"
+
+
+def _training(
+    rng: np.random.Generator,
+    name: str,
+    config: dict[str, Any],
+    *,
+    prompts: int = 12,
+    n: int = 4,
+    median: int = 64,
+    sigma: float = 0.5,
+    longest: int = 128,
+    **options: Any,
+) -> SmallRun:
+    return SmallRun(
+        name=name,
+        kind="training",
+        config=config,
+        prompts=_prompts(rng, prompts, 48),
+        responses=tuple(tuple(_long_tailed(rng, n, median, sigma, longest)) for _ in range(prompts)),
+        **options,
+    )
+
+
+def _generation(
+    rng: np.random.Generator,
+    name: str,
+    config: dict[str, Any],
+    *,
+    prompts: int,
+    n: int,
+    prompt: int = 32,
+    median: int = 48,
+    sigma: float = 0.7,
+    longest: int = 96,
+    **options: Any,
+) -> SmallRun:
+    return SmallRun(
+        name=name,
+        kind="generation",
+        config=config,
+        prompts=_prompts(rng, prompts, prompt),
+        responses=tuple((length,) * n for length in _long_tailed(rng, prompts, median, sigma, longest)),
+        **options,
+    )
+
+
+def _step(
+    rng: np.random.Generator, name: str, config: dict[str, Any], *, prompts: int, n: int, length: int
+) -> SmallRun:
+    """Random weights hardly ever end a response, so that all have as many tokens as they may."""
+    responses = ((length,) * n,) * prompts
+    return SmallRun(name=name, kind="step", config=config, prompts=_prompts(rng, prompts, 48), responses=responses)
+
+
+def _prompts(rng: np.random.Generator, count: int, longest: int) -> tuple[int, ...]:
+    return tuple(rng.integers(longest * 3 // 4, longest + 1, count).tolist())
+
+
+def _long_tailed(rng: np.random.Generator, count: int, median: int, sigma: float, longest: int) -> list[int]:
+    """The quantiles of a lognormal law, cut at the longest and shuffled, so that every batch has its tail."""
+    normal = NormalDist()
+    drawn = [median * np.exp(sigma * normal.inv_cdf((k + 0.5) / count)) for k in range(count)]
+    return rng.permutation(np.clip(np.rint(drawn), 1, longest).astype(int)).tolist()

@@ -1,0 +1,139 @@
+"""Which of a run's engines generate and which judge, or whether all do both in turns: decided after every step."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gcore_controller import Span
+from gcore_llm.on_ray.room import Sizes
+from gcore_llm.placement_config import PlacementConfig
+from gcore_placement import (
+    DynamicPartition,
+    DynamicPartitionConfig,
+    PartitionSpace,
+    RoleLimits,
+    RoleLoad,
+    StrategyChoice,
+)
+
+_SLACK = 0.1
+"""A role that waited for less than this share of its time was not held up."""
+
+
+class PlacementMovedError(Exception):
+    """Engines are to change their role, and the run is to go on with that."""
+
+
+class LivePlacement:
+    """A dynamic partition of engines, which is told what each did and moves them one by one, or more after a jump.
+
+    With ``auto``, it also chooses between that and engines of both roles on every device, in turns. Every controller
+    keeps an engine of the policy, and a judge is always there.
+
+    Attributes:
+        whole: The sizes, with the engines as they are divided at first.
+        swap_s: That it takes to put both roles' engines to sleep and to wake them, as last measured; None: that is
+            still to be measured, for ``auto``.
+    """
+
+    def __init__(self, whole: Sizes, config: PlacementConfig) -> None:
+        self.whole = whole
+        self._space = PartitionSpace(
+            num_devices=whole.engines + whole.judges,
+            policy=RoleLimits(devices_per_replica=1, min_replicas=whole.controllers),
+            reward=RoleLimits(devices_per_replica=1),
+        )
+        self._horizon_steps = config.horizon_steps
+        self._dynamic = self._started_at(whole.engines)
+        self._choice: StrategyChoice | None = None
+        if config.strategy == "auto":
+            self._choice = StrategyChoice(self._space, horizon_steps=config.horizon_steps)
+        self.swap_s: float | None = None if self._choice is not None else 0.0
+        self._move_s = 0.0
+        self._moved_at_s: float | None = None
+
+    @property
+    def sizes(self) -> Sizes:
+        """With the engines as they are to be divided."""
+        if self._choice is not None and self._choice.strategy == "colocated":
+            both = self._space.num_devices
+            return replace(self.whole, engines=both, judges=both, in_turns=True)
+        partition = self._dynamic.partition
+        return replace(self.whole, engines=partition.policy_replicas, judges=partition.reward_replicas)
+
+    def observe(self, metrics: Mapping[str, float], devices: Mapping[str, Sequence[Span]]) -> None:
+        """Take in a step, and when each device worked in it."""
+        now_s = time.monotonic()
+        if self._moved_at_s is not None:
+            # From the decision to the end of the first step after it.
+            self._move_s = max(0.0, now_s - self._moved_at_s - metrics["timing_s/step"])
+            self._moved_at_s = None
+        step = _Step.of(devices)
+        if step is None:
+            return
+        before = self.sizes
+        self._dynamic.config = replace(self._dynamic.config, move_s=self._move_s)
+        if not before.in_turns:
+            self._dynamic.observe(step.policy, step.reward)
+        if self._choice is not None:
+            self._choice.switch_s = self._move_s
+            num_turns = max(1.0, metrics.get("sampling/waves", 1.0))
+            if before.in_turns or self.swap_s is None:
+                self.swap_s = step.swap_s / num_turns
+            strategy = self._choice.observe(
+                step.policy, step.reward, stage_s=step.stage_s, swap_s=self.swap_s * num_turns
+            )
+            if before.in_turns and strategy == "dynamic":
+                best = self._dynamic.best((step.policy.work_device_s, step.reward.work_device_s))
+                self._dynamic = self._started_at(best.policy_devices)
+        if self.sizes != before:
+            self._moved_at_s = now_s
+
+    def _started_at(self, policy_devices: int) -> DynamicPartition:
+        config = DynamicPartitionConfig(horizon_steps=self._horizon_steps)
+        return DynamicPartition(self._space, self._space.nearest(policy_devices), config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """What engines did in generation and rewarding."""
+
+    policy: RoleLoad
+    reward: RoleLoad
+    stage_s: float
+    """From the first request to the last verdict."""
+    swap_s: float
+    """Of the device that swapped for longest."""
+
+    @classmethod
+    def of(cls, devices: Mapping[str, Sequence[Span]]) -> "_Step | None":
+        """None: nothing was generated, or nothing judged."""
+        generated, judged = _intervals(devices, "gen"), _intervals(devices, "reward")
+        if not generated or not judged:
+            return None
+        start_s = min(start for start, _ in generated)
+        policy_s, reward_s = (max(stop for _, stop in role) - start_s for role in (generated, judged))
+        # The judge is done soon after the last response, however many replicas it has, or it is what is waited for.
+        policy = _load(generated, policy_s, was_waiting=policy_s - _covered(generated) > _SLACK * policy_s)
+        reward = _load(judged, reward_s, was_waiting=reward_s - policy_s < _SLACK * policy_s)
+        swaps_s = [sum(s.end_s - s.start_s for s in spans if s.stage == "swap") for spans in devices.values()]
+        return cls(policy=policy, reward=reward, stage_s=max(policy_s, reward_s), swap_s=max(swaps_s, default=0.0))
+
+
+def _intervals(devices: Mapping[str, Sequence[Span]], stage: str) -> list[tuple[float, float]]:
+    """When devices were in a stage."""
+    return [(span.start_s, span.end_s) for spans in devices.values() for span in spans if span.stage == stage]
+
+
+def _load(intervals: Iterable[tuple[float, float]], finish_s: float, *, was_waiting: bool) -> RoleLoad:
+    busy_s = sum(stop - start for start, stop in intervals)
+    return RoleLoad(work_device_s=busy_s, busy_device_s=busy_s, finish_s=finish_s, was_waiting=was_waiting)
+
+
+def _covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Seconds in which at least one of them was under way."""
+    total_s, end_s = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        total_s += max(0.0, stop - max(start, end_s))
+        end_s = max(end_s, stop)
+    return total_s
