@@ -42,6 +42,7 @@ async def test_a_paced_engine_samples_the_same_but_for_lengths(tiny: Path, tmp_p
     plain = HFEngine.from_pretrained(tiny, eos_token_ids=())
     expected = await sampled(plain)
     lengths: list[int] = []
+    found: list[list[int]] = []
     for step in range(7):
         found = await sampled(engine)
         lengths.append(len(found[0]))

@@ -33,6 +33,7 @@ def test_what_is_measured_corrects_what_is_foretold(tiny: Path, tmp_path: Path) 
     path = tmp_path / "placement.json"
     forecast = Forecast(config(tiny), tiny, path)
     first = forecast.stepped(metrics(100.0, longest=200.0))
+    found: dict[str, float] = {}
     for _ in range(6):
         found = forecast.stepped(metrics(100.0, longest=200.0))
     assert abs(first["forecast/error"]) > 0.05

@@ -101,12 +101,23 @@ def test_engines_of_a_run_go_where_they_are_needed(cli: Cli, judged: list[str]) 
         "1 engine moved from the policy to the judge: 1 generate and 2 judge now; going on after step" in finished.out
     )
     assert_same_metrics(cli.cwd / "runs/default", cli.cwd / "runs/inline")
-    last = read_rows(cli.cwd / "runs/default/spans.jsonl")[-1]["devices"]
+    rows = [row for row in read_rows(cli.cwd / "runs/default/metrics.jsonl") if "placement/judges" in row]
+    assert (rows[0]["placement/engines"], rows[0]["placement/judges"]) == (2, 1)
+    assert (rows[-1]["placement/engines"], rows[-1]["placement/judges"]) == (1, 2)
+    assert rows[-1]["placement/move_s"] > 0
+    spans = read_rows(cli.cwd / "runs/default/spans.jsonl")
+    # The time of the move is told of the step behind it.
+    assert [row[0][0][0] for row in (step["controllers"] for step in spans)].count("swap") == 1
+    last = spans[-1]["devices"]
     assert {"engine 0", "judge 0", "judge 1"} == {name for name in last if not name.startswith("trainer")}
 
-    cli.ok(*ray, "--placement.strategy", "colocated", "--name", "turns")
+    # Of two devices one would idle, so both soon do both.
+    auto = ["--placement.strategy", "auto", "--placement.horizon-steps", "1000"]
+    finished = cli(*option_set(ray, "--rollout.num-processes", "1"), *auto, "--name", "turns")
+    assert finished.code == 0, finished
+    assert "2 devices generate and judge in turns now; going on after step 3" in finished.out
     assert_same_metrics(cli.cwd / "runs/turns", cli.cwd / "runs/inline")
-    for row in read_rows(cli.cwd / "runs/turns/spans.jsonl"):
+    for row in read_rows(cli.cwd / "runs/turns/spans.jsonl")[3:]:
         engines = {name: spans for name, spans in row["devices"].items() if not name.startswith("trainer")}
         assert engines.keys() == {"engine 0", "engine 1"}
         for spans in engines.values():

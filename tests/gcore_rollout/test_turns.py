@@ -37,8 +37,8 @@ class Sleeper(FakeEngine):
         self.num_swaps += 1
         assert self._all_awake == {self}
 
-    async def _sample(self, *arguments: object) -> None:
-        await super()._sample(*arguments)  # pyright: ignore[reportArgumentType]
+    async def _sample(self, request: Request, index: int, finished: asyncio.Queue[Completion]) -> None:
+        await super()._sample(request, index, finished)
         assert self._all_awake == {self}
 
 

@@ -89,6 +89,17 @@ class LivePlacement:
         if self.sizes != before:
             self._moved_at_s = now_s
 
+    def metrics(self) -> dict[str, float]:
+        """Where the engines are, and what changes of that take, as last measured."""
+        sizes = self.sizes
+        return {
+            "placement/engines": float(sizes.engines),
+            "placement/judges": float(sizes.judges),
+            "placement/in_turns": float(sizes.in_turns),
+            "placement/move_s": self._move_s,
+            "placement/swap_s": self.swap_s or 0.0,
+        }
+
     def _started_at(self, policy_devices: int) -> DynamicPartition:
         config = DynamicPartitionConfig(horizon_steps=self._horizon_steps)
         return DynamicPartition(self._space, self._space.nearest(policy_devices), config)

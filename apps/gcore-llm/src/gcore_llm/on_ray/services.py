@@ -93,6 +93,8 @@ class RayServices:
 
         async def reported(rank: int, report: Report) -> None:
             del rank
+            if report.method == "stepped" and self._placement is not None:
+                report.arguments[1].update(self._placement.metrics())
             await getattr(recorder, report.method)(*report.arguments)
             self._is_updating = report.method == "updating"
             if report.method == "stepped" and self._placement is not None:

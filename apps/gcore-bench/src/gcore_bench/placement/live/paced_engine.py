@@ -1,7 +1,8 @@
 """An engine as slow as one of a large model on an accelerator, so that a few cores can stand for many devices."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -49,17 +50,20 @@ class PacedEngine(HFEngine):
         **options: Any,
     ) -> Self:
         """An engine of this pace, with the weights of a model folder."""
-        engine = cls.from_pretrained(model, **options | {"eos_token_ids": ()})
+        options["eos_token_ids"] = ()
+        engine = cls.from_pretrained(model, **options)
         engine.step_s, engine.swap_s, engine.phases = step_s, swap_s, phases
         return engine
 
-    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
+    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
         """See `Engine.generate`."""
         if self.phases is not None:
             most = self.phases.present()
             cut = [replace(r.sampling, max_tokens=min(r.sampling.max_tokens, most)) for r in requests]
             requests = [replace(r, sampling=sampling) for r, sampling in zip(requests, cut, strict=True)]
-        return super().generate(requests)
+        async with aclosing(super().generate(requests)) as completions:
+            async for completion in completions:
+                yield completion
 
     async def sleep(self) -> None:
         """See `Engine.sleep`."""

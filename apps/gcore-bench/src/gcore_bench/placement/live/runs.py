@@ -173,7 +173,7 @@ def _row(
 
 def _moves(log: Path) -> dict[str, int]:
     """Engines that moved, by the role that they left."""
-    moves = dict.fromkeys(("policy", "judge"), 0)
+    moves: dict[str, int] = dict.fromkeys(("policy", "judge"), 0)
     for count, role in _MOVE.findall(log.read_text(errors="replace")):
         moves[role] += int(count)
     return moves
