@@ -139,6 +139,21 @@ def test_bench_measures_the_planner(tmp_path: Path) -> None:
     ]
 
 
+def test_bench_measures_live_runs(tmp_path: Path) -> None:
+    part, printed = bench(tmp_path, "live")
+    rows = {row["strategy"]: row for row in part["rows"]}
+    assert list(rows) == ["colocated", "split 1 + 1", "dynamic"]
+    for name, row in rows.items():
+        assert name in printed
+        assert row["is_alike"]
+        assert len(row["phase_s"]) == 3
+        assert sum(row["phase_s"]) <= row["seconds"] + 1e-6
+        assert 0 < row["idle_share"] < 1
+        assert sum(row["shares"].values()) == pytest.approx(row["idle_share"])
+    assert rows["colocated"]["shares"]["swap"] > 0
+    assert "no request is lost (met" in part["aims"][0]
+
+
 @pytest.mark.parametrize("quick", [True, False])
 def test_laws_are_found_from_the_runs_that_they_are_fitted_to(quick: bool) -> None:
     """Of a machine that follows them, so that what is held out is foretold."""

@@ -21,7 +21,7 @@ commands:
   trainer     training steps, log-probabilities and long sequences under gcore-trainer, beside TRL's and verl's losses
   rollout     generation, new weights and sandboxed programs under gcore-rollout, beside bare vLLM and transformers
   controller  large payloads under gcore-controller beside verl's single driver, and its load in simulated clusters
-  placement   sequences shared out over ranks, beside verl and random; the planner's word, beside measured runs
+  placement   sequences shared out over ranks, beside verl; the planner beside measured runs; live runs that drift
 
 gcore-bench COMMAND --help documents every option.
 """

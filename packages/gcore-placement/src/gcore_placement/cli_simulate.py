@@ -23,7 +23,8 @@ from gcore_placement.simulation.waves import WaveRuns, run_in_turns, run_side_by
 
 STUDY_SIZES = (
     (64, None, (*SCENARIOS, *PUBLISHED)),
-    (512, 12, ("curriculum", "growing", "crossing")),
+    (512, 36, ("curriculum", "crossing")),
+    (512, 12, ("growing",)),
     (10_000, 6, ("curriculum", "growing")),
 )
 """Devices, steps (None: the scenario's) and scenarios of the study of drift."""

@@ -80,8 +80,7 @@ class PlacementOptions:
 
     def sized(self) -> Self:
         """With the sizes of ``quick``, if that was asked for."""
-        return (
-            replace(self, samples=(64, 512), ranks=(4, 8), rounds=1, steps=1, live_devices=2, live_phase_steps=1)
-            if self.quick
-            else self
-        )
+        if not self.quick:
+            return self
+        live = replace(self, live_devices=2, live_phase_steps=1, live_step_ms=1.0, live_swap_ms=20.0)
+        return replace(live, samples=(64, 512), ranks=(4, 8), rounds=1, steps=1)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers.utils.logging import disable_progress_bar
+
 from gcore_bench.grpo.errors import BenchError
 from gcore_bench.grpo.processes import Program, run_program
 from gcore_bench.placement.options import PlacementOptions
@@ -73,6 +75,7 @@ def run_live(options: PlacementOptions, *, say: Callable[[str], object]) -> list
         BenchError: one of them failed; the message says where its log is.
     """
     folder = Path(tempfile.mkdtemp(prefix="gcore-bench-live-"))
+    disable_progress_bar()
     make_tiny_model(folder / "model", seed=options.seed)
     prompts = [{"prompt": f"{i}+{i % 7}="} for i in range(40)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
