@@ -136,7 +136,7 @@ def test_a_run_that_was_recorded() -> None:
 
 
 def test_a_run_of_gcore_llm(tmp_path: Path) -> None:
-    trace = run_trace(recorded_run(tmp_path / "mine"), judge_median=40)
+    trace = run_trace(recorded_run(tmp_path / "mine"), n=4, judge_median=40, max_judge_length=96)
     assert trace.name == "mine"
     assert trace.num_steps == 2
     first, second = trace.step_slice(0), trace.step_slice(1)
@@ -151,10 +151,10 @@ def test_a_run_of_gcore_llm(tmp_path: Path) -> None:
     assert np.median(trace.judge_length) == pytest.approx(40, rel=0.05)
     assert trace.judge_length.max() <= 96
     with pytest.raises(PlacementError, match="judge_median must be a finite number above 0"):
-        run_trace(tmp_path / "mine", judge_median=0)
+        run_trace(tmp_path / "mine", n=4, judge_median=0, max_judge_length=96)
     (tmp_path / "mine" / "metrics.jsonl").write_text('{"step": 0}\n')
     with pytest.raises(PlacementError, match="has no step with responses"):
-        run_trace(tmp_path / "mine", judge_median=40)
+        run_trace(tmp_path / "mine", n=4, judge_median=40, max_judge_length=96)
 
 
 @given(

@@ -52,7 +52,7 @@ ADAPTERS = {
 
 ONLY_IN_APPS = ["pydantic", "tyro", "tomllib", "tomli_w", "argparse", "rich", "gcore_llm", "gcore_bench"]
 
-FOR_COMMANDS = ["argparse", "rich"]
+FOR_COMMANDS = ["argparse", "rich", "tomllib"]
 """Of these, what a package's `cli.py` and `cli_*.py` may import, and nothing else of it."""
 
 DISTRIBUTED_AS = {"orbax": "orbax-checkpoint", "megatron": "megatron-core", "PIL": "pillow"}

@@ -1,6 +1,7 @@
 """`gcore-placement simulate`: strategies of placement on the command line."""
 
 import argparse
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,8 +24,7 @@ from gcore_placement.simulation.waves import WaveRuns, run_in_turns, run_side_by
 
 STUDY_SIZES = (
     (64, None, (*SCENARIOS, *PUBLISHED)),
-    (512, 36, ("curriculum", "crossing")),
-    (512, 12, ("growing",)),
+    (512, 12, ("curriculum", "growing", "crossing")),
     (10_000, 6, ("curriculum", "growing")),
 )
 """Devices, steps (None: the scenario's) and scenarios of the study of drift."""
@@ -68,7 +68,14 @@ def main(argv: Sequence[str]) -> int:
 def _simulator(arguments: argparse.Namespace, counted: Callable[[int], None]) -> Simulator:
     trace = None if arguments.trace is None else Trace.load(arguments.trace)
     if arguments.from_run is not None:
-        trace = run_trace(arguments.from_run, judge_median=arguments.judge_length, seed=arguments.seed)
+        n, max_judge_length = _run_settings(arguments.from_run)
+        trace = run_trace(
+            arguments.from_run,
+            n=n,
+            judge_median=arguments.judge_length,
+            max_judge_length=max_judge_length,
+            seed=arguments.seed,
+        )
     return scenario(
         arguments.scenario,
         arguments.job,
@@ -78,6 +85,17 @@ def _simulator(arguments: argparse.Namespace, counted: Callable[[int], None]) ->
         trace=trace,
         progress=counted,
     )
+
+
+def _run_settings(folder: Path) -> tuple[int, float]:
+    """A run's responses to a prompt, and most tokens of a judgement."""
+    try:
+        config = tomllib.loads((folder / "config.toml").read_text())
+        return int(config["rollout"]["n"]), float(config["reward_model"]["judge"]["max_response_length"])
+    except (OSError, KeyError, ValueError) as error:
+        raise PlacementError(
+            f"{str(folder)!r} is no folder of a gcore-llm run, with config.toml and metrics.jsonl: {error!r}"
+        ) from error
 
 
 def _timelines(simulator: Simulator, comparison: Comparison) -> list[tuple[str, WaveRuns]]:

@@ -1,7 +1,6 @@
 """Traces of runs that gcore-llm or a publication recorded, from the few numbers that they tell of a step."""
 
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,15 +43,17 @@ def log_normal_quantiles(*, mean: float, longest: float, share_longest: float) -
     return list(zip(_PROBABILITIES.tolist(), lengths(few).tolist(), strict=True))
 
 
-def run_trace(folder: str | Path, *, judge_median: float, seed: int = 0) -> Trace:
-    """The steps of a run of gcore-llm, from its `config.toml` and `metrics.jsonl`.
+def run_trace(folder: str | Path, *, n: int, judge_median: float, max_judge_length: float, seed: int = 0) -> Trace:
+    """The steps of a run of gcore-llm, from its `metrics.jsonl`.
 
     A step has its prompts, waves, acceptance, and responses of its mean, longest and cut share; prompts have its mean.
     A later wave has what the one before it did not keep. Judgements are not recorded: they are log-normal.
 
     Args:
         folder: of the run.
+        n: responses to a prompt.
         judge_median: tokens of a judgement; half are longer.
+        max_judge_length: most tokens of one.
         seed: of what the record does not tell.
 
     Raises:
@@ -61,19 +62,16 @@ def run_trace(folder: str | Path, *, judge_median: float, seed: int = 0) -> Trac
     check_above_0("judge_median", judge_median)
     folder = Path(folder)
     try:
-        config = tomllib.loads((folder / "config.toml").read_text())
-        n = int(config["rollout"]["n"])
-        longest_judgement = float(config["reward_model"]["judge"]["max_response_length"])
         complete = (folder / "metrics.jsonl").read_text().rpartition("\n")[0]
         rows = [json.loads(line) for line in complete.splitlines()]
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise PlacementError(
-            f"{str(folder)!r} is no folder of a gcore-llm run, with config.toml and metrics.jsonl: {error!r}"
+            f"{str(folder)!r} is no folder of a gcore-llm run, with metrics.jsonl: {error!r}"
         ) from error
     sampled = [row for row in rows if "response_length/mean" in row]
     if not sampled:
         raise PlacementError(f"{str(folder)!r} has no step with responses in metrics.jsonl")
-    judge = _cut_log_normal(max(1.0, min(judge_median, longest_judgement)), JUDGE_SIGMA, longest_judgement)
+    judge = _cut_log_normal(max(1.0, min(judge_median, max_judge_length)), JUDGE_SIGMA, max_judge_length)
     return recorded_trace(folder.resolve().name, [_step(row, n, judge) for row in sampled], n=n, seed=seed)
 
 

@@ -1,6 +1,7 @@
 """An engine as slow as one of a large model on an accelerator, so that a few cores can stand for many devices."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -32,12 +33,18 @@ class Phases:
 
 
 class PacedEngine(HFEngine):
-    """`HFEngine` that waits: a decoding step takes at least ``step_s``, however few samples run, and to sleep or to
+    """`HFEngine` that waits: a pass of the model takes at least ``step_s``, however few samples run, and to sleep or to
     wake takes ``swap_s``. No token ends a response, so that lengths are known."""
 
     step_s = 0.0
     swap_s = 0.0
     phases: Phases | None = None
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **options)
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._wait)
+        self._began_s = 0.0
 
     @classmethod
     def paced(
@@ -75,12 +82,9 @@ class PacedEngine(HFEngine):
         await asyncio.sleep(self.swap_s)
         await super().wake()
 
-    async def _drive(self) -> None:
-        clock = asyncio.get_running_loop().time
-        try:
-            while self._has_work():
-                end_s = clock() + self.step_s
-                self._step()
-                await asyncio.sleep(max(0.0, end_s - clock()))
-        except Exception as error:
-            self._fail(error)
+    def _begin(self, *_: Any) -> None:
+        self._began_s = time.monotonic()
+
+    def _wait(self, *_: Any) -> None:
+        # The event loop waits, too, as it does for what is computed.
+        time.sleep(max(0.0, self._began_s + self.step_s - time.monotonic()))
