@@ -127,11 +127,12 @@ def test_whatever_dies_every_prompt_is_trained_on_once(cli: Cli, own_args: list[
     assert "raylet" not in finished.out + finished.err
     # Engines are replaced while the run goes on.
     told = re.findall(
-        r"^(controller|training rank) \d+, process \d+ on [\d.]+, died: .*; going on after step \d+$",
+        r"^(controller|training rank) \d+, process \d+ on [\d.]+, died: "
+        r".*; (?:going on after step \d+|the next came before all was replaced)$",
         finished.out,
         flags=re.MULTILINE,
     )
-    assert sorted(told) == sorted(kind for kind in killed if kind != "engine")
+    assert sorted(told) == sorted(kind for kind in killed if kind != "engine"), finished.out
     assert_same_metrics(run, cli.cwd / "runs/undisturbed")
     assert [row["step"] for row in val_rows(run)] == [0, 3 * NUM_KILLS]
     assert not left_after(processes, 10.0)
