@@ -229,19 +229,23 @@ class RayLearner:
             self._kill()
 
     def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
-        answers: list[Any] = []
+        ranks = {getattr(actor, method).remote(*arguments): rank for rank, actor in enumerate(self.ranks.actors)}
+        answers: dict[int, Any] = {}
         failure: RayTaskError | None = None
-        for rank, call in enumerate([getattr(actor, method).remote(*arguments) for actor in self.ranks.actors]):
+        waiting = list(ranks)
+        while waiting:
+            # Whoever answers first: one that waits for a dead rank may never do.
+            (call, *_), waiting = ray.wait(waiting, num_returns=1)
             try:
-                answers.append(ray.get(call))
+                answers[ranks[call]] = ray.get(call)
             except RayTaskError as error:
                 # It may be that of a rank that misses a dead one.
                 failure = failure or error
             except RayActorError as error:
-                raise self.ranks.death(rank, error) from None
+                raise self.ranks.death(ranks[call], error) from None
         if failure is not None:
             raise failure.cause from None
-        return answers
+        return [answers[rank] for rank in sorted(answers)]
 
     def _kill(self) -> None:
         """End all ranks: one that has failed leaves the others waiting in a collective."""
