@@ -1,17 +1,26 @@
 """`gcore-llm train` on a Ray cluster of its own: the same run as in one process, whatever dies on the way."""
 
+import asyncio
 import os
 import random
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import ray
 from command_line import Cli, Command, assert_same_metrics, option_set, read_rows, step_rows, val_rows
 from process_tree import descendants, left_after
+from ray.cluster_utils import Cluster
 
 from gcore_ckpt import Checkpointer
+from gcore_llm.config import TrainConfig
+from gcore_llm.errors import RankError
+from gcore_llm.on_ray.training_ranks import RayLearner
+from gcore_llm.trainer_config import TrainerConfig
 
 NUM_KILLS = int(os.environ.get("GCORE_CHAOS_KILLS", "3"))
 """In the run that is disturbed; more of them make it longer."""
@@ -133,9 +142,46 @@ def test_whatever_dies_every_prompt_is_trained_on_once(cli: Cli, own_args: list[
         flags=re.MULTILINE,
     )
     assert sorted(told) == sorted(kind for kind in killed if kind != "engine"), finished.out
+    log = (run / "logs/main.log").read_text()
+    assert len(re.findall(r"process \d+ on [\d.]+, died: .*", log)) >= len(told)
     assert_same_metrics(run, cli.cwd / "runs/undisturbed")
     assert [row["step"] for row in val_rows(run)] == [0, 3 * NUM_KILLS]
     assert not left_after(processes, 10.0)
+
+
+@pytest.fixture
+def own_cluster() -> Iterator[None]:
+    """One of this process."""
+    cluster = Cluster()
+    cluster.add_node(num_cpus=2, object_store_memory=100 << 20, include_dashboard=False)
+    ray.init(address=cluster.address, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.mark.usefixtures("own_cluster")
+def test_a_rank_that_dies_in_a_save_is_told(tiny: Path, tmp_path: Path) -> None:
+    """While the other one, which is asked first, waits for it."""
+    config = TrainConfig(device="cpu", threads=2, runtime="ray", trainer=TrainerConfig(num_processes=2))
+    learner = RayLearner(config, tiny, tmp_path / "checkpoints")
+    asyncio.run(learner.start(config))
+    place = learner.ranks.places[1]
+    pid = int(place.split()[1])
+    os.kill(pid, signal.SIGSTOP)
+    killer = threading.Timer(1.0, os.kill, (pid, signal.SIGKILL))
+    killer.start()
+    try:
+        with pytest.raises(RankError, match=re.escape(f"training rank 1, {place}, died: ")):
+            learner.save(1, {"step": 1, "controllers": []})
+    finally:
+        killer.join()
+        asyncio.run(learner.start(config))
+    learner.save(1, {"step": 1, "controllers": []})
+    learner.close()
+    assert Checkpointer(tmp_path / "checkpoints").steps() == [1]
 
 
 def test_a_cluster_that_is_not_there(cli: Cli, own_args: list[str]) -> None:

@@ -1,5 +1,6 @@
 """What a person sees while a run goes on."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -14,6 +15,8 @@ from rich.text import Text
 from gcore_llm.report import STAGES
 
 _PLAIN_EVERY_S = 10.0
+
+_logger = logging.getLogger(__name__)
 
 
 class Display:
@@ -50,8 +53,9 @@ class Display:
             self._live.stop()
 
     def say(self, message: str) -> None:
-        """A line that stays."""
-        self.console.print(message, soft_wrap=True)
+        """A line that stays, on the screen and in the log."""
+        _logger.info("%s", message)
+        self._print(message)
 
     def watch(self, stages: Callable[[], Sequence[str | None]]) -> None:
         """Show from now on which stage each of several controllers is in, on a terminal.
@@ -109,7 +113,10 @@ class Display:
         now_s = time.monotonic()
         if not self.console.is_terminal and now_s - self._last_line_s >= _PLAIN_EVERY_S:
             self._last_line_s = now_s
-            self.say(text)
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True)
 
     def _render(self) -> RenderableType:
         stages = self._stages()
