@@ -300,7 +300,7 @@ def test_run_folder_in_use(cli: Cli, own_args: list[str]) -> None:
 
 @pytest.mark.parametrize("command", [["sample", "nowhere", "3+4="], ["eval", "nowhere"], ["report", "nowhere"]])
 def test_a_folder_that_is_not_a_run(cli: Cli, command: list[str]) -> None:
-    expected = "nowhere is not a run's folder: it has no config.toml; gcore-llm train makes one under runs/"
+    expected = "nowhere is not a run's folder: it has no config.toml; the command train makes one under runs/"
     assert expected in cli.refused(*command)
     (cli.cwd / "nowhere").mkdir()
     assert expected in cli.refused(*command)

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from command_line import Cli, option_set
 
-from gcore_llm.errors import UserError
-from gcore_llm.settings import to_toml
 from gcore_llm.simulate.calibrate import parse_calibrate
 from gcore_llm.simulate.command import parse_simulate
 from gcore_llm.simulate.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig
@@ -20,6 +18,8 @@ from gcore_llm.simulate.fit import Fit, Parameters, fit, measured_seconds, num_s
 from gcore_llm.simulate.lengths import SampledLengths, fit_lengths, step_lengths
 from gcore_llm.simulate.measured import STAGES, MeasuredRun, read_run
 from gcore_llm.simulate.run import simulate
+from gcore_runs.errors import UserError
+from gcore_runs.settings import to_toml
 from gcore_trainer.parallel import ParallelConfig
 
 TRUE = Parameters(

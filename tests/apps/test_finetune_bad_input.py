@@ -154,7 +154,7 @@ def test_changed_settings_on_resume(cli: Cli, tiny: Path) -> None:
     assert "runs/sft was begun with other settings (optim.lr: 1e-05 -> 0.0001)" in error
     write_rows(cli.cwd / "rows.jsonl", [*pairs(3, seed=0)])
     error = cli.refused(*job("dpo", tiny, "--name", "sft"))
-    assert "runs/sft is a run of gcore-llm sft: one of gcore-llm dpo is needed" in error
+    assert "runs/sft is a run of the command sft: one of dpo is needed" in error
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -32,24 +32,24 @@ sys.path.append(str(Path(__file__).parents[1] / "gcore_rollout"))
 from fake_engine import FakeEngine  # pyright: ignore[reportMissingImports]
 
 from gcore_controller import Context, Span, run_inline
-from gcore_llm import merged_logs
 from gcore_llm.cli import main
-from gcore_llm.devices import DeviceTimers, merged
-from gcore_llm.display import Display
 from gcore_llm.engines import start_policy
-from gcore_llm.errors import UserError
 from gcore_llm.learner_part import SharedLearner
-from gcore_llm.logs import log_to
-from gcore_llm.merged_logs import merged_lines
-from gcore_llm.metrics import MetricsWriter
-from gcore_llm.prometheus import PrometheusExporter
 from gcore_llm.recipes import own_data
 from gcore_llm.report import write_report
-from gcore_llm.run_folder import RunFolder, read_jsonl
-from gcore_llm.spans import SpanWriter, StepSpans, on_wall_clock
 from gcore_llm.watched import Watched
 from gcore_rollout import Request, SamplingParams
 from gcore_rollout.replicas import EngineReplicas
+from gcore_runs import merged_logs
+from gcore_runs.devices import DeviceTimers, merged
+from gcore_runs.display import Display
+from gcore_runs.errors import UserError
+from gcore_runs.logs import log_to
+from gcore_runs.merged_logs import merged_lines
+from gcore_runs.metrics import MetricsWriter
+from gcore_runs.prometheus import PrometheusExporter
+from gcore_runs.run_folder import RunFolder, read_jsonl
+from gcore_runs.spans import SpanWriter, StepSpans, on_wall_clock
 
 
 def span(stage: str, start_s: float, end_s: float) -> Span:
@@ -416,7 +416,7 @@ def test_display_shows_the_busiest_controller_where_loads_are_known() -> None:
 WORKER = """
 import ctypes, logging, os, signal, sys, warnings
 from pathlib import Path
-from gcore_llm.logs import log_to
+from gcore_runs.logs import log_to
 
 log_to(Path(sys.argv[1]), "engine", int(sys.argv[2]), redirect=True)
 logging.getLogger("a.b").info("first\\nsecond")
@@ -479,7 +479,7 @@ def test_all_that_a_dying_process_wrote_is_in_its_log(tmp_path: Path, end: str, 
     assert work(tmp_path, 3, end) == code
     assert [path.name for path in tmp_path.iterdir()] == ["engine-3.log"]
     lines = told(merged_lines(tmp_path))
-    assert re.fullmatch(r"engine-3 INFO gcore_llm.logs: process \d+ on \S+ begins", lines[0])
+    assert re.fullmatch(r"engine-3 INFO gcore_runs.logs: process \d+ on \S+ begins", lines[0])
     assert lines[1:3] == ["engine-3 INFO a.b: first", "engine-3 INFO second"]
     assert lines[3] == "engine-3 WARNING py.warnings: <string>:8: UserWarning: careful"
     assert lines[lines.index("engine-3 ERROR root: caught") + 1] == "engine-3 ERROR Traceback (most recent call last):"
@@ -504,7 +504,7 @@ def test_process_in_the_place_of_a_killed_one_goes_on_in_its_file(tmp_path: Path
 
 
 def test_output_is_dated_while_the_process_is_silent(tmp_path: Path) -> None:
-    code = "import time, sys; from pathlib import Path; from gcore_llm import logs\n"
+    code = "import time, sys; from pathlib import Path; from gcore_runs import logs\n"
     code += "logs.log_to(Path(sys.argv[1]), 'main', redirect=True); print('quiet'); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE) as process:
         file = tmp_path / "main.log"
@@ -563,7 +563,7 @@ def test_role_that_no_file_can_be_named_after_is_refused(tmp_path: Path, role: s
 
 
 def test_files_begin_anew_when_they_are_full_and_output_goes_along(tmp_path: Path) -> None:
-    code = "import logging, os, sys; from pathlib import Path; from gcore_llm.logs import log_to\n"
+    code = "import logging, os, sys; from pathlib import Path; from gcore_runs.logs import log_to\n"
     code += "log_to(Path(sys.argv[1]), 'trainer', 0, redirect=True, max_file_bytes=2000)\n"
     code += "for i in range(30): logging.info('record %d', i); os.write(1, b'output %d\\n' % i)"
     subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=120)
@@ -669,6 +669,6 @@ def test_reader_that_has_seen_enough_is_no_error(run_dir: Path) -> None:
 
 
 def test_importing_the_reader_is_cheap() -> None:
-    code = "import json, sys, gcore_llm.logs, gcore_llm.merged_logs; print(json.dumps([*sys.modules]))"
+    code = "import json, sys, gcore_runs.logs, gcore_runs.merged_logs; print(json.dumps([*sys.modules]))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"numpy", "torch", "rich", "prometheus_client"} & set(json.loads(result.stdout))

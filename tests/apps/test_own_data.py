@@ -11,7 +11,8 @@ import pytest
 from command_line import Cli, metrics_of, option_set, read_rows, write_rows
 from transformers import AutoTokenizer
 
-from gcore_llm.run_folder import RunFolder
+from gcore_llm.config import TrainConfig
+from gcore_runs.run_folder import RunFolder
 
 # What the reward is called with goes into seen.jsonl.
 LOGGING = """
@@ -136,7 +137,7 @@ def test_config_file_and_options_over_it(cli: Cli, tiny: Path) -> None:
         "[rollout]\nn = 4\n[actor.optim]\nlr = 1e-4\nbetas = [0.8, 0.9]\n[trainer]\ntotal_training_steps = 9\n"
     )
     cli.ok("train", "--config", "job.toml", "--trainer.total-training-steps", "1", "--rollout.n", "2")
-    config = RunFolder(cli.cwd / "runs/mine").load_config()
+    config = RunFolder(cli.cwd / "runs/mine").load_config(TrainConfig)
     assert (config.rollout.n, config.trainer.total_training_steps) == (2, 1)
     assert (config.data.prompt_key, config.data.train_batch_size) == ("question", 4)
     assert (config.actor.optim.lr, config.actor.optim.betas) == (1e-4, (0.8, 0.9))

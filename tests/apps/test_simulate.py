@@ -15,7 +15,6 @@ import pytest
 from command_line import Cli
 
 from gcore_controller import Context, run_simulated
-from gcore_llm.errors import UserError
 from gcore_llm.exchange import deal, workload_of
 from gcore_llm.learner import Role
 from gcore_llm.simulate import run as run_module
@@ -32,6 +31,7 @@ from gcore_llm.simulate.run import Simulation, simulate
 from gcore_llm.simulate.work import coarse_workload, make_prompts, sample_name, weights_bytes
 from gcore_rollout import Completion, Request, SamplingParams
 from gcore_rollout.errors import RolloutError
+from gcore_runs.errors import UserError
 from gcore_trainer import MicroBatch
 
 SMALL = SimulateConfig(

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qw
 
 from gcore_ckpt import Checkpointer
 from gcore_llm.cli import parse_train
-from gcore_llm.run_folder import RunFolder
-from gcore_llm.settings import resolve
+from gcore_llm.config import TrainConfig
 from gcore_llm.tiny_model import tiny_tokenizer
+from gcore_runs.run_folder import RunFolder
+from gcore_runs.settings import resolve
 
 EMBEDDED = [
     *("train", "--threads", "1", "--device", "cpu", "--seed", "3"),
@@ -63,7 +64,7 @@ def test_embedded_run_folder(embedded: Path) -> None:
         *("config.toml", "metrics.jsonl", "warmup.jsonl", "tensorboard", "checkpoints", "export", "model"),
         *("report.html", "samples", "spans.jsonl", "logs", ".lock"),
     }
-    assert RunFolder(embedded).load_config() == resolve(parse_train([*EMBEDDED[1:], "--name", "embedded"]))
+    assert RunFolder(embedded).load_config(TrainConfig) == resolve(parse_train([*EMBEDDED[1:], "--name", "embedded"]))
     assert [row["step"] for row in read_rows(embedded / "warmup.jsonl")] == [5, 10]
     assert [row["step"] for row in step_rows(embedded)] == [1, 2, 3, 4]
     assert [row["step"] for row in val_rows(embedded)] == [0, 2, 4]

@@ -11,8 +11,9 @@ import pytest
 from house import APPS, DISTRIBUTIONS, PACKAGES, Distribution, imports, parse, relative
 
 APPS_MAY_IMPORT = {
-    "gcore_llm": set[str](),
-    "gcore_bench": {"gcore_llm"},
+    "gcore_runs": set[str](),
+    "gcore_llm": {"gcore_runs"},
+    "gcore_bench": {"gcore_llm", "gcore_runs"},
 }
 """Apps on top of each app's own code; packages are open to all of them."""
 
@@ -46,11 +47,11 @@ ADAPTERS = {
         "apps/gcore-bench/src/gcore_bench/controller/",
         "apps/gcore-llm/src/gcore_llm/on_ray/",
     ],
-    "prometheus_client": ["apps/gcore-llm/src/gcore_llm/prometheus.py"],
+    "prometheus_client": ["apps/gcore-runs/src/gcore_runs/prometheus.py"],
 }
 """The one file or folder of a distribution that may import each library with a life of its own."""
 
-ONLY_IN_APPS = ["pydantic", "tyro", "tomllib", "tomli_w", "argparse", "rich", "gcore_llm", "gcore_bench"]
+ONLY_IN_APPS = ["pydantic", "tyro", "tomllib", "tomli_w", "argparse", "rich", "gcore_runs", "gcore_llm", "gcore_bench"]
 
 FOR_COMMANDS = ["argparse", "rich", "tomllib"]
 """Of these, what a package's `cli.py` and `cli_*.py` may import, and nothing else of it."""

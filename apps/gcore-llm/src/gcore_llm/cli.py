@@ -11,10 +11,11 @@ from pathlib import Path
 import tyro
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.errors import RankError, UserError, check_at_least
+from gcore_llm.errors import RankError
 from gcore_llm.finetune.command import run_fine_tuning
-from gcore_llm.options import parse
 from gcore_llm.recipes import RECIPES
+from gcore_runs.errors import UserError, check_at_least
+from gcore_runs.options import parse
 
 _USAGE = """usage: gcore-llm COMMAND [options]
 
@@ -124,15 +125,15 @@ def parse_train(args: Sequence[str]) -> TrainConfig:
     Raises:
         UserError: see `merge`.
     """
-    return parse(args, command="train", recipes=RECIPES, description="Train by GRPO with dynamic sampling.")
+    return parse(args, prog="gcore-llm train", recipes=RECIPES, description="Train by GRPO with dynamic sampling.")
 
 
 def _train(args: Sequence[str]) -> None:
     config = parse_train(args)
     from rich.table import Table
 
-    from gcore_llm.display import Display
     from gcore_llm.train import train
+    from gcore_runs.display import Display
 
     with Display() as display:
         result = train(config, display)
@@ -175,15 +176,15 @@ def _eval(args: Sequence[str]) -> None:
 def _report(args: Sequence[str]) -> None:
     parsed = tyro.cli(RunArgs, args=args, prog="gcore-llm report", description="Write a run's report.html anew.")
     from gcore_llm.report import write_report
-    from gcore_llm.run_folder import RunFolder
+    from gcore_runs.run_folder import RunFolder
 
     print(write_report(RunFolder.existing(parsed.run).path))
 
 
 def _logs(args: Sequence[str]) -> None:
     parsed = tyro.cli(LogsArgs, args=args, prog="gcore-llm logs", config=(tyro.conf.FlagCreatePairsOff,))
-    from gcore_llm.merged_logs import merged_lines
-    from gcore_llm.run_folder import RunFolder
+    from gcore_runs.merged_logs import merged_lines
+    from gcore_runs.run_folder import RunFolder
 
     check_at_least("lines", parsed.lines, 0)
     folder = RunFolder.existing(parsed.run).path / "logs"

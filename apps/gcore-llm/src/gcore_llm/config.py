@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gcore_llm.errors import UserError, check_at_least
 from gcore_llm.placement_config import PlacementConfig
 from gcore_llm.ray_config import RayConfig
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_llm.rollout_config import RolloutConfig
 from gcore_llm.trainer_config import TrainerConfig
+from gcore_runs.errors import UserError, check_at_least
 from gcore_trainer import OptimizerConfig, PolicyLossConfig
 from gcore_trainer.advantages import GroupEstimator
 from gcore_trainer.config import LoRAConfig, ValueLossConfig
@@ -17,6 +17,32 @@ from gcore_trainer.reward_shaping import RewardKL
 from gcore_trainer.rollout_correction import RolloutCorrectionConfig
 
 AdvEstimator = GroupEstimator | Literal["reinforce_plus_plus", "remax", "gae"]
+
+MAY_CHANGE = (
+    "trainer.total_training_steps",
+    "trainer.total_epochs",
+    "trainer.save_freq",
+    "trainer.test_freq",
+    "trainer.max_ckpt_to_keep",
+    "resume",
+    "runtime",
+    "ray",
+    "controllers",
+    "threads",
+    "device",
+    "trainer.backend",
+    "trainer.num_processes",
+    "trainer.parallel",
+    "trainer.prometheus_port",
+    "trainer.prometheus_host",
+    "placement",
+    "rollout.num_processes",
+    "rollout.urls",
+    "rollout.weights_dir",
+    "reward_model.judge.num_processes",
+    "reward_model.judge.urls",
+)
+"""Settings that a resumed run may be given anew."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gcore_llm.errors import UserError, check_at_least
+from gcore_runs.errors import UserError, check_at_least
 
 _ENGINES = ("hf", "vllm", "vllm_server", "sglang_server")
 

@@ -9,11 +9,11 @@ from statistics import NormalDist
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.learner import has_critic, has_reference
-from gcore_llm.run_folder import write_atomically
 from gcore_placement import Cluster, Correction, Device, Job, Lengths, ModelShape, PlacementError, plan
 from gcore_placement.cluster import DEVICES
 from gcore_placement.correction import Stage
 from gcore_placement.planning.step_time import StepTime, Strategy, predict_step
+from gcore_runs.run_folder import write_atomically
 
 _CORE = Device(
     name="CPU core",

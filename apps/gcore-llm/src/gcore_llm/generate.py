@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from gcore_controller import StageTimer
-from gcore_llm.errors import UserError
 from gcore_llm.groups import Group, Response, UnfinishedGroup
 from gcore_llm.prompts import Prompt
 from gcore_llm.roles import Sampler, World
@@ -17,6 +16,7 @@ from gcore_rollout import Completion, Request, SamplingParams
 from gcore_rollout.errors import EpisodeError
 from gcore_rollout.multi_turn import run_episode
 from gcore_rollout.rewards import Failed
+from gcore_runs.errors import UserError
 
 Take = Callable[[int], Awaitable[Sequence[tuple[int, Prompt]]]]
 """The next prompts with their tickets, at most so many; none: there are no more."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from gcore_llm.errors import UserError
 from gcore_rollout.images import VisionProcessor
+from gcore_runs.errors import UserError
 from gcore_trainer import Images
 
 _MARK = "<image>"

@@ -7,15 +7,15 @@ from typing import Any
 from gcore_ckpt import Checkpointer, load
 from gcore_controller import InlineCollectives, InlineGroup, StageTimer
 from gcore_llm.config import TrainConfig
-from gcore_llm.errors import UserError
 from gcore_llm.evaluate import Evaluation, evaluate
 from gcore_llm.prompts import render, tokenize
 from gcore_llm.rewards import Rewards
 from gcore_llm.roles import Sampler, build_engine, build_tokenizer, build_world, check_model
-from gcore_llm.run_folder import RunFolder
-from gcore_llm.settings import resolve
 from gcore_llm.train import load_prompts
 from gcore_rollout import Engine, Request, SamplingParams
+from gcore_runs.errors import UserError
+from gcore_runs.run_folder import RunFolder
+from gcore_runs.settings import resolve
 from gcore_trainer.lora import merged
 
 
@@ -24,7 +24,7 @@ async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
     import torch
 
     run = RunFolder.existing(path)
-    config = resolve(run.load_config())
+    config = resolve(run.load_config(TrainConfig))
     torch.set_num_threads(config.threads)
     model = Path(config.model) if config.model else run.model
     if not config.model and not model.is_dir():

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from gcore_ckpt import Checkpointer
 from gcore_llm.config import TrainConfig
-from gcore_llm.errors import UserError
 from gcore_llm.performance import memory
+from gcore_runs.errors import UserError
 from gcore_trainer import MicroBatch, OptimizerConfig
 from gcore_trainer.config import LoRAConfig
 

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_controller import Collectives
-from gcore_llm.devices import DeviceTimers, rank_name
 from gcore_llm.learner import ComputingLearner, Learner, Role
 from gcore_rollout import Engine
+from gcore_runs.devices import DeviceTimers, rank_name
 from gcore_trainer import MicroBatch
 
 

@@ -21,10 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.errors import RankError, UserError
+from gcore_llm.errors import RankError
 from gcore_llm.exchange import deal
 from gcore_llm.learner import LocalLearner, Role, State
-from gcore_llm.logs import log_to, logs_of
+from gcore_runs.errors import UserError
+from gcore_runs.logs import log_to, logs_of
 from gcore_trainer import MicroBatch
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from gcore_llm.errors import check_at_least
+from gcore_runs.errors import check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)

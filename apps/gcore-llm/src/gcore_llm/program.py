@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from gcore_controller import Context, Program, Span, seconds_by_stage
 from gcore_llm.config import TrainConfig
-from gcore_llm.devices import merged
 from gcore_llm.evaluate import Evaluation, evaluate
 from gcore_llm.exchange import sample_flops, split_in_micro_batches
 from gcore_llm.groups import Group
@@ -20,8 +19,9 @@ from gcore_llm.preparation import kl_controller, prepare
 from gcore_llm.prompts import PromptSets
 from gcore_llm.roles import Roles
 from gcore_llm.sampling import Batch, Batches, Sampling, State
-from gcore_llm.spans import on_wall_clock
 from gcore_placement import TransformerWorkload
+from gcore_runs.devices import merged
+from gcore_runs.spans import on_wall_clock
 from gcore_trainer import MicroBatch, Sample
 
 

@@ -10,9 +10,9 @@ from typing import Any, TypeGuard, TypeVar
 import numpy as np
 
 from gcore_llm.config import DataConfig
-from gcore_llm.errors import UserError
 from gcore_llm.images import PromptImages, images_of, vision_processor, with_parts
 from gcore_rollout.errors import RolloutError
+from gcore_runs.errors import UserError
 
 RowT = TypeVar("RowT")
 

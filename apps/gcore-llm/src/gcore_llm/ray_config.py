@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from gcore_llm.errors import UserError
+from gcore_runs.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)

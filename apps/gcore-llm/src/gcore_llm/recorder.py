@@ -7,19 +7,19 @@ from pathlib import Path
 
 from gcore_controller import Span
 from gcore_llm.config import TrainConfig
-from gcore_llm.display import Display
 from gcore_llm.errors import RankError
 from gcore_llm.evaluate import Evaluation
 from gcore_llm.forecast import Forecast
-from gcore_llm.interrupt import Interrupt
 from gcore_llm.learner import SavedLearner
-from gcore_llm.metrics import MetricsWriter
 from gcore_llm.program import Job
-from gcore_llm.report.ledger import ledger
-from gcore_llm.run_folder import RunFolder, write_jsonl
 from gcore_llm.sampling import State
-from gcore_llm.spans import SpanWriter, StepSpans
 from gcore_placement import PlacementError
+from gcore_runs.display import Display
+from gcore_runs.interrupt import Interrupt
+from gcore_runs.metrics import MetricsWriter
+from gcore_runs.report.ledger import ledger
+from gcore_runs.run_folder import RunFolder, write_jsonl
+from gcore_runs.spans import SpanWriter, StepSpans
 
 _logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gcore_llm.engine_config import EngineConfig
-from gcore_llm.errors import UserError, check_at_least
 from gcore_rollout.rewards import OnError, Reduce
+from gcore_runs.errors import UserError, check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)

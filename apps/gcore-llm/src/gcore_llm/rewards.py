@@ -8,7 +8,6 @@ from typing import Any, Self, TypeVar
 from gcore_llm.comparison import Comparison
 from gcore_llm.config import TrainConfig
 from gcore_llm.engines import check_engine, start_judge
-from gcore_llm.errors import UserError
 from gcore_llm.reward_config import JudgeConfig
 from gcore_llm.roles import build_tokenizer, check_model, eos_token_ids
 from gcore_llm.watched import UNWATCHED, Watched
@@ -33,6 +32,7 @@ from gcore_rollout.rewards import (
     load_reward,
 )
 from gcore_rollout.sandbox import Sandbox
+from gcore_runs.errors import UserError
 
 JudgeT = TypeVar("JudgeT")
 

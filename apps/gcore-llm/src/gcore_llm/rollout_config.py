@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from gcore_llm.engine_config import EngineConfig, SpeculativeConfig
-from gcore_llm.errors import UserError, check_at_least
+from gcore_runs.errors import UserError, check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)

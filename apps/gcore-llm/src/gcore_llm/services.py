@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from gcore_controller import Context, Program, StageTimer, run_inline
 from gcore_llm.config import TrainConfig
-from gcore_llm.devices import DeviceTimers
 from gcore_llm.learner import Learner, SavedLearner
 from gcore_llm.learner_part import SharedLearner
-from gcore_llm.logs import logs_of
 from gcore_llm.program import Job, Recorder, rlhf_program
 from gcore_llm.prompts import PromptSets
 from gcore_llm.rewards import Rewards
 from gcore_llm.roles import Roles, Sampler, World, build_engine, build_learner
 from gcore_llm.watched import Watched
+from gcore_runs.devices import DeviceTimers
+from gcore_runs.logs import logs_of
 
 if TYPE_CHECKING:
-    from gcore_llm.prometheus import PrometheusExporter
+    from gcore_runs.prometheus import PrometheusExporter
 
 
 @dataclass(frozen=True, kw_only=True)

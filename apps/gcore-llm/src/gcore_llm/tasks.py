@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gcore_llm.config import DataConfig, TaskConfig
-from gcore_llm.errors import UserError
 from gcore_llm.prompts import PromptSets, tokenize
 from gcore_rollout.rewards import import_reasoning_gym
+from gcore_runs.errors import UserError
 
 _VAL_SEED = 1_000_003
 

@@ -9,29 +9,30 @@ from pathlib import Path
 from typing import Any
 
 from gcore_ckpt import Checkpointer
-from gcore_llm.config import TrainConfig
-from gcore_llm.devices import DeviceTimers
-from gcore_llm.display import Display
+from gcore_llm.config import MAY_CHANGE, TrainConfig
 from gcore_llm.engines import check_engine
-from gcore_llm.errors import RankError, UserError
+from gcore_llm.errors import RankError
 from gcore_llm.exchange import workload_of
 from gcore_llm.learner import SavedLearner
-from gcore_llm.logs import log_to
-from gcore_llm.metrics import MetricsWriter, metrics_server
 from gcore_llm.program import Job, is_evaluation_due
 from gcore_llm.prompts import PromptSets, load_files
 from gcore_llm.recorder import Present, RunRecorder
 from gcore_llm.report import write_report
 from gcore_llm.rewards import Rewards
 from gcore_llm.roles import build_tokenizer, build_world, check_model
-from gcore_llm.run_folder import RunFolder, open_run, read_jsonl, write_atomically
 from gcore_llm.services import InlineServices, Inputs, Services
-from gcore_llm.settings import resolve
-from gcore_llm.spans import SpanWriter
 from gcore_llm.tasks import load_task
 from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
 from gcore_llm.warmup import require_worked_examples, warm_up
 from gcore_llm.watched import Watched
+from gcore_runs.devices import DeviceTimers
+from gcore_runs.display import Display
+from gcore_runs.errors import UserError
+from gcore_runs.logs import log_to
+from gcore_runs.metrics import MetricsWriter, metrics_server
+from gcore_runs.run_folder import RunFolder, open_run, read_jsonl, write_atomically
+from gcore_runs.settings import resolve
+from gcore_runs.spans import SpanWriter
 
 _MAX_LOSSES = 5
 """So many times in a row services may die without a step made in between."""
@@ -108,7 +109,7 @@ def _check_policy_engine(config: TrainConfig) -> None:
 
 def _run_with(inputs: Inputs, runner: asyncio.Runner, display: Display) -> RunFolder:
     config, prompts = inputs.config, inputs.prompts
-    run = open_run(config)
+    run = open_run(config, may_change=MAY_CHANGE)
     display.say(f"run folder: {run.path}")
     if prompts.num_too_long:
         display.say(f"left out {prompts.num_too_long} prompts longer than {config.data.max_prompt_length} tokens")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gcore_llm.errors import UserError, check_at_least
+from gcore_runs.errors import UserError, check_at_least
 from gcore_trainer.errors import ConfigError
 from gcore_trainer.parallel import ParallelConfig
 

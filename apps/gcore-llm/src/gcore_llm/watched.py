@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from gcore_llm.devices import DeviceTimers
-from gcore_llm.logs import logged
 from gcore_rollout import Completion, Engine, Request
 from gcore_rollout.forwarding import WrappedEngine
+from gcore_runs.devices import DeviceTimers
+from gcore_runs.logs import logged
 
 if TYPE_CHECKING:
     import torch

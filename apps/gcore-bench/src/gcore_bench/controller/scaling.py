@@ -7,9 +7,9 @@ import numpy as np
 
 from gcore_bench.controller.options import ControllerOptions
 from gcore_bench.grpo.errors import BenchError
-from gcore_llm.errors import UserError
 from gcore_llm.simulate.config import SimulateConfig
 from gcore_llm.simulate.run import Simulation, simulate
+from gcore_runs.errors import UserError
 
 _DEVICE_STEPS = 8192
 """Of one simulation, but for one of a single step."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gcore_llm.finetune.config import FineTuneConfig
 from gcore_llm.finetune.recipes import FINE_TUNING_RECIPES
-from gcore_llm.options import parse
+from gcore_runs.options import parse
 
 _DESCRIPTIONS = {
     "sft": "Fine-tune on messages, on prompts with completions, or on text.",
@@ -19,7 +19,8 @@ def parse_fine_tuning(command: str, args: Sequence[str]) -> FineTuneConfig:
     Raises:
         UserError: see `merge`.
     """
-    return parse(args, command=command, recipes=FINE_TUNING_RECIPES[command], description=_DESCRIPTIONS[command])
+    recipes, description = FINE_TUNING_RECIPES[command], _DESCRIPTIONS[command]
+    return parse(args, prog=f"gcore-llm {command}", recipes=recipes, description=description)
 
 
 def run_fine_tuning(command: str, args: Sequence[str]) -> None:
@@ -27,8 +28,8 @@ def run_fine_tuning(command: str, args: Sequence[str]) -> None:
     config = parse_fine_tuning(command, args)
     from rich.table import Table
 
-    from gcore_llm.display import Display
     from gcore_llm.finetune.run import fine_tune
+    from gcore_runs.display import Display
 
     with Display() as display:
         result = fine_tune(config, display)

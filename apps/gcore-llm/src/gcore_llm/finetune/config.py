@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from gcore_llm.config import TaskConfig
-from gcore_llm.errors import UserError, check_at_least
+from gcore_runs.errors import UserError, check_at_least
 from gcore_trainer import OptimizerConfig
 from gcore_trainer.config import DPOConfig, LRSchedulerType, RewardModelConfig
 

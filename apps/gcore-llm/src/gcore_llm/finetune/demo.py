@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from gcore_llm.config import DataConfig
-from gcore_llm.display import Display
 from gcore_llm.finetune.config import FineTuneConfig, PairsConfig
 from gcore_llm.finetune.data import Row
 from gcore_llm.prompts import Prompt
-from gcore_llm.run_folder import RunFolder, append_json, write_atomically, write_jsonl
 from gcore_llm.tasks import WORKED_EXAMPLES, load_task
 from gcore_llm.tiny_model import make_tiny_model
 from gcore_llm.warmup import require_worked_examples
+from gcore_runs.display import Display
+from gcore_runs.run_folder import RunFolder, append_json, write_atomically, write_jsonl
 from gcore_trainer import OptimizerConfig, Sample
 
 _WARMUP_BATCH_SIZE = 64

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from gcore_llm.errors import UserError
 from gcore_llm.finetune.data import Example, in_micro_batches
-from gcore_llm.run_folder import write_atomically
 from gcore_placement import TransformerWorkload
+from gcore_runs.errors import UserError
+from gcore_runs.run_folder import write_atomically
 from gcore_trainer.torch_trainer import TorchTrainer
 
 

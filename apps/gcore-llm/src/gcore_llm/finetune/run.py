@@ -12,8 +12,7 @@ import torch
 
 from gcore_ckpt import Checkpointer
 from gcore_controller.prompts import PromptLoader
-from gcore_llm.display import Display
-from gcore_llm.errors import UserError
+from gcore_llm.config import MAY_CHANGE
 from gcore_llm.exchange import workload_of
 from gcore_llm.finetune.config import DPORunConfig, FineTuneConfig
 from gcore_llm.finetune.data import Example, ExampleSets, in_micro_batches, load_examples
@@ -21,19 +20,21 @@ from gcore_llm.finetune.demo import make_model, task_rows
 from gcore_llm.finetune.reference import with_reference_log_probs
 from gcore_llm.finetune.tokens import Encoder
 from gcore_llm.finetune.trainee import Trainee
-from gcore_llm.interrupt import Stop
-from gcore_llm.logs import log_to
-from gcore_llm.metrics import MetricsWriter, metrics_server
 from gcore_llm.report import write_report
 from gcore_llm.roles import build_tokenizer, check_model, eos_token_ids
-from gcore_llm.run_folder import RunFolder, open_run, read_jsonl, write_atomically
-from gcore_llm.settings import resolve
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_llm.train import Result
 from gcore_placement import TransformerWorkload
+from gcore_runs.display import Display
+from gcore_runs.errors import UserError
+from gcore_runs.interrupt import Stop
+from gcore_runs.logs import log_to
+from gcore_runs.metrics import MetricsWriter, metrics_server
+from gcore_runs.run_folder import RunFolder, open_run, read_jsonl, write_atomically
+from gcore_runs.settings import resolve
 
 if TYPE_CHECKING:
-    from gcore_llm.prometheus import PrometheusExporter
+    from gcore_runs.prometheus import PrometheusExporter
 
 _logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ def fine_tune(config: FineTuneConfig, display: Display) -> Result:
         _check_fits(sets, Path(config.model))
     host, port = config.trainer.prometheus_host, config.trainer.prometheus_port
     with metrics_server(run=config.name, port=port, host=host) as prometheus:
-        run = open_run(config)
+        run = open_run(config, may_change=MAY_CHANGE)
         display.say(f"run folder: {run.path}")
         for notice in sets.notices:
             display.say(notice)

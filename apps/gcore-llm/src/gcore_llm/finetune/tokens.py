@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_llm.errors import UserError
+from gcore_runs.errors import UserError
 
 Messages = Sequence[dict[str, Any]]
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")

@@ -9,8 +9,8 @@ import ray
 from ray._private import worker as ray_worker
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.errors import UserError
 from gcore_llm.on_ray.room import Sizes
+from gcore_runs.errors import UserError
 
 _CONNECT_TIMEOUT_S = 10.0
 

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gcore_controller import Context, Span
-from gcore_llm.devices import DeviceTimers
 from gcore_llm.evaluate import Evaluation
 from gcore_llm.exchange import sample_flops
-from gcore_llm.logs import log_to
 from gcore_llm.on_ray.learner_part import RanksPart
 from gcore_llm.on_ray.training_ranks import RankHandles
 from gcore_llm.program import Job, rlhf_program
@@ -25,6 +23,8 @@ from gcore_rollout import Engine
 from gcore_rollout.ray_engine import RayEngine
 from gcore_rollout.replicas import EngineReplicas
 from gcore_rollout.turns import Turns
+from gcore_runs.devices import DeviceTimers
+from gcore_runs.logs import log_to
 
 
 @dataclass(frozen=True, kw_only=True)

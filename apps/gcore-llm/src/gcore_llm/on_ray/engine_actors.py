@@ -14,10 +14,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.engines import engine_factory
-from gcore_llm.logs import logged
 from gcore_llm.on_ray.room import Sizes
 from gcore_rollout import Engine
 from gcore_rollout.ray_engine import RayEngine, end_engine_actor, start_engine_actor
+from gcore_runs.logs import logged
 
 _ANSWER_TIMEOUT_S = 10.0
 

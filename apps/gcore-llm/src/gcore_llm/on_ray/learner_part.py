@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from gcore_controller import Collectives
 from gcore_controller.ray_runtime import put
-from gcore_llm.devices import DeviceTimers, rank_name
 from gcore_llm.exchange import deal
 from gcore_llm.learner import Role
 from gcore_llm.on_ray.training_ranks import RankHandles
 from gcore_rollout import Engine
+from gcore_runs.devices import DeviceTimers, rank_name
 from gcore_trainer import MicroBatch
 
 

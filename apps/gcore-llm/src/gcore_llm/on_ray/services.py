@@ -12,7 +12,6 @@ from gcore_controller.errors import ControllerDiedError
 from gcore_controller.ray_runtime import RayControllers
 from gcore_llm.config import TrainConfig
 from gcore_llm.errors import RankError
-from gcore_llm.logs import logs_of
 from gcore_llm.on_ray.cluster import connect
 from gcore_llm.on_ray.controller import Handles, Report, controller_program
 from gcore_llm.on_ray.engine_actors import EngineActors
@@ -24,6 +23,7 @@ from gcore_llm.program import Job, Recorder
 from gcore_llm.roles import build_tokenizer, eos_token_ids
 from gcore_llm.services import Inputs, Recovery
 from gcore_rollout.errors import EngineDiedError
+from gcore_runs.logs import logs_of
 
 _WATCH_EVERY_S = 1.0
 

@@ -17,8 +17,8 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.errors import RankError
 from gcore_llm.learner import LocalLearner, Role, State
 from gcore_llm.learner_ranks import sendable
-from gcore_llm.logs import log_to, logs_of
 from gcore_rollout.weight_sync.weight_references import WeightReferences
+from gcore_runs.logs import log_to, logs_of
 from gcore_trainer import MicroBatch
 
 _NEWS_S = 5.0

@@ -10,7 +10,7 @@ import tomli_w
 import tyro
 from numpy.typing import NDArray
 
-from gcore_llm.errors import UserError, check_at_least
+from gcore_runs.errors import UserError, check_at_least
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -83,9 +83,9 @@ def parse_calibrate(args: Sequence[str]) -> CalibrateConfig:
 def run_calibrate(args: Sequence[str]) -> None:
     """The whole command."""
     config = parse_calibrate(args)
-    from gcore_llm.display import Display
     from gcore_llm.simulate.fit import fit, num_simulations, simulated_seconds
     from gcore_llm.simulate.measured import read_run
+    from gcore_runs.display import Display
 
     runs = [read_run(path, max_steps=config.max_steps) for path in (*config.calibrate, *config.check)]
     out = Path(config.out) if config.out else Path(config.calibrate[0]) / "simulate.toml"

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import tyro
 
-from gcore_llm.errors import UserError
-from gcore_llm.settings import merge, read_toml
 from gcore_llm.simulate.calibrate import run_calibrate
 from gcore_llm.simulate.config import SimulateConfig
+from gcore_runs.errors import UserError
+from gcore_runs.settings import merge, read_toml
 
 _DESCRIPTION = """Run the program of train in simulated time, on modelled devices.
 
@@ -70,9 +70,9 @@ def run_simulate(args: Sequence[str]) -> None:
         raise UserError(f"json is {config.json!r}: a file in an existing folder is needed")
     from rich.table import Table
 
-    from gcore_llm.display import Display
     from gcore_llm.simulate.ledger import IDLE, WORK
     from gcore_llm.simulate.run import StepFigures, simulate
+    from gcore_runs.display import Display
 
     with Display() as display:
         display.phase("simulating", total=config.steps)

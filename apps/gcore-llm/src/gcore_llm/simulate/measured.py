@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.errors import UserError
-from gcore_llm.run_folder import RunFolder, read_jsonl
 from gcore_llm.simulate.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig
 from gcore_llm.simulate.lengths import SampledLengths, fit_lengths
 from gcore_llm.simulate.replay import Replay
+from gcore_runs.errors import UserError
+from gcore_runs.run_folder import RunFolder, read_jsonl
 
 STAGES = ("gen", "reward", "prepare", "train", "sync", "rest")
 """Of a step; rest: what it takes outside of all others."""
@@ -71,7 +71,7 @@ def read_run(path: str, *, max_steps: int) -> MeasuredRun:
         UserError: the folder holds no such run, or one that the simulation does not describe.
     """
     folder = RunFolder.existing(path)
-    config = folder.load_config()
+    config = folder.load_config(TrainConfig)
     _check_simulated(path, config)
     rows = [row for row in read_jsonl(folder.metrics) if "timing_s/step" in row][-max_steps:]
     lengths = [_lengths(row, config) for row in rows]

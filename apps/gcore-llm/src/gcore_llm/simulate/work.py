@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gcore_llm.errors import UserError
 from gcore_llm.exchange import workload_of
 from gcore_llm.prompts import Prompt, PromptSets
 from gcore_llm.simulate.config import SimulateConfig
 from gcore_llm.simulate.draws import length, uniform
 from gcore_placement import TransformerWorkload
+from gcore_runs.errors import UserError
 
 _BUILT_IN = {
     "hidden_size": 3584,

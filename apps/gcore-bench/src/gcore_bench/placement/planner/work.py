@@ -143,12 +143,12 @@ def _generation_s(run: SmallRun, times: int) -> float:
 def _whole_step_s(run: SmallRun, folder: Path, times: int) -> float:
     """The median but for the first, which touches memory for the first time."""
     from gcore_llm.config import ActorConfig, AlgorithmConfig, DataConfig, TrainConfig
-    from gcore_llm.display import Display
     from gcore_llm.rollout_config import RolloutConfig
-    from gcore_llm.run_folder import read_jsonl
     from gcore_llm.tiny_model import tiny_tokenizer
     from gcore_llm.train import train
     from gcore_llm.trainer_config import TrainerConfig
+    from gcore_runs.display import Display
+    from gcore_runs.run_folder import read_jsonl
 
     model, prompts, reward = folder / "step-model", folder / "prompts.jsonl", folder / "reward.py"
     _model(run.config, "sdpa").save_pretrained(model)

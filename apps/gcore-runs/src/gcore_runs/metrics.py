@@ -4,10 +4,10 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from gcore_llm.run_folder import RunFolder, append_json, read_jsonl, write_jsonl
+from gcore_runs.run_folder import RunFolder, append_json, read_jsonl, write_jsonl
 
 if TYPE_CHECKING:
-    from gcore_llm.prometheus import PrometheusExporter
+    from gcore_runs.prometheus import PrometheusExporter
 
 
 def metrics_server(*, run: str, port: int, host: str) -> "AbstractContextManager[PrometheusExporter | None]":
@@ -18,7 +18,7 @@ def metrics_server(*, run: str, port: int, host: str) -> "AbstractContextManager
     """
     if not port:
         return nullcontext()
-    from gcore_llm.prometheus import PrometheusExporter
+    from gcore_runs.prometheus import PrometheusExporter
 
     return PrometheusExporter(run=run, port=port, host=host)
 

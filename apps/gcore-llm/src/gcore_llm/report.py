@@ -1,31 +1,8 @@
-"""What a run's page is about: that depends on the command that made the run."""
+"""`report.html` of the runs of `gcore-llm`: what is on it depends on the command that made the run."""
 
-from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
 
-Signal = tuple[str, str, str]
-"""Title, metric and unit of a chart."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """The page's first chart, its held-out numbers and its signals."""
-
-    title: str
-    unit: str
-    name: str
-    """Of what the first chart shows."""
-    key: str
-    """Its metric."""
-    measure: Literal["score", "loss", "accuracy"]
-    """What the held-out numbers are."""
-    evaluations: dict[str, str]
-    """Their metrics, by the way of answering; empty where there is only one."""
-    signals: tuple[Signal, ...]
-    has_samples: bool = False
-    after_warmup: str
-    """What the warm-up comes before."""
-
+from gcore_runs.report import Kind, Signal, render_report
 
 _UPDATE: tuple[Signal, ...] = (
     ("Gradient norm", "actor/grad_norm", "L2 norm"),
@@ -94,3 +71,8 @@ KINDS: dict[str, Kind] = {
     "dpo": _of_pairs("dpo", "implicit reward"),
 }
 """By command."""
+
+
+def write_report(run_dir: Path) -> Path:
+    """See `render_report`."""
+    return render_report(run_dir, KINDS)

@@ -4,23 +4,29 @@ How it looks is in `page.html.j2`.
 """
 
 import os
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 
-from gcore_llm.report.charts import MAX_POINTS, load_panel, mean_window, reward_panel, signal_panel, stage_panel
-from gcore_llm.report.ledger import ledger_panel
-from gcore_llm.report.run import Run, read_run, series
-from gcore_llm.report.summary import paired_samples, reward_seen, samples_seen, tiles, warmup_seen
-from gcore_llm.report.timeline import timeline
+from gcore_runs.report.charts import MAX_POINTS, load_panel, mean_window, reward_panel, signal_panel, stage_panel
+from gcore_runs.report.kinds import Kind
+from gcore_runs.report.ledger import ledger_panel
+from gcore_runs.report.run import Run, read_run, series
+from gcore_runs.report.summary import paired_samples, reward_seen, samples_seen, tiles, warmup_seen
+from gcore_runs.report.timeline import timeline
 
 MAX_SAMPLES = 32
 
 
-def write_report(run_dir: Path) -> Path:
+def render_report(run_dir: Path, kinds: Mapping[str, Kind]) -> Path:
     """Writes `report.html` of the run in `run_dir`, whole or not at all; an earlier one is replaced.
 
     The run may be finished, in progress or just started: what is not there yet is said on the page.
+
+    Args:
+        run_dir: the run's folder.
+        kinds: what runs are about, by the `command` in their settings; that of a run which names none is ``train``.
 
     Returns:
         The page's path.
@@ -28,7 +34,7 @@ def write_report(run_dir: Path) -> Path:
     Raises:
         FileNotFoundError: `run_dir` is not a run's folder.
     """
-    page = _render(read_run(run_dir))
+    page = _render(read_run(run_dir, kinds))
     path = run_dir / "report.html"
     temporary = run_dir / f".report.html.{os.getpid()}"
     try:
@@ -45,7 +51,7 @@ def _render(run: Run) -> str:
     from jinja2 import Environment, StrictUndefined
     from plotly.offline import get_plotlyjs
 
-    source = files("gcore_llm").joinpath("report/page.html.j2").read_text(encoding="utf-8")
+    source = files("gcore_runs").joinpath("report/page.html.j2").read_text(encoding="utf-8")
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     samples = paired_samples(run)
     signals = [*(signal_panel(run.metrics, *signal) for signal in run.kind.signals), load_panel(run)]

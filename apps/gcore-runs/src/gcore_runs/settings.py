@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
-from gcore_llm.errors import UserError
+from gcore_runs.errors import UserError
 
 
 class RunConfig(Protocol):

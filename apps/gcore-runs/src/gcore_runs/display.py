@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from gcore_llm.report import STAGES
+from gcore_runs.report import STAGES
 
 _PLAIN_EVERY_S = 10.0
 

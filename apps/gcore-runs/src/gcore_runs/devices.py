@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from gcore_controller import Span
-from gcore_llm.spans import on_wall_clock
+from gcore_runs.spans import on_wall_clock
 
 
 def rank_name(rank: int) -> str:

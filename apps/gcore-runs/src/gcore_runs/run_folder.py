@@ -3,40 +3,13 @@
 import fcntl
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from gcore_ckpt import Checkpointer
-from gcore_llm.config import TrainConfig
-from gcore_llm.errors import UserError
-from gcore_llm.settings import ConfigT, RunConfig, differences, merge, read_toml, to_toml
-
-_MAY_CHANGE = (
-    "trainer.total_training_steps",
-    "trainer.total_epochs",
-    "trainer.save_freq",
-    "trainer.test_freq",
-    "trainer.max_ckpt_to_keep",
-    "resume",
-    "runtime",
-    "ray",
-    "controllers",
-    "threads",
-    "device",
-    "trainer.backend",
-    "trainer.num_processes",
-    "trainer.parallel",
-    "trainer.prometheus_port",
-    "trainer.prometheus_host",
-    "placement",
-    "rollout.num_processes",
-    "rollout.urls",
-    "rollout.weights_dir",
-    "reward_model.judge.num_processes",
-    "reward_model.judge.urls",
-)
-"""Settings that a resumed run may be given anew."""
+from gcore_runs.errors import UserError
+from gcore_runs.settings import ConfigT, RunConfig, differences, merge, read_toml, to_toml
 
 
 class RunFolder:
@@ -59,7 +32,7 @@ class RunFolder:
 
     @classmethod
     def existing(cls, path: str | Path) -> "RunFolder":
-        """A run that `gcore-llm train` made.
+        """The folder of a run that there is.
 
         Raises:
             UserError: there is none.
@@ -67,15 +40,11 @@ class RunFolder:
         folder = cls(Path(path))
         if not folder.config.is_file():
             raise UserError(
-                f"{path} is not a run's folder: it has no config.toml; gcore-llm train makes one under runs/"
+                f"{path} is not a run's folder: it has no config.toml; the command train makes one under runs/"
             )
         return folder
 
-    def load_config(self) -> TrainConfig:
-        """The settings of a run of `gcore-llm train`; see `load_config_of`."""
-        return self.load_config_of(TrainConfig)
-
-    def load_config_of(self, kind: type[ConfigT]) -> ConfigT:
+    def load_config(self, kind: type[ConfigT]) -> ConfigT:
         """The settings of a run, of the class that its command has.
 
         Raises:
@@ -85,7 +54,7 @@ class RunFolder:
         base = kind()
         made_by, wanted = values.get("command", "train"), getattr(base, "command", "train")
         if made_by != wanted:
-            raise UserError(f"{self.path} is a run of gcore-llm {made_by}: one of gcore-llm {wanted} is needed")
+            raise UserError(f"{self.path} is a run of the command {made_by}: one of {wanted} is needed")
         return merge(base, values, source=str(self.config))
 
     def lock(self) -> None:
@@ -103,8 +72,11 @@ class RunFolder:
         self._lock = lock
 
 
-def open_run(config: RunConfig) -> RunFolder:
+def open_run(config: RunConfig, *, may_change: Sequence[str]) -> RunFolder:
     """The folder for this config, locked: that of the run it resumes, or a new one.
+
+    Args:
+        may_change: settings that a resumed run may be given anew.
 
     Raises:
         UserError: the run of this name has other settings and something to resume, or is in use.
@@ -117,7 +89,8 @@ def open_run(config: RunConfig) -> RunFolder:
             folder = RunFolder(Path(config.runs_dir) / f"{config.name}-{number}")
     folder.lock()
     if folder.config.is_file() and (folder.model.is_dir() or Checkpointer(folder.checkpoints).steps()):
-        changed = [d for d in differences(folder.load_config_of(type(config)), config) if not d.startswith(_MAY_CHANGE)]
+        found = differences(folder.load_config(type(config)), config)
+        changed = [difference for difference in found if not difference.startswith(tuple(may_change))]
         if changed:
             raise UserError(
                 f"{folder.path} was begun with other settings ({'; '.join(changed)}): "

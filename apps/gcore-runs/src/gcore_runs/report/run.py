@@ -4,14 +4,14 @@ import json
 import math
 import tomllib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeAlias, cast
 
-from gcore_llm.report.kinds import KINDS, Kind
-from gcore_llm.spans import StepSpans
+from gcore_runs.report.kinds import Kind
+from gcore_runs.spans import StepSpans
 
 Row: TypeAlias = dict[str, object]
 
@@ -46,12 +46,12 @@ class Run:
         return all(old["prompt"] == new["prompt"] for old, new in zip(self.before, self.after, strict=False))
 
 
-def read_run(run_dir: Path) -> Run:
+def read_run(run_dir: Path, kinds: Mapping[str, Kind]) -> Run:
     signs = ("config.toml", "metrics.jsonl", "warmup.jsonl")
     if not any((run_dir / name).is_file() for name in signs):
         raise FileNotFoundError(f"{run_dir} is not a run's folder: expected one of {', '.join(signs)} in it")
     notes: list[str] = []
-    config, kind, total_steps = _read_config(run_dir / "config.toml", notes)
+    config, kind, total_steps = _read_config(run_dir / "config.toml", kinds, notes)
     metrics = run_dir / "metrics.jsonl"
     has_metrics = metrics.is_file() and metrics.stat().st_size > 0
     return Run(
@@ -72,18 +72,18 @@ def read_run(run_dir: Path) -> Run:
     )
 
 
-def _read_config(path: Path, notes: list[str]) -> tuple[str, Kind, int | None]:
+def _read_config(path: Path, kinds: Mapping[str, Kind], notes: list[str]) -> tuple[str, Kind, int | None]:
     """The text, what it says the run to be, and how many steps that has."""
     if not path.is_file():
         notes.append("config.toml is not there: the settings and the number of steps to go are unknown.")
-        return "", KINDS["train"], None
+        return "", kinds["train"], None
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         notes.append(f"config.toml is not valid TOML ({error}): the number of steps to go is unknown.")
-        return text, KINDS["train"], None
-    kind = KINDS.get(str(values.get("command", "train")), KINDS["train"])
+        return text, kinds["train"], None
+    kind = kinds.get(str(values.get("command", "train")), kinds["train"])
     trainer = values.get("trainer")
     total = cast(Row, trainer).get("total_training_steps") if isinstance(trainer, dict) else None
     return text, kind, total if isinstance(total, int) and total > 0 else None

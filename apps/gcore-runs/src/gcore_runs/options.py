@@ -7,24 +7,22 @@ from typing import Any
 
 import tyro
 
-from gcore_llm.settings import ConfigT, merge, read_toml
+from gcore_runs.settings import ConfigT, merge, read_toml
 
 
-def parse(
-    args: Sequence[str], *, command: str, recipes: Mapping[str, Callable[[], ConfigT]], description: str
-) -> ConfigT:
+def parse(args: Sequence[str], *, prog: str, recipes: Mapping[str, Callable[[], ConfigT]], description: str) -> ConfigT:
     """Recipe, then TOML file, then command line, each over the one before.
 
     Args:
         args: the command's.
-        command: of `gcore-llm`.
+        prog: the command as a person calls it: ``gcore-llm train``.
         recipes: ``own_data`` and ``embedded`` are among them.
         description: of the command's help.
 
     Raises:
         UserError: see `merge`.
     """
-    first = argparse.ArgumentParser(prog=f"gcore-llm {command}", add_help=False, allow_abbrev=False)
+    first = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     first.add_argument("--config", type=Path)
     first.add_argument("--recipe", choices=sorted(recipes))
     chosen, rest = first.parse_known_args(args)
@@ -42,7 +40,7 @@ def parse(
         type(base),
         default=base,
         args=rest,
-        prog=f"gcore-llm {command}",
+        prog=prog,
         description=description,
         config=(tyro.conf.FlagConversionOff,),
     )

@@ -12,8 +12,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO
 
-from gcore_llm.errors import UserError
-from gcore_llm.logs import MARK, NUM_OLD_FILES
+from gcore_runs.errors import UserError
+from gcore_runs.logs import MARK, NUM_OLD_FILES
 
 _POLL_S = 0.3
 

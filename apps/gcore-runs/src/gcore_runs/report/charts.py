@@ -6,8 +6,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from gcore_llm.report.run import Row, Run, number, series
-from gcore_llm.report.text import amount, duration
+from gcore_runs.report.run import Row, Run, number, series
+from gcore_runs.report.text import amount, duration
 
 Trace: TypeAlias = dict[str, object]
 

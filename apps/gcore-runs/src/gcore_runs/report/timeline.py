@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from gcore_controller import Span
-from gcore_llm.report.charts import STAGES, Panel, Trace
-from gcore_llm.report.run import Row
-from gcore_llm.report.text import duration
-from gcore_llm.spans import StepSpans
+from gcore_runs.report.charts import STAGES, Panel, Trace
+from gcore_runs.report.run import Row
+from gcore_runs.report.text import duration
+from gcore_runs.spans import StepSpans
 
 MAX_ROWS = 24
 """Rows of controllers, and of each kind of device: of more every so many-th is shown."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gcore_controller import Span
-from gcore_llm.run_folder import append_json, read_jsonl, write_jsonl
+from gcore_runs.run_folder import append_json, read_jsonl, write_jsonl
 
 _JOINED_BELOW_S = 1e-3
 _DIGITS = 4

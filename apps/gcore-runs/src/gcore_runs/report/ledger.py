@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from gcore_llm.report.charts import Panel, Trace
-from gcore_llm.spans import StepSpans
 from gcore_placement import Ledger, StepIntervals
+from gcore_runs.report.charts import Panel, Trace
+from gcore_runs.spans import StepSpans
 
 _COLORS = {
     "generation": "--gen",

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from gcore_llm.report.charts import mean_window
-from gcore_llm.report.run import Row, Run, number, series
-from gcore_llm.report.text import amount, clipped, duration
+from gcore_runs.report.charts import mean_window
+from gcore_runs.report.run import Row, Run, number, series
+from gcore_runs.report.text import amount, clipped, duration
 
 
 @dataclass(frozen=True, kw_only=True)

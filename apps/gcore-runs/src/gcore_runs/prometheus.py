@@ -7,7 +7,7 @@ from typing import Self
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, Info, start_http_server
 
-from gcore_llm.errors import UserError
+from gcore_runs.errors import UserError
 
 _STEP_BUCKETS_S = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200)
 
@@ -29,8 +29,8 @@ class PrometheusExporter:
 
     def __init__(self, *, run: str, port: int, host: str = "127.0.0.1") -> None:
         self._registry = CollectorRegistry()
-        Info("gcore", "The run and gcore-llm's version.", registry=self._registry).info(
-            {"run": run, "version": version("gcore-llm")}
+        Info("gcore", "The run and gcore's version.", registry=self._registry).info(
+            {"run": run, "version": version("gcore-runs")}
         )
         self._step = Gauge("gcore_step", "The last step that is done.", registry=self._registry)
         self._step_seconds = Histogram(
