@@ -1,4 +1,4 @@
-"""Run by the `cli` fixture: forks a `gcore-llm` process per request line and answers its pid.
+"""Run by `served`: forks a process of an app, `gcore_llm` or another, per request line and answers its pid.
 
 The heavy imports are done once, so that a command costs what it does and not what it imports.
 """
@@ -12,25 +12,36 @@ import sys
 import traceback
 from pathlib import Path
 
-from gcore_llm.cli import main
 from gcore_rollout.rewards import import_reasoning_gym
 
-HEAVY = (
-    "gcore_llm.finetune.run",
-    "gcore_llm.inspect_run",
-    "gcore_llm.report",
-    "gcore_llm.train",
-    "gcore_rollout.hf_engine",
-    "gcore_trainer.torch_trainer",
-    "torch.utils.tensorboard",
-    "transformers.models.qwen3.modeling_qwen3",
-)
+HEAVY = {
+    "gcore_llm": (
+        "gcore_llm.finetune.run",
+        "gcore_llm.inspect_run",
+        "gcore_llm.report",
+        "gcore_llm.train",
+        "gcore_rollout.hf_engine",
+        "gcore_trainer.torch_trainer",
+        "torch.utils.tensorboard",
+        "transformers.models.qwen3.modeling_qwen3",
+    ),
+    "gcore_diffusion": (
+        "gcore_diffusion.inspect_run",
+        "gcore_diffusion.train",
+        "diffusers.models.transformers.transformer_sd3",
+        "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
+        "sklearn.linear_model",
+        "sklearn.svm",
+        "torch.utils.tensorboard",
+    ),
+}
+APP = sys.argv[1]
 
 
 def run(argv: list[str]) -> int:
     """As the console script does it: the exit code, with what Python would print on the way out."""
     try:
-        main(argv)
+        importlib.import_module(f"{APP}.cli").main(argv)
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
             return error.code or 0
@@ -62,8 +73,9 @@ def reap() -> None:
 
 
 def serve() -> None:
-    import_reasoning_gym()
-    for module in HEAVY:
+    if APP == "gcore_llm":
+        import_reasoning_gym()
+    for module in HEAVY[APP]:
         importlib.import_module(module)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's to handle, which then closes stdin
     for line in sys.stdin:

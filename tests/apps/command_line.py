@@ -4,7 +4,10 @@ import json
 import os
 import select
 import signal
-from collections.abc import Iterable
+import subprocess
+import sys
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -69,8 +72,35 @@ class Server:
         return Command(int(self._replies.readline()), folder)
 
 
+# What a command sets before it imports torch and transformers, which the server has done by then.
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DIFFUSERS_VERBOSITY": "error",
+    "TQDM_DISABLE": "1",
+}
+
+
+@contextmanager
+def served(app: str, logs: Path) -> Generator[Server]:
+    """A server of an app's commands, such as gcore_llm's."""
+    with subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("cli_server.py"), app],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | _ENVIRONMENT,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        yield Server(process.stdin, process.stdout, logs)
+        process.stdin.close()
+
+
 class Cli:
-    """`gcore-llm` in one working folder."""
+    """A command line in one working folder."""
 
     def __init__(self, server: Server, cwd: Path) -> None:
         self._server = server

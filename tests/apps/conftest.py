@@ -1,9 +1,7 @@
 """The command line in processes of its own, and tiny runs for it."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,33 +11,15 @@ import pytest
 # Importlib mode puts no test folder on the path, and `command_line` is shared by several files of this one.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from command_line import Cli, Server, write_rows
+from command_line import Cli, Server, served, write_rows
 
 from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
-
-# What the command sets before it imports torch and transformers, which the server has done by then.
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "TQDM_DISABLE": "1",
-}
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("cli_server.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | ENVIRONMENT,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        yield Server(process.stdin, process.stdout, tmp_path_factory.mktemp("logs"))
-        process.stdin.close()
+    with served("gcore_llm", tmp_path_factory.mktemp("logs")) as server:
+        yield server
 
 
 @pytest.fixture

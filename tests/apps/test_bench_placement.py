@@ -166,8 +166,9 @@ def test_laws_are_found_from_the_runs_that_they_are_fitted_to(quick: bool) -> No
         decode_step_s=1e-3,
         decode_sequence_s=3e-5,
         micro_batch_s=0.02,
+        overlap=0.0,
     )
-    true = {1: alone, 2: replace(alone, training=0.04, micro_batch_s=0.05)}
+    true = {1: alone, 2: replace(alone, training=0.04, micro_batch_s=0.05, links=0.01)}
     runs = small_runs(seed=0, quick=quick)
     assert len({run.name for run in runs}) == len(runs)
     fitted = [run for run in runs if not run.is_held_out]

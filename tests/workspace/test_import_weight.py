@@ -35,6 +35,8 @@ MUST_NOT_LOAD = {
     "gcore_rollout.rewards": HEAVY | FOR_APPS | {"safetensors"},
     "gcore_llm.cli": HEAVY,
     "gcore_llm.recipes": HEAVY,
+    "gcore_diffusion.cli": HEAVY,
+    "gcore_diffusion.recipes": HEAVY,
     "gcore_bench.cli": HEAVY,
 }
 

@@ -13,6 +13,7 @@ from house import APPS, DISTRIBUTIONS, PACKAGES, Distribution, imports, parse, r
 APPS_MAY_IMPORT = {
     "gcore_runs": set[str](),
     "gcore_llm": {"gcore_runs"},
+    "gcore_diffusion": {"gcore_runs"},
     "gcore_bench": {"gcore_llm", "gcore_runs"},
 }
 """Apps on top of each app's own code; packages are open to all of them."""
@@ -37,7 +38,12 @@ ADAPTERS = {
     ],
     "orbax": ["apps/gcore-bench/src/gcore_bench/ckpt/orbax_contender.py"],
     "sglang": [],
-    "diffusers": [],
+    "diffusers": [
+        "packages/gcore-rollout/src/gcore_rollout/diffusion/",
+        "packages/gcore-trainer/src/gcore_trainer/diffusion/",
+        "apps/gcore-diffusion/src/gcore_diffusion/demo/",
+        "apps/gcore-diffusion/src/gcore_diffusion/learner.py",
+    ],
     "peft": ["packages/gcore-trainer/src/gcore_trainer/lora.py"],
     "megatron": ["packages/gcore-trainer/src/gcore_trainer/megatron/"],
     "ray": [
@@ -51,12 +57,14 @@ ADAPTERS = {
 }
 """The one file or folder of a distribution that may import each library with a life of its own."""
 
-ONLY_IN_APPS = ["pydantic", "tyro", "tomllib", "tomli_w", "argparse", "rich", "gcore_runs", "gcore_llm", "gcore_bench"]
+APPS_MODULES = ["gcore_runs", "gcore_llm", "gcore_diffusion", "gcore_bench"]
+
+ONLY_IN_APPS = ["pydantic", "tyro", "tomllib", "tomli_w", "argparse", "rich", *APPS_MODULES]
 
 FOR_COMMANDS = ["argparse", "rich", "tomllib"]
 """Of these, what a package's `cli.py` and `cli_*.py` may import, and nothing else of it."""
 
-DISTRIBUTED_AS = {"orbax": "orbax-checkpoint", "megatron": "megatron-core", "PIL": "pillow"}
+DISTRIBUTED_AS = {"orbax": "orbax-checkpoint", "megatron": "megatron-core", "PIL": "pillow", "sklearn": "scikit-learn"}
 """Top-level modules whose distribution has another name."""
 
 USED_THROUGH_ANOTHER = {

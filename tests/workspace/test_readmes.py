@@ -33,6 +33,7 @@ CHECKED_ELSEWHERE = {
     r"(uv run )?gcore-llm train --model PATH .*": f"{HERE}::test_shell_commands_run",
     r"(uv run )?gcore-llm train --runtime ray .*": "tests/apps/test_on_ray.py::test_controllers_everywhere_train_alike",
     r"(uv run )?gcore-llm simulate --.*": "tests/apps/test_simulate.py::test_command_prints_its_table",
+    r"(uv run )?gcore-diffusion train --model PIPELINE .*": "tests/apps/test_diffusion.py::test_every_algorithm_runs",
     r"gcore-ckpt import-dcp .*": "tests/gcore_ckpt/test_cli.py::test_import_dcp",
     r"(uv run )?gcore-bench grpo( --.*)?": "tests/apps/test_bench.py::test_bench_measures_gcore_and_trl",
     r"(uv run )?gcore-bench ckpt( --.*)?": "tests/apps/test_bench_ckpt.py::test_bench_measures_saves_and_loads",
@@ -46,6 +47,8 @@ CHECKED_ELSEWHERE = {
 SHORTENED = {
     "gcore-llm train": "--warmup.max-steps 2 --trainer.total-training-steps 1 --data.train-batch-size 4 --rollout.n 2 "
     "--task.num-train 512 --task.num-val 16",
+    "gcore-diffusion train": "--demo.num-steps 4 --demo.cache-dir cache --rollout.n 4 --data.train-batch-size 2 "
+    "--trainer.total-training-steps 1",
     **{
         f"gcore-llm {command}": f"{options} --trainer.total-training-steps 2 --task.num-train 512 --task.num-val 16"
         for command, options in {"sft": "", "reward-model": "--warmup-steps 2", "dpo": "--warmup-steps 2"}.items()
@@ -58,12 +61,13 @@ CHECKED_CLOSELY = {
     "gcore-llm sft": "tests/apps/test_sft.py::test_demo",
     "gcore-llm reward-model": "tests/apps/test_reward_model.py::test_demo",
     "gcore-llm dpo": "tests/apps/test_dpo.py::test_demo",
+    "gcore-diffusion train": "tests/apps/test_diffusion.py::test_embedded_run_folder",
 }
 """For each shortened command, the test that looks at what it leaves behind."""
 
 RUN_HERE = (
     r"(uv run )?"
-    r"(gcore-llm (train|sft|reward-model|dpo|sample|eval|report|logs)|"
+    r"(gcore-llm (train|sft|reward-model|dpo|sample|eval|report|logs)|gcore-diffusion (train|sample|report)|"
     r"gcore-ckpt|gcore-placement (plan|simulate|ledger)|torchrun|python|cat|head|ls|mkdir|tensorboard --help)\b.*"
 )
 

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
-from gcore_placement.errors import check_amounts, check_share
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_placement.errors import PlacementError, check_amounts, check_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +42,23 @@ class Efficiency:
     """Seconds that each running sequence adds to it."""
     all_reduce_s: float = 1e-5
     """Seconds of a sum over devices beside its bytes."""
+    overlap: float = 1.0
+    """How far a device does at the same time what could be done at the same time, reading weights and multiplying by
+    them, or gathering weights and multiplying by others: 1: the longer of the two is what it takes; 0: their sum, as on
+    a CPU, whose cores do all of it."""
     micro_batch_s: float = 0.02
     """Seconds that a micro-batch takes beside its arithmetic."""
     swap_s: float = 1.0
     """Seconds to put an engine to sleep, or to wake it, beside its bytes."""
 
+    def together_s(self, one_s: NDArray[np.float64], other_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Seconds of two things that could be done at the same time."""
+        return np.maximum(one_s, other_s) + (1 - self.overlap) * np.minimum(one_s, other_s)
+
     def __post_init__(self) -> None:
         for name in ("training", "prefill", "decode", "memory", "links", "host", "free_memory"):
             check_share(name, getattr(self, name))
+        if not 0 <= self.overlap <= 1:
+            raise PlacementError(f"overlap is {self.overlap}: a number in [0, 1] is needed")
         for name in ("activations", "decode_step_s", "decode_sequence_s", "all_reduce_s", "micro_batch_s", "swap_s"):
             check_amounts(name, getattr(self, name))

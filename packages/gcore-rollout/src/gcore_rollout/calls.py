@@ -5,28 +5,28 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from gcore_rollout.errors import RequestError
-from gcore_rollout.types import Completion, FinishReason, Request
+from gcore_rollout.types import Completion, FinishReason, Request, SampleT
 
 if TYPE_CHECKING:
     from gcore_rollout.images import VisionProcessor
 
 
 @dataclass(eq=False)
-class Call:
+class Call(Generic[SampleT]):
     """One `generate` call: where its completions go, and how many are still to come."""
 
     pending: int
-    finished: asyncio.Queue[Completion | Exception] = field(default_factory=asyncio.Queue)
+    finished: asyncio.Queue[SampleT | Exception] = field(default_factory=asyncio.Queue)
     abandoned: bool = False
 
-    async def completions(self) -> AsyncGenerator[Completion]:
+    async def completions(self) -> AsyncGenerator[SampleT]:
         """Each completion as it is finished; a call left early is marked as abandoned."""
         try:
             while self.pending:
@@ -102,7 +102,7 @@ class WaitingLine:
 
     def join(self, requests: Sequence[Request]) -> Call:
         """A new call, its samples at the end of the line: of each request, those that go on come first."""
-        call = Call(pending=sum(len(r.sample_indices) for r in requests))
+        call: Call = Call(pending=sum(len(r.sample_indices) for r in requests))
         self._line.extend(deque(group) for r in requests for group in _groups(call, r))
         return call
 

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from gcore_rollout.types import Completion, Request
+from gcore_rollout.types import RequestT_contra, SampleT_co
 
 if TYPE_CHECKING:
     import torch
@@ -24,16 +24,16 @@ class EngineStats:
     weight_version: int
 
 
-class Engine(Protocol):
-    """Generates completions, and takes new weights while it does."""
+class Engine(Protocol[RequestT_contra, SampleT_co]):
+    """Generates completions of prompts, or other samples, and takes new weights while it does."""
 
     @property
     def weight_version(self) -> int:
         """Version of the weights in use; 0 for those the engine was made with."""
         ...
 
-    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
-        """Yield every completion of every request, each as soon as it is finished.
+    def generate(self, requests: Sequence[RequestT_contra]) -> AsyncIterator[SampleT_co]:
+        """Yield every sample of every request, each as soon as it is finished.
 
         Closing the iterator early abandons what has not finished.
 

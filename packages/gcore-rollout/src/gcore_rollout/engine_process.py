@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mappi
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Generic, Self
 
 import torch
 
@@ -31,7 +31,7 @@ from gcore_rollout.processes.wire import (
     UpdateWeights,
     exception,
 )
-from gcore_rollout.types import Completion, Request
+from gcore_rollout.types import RequestT, SampleT
 from gcore_rollout.weight_sync.shared_weights import SharedWeights
 
 PRELOAD_HF = ("gcore_rollout.hf_engine",)
@@ -53,10 +53,10 @@ class _Stream:
     """One `generate` call: what it is owed, and what has come."""
 
     unfinished: dict[tuple[str, int], None]
-    items: asyncio.Queue[Completion | Exception | None] = field(default_factory=asyncio.Queue)
+    items: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
 
 
-class EngineProcess(ForwardingEngine):
+class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
     """An engine that another process runs; made by `start`.
 
     All calls of `Engine` are forwarded and may be made at the same time. Exceptions come back as they were raised
@@ -99,7 +99,7 @@ class EngineProcess(ForwardingEngine):
     @classmethod
     async def start(
         cls,
-        factory: Callable[[], Engine | Awaitable[Engine]],
+        factory: Callable[[], Engine[RequestT, SampleT] | Awaitable[Engine[RequestT, SampleT]]],
         *,
         num_threads: int | None = None,
         env: Mapping[str, str] | None = None,
@@ -179,7 +179,7 @@ class EngineProcess(ForwardingEngine):
         """See `Engine.stats`; as of the process's last message, even if that was its last."""
         return self._stats
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
+    async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
         """See `Engine.generate`.
 
         Raises:
@@ -323,10 +323,10 @@ class EngineProcess(ForwardingEngine):
     def _take(self, message: FromEngine) -> None:
         self._silent_s = 0.0
         match message:
-            case Finished(call_id, completion):
+            case Finished(call_id, sample):
                 if stream := self._streams.get(call_id):
-                    stream.unfinished.pop((completion.request_id, completion.index), None)
-                    stream.items.put_nowait(completion)
+                    stream.unfinished.pop((sample.request_id, sample.index), None)
+                    stream.items.put_nowait(sample)
             case Done(call_id, stats, value):
                 self._stats = stats
                 self._end_call(call_id, None, value)

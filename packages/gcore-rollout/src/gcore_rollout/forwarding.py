@@ -3,10 +3,10 @@
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Generic, cast
 
 from gcore_rollout.engine import Engine, EngineStats
-from gcore_rollout.types import Completion, Request
+from gcore_rollout.types import RequestT, SampleT
 
 if TYPE_CHECKING:
     import torch
@@ -49,19 +49,19 @@ class ForwardingEngine(ABC):
         """Call a method of the engine behind this one, and wait for its end."""
 
 
-class WrappedEngine(ForwardingEngine):
+class WrappedEngine(ForwardingEngine, Generic[RequestT, SampleT]):
     """Hands on all calls to an engine in this process, for subclasses that have something to add to some."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine[RequestT, SampleT]) -> None:
         self._engine = engine
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
         return self._engine.stats()
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
+    async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
         """See `Engine.generate`."""
-        async with aclosing(cast(AsyncGenerator[Completion], self._engine.generate(requests))) as completions:
+        async with aclosing(cast(AsyncGenerator[SampleT], self._engine.generate(requests))) as completions:
             async for completion in completions:
                 yield completion
 

@@ -5,7 +5,7 @@ import pickle
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 from uuid import uuid4
 
 import torch
@@ -15,7 +15,7 @@ from gcore_rollout.errors import EngineDiedError, EngineStartError, MissingExtra
 from gcore_rollout.forwarding import ForwardingEngine
 from gcore_rollout.processes.engine_actor import Call, EngineActor, Incarnation, Told, pack
 from gcore_rollout.processes.wire import Failed, exception
-from gcore_rollout.types import Completion, Request
+from gcore_rollout.types import AnySample, RequestT, SampleT
 from gcore_rollout.weight_sync.weight_references import WeightReferences
 
 # Not before `weight_references`, which sees to Ray's environment.
@@ -36,7 +36,7 @@ _END_POLL_S = 0.02
 
 
 def start_engine_actor(
-    factory: Callable[[], Engine | Awaitable[Engine]],
+    factory: Callable[[], Engine[Any, Any] | Awaitable[Engine[Any, Any]]],
     *,
     num_cpus: float = 1.0,
     num_gpus: float = 0.0,
@@ -93,7 +93,7 @@ async def end_engine_actor(actor: Any) -> None:
                 await asyncio.sleep(_END_POLL_S)
 
 
-class RayEngine(ForwardingEngine):
+class RayEngine(ForwardingEngine, Generic[RequestT, SampleT]):
     """A client of an engine that a Ray actor runs; made by `connect`.
 
     All calls of `Engine` are forwarded and may be made at the same time. Exceptions come back as they were raised
@@ -175,7 +175,7 @@ class RayEngine(ForwardingEngine):
         assert self._last_told.stats is not None
         return self._last_told.stats
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
+    async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
         """See `Engine.generate`.
 
         Raises:
@@ -190,9 +190,9 @@ class RayEngine(ForwardingEngine):
             is_running = True
             while is_running:
                 for item in pickle.loads(await self._ask(_next_of(stream))):
-                    is_running = isinstance(item, Completion)
+                    is_running = isinstance(item, AnySample)
                     _raise_failure(item, self._incarnation)
-                    if isinstance(item, Completion):
+                    if isinstance(item, AnySample):
                         unfinished.pop((item.request_id, item.index), None)
                         yield item
             if unfinished:

@@ -2,17 +2,18 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Generic
 
 from gcore_rollout.engine import Engine
-from gcore_rollout.types import Completion, Request
+from gcore_rollout.types import AnySample, RequestT, SampleT
 
 
 @dataclass(eq=False)
-class Part:
+class Part(Generic[RequestT]):
     """Samples of a request, which one replica makes together."""
 
-    request: Request
+    request: RequestT
     """For these samples alone."""
     aborted: "asyncio.Future[None]"
     deaths: int = 0
@@ -23,25 +24,18 @@ class Part:
 
     @property
     def work(self) -> int:
-        return len(self.unfinished) * self.request.sampling.max_tokens
+        return len(self.unfinished) * self.request.work_per_sample
 
-    def left(self, begun: Sequence[Completion], *, deaths: int) -> "Part":
+    def left(self, begun: Sequence[AnySample], *, deaths: int) -> "Part[RequestT]":
         """What is unfinished, as a part, of which these samples have been begun."""
-        by_index = {c.index: c for c in (*self.request.begun, *begun)}
-        whole = replace(self.request, begun=tuple(by_index.values()))
-        return Part(part_of(whole, sorted(self.unfinished)), self.aborted, deaths)
-
-
-def part_of(request: Request, indices: Sequence[int]) -> Request:
-    """The request for some of its samples."""
-    return replace(request, indices=tuple(indices), begun=tuple(c for c in request.begun if c.index in indices))
+        return Part(self.request.going_on(begun).part(sorted(self.unfinished)), self.aborted, deaths)
 
 
 @dataclass(eq=False)
-class Replica:
+class Replica(Generic[RequestT, SampleT]):
     """One of the engines, and what it has to do."""
 
-    engine: Engine
+    engine: Engine[RequestT, SampleT]
     is_replacement: bool = False
     has_weights: bool = True
     """Whether its weights are the present ones."""
@@ -60,12 +54,12 @@ class Replica:
 
 
 @dataclass(eq=False)
-class Run:
+class Run(Generic[RequestT, SampleT]):
     """One `generate` call."""
 
     num_pending: int
-    parts: set[Part] = field(default_factory=set[Part])
-    items: asyncio.Queue[Completion | Exception] = field(default_factory=asyncio.Queue)
+    parts: set[Part[RequestT]] = field(default_factory=set[Part[RequestT]])
+    items: asyncio.Queue[SampleT | Exception] = field(default_factory=asyncio.Queue)
     tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
 
     async def stop(self) -> None:

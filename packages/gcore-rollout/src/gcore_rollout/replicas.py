@@ -5,15 +5,14 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Generic, Protocol, cast, runtime_checkable
 
-import numpy as np
 import torch
 
 from gcore_rollout.engine import Engine, EngineStats
 from gcore_rollout.errors import EngineDiedError, RolloutError
-from gcore_rollout.replica_work import Part, Replica, Run, part_of
-from gcore_rollout.types import Completion, Request
+from gcore_rollout.replica_work import Part, Replica, Run
+from gcore_rollout.types import AnySample, RequestT, SampleT
 from gcore_rollout.weight_sync.shared_weights import SharedWeights
 
 
@@ -38,10 +37,10 @@ class KeptWeights(Protocol):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
-class EngineReplicas:
+class EngineReplicas(Generic[RequestT, SampleT]):
     """Engines of any kind with the same weights, behind the interface of one.
 
-    A request goes to the replica with the least outstanding work, counted as ``max_tokens`` for every unfinished
+    A request goes to the replica with the least outstanding work, counted as ``work_per_sample`` for every unfinished
     sample; its samples stay together, for their prompt is computed once, unless they are more than a fair share of all
     work. On engines whose samples depend on their seeds alone, results do not depend on which replica made them.
 
@@ -61,9 +60,9 @@ class EngineReplicas:
 
     def __init__(
         self,
-        engines: Sequence[Engine],
+        engines: Sequence[Engine[RequestT, SampleT]],
         *,
-        restart: Callable[[], Awaitable[Engine]] | None = None,
+        restart: Callable[[], Awaitable[Engine[RequestT, SampleT]]] | None = None,
         max_deaths: int = 3,
     ) -> None:
         versions = {engine.weight_version for engine in engines}
@@ -75,7 +74,7 @@ class EngineReplicas:
         self._replicas = [Replica(engine) for engine in engines]
         self._restart = restart
         self._max_deaths = max_deaths
-        self._runs: set[Run] = set()
+        self._runs: set[Run[RequestT, SampleT]] = set()
         self._restarts: set[asyncio.Task[None]] = set()
         self._updates: set[asyncio.Task[None]] = set()
         self._errands: set[asyncio.Task[None]] = set()
@@ -92,7 +91,7 @@ class EngineReplicas:
         self._closed = False
 
     @property
-    def engines(self) -> list[Engine]:
+    def engines(self) -> list[Engine[RequestT, SampleT]]:
         """The replicas that are alive."""
         return [replica.engine for replica in self._replicas]
 
@@ -112,14 +111,14 @@ class EngineReplicas:
             weight_version=self._version,
         )
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
+    async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
         """See `Engine.generate`.
 
         Raises:
             EngineDiedError: all replicas are dead, or too many died with one sample; with what is unfinished.
         """
         self._check_open()
-        run = Run(num_pending=sum(len(r.sample_indices) for r in requests))
+        run: Run[RequestT, SampleT] = Run(num_pending=sum(len(r.sample_indices) for r in requests))
         self._runs.add(run)
         for part in self._split(requests):
             self._submit(part, run)
@@ -129,7 +128,7 @@ class EngineReplicas:
                 if isinstance(item, EngineDiedError):
                     await run.stop()
                     while not run.items.empty():
-                        if isinstance(late := run.items.get_nowait(), Completion):
+                        if isinstance(late := run.items.get_nowait(), AnySample):
                             yield late
                     unfinished = tuple((p.request.request_id, i) for p in run.parts for i in sorted(p.unfinished))
                     raise EngineDiedError(item.reason, unfinished=unfinished) from item
@@ -217,7 +216,7 @@ class EngineReplicas:
                 raise refusals[0]
             return agreed
 
-    async def add(self, engine: Engine) -> None:
+    async def add(self, engine: Engine[RequestT, SampleT]) -> None:
         """Take in a replica. It serves once it has the present weights: at once if they are at hand.
 
         Raises:
@@ -225,7 +224,7 @@ class EngineReplicas:
         """
         await self._add(Replica(engine))
 
-    async def remove(self, engine: Engine, *, drain: bool = True) -> None:
+    async def remove(self, engine: Engine[RequestT, SampleT], *, drain: bool = True) -> None:
         """Let a replica go, which stays open; return when it has nothing more to do here.
 
         Args:
@@ -271,27 +270,27 @@ class EngineReplicas:
         if self._closed:
             raise RolloutError("the replicas are closed: make new ones")
 
-    def _split(self, requests: Sequence[Request]) -> Iterator[Part]:
+    def _split(self, requests: Sequence[RequestT]) -> Iterator[Part[RequestT]]:
         """Each request as one part, or as several if it is more than a replica's fair share of all work."""
         num_replicas = max(1, sum(r.serves for r in self._replicas))
-        new = sum(len(r.sample_indices) * r.sampling.max_tokens for r in requests)
+        new = sum(len(r.sample_indices) * r.work_per_sample for r in requests)
         outstanding = sum(r.work for r in self._replicas) + new
         fair_share = outstanding / num_replicas
         for request in requests:
-            largest = max(1, int(fair_share / request.sampling.max_tokens))
+            largest = max(1, int(fair_share / request.work_per_sample))
             indices = request.sample_indices
             num_parts = min(num_replicas, -(-len(indices) // largest))
             bounds = [len(indices) * i // num_parts for i in range(num_parts + 1)]
             for start, stop in pairwise(bounds):
-                yield Part(part_of(request, indices[start:stop]), asyncio.get_running_loop().create_future())
+                yield Part(request.part(indices[start:stop]), asyncio.get_running_loop().create_future())
 
-    def _submit(self, part: Part, run: Run) -> None:
+    def _submit(self, part: Part[RequestT], run: Run[RequestT, SampleT]) -> None:
         run.parts.add(part)
         task = asyncio.create_task(self._serve(part, run))
         run.tasks.add(task)
         task.add_done_callback(run.tasks.discard)
 
-    async def _serve(self, part: Part, run: Run) -> None:
+    async def _serve(self, part: Part[RequestT], run: Run[RequestT, SampleT]) -> None:
         """Make a part's samples; what its replica does not finish is submitted again."""
         try:
             replica = await self._replica_for(part)
@@ -311,16 +310,18 @@ class EngineReplicas:
         else:
             run.parts.discard(part)
 
-    async def _take(self, part: Part, run: Run, replica: Replica) -> None:
+    async def _take(
+        self, part: Part[RequestT], run: Run[RequestT, SampleT], replica: Replica[RequestT, SampleT]
+    ) -> None:
         completions = replica.engine.generate([part.request])
-        cut_short: list[Completion] = []
+        cut_short: list[SampleT] = []
         try:
             async for completion in completions:
                 if completion.finish_reason == "abort" and replica.leaves and not part.aborted.done():
                     cut_short.append(completion)
                 else:
                     part.unfinished.remove(completion.index)
-                    replica.work -= part.request.sampling.max_tokens
+                    replica.work -= part.request.work_per_sample
                     replica.has_finished = True
                     run.items.put_nowait(completion)
         except Exception as error:
@@ -336,7 +337,7 @@ class EngineReplicas:
         if part.unfinished:
             self._submit(part.left(cut_short, deaths=part.deaths + (replica not in self._replicas)), run)
 
-    async def _replica_for(self, part: Part) -> Replica | None:
+    async def _replica_for(self, part: Part[RequestT]) -> Replica[RequestT, SampleT] | None:
         """The one with the least to do; none if the part is aborted before there is one."""
         while True:
             if part.aborted.done():
@@ -349,19 +350,10 @@ class EngineReplicas:
                 raise EngineDiedError(self._obituary())
             await asyncio.wait({*awaited, part.aborted}, return_when=asyncio.FIRST_COMPLETED)
 
-    def _abort_unfinished(self, part: Part, run: Run) -> None:
-        begun = {c.index: c for c in part.request.begun}
+    def _abort_unfinished(self, part: Part[RequestT], run: Run[RequestT, SampleT]) -> None:
         for index in sorted(part.unfinished):
             part.unfinished.remove(index)
-            nothing = Completion(
-                request_id=part.request.request_id,
-                index=index,
-                token_ids=np.zeros(0, np.int64),
-                log_probs=np.zeros(0, np.float32),
-                weight_versions=np.zeros(0, np.int32),
-                finish_reason="abort",
-            )
-            run.items.put_nowait(begun.get(index, nothing))
+            run.items.put_nowait(part.request.aborted(index))
 
     async def _all(self, method: str, *arguments: object) -> None:
         """Call a method of all replicas; those that turn out to be dead are not missed."""
@@ -376,13 +368,13 @@ class EngineReplicas:
             if isinstance(outcome, BaseException) and not isinstance(outcome, EngineDiedError):
                 raise outcome
 
-    def _depart(self, replica: Replica) -> None:
+    def _depart(self, replica: Replica[RequestT, SampleT]) -> None:
         self._replicas.remove(replica)
         stats = replica.engine.stats()
         self._gone_prompt_tokens += stats.prompt_tokens - replica.before.prompt_tokens
         self._gone_completion_tokens += stats.completion_tokens - replica.before.completion_tokens
 
-    def _bury(self, replica: Replica, reason: str) -> None:
+    def _bury(self, replica: Replica[RequestT, SampleT], reason: str) -> None:
         """Do without a replica from now on, and replace it if that is asked for. Nothing if that has been done."""
         if replica not in self._replicas:
             return
@@ -401,7 +393,7 @@ class EngineReplicas:
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return task
 
-    async def _replace(self, restart: Callable[[], Awaitable[Engine]]) -> None:
+    async def _replace(self, restart: Callable[[], Awaitable[Engine[RequestT, SampleT]]]) -> None:
         try:
             engine = await restart()
         except Exception as error:
@@ -413,7 +405,7 @@ class EngineReplicas:
             self._losses.append(f"a replacement could not be taken in: {error!r}")
             await engine.close()
 
-    async def _add(self, replica: Replica) -> None:
+    async def _add(self, replica: Replica[RequestT, SampleT]) -> None:
         self._check_open()
         engine = replica.engine
         async with self._changing:

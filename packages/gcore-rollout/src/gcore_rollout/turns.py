@@ -3,11 +3,10 @@
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gcore_rollout.engine import Engine
 from gcore_rollout.forwarding import WrappedEngine
-from gcore_rollout.types import Completion, Request
 
 if TYPE_CHECKING:
     import torch
@@ -27,16 +26,16 @@ class Turns:
         engines: The same, behind what waits for turns; whoever calls past these breaks them.
     """
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(self, engines: Sequence[Engine[Any, Any]]) -> None:
         self.engines = [_TurnTakingEngine(engine, self) for engine in engines]
         self._all = list(engines)
-        self._awake: Engine | None = engines[0]
+        self._awake: Engine[Any, Any] | None = engines[0]
         """None: a swap has failed half-way."""
         self._num_calls = 0
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
-    async def of(self, engine: Engine) -> AsyncGenerator[None]:
+    async def of(self, engine: Engine[Any, Any]) -> AsyncGenerator[None]:
         """Have it be an engine's turn, inside the block; one of those that were given.
 
         Raises:
@@ -54,7 +53,7 @@ class Turns:
             if not self._num_calls:
                 await asyncio.shield(self._tell())
 
-    async def _swap(self, engine: Engine) -> None:
+    async def _swap(self, engine: Engine[Any, Any]) -> None:
         self._awake = None
         for other in self._all:
             if other is not engine:
@@ -69,12 +68,12 @@ class Turns:
             self._changed.notify_all()
 
 
-class _TurnTakingEngine(WrappedEngine):
+class _TurnTakingEngine(WrappedEngine[Any, Any]):
     def __init__(self, engine: Engine, turns: Turns) -> None:
         super().__init__(engine)
         self._turns = turns
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
+    async def generate(self, requests: Sequence[Any]) -> AsyncGenerator[Any]:
         async with self._turns.of(self._engine), aclosing(super().generate(requests)) as completions:
             async for completion in completions:
                 yield completion

@@ -1,10 +1,13 @@
 """What goes into an engine and what comes out."""
 
-from dataclasses import dataclass
-from typing import Literal
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import TypeVar
 
 from gcore_rollout.errors import RequestError
 
@@ -56,17 +59,65 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """One prompt to be completed ``n`` times."""
+class AnyRequest(ABC):
+    """One prompt of which ``n`` samples are to be made, of whatever kind."""
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
     n: int = 1
     seed: int = 0
     """With the sample's index it fixes the random numbers, whatever else is in the batch."""
     indices: tuple[int, ...] | None = None
     """Which of the ``n`` samples are wanted; None: all."""
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise RequestError(f"request {self.request_id!r} asks for n={self.n} samples: at least 1 is needed")
+        wanted = self.sample_indices
+        if not wanted or len(set(wanted)) < len(wanted) or not 0 <= min(wanted) <= max(wanted) < self.n:
+            raise RequestError(
+                f"request {self.request_id!r} has indices {wanted}: one or more of 0 to {self.n - 1} are needed, "
+                "each once"
+            )
+
+    @property
+    def sample_indices(self) -> tuple[int, ...]:
+        """The samples that are wanted."""
+        return tuple(range(self.n)) if self.indices is None else self.indices
+
+    @property
+    @abstractmethod
+    def work_per_sample(self) -> int:
+        """Steps of the model that a sample takes at most."""
+
+    @abstractmethod
+    def aborted(self, index: int) -> Any:
+        """A sample that nothing was done for."""
+
+    def part(self, indices: Sequence[int]) -> Self:
+        """The request for some of its samples."""
+        return replace(self, indices=tuple(indices))
+
+    def going_on(self, begun: "Sequence[AnySample]") -> Self:  # noqa: ARG002 - where nothing can go on, all starts anew
+        """The request with more samples that were begun."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AnySample:
+    """What an engine makes, of whatever kind."""
+
+    request_id: str
+    index: int
+    """Which of the request's ``n`` samples this is."""
+    finish_reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(AnyRequest):
+    """One prompt to be completed ``n`` times."""
+
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
     begun: "tuple[Completion, ...]" = ()
     """Samples that were aborted, to go on behind the tokens that they have: ``max_tokens`` counts these, and the new
     completion repeats them, with their log-probs and versions. The request's other samples start anew."""
@@ -75,21 +126,37 @@ class Request:
     stands once for each merged patch of an image (see `images.VisionProcessor.expand`)."""
 
     @property
-    def sample_indices(self) -> tuple[int, ...]:
-        """The samples that are wanted."""
-        return tuple(range(self.n)) if self.indices is None else self.indices
+    def work_per_sample(self) -> int:
+        """Tokens that a sample has at most."""
+        return self.sampling.max_tokens
+
+    def aborted(self, index: int) -> "Completion":
+        """A sample that nothing was done for beyond what had been begun."""
+        for begun in self.begun:
+            if begun.index == index:
+                return begun
+        return Completion(
+            request_id=self.request_id,
+            index=index,
+            token_ids=np.zeros(0, np.int64),
+            log_probs=np.zeros(0, np.float32),
+            weight_versions=np.zeros(0, np.int32),
+            finish_reason="abort",
+        )
+
+    def part(self, indices: Sequence[int]) -> Self:
+        """See `AnyRequest.part`."""
+        return replace(self, indices=tuple(indices), begun=tuple(c for c in self.begun if c.index in indices))
+
+    def going_on(self, begun: Sequence[AnySample]) -> Self:
+        """See `AnyRequest.going_on`."""
+        more = [c for c in begun if isinstance(c, Completion)]
+        return replace(self, begun=tuple({c.index: c for c in (*self.begun, *more)}.values()))
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise RequestError(f"request {self.request_id!r} has an empty prompt")
-        if self.n < 1:
-            raise RequestError(f"request {self.request_id!r} asks for n={self.n} completions: at least 1 is needed")
-        wanted = self.sample_indices
-        if not wanted or len(set(wanted)) < len(wanted) or not 0 <= min(wanted) <= max(wanted) < self.n:
-            raise RequestError(
-                f"request {self.request_id!r} has indices {wanted}: one or more of 0 to {self.n - 1} are needed, "
-                "each once"
-            )
+        super().__post_init__()
         for begun in self.begun:
             self._check_begun(begun)
         indices = [begun.index for begun in self.begun]
@@ -118,15 +185,18 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Completion:
+class Completion(AnySample):
     """One sampled answer. Arrays have shape [T], T the number of sampled tokens, end-of-sequence included."""
 
-    request_id: str
-    index: int
-    """Which of the request's ``n`` samples this is."""
     token_ids: NDArray[np.int64]
     log_probs: NDArray[np.float32]
     """log p(token) under the distribution it was drawn from (temperature applied; greedy: temperature 1)."""
     weight_versions: NDArray[np.int32]
     """Version of the weights that made each token."""
     finish_reason: FinishReason
+
+
+RequestT = TypeVar("RequestT", bound=AnyRequest, default=Request)
+RequestT_contra = TypeVar("RequestT_contra", bound=AnyRequest, default=Request, contravariant=True)
+SampleT = TypeVar("SampleT", bound=AnySample, default=Completion)
+SampleT_co = TypeVar("SampleT_co", bound=AnySample, default=Completion, covariant=True)

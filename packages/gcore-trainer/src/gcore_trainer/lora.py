@@ -17,7 +17,7 @@ _BASE = ".base_layer."
 
 
 def add_lora(model: Any, config: LoRAConfig, *, seed: int = 0) -> None:
-    """Put adapters beside a transformers model's linear layers, by peft, and freeze all else.
+    """Put adapters beside the linear layers of a model of transformers or diffusers, by peft, and freeze all else.
 
     B begins at 0, so that the model computes what it did; A is `initial_a`'s.
 
@@ -35,7 +35,7 @@ def add_lora(model: Any, config: LoRAConfig, *, seed: int = 0) -> None:
     names, targets = config.target_modules, list(config.target_modules)
     if names == ("all-linear",):
         # What peft makes of the word reaches for fused experts and routers, too.
-        head = model.get_output_embeddings()
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         targets = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
     settings = peft.LoraConfig(
         r=config.rank,

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.distributed.tensor import DTensor
 
+from gcore_trainer.adamw import AdamW, whole
 from gcore_trainer.config import OptimizerConfig
 from gcore_trainer.errors import ConfigError
 from gcore_trainer.lora import merged
@@ -59,26 +59,8 @@ class TorchTrainer(Trainer):
         names = [name for name, _ in packed.model.named_parameters()]
         self._hub_names = {n: n if packed.vision is None else checkpoint_name(packed.model, n) for n in names}
         """What a Hugging Face folder calls each of transformers' parameters."""
-        self._parameters: dict[str, torch.nn.Parameter] = {
-            self._hub_names[name]: p for name, p in packed.model.named_parameters() if p.requires_grad
-        }
-        self._optimizer = torch.optim.AdamW(
-            self._parameters.values(),
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            fused=True,
-        )
-        # Moments exist from the start, so that a checkpoint can be loaded into them.
-        for parameter in self._parameters.values():
-            parameter.grad = torch.zeros_like(parameter)
-            self._optimizer.state[parameter] = {
-                # The fused kernel reads the count on the parameter's device.
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+        parameters = {self._hub_names[name]: p for name, p in packed.model.named_parameters() if p.requires_grad}
+        self._optimizer = AdamW(parameters, optimizer)
         # Dropout would make every ratio to the sampling policy noise.
         packed.model.eval()
 
@@ -87,11 +69,11 @@ class TorchTrainer(Trainer):
         return self._packed.num_routers
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        parameters = ((self._hub_names[name], _whole(p.detach())) for name, p in self._packed.model.named_parameters())
+        parameters = ((self._hub_names[name], whole(p.detach())) for name, p in self._packed.model.named_parameters())
         if self._packed.lora is None:
             yield from parameters
         else:
-            adapters = {name: _whole(p.detach()) for name, p in self._parameters.items()}
+            adapters = {name: whole(p.detach()) for name, p in self._optimizer.parameters.items()}
             yield from merged(parameters, adapters, self._packed.lora)
 
     def save_pretrained(self, path: str | Path) -> None:
@@ -107,7 +89,7 @@ class TorchTrainer(Trainer):
             copy_processor(Path(model.name_or_path), Path(path))
 
     def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, share: ShareOf) -> dict[str, float]:
-        self._optimizer.zero_grad(set_to_none=False)
+        self._optimizer.zero_grad()
         sums: dict[str, torch.Tensor] = {}
         # FSDP averages over ranks, where shares are to be added.
         scale = self._parallel.world_size if self._parallel else 1
@@ -126,13 +108,7 @@ class TorchTrainer(Trainer):
         return {name: value.item() for name, value in sums.items()} | {"perf/computed_tokens": computed_tokens}
 
     def _update(self, lr: float) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._config.grad_clip)
-        grad_norm = _whole(norm).item()
-        if np.isfinite(grad_norm):
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            self._optimizer.step()
-        return grad_norm
+        return self._optimizer.update(lr)
 
     def _predict(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[NDArray[np.float32]]:
         return self._packed.predict(micro_batches, num_passes)
@@ -141,24 +117,10 @@ class TorchTrainer(Trainer):
         return self._packed.recording_routing()
 
     def _optimizer_step(self) -> int:
-        return max((int(s["step"]) for s in self._optimizer.state.values()), default=0)
+        return self._optimizer.num_updates
 
     def _tensors(self) -> dict[str, dict[str, Any]]:
-        moments = self._optimizer.state
-        return {
-            "model": {name: p.detach() for name, p in self._parameters.items()},
-            "exp_avg": {name: moments[p]["exp_avg"] for name, p in self._parameters.items()},
-            "exp_avg_sq": {name: moments[p]["exp_avg_sq"] for name, p in self._parameters.items()},
-        }
+        return self._optimizer.tensors()
 
-    @torch.no_grad()
     def _load_tensors(self, state: dict[str, Any]) -> None:
-        for group, own in self._tensors().items():
-            for name, tensor in own.items():
-                tensor.copy_(state[group][name])
-        for moments in self._optimizer.state.values():
-            moments["step"].fill_(float(state["optimizer_step"]))
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        self._optimizer.load(state)

@@ -37,11 +37,13 @@ class PlacementOptions:
     """Of each, in every round."""
     live_devices: int = 4
     """That engines and judges of a live run share."""
-    live_phase_steps: int = 8
+    live_phase_steps: int = 6
     """Steps of each of its three phases: judging takes most, then generation, then judging again."""
-    live_step_ms: float = 12.0
+    live_batch: int = 32
+    """Prompts of a step, each with four responses: several times what engines run at once, as in large runs."""
+    live_step_ms: float = 16.0
     """Least milliseconds of a decoding step of its engines, so that a few cores can stand for many devices."""
-    live_swap_ms: float = 500.0
+    live_swap_ms: float = 1000.0
     """That an engine of these takes to sleep, and as long to wake."""
     seed: int = 0
     """Of lengths, deals and models."""
@@ -70,6 +72,7 @@ class PlacementOptions:
             ("seed", 0),
             ("live_devices", 2),
             ("live_phase_steps", 1),
+            ("live_batch", 1),
             ("live_step_ms", 0),
             ("live_swap_ms", 0),
         ):
@@ -82,5 +85,5 @@ class PlacementOptions:
         """With the sizes of ``quick``, if that was asked for."""
         if not self.quick:
             return self
-        live = replace(self, live_devices=2, live_phase_steps=1, live_step_ms=1.0, live_swap_ms=20.0)
+        live = replace(self, live_devices=2, live_phase_steps=1, live_batch=16, live_step_ms=1.0, live_swap_ms=20.0)
         return replace(live, samples=(64, 512), ranks=(4, 8), rounds=1, steps=1)

@@ -75,7 +75,7 @@ def planner_table(figures: PlannerFigures) -> Table:
             f"{row.seconds_off:+.0%}",
             *memory,
         )
-    shown.caption = f"seconds: the least of the rounds; load of the machine up to {figures.load:.1f}"
+    shown.caption = f"seconds: the median of the rounds; load of the machine up to {figures.load:.1f}"
     return shown
 
 

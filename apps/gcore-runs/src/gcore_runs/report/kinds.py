@@ -22,6 +22,10 @@ class Kind:
     evaluations: dict[str, str]
     """Their metrics, by the way of answering; empty where there is only one."""
     signals: tuple[Signal, ...]
+    throughput_unit: str = "tokens/s"
     has_samples: bool = False
+    """Texts before and after, in samples/*.jsonl."""
+    has_pictures: bool = False
+    """Pictures over time, in samples/step-*.png."""
     after_warmup: str
     """What the warm-up comes before."""

@@ -1,5 +1,6 @@
 """What a run's folder holds, read so that a run in progress, or one cut short, can be shown too."""
 
+import base64
 import json
 import math
 import tomllib
@@ -15,8 +16,24 @@ from gcore_runs.spans import StepSpans
 
 Row: TypeAlias = dict[str, object]
 
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
 MAX_SPAN_STEPS = 50
 """Steps whose spans are read: the last ones."""
+
+
+MAX_PICTURES = 6
+"""Pictures shown: the first, the last, and others evenly between them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """Images at a step, in one picture."""
+
+    step: int
+    data_uri: str
+    width: int
+    height: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +48,7 @@ class Run:
     warmup: list[Row]
     before: list[Row]
     after: list[Row]
+    pictures: list[Picture]
     spans: list[StepSpans]
     """Of the last steps."""
     written: datetime | None
@@ -63,6 +81,7 @@ def read_run(run_dir: Path, kinds: Mapping[str, Kind]) -> Run:
         warmup=_by_step(_read_rows(run_dir / "warmup.jsonl", "step", notes)),
         before=_read_rows(run_dir / "samples" / "before.jsonl", "prompt", notes),
         after=_read_rows(run_dir / "samples" / "after.jsonl", "prompt", notes),
+        pictures=_read_pictures(run_dir / "samples", notes) if kind.has_pictures else [],
         spans=[
             StepSpans.from_row(row)
             for row in _by_step(_read_rows(run_dir / "spans.jsonl", "controllers", notes, last=MAX_SPAN_STEPS))
@@ -115,6 +134,25 @@ def _read_rows(path: Path, required: str, notes: list[str], *, last: int | None 
         shown = ", ".join(map(str, unreadable[:5])) + (", ..." if len(unreadable) > 5 else "")
         notes.append(f"{path.name}: {len(unreadable)} unreadable line(s) left out (line {shown}).")
     return rows
+
+
+def _read_pictures(folder: Path, notes: list[str]) -> list[Picture]:
+    """Those of a run's steps, as many as are shown."""
+    files = {int(file.stem.removeprefix("step-")): file for file in folder.glob("step-*.png")}
+    steps = sorted(files)
+    if len(steps) > MAX_PICTURES:
+        steps = [steps[round(i * (len(steps) - 1) / (MAX_PICTURES - 1))] for i in range(MAX_PICTURES)]
+    pictures: list[Picture] = []
+    for step in steps:
+        content = files[step].read_bytes()
+        if content[:8] != _PNG_SIGNATURE or len(content) < 24:
+            notes.append(f"{files[step].name} is no PNG file: left out.")
+            continue
+        # A PNG's header begins with its size (ISO/IEC 15948, 11.2.2).
+        width, height = (int.from_bytes(content[at : at + 4], "big") for at in (16, 20))
+        encoded = base64.b64encode(content).decode()
+        pictures.append(Picture(step=step, data_uri=f"data:image/png;base64,{encoded}", width=width, height=height))
+    return pictures
 
 
 def _by_step(rows: list[Row]) -> list[Row]:

@@ -52,8 +52,8 @@ def tiles(run: Run) -> list[Tile]:
         note = mean if len(recent) > 1 else f"step {steps[-1]:.0f}"
         reward_tile = replace(reward_tile, value=amount(rewards[-1]), note=note)
     if throughput:
-        value = f"{statistics.median(throughput):,.0f}"
-        throughput_tile = replace(throughput_tile, value=value, note="tokens/s, median")
+        value = amount(statistics.median(throughput))
+        throughput_tile = replace(throughput_tile, value=value, note=f"{run.kind.throughput_unit}, median")
     if step_times:
         slowest = f"median; slowest {duration(max(step_times))}"
         step_tile = replace(step_tile, value=duration(statistics.median(step_times)), note=slowest)

@@ -78,14 +78,14 @@ class EngineRoofline:
     def decode_s(self, num_seqs: NDArray[np.float64]) -> NDArray[np.float64]:
         """Seconds of a step in which each of so many sequences gets a token, but for reading what they hold.
 
-        The weights are read (of experts, those that a token goes to), or the products take longer than that; two sums
-        over the devices in each layer; and what a step takes beside. Shape of `num_seqs`.
+        The weights are read (of experts, those that a token goes to) and multiplied by, see `Efficiency.overlap`; two
+        sums over the devices in each layer; and what a step takes beside. Shape of `num_seqs`.
         """
         reading_s = self.compute_bytes * self.model.parameters_read(num_seqs) / self.tp * self._byte_s
         computing_s = num_seqs * self._products_s(self.efficiency.decode)
         starts_s = 2 * self.model.workload.num_hidden_layers * self.efficiency.all_reduce_s if self.tp > 1 else 0.0
         beside_s = self.efficiency.decode_step_s + num_seqs * self.efficiency.decode_sequence_s
-        return np.maximum(reading_s, computing_s) + starts_s + num_seqs * self._sums_s + beside_s
+        return self.efficiency.together_s(reading_s, computing_s) + starts_s + num_seqs * self._sums_s + beside_s
 
     @property
     def _byte_s(self) -> float:

@@ -58,8 +58,9 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
     - CP: each rank gets all others' keys and values, forward and backward, and their gradients;
     - PP: the state and its gradient cross each stage's border.
 
-    To each step are added: the gradients' scatter and the weights' gather (ZeRO-1), or, where products do not hide
-    them, the gathers and scatters of ZeRO-3 in each micro-batch (Rajbhandari et al. 2019, arXiv 1910.02054, section 7);
+    To each step are added: the gradients' scatter and the weights' gather (ZeRO-1), or, as far as products do not hide
+    them (`Efficiency.overlap`), the gathers and scatters of ZeRO-3 in each micro-batch (Rajbhandari et al. 2019, arXiv
+    1910.02054, section 7);
     AdamW's traffic; and `Efficiency.micro_batch_s`.
     """
     recomputed = np.where(layouts.recompute, _RECOMPUTED, 1.0)
@@ -76,7 +77,7 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
         per_pair = per_pair + pairs
         base = base + _update_s(model, job, layouts, cluster, efficiency)
         gathering_s = micro_batches * _zero_3_s(model, job, layouts, cluster, efficiency)
-        base = base + np.where(layouts.sharded, np.maximum(0.0, gathering_s - own_s), 0.0)
+        base = base + np.where(layouts.sharded, efficiency.together_s(gathering_s, own_s) - own_s, 0.0)
         base = base + micro_batches * efficiency.micro_batch_s
     return TrainingLaws(
         base_s=base,

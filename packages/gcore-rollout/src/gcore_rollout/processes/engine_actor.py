@@ -13,7 +13,7 @@ from uuid import uuid4
 from gcore_rollout.engine import Engine, EngineStats, TakesWeightsInPlace
 from gcore_rollout.errors import EngineDiedError
 from gcore_rollout.processes.wire import Failed, failure
-from gcore_rollout.types import Completion, Request
+from gcore_rollout.types import AnyRequest, AnySample
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ class EngineActor:
         self._factory = factory
         self._num_threads = num_threads
         self._incarnation = Incarnation()
-        self._engine: Engine | None = None
+        self._engine: Engine[AnyRequest, AnySample] | None = None
         self._is_making = asyncio.Lock()
         self._num_told = 0
         self._running: dict[Call, asyncio.Task[None]] = {}
@@ -117,11 +117,11 @@ class EngineActor:
         return await self._answer(token, update)
 
     async def generate(self, token: str, call: Call, packed_requests: bytes) -> AsyncIterator[Told]:
-        """Packed lists of completions, each as soon as it is finished; None at the end, and a `Failed` before it.
+        """Packed lists of samples, each as soon as it is finished; None at the end, and a `Failed` before it.
 
         Both are packed because arrays that Ray unpickles cannot be written to.
         """
-        items: asyncio.Queue[Completion | Failed | None] = asyncio.Queue()
+        items: asyncio.Queue[AnySample | Failed | None] = asyncio.Queue()
         task = self._running[call] = asyncio.create_task(self._generate(token, packed_requests, items))
         task.add_done_callback(lambda _: items.put_nowait(None))
         if call in self._given_up:
@@ -178,7 +178,7 @@ class EngineActor:
         if self._engine is not None:
             await self._engine.close()
 
-    async def _make(self) -> Engine:
+    async def _make(self) -> Engine[AnyRequest, AnySample]:
         if self._num_threads is not None:
             import torch
 
@@ -194,7 +194,7 @@ class EngineActor:
             return self._tell(failure(0, error))
 
     async def _generate(
-        self, token: str, packed_requests: bytes, items: "asyncio.Queue[Completion | Failed | None]"
+        self, token: str, packed_requests: bytes, items: "asyncio.Queue[AnySample | Failed | None]"
     ) -> None:
         try:
             self._check(token)
@@ -228,6 +228,6 @@ class EngineActor:
                 task.cancel()
 
 
-def pack(items: Sequence[Request] | Sequence[Completion | Failed | None]) -> bytes:
+def pack(items: Sequence[AnyRequest] | Sequence[AnySample | Failed | None]) -> bytes:
     """Everything in one piece."""
     return pickle.dumps(items, protocol=5)

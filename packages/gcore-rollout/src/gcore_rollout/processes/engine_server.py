@@ -24,7 +24,7 @@ from gcore_rollout.processes.wire import (
     UpdateWeights,
     failure,
 )
-from gcore_rollout.types import Request
+from gcore_rollout.types import AnyRequest, AnySample
 
 if TYPE_CHECKING:
     from gcore_rollout.weight_sync.shared_weights import SharedWeightsReader
@@ -48,7 +48,7 @@ class _EngineServer:
     def __init__(self, weights: socket.socket) -> None:
         self._weights = weights
         self._shared_weights: SharedWeightsReader | None = None
-        self._engine: Engine | None = None
+        self._engine: Engine[AnyRequest, AnySample] | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._is_called = asyncio.Event()
 
@@ -101,11 +101,11 @@ class _EngineServer:
 
             torch.set_num_threads(setup.num_threads)
         made = pickle.loads(setup.factory)()
-        engine: Engine = await made if inspect.isawaitable(made) else made
+        engine: Engine[AnyRequest, AnySample] = await made if inspect.isawaitable(made) else made
         self._engine = engine
         self._start(0, self._beat(engine, setup.beat_interval_s))
 
-    async def _beat(self, engine: Engine, interval_s: float) -> None:
+    async def _beat(self, engine: Engine[AnyRequest, AnySample], interval_s: float) -> None:
         """Tell what has changed soon, and now and then that nothing has."""
         clock = asyncio.get_running_loop().time
         told: EngineStats | None = None
@@ -122,7 +122,7 @@ class _EngineServer:
                     await asyncio.wait_for(self._is_called.wait(), interval_s)
             await asyncio.sleep(min(_STATS_INTERVAL_S, interval_s))
 
-    async def _generate(self, call_id: int, requests: tuple[Request, ...]) -> None:
+    async def _generate(self, call_id: int, requests: tuple[AnyRequest, ...]) -> None:
         assert self._engine is not None
         completions = self._engine.generate(requests)
         try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from gcore_rollout.engine import EngineStats
 from gcore_rollout.errors import RolloutError
-from gcore_rollout.types import Completion, Request
+from gcore_rollout.types import AnyRequest, AnySample
 
 if TYPE_CHECKING:
     from gcore_rollout.weight_sync.shared_weights import WeightsLayout
@@ -36,7 +36,7 @@ class Setup:
 @dataclass(frozen=True)
 class Generate:
     call_id: int
-    requests: tuple[Request, ...]
+    requests: tuple[AnyRequest, ...]
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class UpdateWeights:
 
 @dataclass(frozen=True)
 class Finished:
-    """One completion of a `Generate`."""
+    """One sample of a `Generate`."""
 
     call_id: int
-    completion: Completion
+    sample: AnySample
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from gcore_bench.placement.options import PlacementOptions
 from gcore_llm.tiny_model import make_tiny_model
 from gcore_placement.ledger import CAUSES, Ledger, read_spans
 
-PHASE_TOKENS = (4, 160, 4)
-"""Of a response: judging takes most, then generation, then judging again."""
+PHASE_TOKENS = (8, 72, 8)
+"""Of a response: beside a verdict of 24, judging takes three quarters of the work, then a quarter, then most again."""
 
 _VERDICT_TOKENS = 24
 _SLOTS = 4
 """Samples that an engine runs at once."""
-_BATCH, _N = 16, 4
+_N = 4
 _ROLES = ("engine", "judge")
 _MOVE = re.compile(r"(\d+) engines? moved from the (\w+) to the \w+")
 _ALIKE = ("response_length/mean", "response_length/max", "critic/score/mean", "critic/score/min", "critic/score/max")
@@ -77,7 +77,7 @@ def run_live(options: PlacementOptions, *, say: Callable[[str], object]) -> list
     folder = Path(tempfile.mkdtemp(prefix="gcore-bench-live-"))
     disable_progress_bar()
     make_tiny_model(folder / "model", seed=options.seed)
-    prompts = [{"prompt": f"{i}+{i % 7}="} for i in range(40)]
+    prompts = [{"prompt": f"{i}+{i % 7}="} for i in range(400)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     rows: list[LiveRow] = []
     first: list[Mapping[str, Any]] | None = None
@@ -128,15 +128,9 @@ def _job(folder: Path, name: str, options: PlacementOptions) -> list[str]:
     model, num_steps = str(folder / "model"), options.live_phase_steps * len(PHASE_TOKENS)
     return [
         *("train", "--name", name, "--runtime", "ray", "--threads", "1", "--device", "cpu", "--model", model),
-        *("--data.train-files", "prompts.jsonl", "--data.val-size", "1", "--data.train-batch-size", str(_BATCH)),
-        *(
-            "--data.max-prompt-length",
-            "64",
-            "--data.max-response-length",
-            str(max(PHASE_TOKENS)),
-            "--rollout.n",
-            str(_N),
-        ),
+        *("--data.train-files", "prompts.jsonl", "--data.val-size", "1"),
+        *("--data.train-batch-size", str(options.live_batch), "--rollout.n", str(_N)),
+        *("--data.max-prompt-length", "64", "--data.max-response-length", str(max(PHASE_TOKENS))),
         *("--rollout.engine", f"{engine}:policy", "--rollout.max-num-seqs", str(_SLOTS)),
         *("--seed", str(options.seed)),
         *("--reward-model.kind", "judge", "--reward-model.path", model),

@@ -25,7 +25,9 @@ CPU = Device(
 
 _ENGINE = ("decode", "prefill", "memory", "decode_step_s", "decode_sequence_s")
 _TRAINING = ("training", "micro_batch_s")
-_SHARES = ("training", "decode", "prefill", "memory")
+_MOVING = ("links",)
+"""Where there are several ranks."""
+_SHARES = ("training", "decode", "prefill", "memory", "links")
 _ROUNDS = 200
 _DIFFERENCE = 1e-4
 
@@ -90,11 +92,11 @@ def fit_laws(runs: Sequence[SmallRun], seconds: Sequence[float], peak_bytes: Seq
         return _fitted(lambda e: np.array([predicted_seconds(run, e) for run in chosen]), expected, names, start)
 
     training = [run for run in runs if run.kind == "training"]
-    alone = fit([run for run in runs if run.kind == "generation"], _ENGINE, Efficiency())
+    alone = fit([run for run in runs if run.kind == "generation"], _ENGINE, Efficiency(overlap=0.0))
     peaks = np.array([measured[run.name][1] for run in training], dtype=np.float64)
     alone = _fitted(lambda e: np.array([predicted_bytes(run, e) for run in training]), peaks, ["activations"], alone)
     ranks = {
-        count: fit([run for run in training if run.ranks == count], _TRAINING, alone)
+        count: fit([run for run in training if run.ranks == count], _TRAINING + (_MOVING if count > 1 else ()), alone)
         for count in sorted({run.ranks for run in training})
     }
     return Laws(alone=ranks[1], ranks=ranks)

@@ -22,7 +22,7 @@ class PlannerRow:
     kind: Kind
     is_held_out: bool
     measured_s: float
-    """Least of the rounds: other work on the machine only adds to it."""
+    """Median of the rounds."""
     rounds_s: list[float]
     predicted_s: float
     measured_bytes: float | None
@@ -67,7 +67,7 @@ def run_planner(options: PlacementOptions, *, say: Callable[[str], object]) -> P
         for run in runs:
             found[run.name].append(_measured(run, options))
             say(f"planner, round {number} of {options.rounds}: {run.name} {found[run.name][-1]['step_s']:.3f} s")
-    seconds = {name: min(figures["step_s"] for figures in rounds) for name, rounds in found.items()}
+    seconds = {name: median(figures["step_s"] for figures in rounds) for name, rounds in found.items()}
     peaks = {
         run.name: median(figures["peak_bytes"] for figures in found[run.name]) if run.kind == "training" else None
         for run in runs

@@ -1,0 +1,1 @@
+"""RLHF of diffusion and flow-matching models: the app."""

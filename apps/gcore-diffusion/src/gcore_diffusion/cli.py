@@ -1,0 +1,157 @@
+"""The `gcore-diffusion` command."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.recipes import RECIPES
+from gcore_runs.errors import UserError
+from gcore_runs.options import parse
+
+_USAGE = """usage: gcore-diffusion COMMAND [options]
+
+RLHF of diffusion and flow-matching models from one command.
+
+commands:
+  train               train on a reward; with no options, a tiny model of coloured digits in minutes
+  sample RUN PROMPT   make images with a run's latest policy
+  report RUN          write the run's report.html anew
+
+gcore-diffusion COMMAND --help documents every option.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleArgs:
+    """Make images with a run's latest policy."""
+
+    run: tyro.conf.Positional[Path]
+    """The run's folder."""
+    prompt: tyro.conf.Positional[str]
+    """The prompt."""
+    n: int = 8
+    """How many images."""
+    num_inference_steps: int = 0
+    """Denoising steps; 0: the run's of evaluation."""
+    guidance_scale: float = 0.0
+    """Of classifier-free guidance; 0: the run's of evaluation."""
+    seed: int = 0
+    """Seed of the images."""
+    out: Path = Path("images.png")
+    """The PNG file to write."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunArgs:
+    """A run's folder."""
+
+    run: tyro.conf.Positional[Path]
+    """The run's folder."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command; wrong input ends it with exit code 2 and one message, an interruption with 130."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(_USAGE, end="")
+        raise SystemExit(0 if args else 2)
+    command, rest = args[0], args[1:]
+    if command not in _COMMANDS:
+        print(f"gcore-diffusion: error: unknown command {command!r}: {', '.join(_COMMANDS)} are known", file=sys.stderr)
+        raise SystemExit(2)
+    _set_environment()
+    try:
+        _COMMANDS[command](rest)
+    except KeyboardInterrupt:
+        print("gcore-diffusion: interrupted; the same command goes on from the last finished step", file=sys.stderr)
+        raise SystemExit(130) from None
+    except _expected_errors() as error:
+        print(f"gcore-diffusion: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _set_environment() -> None:
+    """What must be set before torch and diffusers are imported."""
+    # Idle OpenMP threads spin by default: with a neighbour on the cores, a step takes ten times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+def _expected_errors() -> tuple[type[Exception], ...]:
+    from gcore_ckpt import CheckpointError
+    from gcore_controller.errors import ControllerError
+    from gcore_rollout.errors import RolloutError
+    from gcore_trainer.errors import TrainerError
+
+    return (UserError, CheckpointError, ControllerError, RolloutError, TrainerError)
+
+
+def parse_train(args: Sequence[str]) -> DiffusionConfig:
+    """Recipe, then TOML file, then command line, each over the one before.
+
+    Raises:
+        UserError: see `merge`.
+    """
+    description = "Train a diffusion or flow-matching model on a reward."
+    return parse(args, prog="gcore-diffusion train", recipes=RECIPES, description=description)
+
+
+def _train(args: Sequence[str]) -> None:
+    config = parse_train(args)
+    from rich.table import Table
+
+    from gcore_diffusion.train import train
+    from gcore_runs.display import Display
+
+    with Display() as display:
+        result = train(config, display)
+    if result.before:
+        table = Table(title="held-out prompts", title_justify="left")
+        for column in ("", "before", "after"):
+            table.add_column(column)
+        labels = {"val/score/mean": "reward", "val/held_out/mean": "reward not trained on", "val/accuracy": "accuracy"}
+        for key, label in labels.items():
+            if key in result.before:
+                table.add_row(label, f"{result.before[key]:.3f}", f"{result.after[key]:.3f}")
+        display.console.print(table)
+    display.say(f"report:  {result.run / 'report.html'}\nexport:  {result.run / 'export'}")
+
+
+def _sample(args: Sequence[str]) -> None:
+    parsed = tyro.cli(SampleArgs, args=args, prog="gcore-diffusion sample")
+    import asyncio
+
+    from gcore_diffusion.inspect_run import sample_run
+
+    asyncio.run(
+        sample_run(
+            parsed.run,
+            parsed.prompt,
+            n=parsed.n,
+            num_inference_steps=parsed.num_inference_steps,
+            guidance_scale=parsed.guidance_scale,
+            seed=parsed.seed,
+            out=parsed.out,
+        )
+    )
+    print(parsed.out)
+
+
+def _report(args: Sequence[str]) -> None:
+    parsed = tyro.cli(RunArgs, args=args, prog="gcore-diffusion report", description="Write a run's report.html anew.")
+    from gcore_diffusion.report import write_report
+    from gcore_runs.run_folder import RunFolder
+
+    print(write_report(RunFolder.existing(parsed.run).path))
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"train": _train, "sample": _sample, "report": _report}

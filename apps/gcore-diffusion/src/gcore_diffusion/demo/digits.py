@@ -1,0 +1,97 @@
+"""scikit-learn's digits in colours: what the embedded model is taught on, and what scores its images."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_rollout.errors import RewardConfigError
+
+SIZE = 8
+"""Pixels of a side."""
+
+COLOURS: dict[str, tuple[float, float, float]] = {
+    "red": (1.0, 0.2, 0.2),
+    "gold": (1.0, 0.85, 0.1),
+    "blue": (0.3, 0.45, 1.0),
+}
+
+PROMPTS = [f"{colour} {digit}" for colour in COLOURS for digit in range(10)]
+"""All there are, such as red 7."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Digits:
+    """Grey images [N, 8, 8] from 0 to 1, and what they show [N]."""
+
+    images: NDArray[np.float32]
+    labels: NDArray[np.int64]
+
+    def half(self, which: int) -> "Digits":
+        """Every second one."""
+        return Digits(images=self.images[which::2], labels=self.labels[which::2])
+
+
+@cache
+def load() -> Digits:
+    """scikit-learn's 1,797 images; they come with it."""
+    from sklearn.datasets import load_digits
+
+    found: Any = load_digits()
+    return Digits(images=(found.images / 16).astype(np.float32), labels=found.target.astype(np.int64))
+
+
+class DigitReward:
+    """How sure a classifier is of the digit that the prompt names, from 0 to 1.
+
+    A logistic regression on half of the digits. `accuracy` is by another kind of classifier on the other half: what is
+    learned to please the first need not please the second.
+    """
+
+    def __init__(self) -> None:
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.svm import SVC
+
+        self._trained, self._held_out = (
+            make.fit(half.images.reshape(len(half.images), -1), half.labels)
+            for make, half in ((LogisticRegression(max_iter=2000), load().half(0)), (SVC(gamma=0.02), load().half(1)))
+        )
+
+    def check(self, height: int, width: int) -> None:
+        """
+        Raises:
+            RewardConfigError: another size than the digits have.
+        """
+        if (height, width) != (SIZE, SIZE):
+            raise RewardConfigError(f"reward digit scores {SIZE} x {SIZE} pixels: these images have {height} x {width}")
+
+    def __call__(
+        self, images: NDArray[np.uint8], prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    ) -> NDArray[np.float64]:
+        """[B] probabilities of the prompts' digits."""
+        del rows
+        wanted = np.array([digit_of(prompt) for prompt in prompts])
+        return self._trained.predict_proba(brightness(images))[np.arange(len(wanted)), wanted]
+
+    def accuracy(self, images: NDArray[np.uint8], prompts: Sequence[str]) -> NDArray[np.bool_]:
+        """[B] whether the other classifier reads the prompts' digits."""
+        return self._held_out.predict(brightness(images)) == np.array([digit_of(prompt) for prompt in prompts])
+
+
+def digit_of(prompt: str) -> int:
+    """
+    Raises:
+        RewardConfigError: the prompt names no digit.
+    """
+    for word in prompt.split():
+        if len(word) == 1 and word.isdecimal():
+            return int(word)
+    raise RewardConfigError(f"prompt {prompt!r} names no digit: one such as 'red 7' is needed")
+
+
+def brightness(images: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """[B, 64] of the brightest channel, from 0 to 1."""
+    return images.max(-1).reshape(len(images), -1) / 255

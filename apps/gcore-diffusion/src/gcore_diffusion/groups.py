@@ -1,0 +1,59 @@
+"""The images of one prompt, with their scores."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_diffusion.prompts import Prompt
+from gcore_rollout.diffusion import ImageSample, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Group:
+    """One prompt's images."""
+
+    ticket: int
+    """Place of the prompt in the global order, unique in the run."""
+    prompt: Prompt
+    samples: list[ImageSample]
+    scores: NDArray[np.float64]
+    """[n]."""
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether the scores differ, so that something can be learned from them."""
+        return bool(np.ptp(self.scores) > 0)
+
+    def state(self) -> dict[str, Any]:
+        """In words of a checkpoint; see `from_state`."""
+        samples: list[dict[str, Any]] = []
+        for s in self.samples:
+            fields = {name: value for name, value in vars(s).items() if name != "trajectory"}
+            samples.append(
+                {
+                    **fields,
+                    "conditions": dict(s.conditions),
+                    "shared_conditions": dict(s.shared_conditions),
+                    "trajectory": dict(vars(s.trajectory)),
+                }
+            )
+        return {
+            "ticket": self.ticket,
+            "text": self.prompt.text,
+            "row": dict(self.prompt.row),
+            "scores": self.scores,
+            "samples": samples,
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Group":
+        """The opposite of `state`."""
+        samples = [ImageSample(**{**s, "trajectory": Trajectory(**s["trajectory"])}) for s in state["samples"]]
+        return cls(
+            ticket=state["ticket"],
+            prompt=Prompt(text=state["text"], row=state["row"]),
+            samples=samples,
+            scores=np.asarray(state["scores"], np.float64),
+        )

@@ -1,0 +1,217 @@
+"""The models in training: the policy, and the reference where the algorithm has one."""
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gcore_ckpt import Checkpointer
+from gcore_controller import Collectives
+from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.sampling import kernel_of
+from gcore_rollout import Engine
+from gcore_rollout.diffusion import DDIM, ImageRequest, ImageSample
+from gcore_runs.devices import DeviceTimers, rank_name
+from gcore_runs.errors import UserError
+from gcore_trainer import OptimizerConfig
+from gcore_trainer.diffusion import (
+    DDPMProcess,
+    DiffusionDPOObjective,
+    DiffusionObjective,
+    DiffusionSample,
+    FlowProcess,
+    NFTObjective,
+    NoiseProcess,
+    PolicyGradientObjective,
+    RewardGradientObjective,
+)
+from gcore_trainer.diffusion.denoiser import Denoiser
+from gcore_trainer.diffusion.trainer import DiffusionTrainer, step_means
+
+State = dict[str, Any]
+
+
+class Learner:
+    """The models in this process.
+
+    Args:
+        config: the run's.
+        model: the pipeline's folder.
+        checkpoints: where checkpoints are.
+        reward: differentiable, of latents and prompts, where the algorithm goes through it.
+
+    Raises:
+        UserError: the algorithm cannot train such a model.
+    """
+
+    def __init__(self, config: DiffusionConfig, model: Path, checkpoints: Path, *, reward: Any = None) -> None:
+        self._config = config
+        options = {
+            "device": config.device,
+            "compute_dtype": getattr(torch, config.actor.dtype),
+            "gradient_checkpointing": config.actor.enable_gradient_checkpointing,
+        }
+        denoiser = Denoiser.from_pretrained(model, lora=config.actor.lora, **options)
+        objective = _objective(config, model, reward)
+        self._kernel = training_kernel(config, model)
+        self._reference = None
+        if objective.needs_reference or self.has_reference_pass:
+            self._reference = Denoiser.from_pretrained(model, **options)
+            self._reference.model.requires_grad_(False)
+        nft = config.actor.nft
+        self._trainer = DiffusionTrainer(
+            denoiser,
+            optimizer=_scheduled(config.actor.optim, config),
+            objective=objective,
+            reference=self._reference if objective.needs_reference else None,
+            ema_decay=config.actor.ema_decay or None,
+            old_decay=(nft.old_decay, nft.old_decay_max),
+        )
+        self._checkpointer = Checkpointer(checkpoints, keep=config.trainer.max_ckpt_to_keep)
+
+    @property
+    def has_reference_pass(self) -> bool:
+        """Whether the reference's means are computed before the first update of a step."""
+        return bool(self._config.actor.loss.kl_loss_coef) and self._config.algorithm.name not in ("nft", "dpo")
+
+    @property
+    def num_updates(self) -> int:
+        """Updates so far."""
+        return self._trainer.step
+
+    def with_reference(self, micro_batches: Sequence[Sequence[DiffusionSample]]) -> list[list[DiffusionSample]]:
+        """The images with the reference's means."""
+        assert self._reference is not None
+        batches = [list(batch) for batch in micro_batches]
+        means = step_means(self._reference, batches, self._kernel)
+        return [
+            [replace(s, ref_means=m) for s, m in zip(batch, own, strict=True)]
+            for batch, own in zip(batches, means, strict=True)
+        ]
+
+    def train_step(self, micro_batches: Sequence[Sequence[DiffusionSample]]) -> dict[str, float]:
+        """One update; see `DiffusionTrainer.train_step`."""
+        return self._trainer.train_step([list(batch) for batch in micro_batches])
+
+    def export_weights(self, *, averaged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights that sample, or their average."""
+        return self._trainer.export_weights(averaged=averaged)
+
+    def save_pretrained(self, path: Path) -> None:
+        """Write the denoiser's folder, averaged if there is an average."""
+        self._trainer.save_pretrained(path, averaged=bool(self._config.actor.ema_decay))
+
+    def save(self, step: int, rest: State) -> None:
+        """Checkpoint the policy, and ``rest`` beside it; returns when it is copied."""
+        self._checkpointer.save(step, {**rest, "trainer": self._trainer.state()})
+
+    def load(self) -> State:
+        """Take over the latest checkpoint; gives the ``rest`` that was saved in it."""
+        own = self._trainer.state()
+        loaded = self._checkpointer.load({"step": None, "controllers": None, "trainer": own})
+        # Tensors were filled where they are.
+        numbers = {name: value for name, value in loaded["trainer"].items() if not isinstance(value, dict)}
+        self._trainer.load_state({**self._trainer.state(), **numbers})
+        return {name: loaded[name] for name in ("step", "controllers")}
+
+    def close(self) -> None:
+        """Wait for checkpoints to be written."""
+        self._checkpointer.close()
+
+
+class SharedLearner:
+    """The part of a controller in a learner that all controllers of this process share.
+
+    Every controller makes the same calls in the same order.
+    """
+
+    def __init__(self, learner: Learner, group: Collectives, devices: DeviceTimers) -> None:
+        self._learner = learner
+        self._group = group
+        self._devices = devices
+
+    @property
+    def has_reference_pass(self) -> bool:
+        """See `Learner.has_reference_pass`."""
+        return self._learner.has_reference_pass
+
+    async def with_reference(self, micro_batches: Sequence[Sequence[DiffusionSample]]) -> list[list[DiffusionSample]]:
+        """See `Learner.with_reference`."""
+        with self._devices.stage("prepare", rank_name(0)):
+            return await asyncio.to_thread(self._learner.with_reference, micro_batches)
+
+    async def train_step(self, micro_batches: Sequence[Sequence[DiffusionSample]]) -> dict[str, float]:
+        """An update on all controllers' images together; no metrics where there are none."""
+        everyones = await self._group.all_gather(micro_batches)
+        metrics: dict[str, float] = {}
+        batches = [batch for part in everyones for batch in part if batch]
+        if self._group.rank == 0 and batches:
+            with self._devices.stage("train", rank_name(0)):
+                metrics = await asyncio.to_thread(self._learner.train_step, batches)
+        return await self._group.broadcast(metrics)
+
+    async def update_policy(
+        self, policy: "Engine[ImageRequest, ImageSample]", *, version: int, averaged: bool = False
+    ) -> None:
+        """Give the engines the present weights, or their average."""
+        if self._group.rank == 0:
+            with self._devices.stage("sync", rank_name(0)):
+                await policy.update_weights(self._learner.export_weights(averaged=averaged), version=version)
+        await self._group.barrier()
+
+
+def training_kernel(config: DiffusionConfig, model: Path) -> Any:
+    """The sampler's kernel, with the settings of the model's scheduler in it."""
+    kernel = kernel_of(config)
+    if isinstance(kernel, DDIM):
+        scheduler: Any = _scheduler(model)
+        clip = scheduler.config.clip_sample_range if scheduler.config.clip_sample else None
+        return replace(kernel, prediction_type=scheduler.config.prediction_type, clip_sample_range=clip)
+    return kernel
+
+
+def noise_process(model: Path) -> NoiseProcess:
+    """What the model was trained on."""
+    scheduler = _scheduler(model)
+    if hasattr(scheduler, "alphas_cumprod"):
+        return DDPMProcess(
+            alphas_cumprod=scheduler.alphas_cumprod.tolist(), prediction_type=scheduler.config.prediction_type
+        )
+    return FlowProcess(num_train_timesteps=scheduler.config.num_train_timesteps)
+
+
+def _scheduler(model: Path) -> Any:
+    import diffusers
+
+    _, kind = json.loads((model / "model_index.json").read_text())["scheduler"]
+    return getattr(diffusers, kind).from_pretrained(model, subfolder="scheduler")
+
+
+def _objective(config: DiffusionConfig, model: Path, reward: Any) -> DiffusionObjective:
+    name = config.algorithm.name
+    if name == "nft":
+        process = noise_process(model)
+        if not isinstance(process, FlowProcess):
+            raise UserError("algorithm.name is 'nft': a flow-matching model is needed, this one is of DDPM's kind")
+        return NFTObjective(replace(config.actor.nft, adv_clip_max=config.algorithm.adv_clip_max), process)
+    if name == "dpo":
+        return DiffusionDPOObjective(config.actor.dpo, noise_process(model))
+    if name == "reward_gradient":
+        if reward is None:
+            raise UserError(
+                f"reward.kind is {config.reward.kind!r} and algorithm.name is 'reward_gradient': a differentiable "
+                "one is needed, a function PATH.py:function of (latents [B, ...] torch, prompts) that returns [B] torch"
+            )
+        return RewardGradientObjective(training_kernel(config, model), reward)
+    return PolicyGradientObjective(config.policy_loss, training_kernel(config, model))
+
+
+def _scheduled(optimizer: OptimizerConfig, config: DiffusionConfig) -> OptimizerConfig:
+    """With the number of updates of the whole run, where it is not given."""
+    if optimizer.total_training_steps:
+        return optimizer
+    return replace(optimizer, total_training_steps=config.trainer.total_training_steps * config.actor.num_updates)

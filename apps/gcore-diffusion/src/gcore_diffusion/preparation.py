@@ -1,0 +1,86 @@
+"""From groups of images to what the trainer learns from."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.groups import Group
+from gcore_trainer.advantages import grpo_advantages
+from gcore_trainer.diffusion import DiffusionSample
+
+_EPSILON = 1e-4
+
+
+def prepared(groups: Sequence[Group], config: DiffusionConfig, *, step: int, std: float) -> list[list[DiffusionSample]]:
+    """Each group's images with their advantages; of dpo pairs, the better one of each first.
+
+    Args:
+        groups: of this controller.
+        config: the run's.
+        step: of the training; steps of a trajectory are drawn by it.
+        std: of all scores of the batch, where that is what they are divided by.
+    """
+    bound = config.algorithm.adv_clip_max
+    found: list[list[DiffusionSample]] = []
+    for group in groups:
+        is_global = config.algorithm.norm_adv_by == "global"
+        advantages = grpo_advantages(group.scores, norm_adv_by_std_in_grpo=not is_global)
+        if is_global:
+            advantages = advantages / (std + _EPSILON)
+        samples = _samples(group, np.clip(advantages, -bound, bound).tolist(), config, step)
+        found.append(_pairs(samples, group.scores.tolist()) if config.algorithm.name == "dpo" else samples)
+    return found
+
+
+def _samples(group: Group, advantages: Sequence[float], config: DiffusionConfig, step: int) -> list[DiffusionSample]:
+    is_of_steps = config.algorithm.name not in ("nft", "dpo")
+    samples: list[DiffusionSample] = []
+    for made, advantage in zip(group.samples, advantages, strict=True):
+        t = made.trajectory
+        steps = {
+            "latents": t.latents,
+            "next_latents": t.next_latents,
+            "old_means": t.means,
+            "old_log_probs": t.log_probs,
+            "levels": t.levels,
+            "next_levels": t.next_levels,
+            "timesteps": t.timesteps,
+        }
+        sample = DiffusionSample(
+            clean_latents=made.latents,
+            conditions=made.conditions,
+            shared_conditions=made.shared_conditions,
+            guidance_scale=made.guidance_scale,
+            advantage=float(advantage),
+            noise_seed=(config.seed * 1_000_003 + group.ticket) * 4096 + made.index,
+            prompt=group.prompt.text,
+            **(steps if is_of_steps else {}),
+        )
+        samples.append(sample)
+    fraction = config.algorithm.timestep_fraction
+    if not is_of_steps or fraction == 1 or config.algorithm.name == "reward_gradient":
+        return samples
+    num_steps = samples[0].num_steps
+    count = max(1, round(fraction * num_steps))
+    # The same for all images of a batch, so that each pass is over one number of steps.
+    chosen = np.random.default_rng([config.seed, step]).permutation(num_steps)[:count]
+    return [sample.at_steps(chosen.tolist()) for sample in samples]
+
+
+def _pairs(samples: Sequence[DiffusionSample], scores: Sequence[float]) -> list[DiffusionSample]:
+    """The best against the worst, the second best against the second worst, ..."""
+    order = sorted(range(len(samples)), key=lambda i: -scores[i])
+    return [samples[i] for k in range(len(order) // 2) for i in (order[k], order[-1 - k])]
+
+
+def updates(
+    groups: Sequence[Sequence[DiffusionSample]], *, num_updates: int, micro_batch_size: int
+) -> list[list[list[DiffusionSample]]]:
+    """Micro-batches of each update of a step, by pairs of images dealt out in turn, so that groups are spread."""
+    shares: list[list[DiffusionSample]] = [[] for _ in range(num_updates)]
+    pairs = [group[i : i + 2] for group in groups for i in range(0, len(group), 2)]
+    for place, pair in enumerate(pairs):
+        shares[place % num_updates] += pair
+    size = max(2, micro_batch_size - micro_batch_size % 2)
+    return [[share[i : i + size] for i in range(0, len(share), size)] for share in shares]

@@ -1,0 +1,78 @@
+"""Prompts: from the user's files, or those of the embedded model."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gcore_diffusion.config import DataConfig
+from gcore_runs.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt and its row."""
+
+    text: str
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSets:
+    """What is trained on, and what is held out."""
+
+    train: Sequence[Prompt]
+    val: Sequence[Prompt]
+
+
+def load_prompts(config: DataConfig, own: Iterable[str] = ()) -> PromptSets:
+    """The prompts of the config's files, or ``own`` where it names none: those are held out, too.
+
+    Raises:
+        UserError: a file is missing, empty or malformed.
+    """
+    if not config.train_files:
+        prompts = [Prompt(text=text, row={}) for text in own]
+        return PromptSets(train=prompts, val=prompts)
+    train = [p for file in config.train_files for p in _read(Path(file), config.prompt_key)]
+    val = [p for file in config.val_files for p in _read(Path(file), config.prompt_key)]
+    if not val:
+        count = min(config.val_size, len(train) // 10)
+        held = set(np.random.default_rng(0).permutation(len(train))[:count].tolist())
+        val = [p for i, p in enumerate(train) if i in held]
+        train = [p for i, p in enumerate(train) if i not in held]
+    return PromptSets(train=train, val=val)
+
+
+def _read(path: Path, key: str) -> list[Prompt]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data file {path}: {getattr(error, 'strerror', None) or error}") from None
+    parse = _rows if path.suffix == ".jsonl" else _texts
+    prompts = list(parse(path, lines, key))
+    if not prompts:
+        raise UserError(f"data file {path} has no prompts: one a line is needed")
+    return prompts
+
+
+def _texts(path: Path, lines: Sequence[str], key: str) -> Iterator[Prompt]:
+    del path, key
+    return (Prompt(text=line.strip(), row={}) for line in lines if line.strip())
+
+
+def _rows(path: Path, lines: Sequence[str], key: str) -> Iterator[Prompt]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"data file {path}, line {number}: not JSON: {error}") from None
+        text = row.get(key) if isinstance(row, dict) else None
+        if not isinstance(text, str) or not text.strip():
+            raise UserError(f"data file {path}, line {number}: a text under {key!r} is needed")
+        yield Prompt(text=text, row=row)

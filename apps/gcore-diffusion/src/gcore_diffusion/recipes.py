@@ -1,0 +1,46 @@
+"""Settings to begin with, by name: plain functions that return a config."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from gcore_diffusion.config import (
+    ActorConfig,
+    AlgorithmConfig,
+    DataConfig,
+    DiffusionConfig,
+    RewardConfig,
+    RolloutConfig,
+)
+from gcore_trainer import OptimizerConfig
+from gcore_trainer.diffusion.config import DenoisingPolicyConfig
+
+
+def embedded() -> DiffusionConfig:
+    """Under four minutes on two cores: Flow-GRPO-Fast teaches a tiny model to draw legible digits."""
+    return DiffusionConfig(
+        threads=1,
+        data=DataConfig(train_batch_size=12),
+        reward=RewardConfig(kind="digit", held_out="colour"),
+        rollout=RolloutConfig(n=16, num_inference_steps=10, window_size=2, max_num_images=192, eval_n=8),
+        actor=ActorConfig(
+            optim=OptimizerConfig(lr=3e-4, weight_decay=1e-4), loss=DenoisingPolicyConfig(clip_ratio=5e-3)
+        ),
+    )
+
+
+def embedded_nft() -> DiffusionConfig:
+    """The same by DiffusionNFT, which needs no noise in sampling."""
+    base = embedded()
+    return replace(
+        base,
+        algorithm=AlgorithmConfig(name="nft", filter_groups=False),
+        rollout=replace(base.rollout, kernel="ode", window_size=0),
+        actor=replace(base.actor, num_updates=1),
+    )
+
+
+RECIPES: dict[str, Callable[[], DiffusionConfig]] = {
+    "embedded": embedded,
+    "embedded_nft": embedded_nft,
+    "own_data": DiffusionConfig,
+}

@@ -1,0 +1,67 @@
+"""Settings of diffusion objectives. Names are Flow-GRPO's and DiffusionNFT's where they have the thing."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from gcore_trainer.checks import require, require_choice
+
+DiffusionLossMode = Literal["vanilla", "guard"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenoisingPolicyConfig:
+    """DDPO, Flow-GRPO and GRPO-Guard: policy gradients of the steps that a sampler drew."""
+
+    loss_mode: DiffusionLossMode = "vanilla"
+    """PPO's clipped ratio (vanilla), or with the ratio's bias and scale taken out of it (guard)."""
+    clip_ratio: float = 1e-4
+    """The ratio is clipped to 1 +- clip_ratio. It is of a mean over the latents' dimensions, which is why it is small:
+    1e-4 to 1e-5 for images of 512 pixels, 1e-3 to 1e-2 for very small ones."""
+    kl_loss_coef: float = 0.0
+    """Weight of the KL divergence to the reference, of the Gaussians themselves; 0 needs no reference."""
+
+    def __post_init__(self) -> None:
+        require_choice("loss_mode", self.loss_mode, get_args(DiffusionLossMode))
+        require("clip_ratio", self.clip_ratio, 0 < self.clip_ratio < 1, "a number in (0, 1)")
+        require("kl_loss_coef", self.kl_loss_coef, 0 <= self.kl_loss_coef < math.inf, "a finite number, 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NFTConfig:
+    """DiffusionNFT (arXiv 2509.16117): the forward process is trained towards good images and away from bad ones."""
+
+    beta: float = 0.1
+    """How far the implicit policies stand from the old one; in (0, 1]."""
+    num_timesteps: int = 4
+    """Noise levels drawn for each image and update."""
+    adv_clip_max: float = 5.0
+    """Advantages of +- this much are the best and the worst there can be."""
+    kl_loss_coef: float = 0.0
+    """Weight of the squared distance to the reference's velocity; 0 needs no reference."""
+    old_decay: float = 0.001
+    """What the old policy keeps of itself at an update grows by this each step ..."""
+    old_decay_max: float = 0.5
+    """... up to this."""
+
+    def __post_init__(self) -> None:
+        require("beta", self.beta, 0 < self.beta <= 1, "a number in (0, 1]")
+        require("num_timesteps", self.num_timesteps, self.num_timesteps >= 1, "1 or more")
+        require("adv_clip_max", self.adv_clip_max, 0 < self.adv_clip_max < math.inf, "a finite number above 0")
+        require("kl_loss_coef", self.kl_loss_coef, 0 <= self.kl_loss_coef < math.inf, "a finite number, 0 or more")
+        require("old_decay", self.old_decay, 0 <= self.old_decay <= 1, "a number in [0, 1]")
+        require("old_decay_max", self.old_decay_max, 0 <= self.old_decay_max < 1, "a number in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionDPOConfig:
+    """Diffusion-DPO (arXiv 2311.12908)."""
+
+    beta: float = 2000.0
+    """Strength of the pull to the reference."""
+    num_timesteps: int = 1
+    """Noise levels drawn for each pair and update."""
+
+    def __post_init__(self) -> None:
+        require("beta", self.beta, 0 < self.beta < math.inf, "a finite number above 0")
+        require("num_timesteps", self.num_timesteps, self.num_timesteps >= 1, "1 or more")

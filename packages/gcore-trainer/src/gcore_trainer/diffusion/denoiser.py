@@ -1,0 +1,151 @@
+"""The model of a diffusers pipeline, told again what it was told when images were made."""
+
+import copy
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from gcore_trainer.adamw import whole
+from gcore_trainer.config import LoRAConfig
+from gcore_trainer.diffusion.types import Conditioned
+from gcore_trainer.errors import MissingExtraError, UnsupportedModelError
+from gcore_trainer.lora import add_lora, merged
+
+try:
+    import diffusers
+except ImportError:
+    raise MissingExtraError("diffusers", "diffusion") from None
+
+_COMPONENTS = ("transformer", "unet")
+
+
+class Denoiser:
+    """A transformer or UNet of diffusers that gives velocities or noise.
+
+    Args:
+        model: one of diffusers; its parameters are updated in place.
+        compute_dtype: of its passes; its parameters stay in float32.
+        lora: adapters to be trained in its place.
+        gradient_checkpointing: whether activations are computed again in the backward pass.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        compute_dtype: torch.dtype = torch.float32,
+        lora: LoRAConfig | None = None,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        self.model = model
+        self.lora = lora
+        self._compute_dtype = compute_dtype
+        self._is_sharded = False
+        self.device: torch.device = next(model.parameters()).device
+        self._latents, *others = inspect.signature(model.forward).parameters
+        self._timesteps = "timesteps" if "timesteps" in others else "timestep"
+        if gradient_checkpointing:
+            model.enable_gradient_checkpointing()
+        if lora is not None:
+            add_lora(model, lora)
+        # Dropout would make every ratio to the sampling policy noise.
+        model.eval()
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *, device: str = "cpu", **options: Any) -> Self:
+        """Load the model of a pipeline's folder, in float32.
+
+        Args:
+            path: has a model_index.json.
+            device: such as cpu or cuda:0.
+            options: see `Denoiser`.
+
+        Raises:
+            UnsupportedModelError: the folder is no pipeline's, or it has neither a transformer nor a unet.
+        """
+        name, kind = component_of(path)
+        load = getattr(diffusers, kind).from_pretrained
+        model = load(Path(path) / name, torch_dtype=torch.float32, local_files_only=True)
+        return cls(model.to(device), **options)
+
+    def __call__(self, latents: torch.Tensor, timesteps: torch.Tensor, conditions: Conditioned) -> torch.Tensor:
+        """The output that a pipeline's scheduler was given, [B, ...] in float32.
+
+        Args:
+            latents: [B, ...].
+            timesteps: [B].
+            conditions: of these images.
+        """
+        num_images, scale = len(latents), conditions.guidance_scale
+        per_image = conditions.per_image
+        if scale is not None:
+            latents, timesteps = torch.cat([latents, latents]), torch.cat([timesteps, timesteps])
+            per_image = {name: torch.cat([value[:, 0], value[:, 1]]) for name, value in per_image.items()}
+        arguments = {self._latents: latents, self._timesteps: timesteps, **per_image, **conditions.shared}
+        dtype = self._compute_dtype
+        is_cast = dtype != torch.float32 and not self._is_sharded
+        with torch.autocast(self.device.type, dtype=dtype, enabled=is_cast):
+            output = self.model(**arguments, return_dict=False)[0]
+        # Behind the latents' channels there may be a learned variance.
+        output = output[:, : latents.shape[1]].float()
+        if scale is None:
+            return output
+        without, with_prompt = output[:num_images], output[num_images:]
+        return without + scale * (with_prompt - without)
+
+    def copied(self) -> "Denoiser":
+        """Another one with the same weights, of which none is trained."""
+        twin = copy.copy(self)
+        twin.model = copy.deepcopy(self.model).requires_grad_(False)
+        return twin
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Shard the parameters in place, block by block (FSDP2, ZeRO-3: arXiv 1910.02054)."""
+        policy = MixedPrecisionPolicy()
+        if self._compute_dtype != torch.float32:
+            policy = MixedPrecisionPolicy(param_dtype=self._compute_dtype, reduce_dtype=torch.float32)
+        for blocks in self.model.children():
+            if isinstance(blocks, torch.nn.ModuleList):
+                for block in blocks:
+                    fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        self._is_sharded = True
+
+    def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """By diffusers' names; of adapters by peft's."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def weights(self, trained: dict[str, torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors by diffusers' names, adapters merged in; on every rank.
+
+        Args:
+            trained: to be taken in the place of the trained parameters.
+        """
+        own = trained or {name: p.detach() for name, p in self.trained_parameters().items()}
+        named = ((n, whole(own.get(n, p.detach()))) for n, p in self.model.named_parameters())
+        if self.lora is None:
+            yield from named
+        else:
+            yield from merged(named, {name: whole(tensor) for name, tensor in own.items()}, self.lora)
+
+
+def component_of(path: str | Path) -> tuple[str, str]:
+    """Name and class of the model in a pipeline's folder.
+
+    Raises:
+        UnsupportedModelError: the folder is no pipeline's, or it has neither a transformer nor a unet.
+    """
+    index = Path(path) / "model_index.json"
+    if not index.is_file():
+        raise UnsupportedModelError(f"{path} has no model_index.json: a pipeline's folder of diffusers is needed")
+    components = json.loads(index.read_text())
+    for name in _COMPONENTS:
+        if components.get(name) and components[name][1]:
+            return name, components[name][1]
+    raise UnsupportedModelError(f"{index} names none of {', '.join(_COMPONENTS)}: a pipeline with one is needed")

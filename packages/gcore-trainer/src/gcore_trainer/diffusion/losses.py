@@ -1,0 +1,124 @@
+"""Losses of diffusion policies: pure functions. B images, latents [B, ...]; every loss is [B]."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from gcore_trainer.diffusion.process import column
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLoss:
+    """A step's loss, with what happened to its ratio. All [B]."""
+
+    loss: torch.Tensor
+    ratio: torch.Tensor
+    is_clipped: torch.Tensor
+    """True where the clip cuts the gradient."""
+
+
+def clipped_step_loss(
+    log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, *, clip_ratio: float
+) -> StepLoss:
+    """PPO's clipped surrogate of one denoising step.
+
+    max(-A r, -A clip(r, 1 - clip_ratio, 1 + clip_ratio)), r = exp(log_probs - old_log_probs): DDPO (arXiv 2305.13301,
+    eq. 6, clipped as its section 4.2 says) and Flow-GRPO (arXiv 2505.05470, eq. 5).
+    """
+    return _clipped(torch.exp(log_probs - old_log_probs), advantages, clip_ratio)
+
+
+def guard_step_loss(
+    next_latents: torch.Tensor,
+    means: torch.Tensor,
+    old_means: torch.Tensor,
+    std: torch.Tensor,
+    dt: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    clip_ratio: float,
+) -> StepLoss:
+    """GRPO-Guard's (arXiv 2510.22319, eq. 8 and 11): the log-ratio without its bias, and steps of one weight.
+
+    A Gaussian's log-ratio is on average -|m - m_old|^2 / 2 std^2, below 0: the clip from above hardly ever acts, and
+    the more seldom the larger std is. With that added, and in units of std, it is the mean over dimensions of
+    e (m - m_old), e the noise that was drawn: the same at every step. The loss is divided by -dt.
+
+    Args:
+        next_latents: [B, ...] that were drawn.
+        means: [B, ...] of the policy, with its gradient.
+        old_means: [B, ...] of the policy that drew.
+        std: [B] of the Gaussians.
+        dt: [B] the change of the noise level, below 0.
+        advantages: [B].
+        clip_ratio: see `DenoisingPolicyConfig`.
+    """
+    noise = (next_latents - old_means) / column(std, means)
+    log_ratio = (noise * (means - old_means)).flatten(1).mean(1)
+    found = _clipped(torch.exp(log_ratio), advantages, clip_ratio)
+    return StepLoss(loss=found.loss / -dt, ratio=found.ratio, is_clipped=found.is_clipped)
+
+
+def gaussian_kl(means: torch.Tensor, ref_means: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+    """[B] KL divergence of Gaussians with one std, its mean over dimensions: (m - m_ref)^2 / 2 std^2, exactly."""
+    return ((means - ref_means) ** 2 / (2 * column(std, means) ** 2)).flatten(1).mean(1)
+
+
+def nft_loss(
+    velocity: torch.Tensor,
+    old_velocity: torch.Tensor,
+    noised: torch.Tensor,
+    clean: torch.Tensor,
+    level: torch.Tensor,
+    optimality: torch.Tensor,
+    *,
+    beta: float,
+) -> torch.Tensor:
+    """DiffusionNFT's (arXiv 2509.16117, eq. 8), with its self-normalised regression of x_0.
+
+    r d(v+) + (1 - r) d(v-), divided by beta, with v+- = (1 -+ beta) v_old +- beta v and d the squared error of
+    x_0 = x_s - s v+-, divided by its own mean absolute error (without gradient).
+
+    Args:
+        velocity: [B, ...] of the policy.
+        old_velocity: [B, ...] of the policy that made the images.
+        noised: [B, ...] latents that both saw.
+        clean: [B, ...] latents of the images.
+        level: [B] sigma.
+        optimality: [B] r, in [0, 1]: how good the images are.
+        beta: see `NFTConfig`.
+    """
+
+    def regression(implicit: torch.Tensor) -> torch.Tensor:
+        error = noised - column(level, noised) * implicit - clean
+        scale = error.detach().abs().flatten(1).mean(1).clamp(min=1e-5)
+        return (error**2).flatten(1).mean(1) / scale
+
+    positive = regression((1 - beta) * old_velocity + beta * velocity)
+    negative = regression((1 + beta) * old_velocity - beta * velocity)
+    return (optimality * positive + (1 - optimality) * negative) / beta
+
+
+def diffusion_dpo_loss(
+    errors: torch.Tensor, ref_errors: torch.Tensor, *, beta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Diffusion-DPO's (arXiv 2311.12908, eq. 14): -log sigmoid(-beta / 2 ((e_w - e_ref,w) - (e_l - e_ref,l))).
+
+    Args:
+        errors: [2 P] mean squared errors of the policy: of pairs, the chosen image's before the rejected one's.
+        ref_errors: [2 P] of the reference, with the same noise.
+        beta: see `DiffusionDPOConfig`.
+
+    Returns:
+        [P] losses, and [P] whether the policy prefers the chosen image.
+    """
+    gaps = (errors - ref_errors).reshape(-1, 2)
+    margins = -0.5 * beta * (gaps[:, 0] - gaps[:, 1])
+    return -logsigmoid(margins), margins > 0
+
+
+def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, clip_ratio: float) -> StepLoss:
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_ratio, 1 + clip_ratio)
+    return StepLoss(loss=torch.maximum(unclipped, clipped), ratio=ratio.detach(), is_clipped=clipped > unclipped)

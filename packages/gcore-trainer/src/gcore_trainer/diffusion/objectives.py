@@ -1,0 +1,309 @@
+"""What a diffusion trainer minimises: an objective turns a pass over a micro-batch into its share of the batch's loss.
+
+Shares add up, over passes, micro-batches and ranks. So a batch's gradient does not depend on how it is split.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from gcore_trainer.diffusion.config import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig
+from gcore_trainer.diffusion.losses import (
+    clipped_step_loss,
+    diffusion_dpo_loss,
+    gaussian_kl,
+    guard_step_loss,
+    nft_loss,
+)
+from gcore_trainer.diffusion.process import FlowProcess, NoiseProcess
+from gcore_trainer.diffusion.types import Conditioned, DiffusionMicroBatch, DiffusionSample, stacked
+from gcore_trainer.errors import BatchError
+
+Share = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""A pass's part of the loss, and of sums that `DiffusionObjective.metrics` turns into metrics."""
+
+
+class Denoises(Protocol):
+    """A model: [B, ...] latents at timesteps [B] to its output [B, ...], with guidance where samples have it."""
+
+    device: torch.device
+
+    def __call__(self, latents: torch.Tensor, timesteps: torch.Tensor, conditions: Conditioned) -> torch.Tensor: ...
+
+
+class Gaussian(Protocol):
+    """What the next latents are drawn from."""
+
+    @property
+    def mean(self) -> torch.Tensor: ...
+    @property
+    def std(self) -> torch.Tensor: ...
+    def log_prob(self, next_latents: torch.Tensor, /) -> torch.Tensor: ...
+
+
+class TransitionKernel(Protocol):
+    """How a sampler takes a step; gcore-rollout has several, any other will do."""
+
+    def __call__(
+        self, output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor, /
+    ) -> Gaussian: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """Those that an objective may ask."""
+
+    policy: Denoises
+    old: Denoises | None = None
+    """The policy that samples, where that is kept apart."""
+    reference: Denoises | None = None
+
+
+class DiffusionObjective(ABC):
+    """A loss over images.
+
+    Attributes:
+        needs_old: Whether the policy that samples is kept apart from the one that learns.
+        needs_reference: Whether the initial policy is asked in training.
+    """
+
+    needs_old: bool = False
+    needs_reference: bool = False
+
+    @abstractmethod
+    def check(self, samples: Sequence[DiffusionSample]) -> None:
+        """
+        Raises:
+            BatchError: the images lack something that the loss needs.
+        """
+
+    @abstractmethod
+    def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
+        """Passes over each micro-batch; the same on all ranks."""
+
+    def weight(self, samples: Sequence[DiffusionSample]) -> int:
+        """What these images add to the batch's denominator, in each pass."""
+        return len(samples)
+
+    @abstractmethod
+    def share(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> Share:
+        """The part of the batch's loss that a pass over these images makes up.
+
+        Args:
+            index: of the pass.
+            models: to be asked.
+            samples: a micro-batch.
+            total: the batch's denominator: weights of all images, times passes.
+        """
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Metrics from the batch's sums."""
+        return sums
+
+
+class PolicyGradientObjective(DiffusionObjective):
+    """DDPO, Flow-GRPO and GRPO-Guard: a pass for each recorded step.
+
+    Metrics: ``actor/pg_loss``, ``actor/pg_clipfrac``, ``actor/ppo_kl`` (mean of old minus new log-prob),
+    ``actor/ratio_dev`` (mean of the ratio's distance from 1) and ``actor/kl_loss``.
+
+    Args:
+        config: see `DenoisingPolicyConfig`.
+        kernel: the sampler's.
+    """
+
+    def __init__(self, config: DenoisingPolicyConfig, kernel: TransitionKernel) -> None:
+        self._config = config
+        self._kernel = kernel
+
+    def check(self, samples: Sequence[DiffusionSample]) -> None:
+        if len({s.num_steps for s in samples}) != 1 or not samples[0].num_steps:
+            raise BatchError(
+                f"latents have {sorted({s.num_steps for s in samples})} steps: one number above 0 is needed"
+            )
+        needed = ["next_latents", "old_log_probs", "levels", "next_levels", "timesteps", "advantage"]
+        needed += ["old_means"] * (self._config.loss_mode == "guard") + ["ref_means"] * bool(self._config.kl_loss_coef)
+        for name in needed:
+            if any(getattr(s, name) is None for s in samples):
+                raise BatchError(f"{name} is None: the policy gradient needs it for every image")
+
+    def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
+        return samples[0].num_steps
+
+    def share(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> Share:
+        device = models.policy.device
+        latents, following, levels, next_levels, timesteps = (
+            stacked(samples, name, device, step=index)
+            for name in ("latents", "next_latents", "levels", "next_levels", "timesteps")
+        )
+        old_log_probs = stacked(samples, "old_log_probs", device, step=index)
+        advantages = stacked(samples, "advantage", device)
+        output = models.policy(latents, timesteps, Conditioned.of(samples, device))
+        drawn = self._kernel(output, latents, levels, next_levels)
+        log_probs = drawn.log_prob(following)
+        if self._config.loss_mode == "guard":
+            found = guard_step_loss(
+                following,
+                drawn.mean,
+                stacked(samples, "old_means", device, step=index),
+                drawn.std.flatten(),
+                next_levels - levels,
+                advantages,
+                clip_ratio=self._config.clip_ratio,
+            )
+        else:
+            found = clipped_step_loss(log_probs, old_log_probs, advantages, clip_ratio=self._config.clip_ratio)
+        loss = found.loss.sum() / total
+        sums = {
+            "actor/pg_loss": loss.detach(),
+            "actor/pg_clipfrac": found.is_clipped.sum() / total,
+            "actor/ppo_kl": (old_log_probs - log_probs.detach()).sum() / total,
+            "actor/ratio_dev": (found.ratio - 1).abs().sum() / total,
+        }
+        if self._config.kl_loss_coef:
+            ref_means = stacked(samples, "ref_means", device, step=index)
+            kl_loss = gaussian_kl(drawn.mean, ref_means, drawn.std.flatten()).sum() / total
+            loss = loss + self._config.kl_loss_coef * kl_loss
+            sums["actor/kl_loss"] = kl_loss.detach()
+        return loss, sums
+
+
+class NFTObjective(DiffusionObjective):
+    """DiffusionNFT: no step of the sampler is looked at, any sampler will do; of flow-matching models.
+
+    Metrics: ``actor/pg_loss``, and ``actor/kl_loss`` where there is one.
+    """
+
+    needs_old = True
+
+    def __init__(self, config: NFTConfig, process: FlowProcess | None = None) -> None:
+        self._config = config
+        self._process = process or FlowProcess()
+        self.needs_reference = config.kl_loss_coef > 0
+
+    def check(self, samples: Sequence[DiffusionSample]) -> None:
+        if any(s.advantage is None for s in samples):
+            raise BatchError("advantage is None: the loss needs it for every image")
+
+    def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
+        del samples
+        return self._config.num_timesteps
+
+    def share(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> Share:
+        assert models.old is not None
+        device, bound = models.policy.device, self._config.adv_clip_max
+        clean = stacked(samples, "clean_latents", device)
+        advantages = stacked(samples, "advantage", device)
+        level, noise = drawn_noise(samples, index, clean)
+        noised, timesteps = self._process.noised(clean, noise, level), self._process.timesteps(level)
+        conditions = Conditioned.of(samples, device)
+        with torch.no_grad():
+            old = models.old(noised, timesteps, conditions)
+        velocity = models.policy(noised, timesteps, conditions)
+        optimality = (advantages.clamp(-bound, bound) / bound / 2 + 0.5).clamp(0, 1)
+        found = nft_loss(velocity, old, noised, clean, level, optimality, beta=self._config.beta)
+        loss = bound * found.sum() / total
+        sums = {"actor/pg_loss": loss.detach()}
+        if models.reference is not None and self._config.kl_loss_coef:
+            with torch.no_grad():
+                reference = models.reference(noised, timesteps, conditions)
+            kl_loss = ((velocity - reference) ** 2).flatten(1).mean(1).sum() / total
+            loss = loss + self._config.kl_loss_coef * kl_loss
+            sums["actor/kl_loss"] = kl_loss.detach()
+        return loss, sums
+
+
+class DiffusionDPOObjective(DiffusionObjective):
+    """Diffusion-DPO: a micro-batch holds pairs, the chosen image of each before the rejected one.
+
+    Metrics: ``actor/dpo_loss`` and ``actor/dpo_accuracy``.
+    """
+
+    needs_reference = True
+
+    def __init__(self, config: DiffusionDPOConfig, process: NoiseProcess) -> None:
+        self._config = config
+        self._process = process
+
+    def check(self, samples: Sequence[DiffusionSample]) -> None:
+        if len(samples) % 2:
+            raise BatchError(f"{len(samples)} images: pairs of a chosen and a rejected one are needed")
+
+    def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
+        del samples
+        return self._config.num_timesteps
+
+    def weight(self, samples: Sequence[DiffusionSample]) -> int:
+        return len(samples) // 2
+
+    def share(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> Share:
+        assert models.reference is not None
+        device = models.policy.device
+        clean = stacked(samples, "clean_latents", device)
+        # Both of a pair get one noise.
+        level, noise = drawn_noise([s for chosen in samples[::2] for s in (chosen, chosen)], index, clean)
+        noised, timesteps = self._process.noised(clean, noise, level), self._process.timesteps(level)
+        target, conditions = self._process.target(clean, noise, level), Conditioned.of(samples, device)
+
+        def errors(model: Denoises) -> torch.Tensor:
+            return ((model(noised, timesteps, conditions) - target) ** 2).flatten(1).mean(1)
+
+        with torch.no_grad():
+            ref_errors = errors(models.reference)
+        found, is_right = diffusion_dpo_loss(errors(models.policy), ref_errors, beta=self._config.beta)
+        loss = found.sum() / total
+        return loss, {"actor/dpo_loss": loss.detach(), "actor/dpo_accuracy": is_right.sum() / total}
+
+
+class RewardGradientObjective(DiffusionObjective):
+    """A differentiable reward's own gradient, through the last steps of sampling: DRaFT-K (arXiv 2309.17400).
+
+    The recorded steps, which are to be a sampler's last ones without noise, are made again, with their gradient, from
+    the latents before the first of them. Metrics: ``actor/reward``.
+
+    Args:
+        kernel: the sampler's.
+        reward: final latents [B, ...] and prompts to rewards [B], differentiable.
+    """
+
+    def __init__(self, kernel: TransitionKernel, reward: Callable[[torch.Tensor, Sequence[str]], torch.Tensor]) -> None:
+        self._kernel = kernel
+        self._reward = reward
+
+    def check(self, samples: Sequence[DiffusionSample]) -> None:
+        for sample in samples:
+            if not sample.num_steps or sample.next_levels is None or sample.next_levels[-1] not in (0.0, 1.0):
+                raise BatchError("the recorded steps do not reach the end of sampling: its last ones are needed")
+
+    def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
+        del samples
+        return 1
+
+    def share(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> Share:
+        del index
+        device, conditions = models.policy.device, Conditioned.of(samples, models.policy.device)
+        latents = stacked(samples, "latents", device, step=0)
+        for step in range(samples[0].num_steps):
+            level, next_level, timesteps = (
+                stacked(samples, name, device, step=step) for name in ("levels", "next_levels", "timesteps")
+            )
+            output = models.policy(latents, timesteps, conditions)
+            latents = self._kernel(output, latents, level, next_level).mean
+        reward = self._reward(latents, [s.prompt for s in samples]).sum() / total
+        return -reward, {"actor/reward": reward.detach()}
+
+
+def drawn_noise(
+    samples: Sequence[DiffusionSample], index: int, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Levels [B], uniform in (0, 1], and noise [B, ...], by each image's own seed and the pass's index."""
+    levels: list[torch.Tensor] = []
+    noises: list[torch.Tensor] = []
+    for sample in samples:
+        generator = torch.Generator().manual_seed(sample.noise_seed * 1009 + index)
+        levels.append(1 - torch.rand((), generator=generator))
+        noises.append(torch.randn(like.shape[1:], generator=generator))
+    return torch.stack(levels).to(like), torch.stack(noises).to(like)

@@ -1,0 +1,228 @@
+"""The torch backend of diffusion models: in one process, or sharded over many."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gcore_trainer.adamw import AdamW
+from gcore_trainer.base_trainer import BaseTrainer
+from gcore_trainer.config import OptimizerConfig
+from gcore_trainer.diffusion.denoiser import Denoiser
+from gcore_trainer.diffusion.ema import EMA
+from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, TransitionKernel
+from gcore_trainer.diffusion.types import Conditioned, DiffusionMicroBatch, stacked
+from gcore_trainer.errors import BatchError, ConfigError, TrainerError
+from gcore_trainer.replicas import Replicas
+from gcore_trainer.torch_parallel import TorchParallel
+from gcore_trainer.trainer import added
+
+
+class DiffusionTrainer(BaseTrainer):
+    """Trains a `Denoiser`.
+
+    Args:
+        denoiser: the policy; its parameters are updated in place.
+        optimizer: see `OptimizerConfig`.
+        objective: what is minimised.
+        reference: the initial policy, where the objective asks it in training.
+        ema_decay: of an average of the weights, which `export_weights` then gives on request; None: there is none.
+        old_decay: of an objective that keeps the sampling policy apart: what that keeps of itself, by the number of
+            updates.
+        parallel: the ranks among which parameters and images are divided; None: this process is alone.
+
+    Raises:
+        ConfigError: the objective needs a model that is not given.
+    """
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        *,
+        optimizer: OptimizerConfig,
+        objective: DiffusionObjective,
+        reference: Denoiser | None = None,
+        ema_decay: float | None = None,
+        old_decay: "tuple[float, float]" = (0.001, 0.5),
+        parallel: TorchParallel | None = None,
+    ) -> None:
+        super().__init__(optimizer=optimizer, replicas=parallel.replicas if parallel else Replicas())
+        if objective.needs_reference and reference is None:
+            raise ConfigError(f"reference is None: {type(objective).__name__} asks the initial policy")
+        self._denoiser = denoiser
+        self._objective = objective
+        self._world_size = parallel.world_size if parallel else 1
+        self._is_first = parallel is None or parallel.mesh.get_rank() == 0
+        old = denoiser.copied() if objective.needs_old else None
+        for model in (denoiser, old, reference):
+            if model is not None and parallel is not None:
+                model.shard(parallel.mesh)
+        parameters = denoiser.trained_parameters()
+        if not parameters:
+            raise ConfigError("the model has no parameters to train")
+        self._optimizer = AdamW(parameters, optimizer)
+        self._models = Models(policy=denoiser, old=old, reference=reference)
+        self._ema = EMA(parameters, ema_decay) if ema_decay is not None else None
+        self._old = old
+        self._old_decay = old_decay
+
+    def train_step(self, micro_batches: Sequence[DiffusionMicroBatch]) -> dict[str, float]:
+        """One update on all images of all replicas; the result does not depend on how they are split.
+
+        Args:
+            micro_batches: this replica's, one at least; another may have more of them.
+
+        Returns:
+            the objective's metrics, ``actor/grad_norm``, ``actor/lr``, ``actor/nonfinite_steps``; the same on all
+            ranks.
+
+        Raises:
+            BatchError: the images lack what the objective needs, or there are none.
+            NonFiniteGradientError: too many skipped steps in a row.
+        """
+        samples = [s for batch in micro_batches for s in batch]
+        error: TrainerError | None = None
+        shape = (0, 0, 0)
+        try:
+            if not samples:
+                raise BatchError("micro_batches holds no image: at least one is needed on every replica")
+            self._objective.check(samples)
+            shape = self._objective.weight(samples), self._objective.num_passes(samples), len(micro_batches)
+        except TrainerError as found:
+            error = found
+        everyones = self._replicas.gather_or_raise(shape, error)
+        passes = {count for _, count, _ in everyones}
+        if len(passes) != 1:
+            raise BatchError(f"replicas make {sorted(passes)} passes over an image: one number is needed")
+        (num_passes,) = passes
+        total = sum(weight for weight, *_ in everyones) * num_passes
+        sums = self._backward(micro_batches, max(count for *_, count in everyones), num_passes, total)
+        metrics = self._objective.metrics(added(self._replicas.gather(sums)))
+        metrics |= self._apply_gradient()
+        self._follow()
+        return metrics
+
+    def _backward(
+        self, micro_batches: Sequence[DiffusionMicroBatch], num_batches: int, num_passes: int, total: int
+    ) -> dict[str, float]:
+        """Put the gradient of all shares together; this replica's sums."""
+        self._optimizer.zero_grad()
+        sums: dict[str, torch.Tensor] = {}
+        for i in range(num_batches):
+            # A divided model's collectives need all ranks: one that has no more micro-batches computes for nothing.
+            is_real = i < len(micro_batches)
+            batch = micro_batches[i] if is_real else micro_batches[0]
+            for index in range(num_passes):
+                loss, parts = self._objective.share(index, self._models, batch, total)
+                # FSDP averages over ranks, where shares are to be added.
+                torch.autograd.backward(loss * (self._world_size if is_real else 0.0))
+                if is_real:
+                    for name, value in parts.items():
+                        sums[name] = sums.get(name, 0.0) + value.double()
+        return {name: value.item() for name, value in sums.items()}
+
+    def _follow(self) -> None:
+        """Move what follows the parameters."""
+        if self._ema is not None:
+            self._ema.update(self.step)
+        if self._old is not None:
+            growth, bound = self._old_decay
+            share = 1 - min(growth * self.step, bound)
+            trained = self._optimizer.parameters
+            with torch.no_grad():
+                for name, parameter in self._old.model.named_parameters():
+                    if name in trained:
+                        parameter.lerp_(trained[name].detach(), share)
+
+    def means(self, micro_batches: Sequence[DiffusionMicroBatch], kernel: TransitionKernel) -> list[list[NDArray[Any]]]:
+        """Means [K, ...] of each image's recorded steps, under the present policy; see `step_means`."""
+        return step_means(self._denoiser, micro_batches, kernel, self._replicas)
+
+    def export_weights(self, *, averaged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """diffusers' names and whole tensors, one at a time, on every rank: of the policy that is to sample.
+
+        Args:
+            averaged: of the moving average.
+
+        Raises:
+            ConfigError: there is no such average.
+        """
+        if averaged:
+            if self._ema is None:
+                raise ConfigError("ema_decay is None: there is no average of the weights")
+            yield from self._denoiser.weights(self._ema.tensors)
+        elif self._old is not None:
+            old = dict(self._old.model.named_parameters())
+            yield from self._denoiser.weights({n: old[n].detach() for n in self._optimizer.parameters})
+        else:
+            yield from self._denoiser.weights()
+
+    def save_pretrained(self, path: str | Path, *, averaged: bool = False) -> None:
+        """Write the model's folder, which diffusers loads; all ranks call it, one writes."""
+        import copy
+
+        weights = {name: tensor.cpu() for name, tensor in self.export_weights(averaged=averaged)}
+        if not self._is_first:
+            return
+        model = type(self._denoiser.model).from_config(copy.deepcopy(dict(self._denoiser.model.config)))
+        buffers = {n: t for n, t in model.state_dict().items() if n not in weights}
+        model.load_state_dict({**weights, **buffers})
+        model.save_pretrained(path)
+
+    def _update(self, lr: float) -> float:
+        return self._optimizer.update(lr)
+
+    def _optimizer_step(self) -> int:
+        return self._optimizer.num_updates
+
+    def _tensors(self) -> dict[str, dict[str, Any]]:
+        groups = self._optimizer.tensors()
+        if self._ema is not None:
+            groups["ema"] = dict(self._ema.tensors)
+        if self._old is not None:
+            old = dict(self._old.model.named_parameters())
+            groups["old"] = {name: old[name].detach() for name in self._optimizer.parameters}
+        return groups
+
+    @torch.no_grad()
+    def _load_tensors(self, state: dict[str, Any]) -> None:
+        self._optimizer.load(state)
+        for group in ("ema", "old"):
+            for name, tensor in self._tensors().get(group, {}).items():
+                tensor.copy_(state[group][name])
+
+
+@torch.no_grad()
+def step_means(
+    denoiser: Denoiser,
+    micro_batches: Sequence[DiffusionMicroBatch],
+    kernel: TransitionKernel,
+    replicas: Replicas | None = None,
+) -> list[list[NDArray[np.float32]]]:
+    """Means [K, ...] of the Gaussians at each image's recorded steps, under a model: a reference's, for the KL term.
+
+    Args:
+        denoiser: the model.
+        micro_batches: this replica's, one at least; another may have more of them.
+        kernel: the sampler's.
+        replicas: those among which a sharded model is divided.
+    """
+    num_batches = max((replicas or Replicas()).gather(len(micro_batches)))
+    found: list[list[NDArray[np.float32]]] = []
+    for i in range(num_batches):
+        samples = micro_batches[min(i, len(micro_batches) - 1)]
+        conditions = Conditioned.of(samples, denoiser.device)
+        means: list[NDArray[np.float32]] = []
+        for step in range(samples[0].num_steps):
+            latents, levels, next_levels, timesteps = (
+                stacked(samples, name, denoiser.device, step=step)
+                for name in ("latents", "levels", "next_levels", "timesteps")
+            )
+            output = denoiser(latents, timesteps, conditions)
+            means.append(kernel(output, latents, levels, next_levels).mean.cpu().numpy())
+        if i < len(micro_batches):
+            found.append(list(np.stack(means, axis=1)))
+    return found

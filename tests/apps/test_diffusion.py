@@ -1,0 +1,276 @@
+"""`gcore-diffusion`: the embedded model in short, a user's own pipeline, every algorithm, resumption, wrong input."""
+
+import signal
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from command_line import Cli, Server, option_set, read_rows, served, write_rows
+from PIL import Image
+from tiny_pipelines import ddim_pipeline, flow_pipeline
+
+from gcore_ckpt import Checkpointer
+from gcore_diffusion.cli import parse_train
+from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.demo.digits import PROMPTS, DigitReward, load
+from gcore_diffusion.grids import grid
+from gcore_diffusion.recipes import RECIPES
+from gcore_runs.run_folder import RunFolder
+from gcore_runs.settings import merge, resolve, to_toml
+
+REWARD = """
+import numpy as np
+import torch
+
+
+def red(images, prompts, rows):
+    assert images.dtype == np.uint8 and len(images) == len(prompts) == len(rows)
+    means = images.astype(float).mean((1, 2)) / 255
+    return means[:, 0] - means[:, 1]
+
+
+def few(images, prompts, rows):
+    return [0.0]
+
+
+def nothing(images, prompts, rows):
+    return [float("nan")] * len(images)
+
+
+def differentiable(latents, prompts):
+    return torch.tanh(latents[:, 0].flatten(1).mean(1) - latents[:, 1].flatten(1).mean(1))
+"""
+
+
+@pytest.fixture(scope="session")
+def diffusion_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with served("gcore_diffusion", tmp_path_factory.mktemp("diffusion-logs")) as server:
+        yield server
+
+
+@pytest.fixture
+def cli(diffusion_server: Server, tmp_path: Path) -> Cli:
+    return Cli(diffusion_server, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def own_args(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A job of two steps on the user's own pipeline, prompts and reward: a second or two."""
+    folder = tmp_path_factory.mktemp("own-diffusion")
+    flow_pipeline(folder)
+    (folder / "rewards.py").write_text(REWARD)
+    write_rows(folder / "train.jsonl", ({"prompt": f"{word} {i}", "i": i} for i in range(10) for word in "abc"))
+    return [
+        *("train", "--threads", "1", "--device", "cpu", "--model", str(folder / "flow")),
+        *("--data.train-files", str(folder / "train.jsonl"), "--reward.kind", f"{folder / 'rewards.py'}:red"),
+        *("--data.train-batch-size", "4", "--rollout.n", "4", "--rollout.num-inference-steps", "4"),
+        *("--rollout.eval-n", "2", "--trainer.total-training-steps", "2", "--trainer.tensorboard", "False"),
+    ]
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    return [row for row in read_rows(run / "metrics.jsonl") if "sampling/waves" in row]
+
+
+def reproducible(run: Path) -> list[dict[str, Any]]:
+    clocks = ("timing_s/", "perf/throughput", "ledger/")
+    return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in read_rows(run / "metrics.jsonl")]
+
+
+def assert_alike(run: Path, expected: Path, tolerance: float) -> None:
+    rows, others = reproducible(run), reproducible(expected)
+    assert len(rows) == len(others)
+    for row, other in zip(rows, others, strict=True):
+        assert row.keys() == other.keys()
+        for name, value in other.items():
+            assert row[name] == pytest.approx(value, rel=tolerance, abs=tolerance), (row["step"], name)
+
+
+EMBEDDED = [
+    *("train", "--device", "cpu", "--demo.num-steps", "6", "--demo.batch-size", "16", "--data.train-batch-size", "2"),
+    *("--rollout.n", "4", "--rollout.num-inference-steps", "4", "--rollout.eval-n", "2"),
+    *("--trainer.total-training-steps", "2", "--trainer.test-freq", "2"),
+]
+
+
+def test_embedded_run_folder(cli: Cli) -> None:
+    """And the taught model is kept for the next run."""
+    args = [*EMBEDDED, "--demo.cache-dir", str(cli.cwd / "cache")]
+    out = cli.ok(*args)
+    run = cli.cwd / "runs/default"
+    for name in ("config.toml", "metrics.jsonl", "spans.jsonl", "report.html", "export/model_index.json"):
+        assert (run / name).is_file(), name
+    assert RunFolder(run).load_config(DiffusionConfig) == resolve(parse_train(args[1:]))
+    assert "held-out images: reward" in out
+    assert "reward not trained on" in out
+    with Image.open(run / "samples/step-000002.png") as picture:
+        assert picture.size[0] > 100
+    page = (run / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 2
+    assert "Before training" in page
+    first = {row["step"]: row for row in read_rows(run / "metrics.jsonl") if "val/accuracy" in row}
+    assert set(first) == {0, 2}
+    assert {"val/score/mean", "val/held_out/mean"} <= first[0].keys()
+    (kept,) = (cli.cwd / "cache").iterdir()
+    changed = kept.stat().st_mtime_ns
+    cli.ok(*args, "--name", "again")
+    assert kept.stat().st_mtime_ns == changed
+    assert_alike(cli.cwd / "runs/again", run, 0.0)
+    cli.ok("sample", run, "red 7", "--n", "3", "--out", "three.png")
+    assert (cli.cwd / "three.png").is_file()
+    assert cli.ok("report", run).strip().endswith("report.html")
+
+
+ALGORITHMS: dict[str, list[str]] = {
+    "flow_grpo": ["--actor.loss.kl-loss-coef", "0.1", "--actor.ema-decay", "0.9"],
+    "flow_grpo_fast": ["--rollout.window-size", "1"],
+    "mix_grpo": ["--rollout.window-size", "1", "--rollout.window-schedule", "sliding", "--rollout.window-steps", "1"],
+    "ddpo": ["--algorithm.name", "ddpo", "--rollout.kernel", "dance_sde", "--algorithm.timestep-fraction", "0.5"],
+    "grpo_guard": ["--algorithm.name", "grpo_guard", "--actor.lora-rank", "2"],
+    "cps": ["--rollout.kernel", "cps", "--rollout.guidance-scale", "2.0"],
+    "nft": ["--algorithm.name", "nft", "--rollout.kernel", "ode"],
+    "dpo": ["--algorithm.name", "dpo", "--rollout.kernel", "ode"],
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_runs(cli: Cli, own_args: list[str], name: str) -> None:
+    cli.ok(*own_args, *ALGORITHMS[name])
+    steps = steps_of(cli.cwd / "runs/default")
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert row["actor/grad_norm"] > 0
+        assert all(np.isfinite(value) for value in row.values())
+
+
+def test_gradient_of_a_reward_itself(cli: Cli, own_args: list[str]) -> None:
+    args = option_set(
+        own_args, "--reward.kind", own_args[own_args.index("--reward.kind") + 1].replace(":red", ":differentiable")
+    )
+    args = option_set(args, "--trainer.total-training-steps", "6")
+    cli.ok(*args, "--algorithm.name", "reward_gradient", "--rollout.kernel", "ode", "--actor.optim.lr", "3e-3")
+    rows = [
+        row["val/score/mean"] for row in read_rows(cli.cwd / "runs/default/metrics.jsonl") if "val/score/mean" in row
+    ]
+    assert rows[-1] > rows[0]
+
+
+def test_ddim_pipelines_and_classes(cli: Cli, own_args: list[str], tmp_path: Path) -> None:
+    (tmp_path / "classes.txt").write_text("zero\n1\n2\n3\n")
+    args = option_set(own_args, "--model", str(ddim_pipeline(tmp_path)))
+    args = option_set(args, "--data.train-files", str(tmp_path / "classes.txt"))
+    cli.ok(*args, "--algorithm.name", "ddpo", "--rollout.kernel", "ddim", "--reward.held-out", "jpeg_incompressibility")
+    row = steps_of(cli.cwd / "runs/default")[-1]
+    assert row["actor/ratio_dev"] < 1
+    assert row["held_out/score/mean"] > 0
+
+
+def test_controllers_and_engines_elsewhere_make_the_same_images(cli: Cli, own_args: list[str]) -> None:
+    """To what sums round to in batches of other sizes."""
+    cli.ok(*own_args, "--name", "one")
+    cli.ok(*own_args, "--controllers", "4", "--name", "four")
+    cli.ok(*own_args, "--controllers", "2", "--rollout.num-processes", "2", "--name", "processes")
+    for name in ("four", "processes"):
+        assert_alike(cli.cwd / "runs" / name, cli.cwd / "runs/one", 2e-3)
+    assert (cli.cwd / "runs/processes/logs/engine-1.log").is_file()
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(cli: Cli, own_args: list[str]) -> None:
+    four = option_set(own_args, "--trainer.total-training-steps", "4")
+    cli.ok(*four, "--name", "whole")
+    # The rate is to fall as in the whole run.
+    cli.ok(*own_args, "--name", "parts")
+    out = cli.ok(*four, "--name", "parts")
+    assert "resuming after step 2 of 4" in out
+    last, expected = (steps_of(cli.cwd / "runs" / name)[-1] for name in ("parts", "whole"))
+    for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm"):
+        assert last[name] == expected[name]
+    exports = [
+        cli.cwd / "runs" / name / "export/transformer/diffusion_pytorch_model.safetensors"
+        for name in ("parts", "whole")
+    ]
+    assert exports[0].read_bytes() == exports[1].read_bytes()
+
+
+def test_an_interrupt_saves_the_last_step(cli: Cli, own_args: list[str]) -> None:
+    many = option_set(own_args, "--trainer.total-training-steps", "1000")
+    command = cli.start(*many)
+    run = cli.cwd / "runs/default"
+    while not command.has_ended() and not ((run / "metrics.jsonl").exists() and len(steps_of(run)) >= 2):
+        time.sleep(0.02)
+    command.send(signal.SIGINT)
+    assert command.wait().code == 130
+    assert Checkpointer(run / "checkpoints").steps() == [len(steps_of(run))]
+
+
+BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
+    "group of one": (lambda _: ["--rollout.n", "1"], "rollout.n is 1: at least 2 is needed"),
+    "kernel without noise": (lambda _: ["--rollout.kernel", "ode"], "rollout.kernel is 'ode' and algorithm.name is"),
+    "kernel of another kind": (lambda _: ["--rollout.kernel", "ddim"], "kernel is DDIM: the model is of flow matching"),
+    "noise where none is": (
+        lambda _: ["--algorithm.name", "nft"],
+        "rollout.kernel is 'flow_sde' and",
+    ),
+    "window": (lambda _: ["--rollout.window-size", "9"], "rollout.window_size is 9: at most"),
+    "unknown reward": (lambda _: ["--reward.kind", "pretty"], "reward.kind is 'pretty': jpeg_compressibility"),
+    "no such function": (lambda file: ["--reward.kind", f"{file}:blue"], "has no function 'blue'"),
+    "too few scores": (lambda file: ["--reward.kind", f"{file}:few"], "returned 1 scores of 2 images"),
+    "no number": (lambda file: ["--reward.kind", f"{file}:nothing"], "returned nan for an image"),
+    "size for a reward": (
+        lambda _: ["--reward.held-out", "digit", "--rollout.size", "32", "32"],
+        "digit scores 8 x 8 pixels",
+    ),
+    "clip without weights": (lambda _: ["--reward.kind", "clip"], "reward.path is not set: clip needs"),
+    "model": (lambda _: ["--model", "nowhere"], "model is 'nowhere': a folder of a diffusers pipeline"),
+    "gradient of a number": (
+        lambda _: [
+            "--algorithm.name",
+            "reward_gradient",
+            "--rollout.kernel",
+            "ode",
+            "--reward.kind",
+            "jpeg_compressibility",
+        ],
+        "algorithm.name is 'reward_gradient': a differentiable one is needed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused(cli: Cli, own_args: list[str], name: str) -> None:
+    options, expected = BAD[name]
+    file = own_args[own_args.index("--reward.kind") + 1].rpartition(":")[0]
+    # An option that comes again is the last one's.
+    assert expected in cli.refused(*own_args, *options(file))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_what_a_file_can_hold(name: str, tmp_path: Path) -> None:
+    config = RECIPES[name]()
+    assert merge(DiffusionConfig(), tomllib.loads(to_toml(config)), source="test") == config
+
+
+def test_digits_are_scored_by_two_classifiers() -> None:
+    """Of digits that neither was taught on, each reads most."""
+    reward, digits = DigitReward(), load()
+    for half, score in ((digits.half(1), "trained on"), (digits.half(0), "held out")):
+        images = np.repeat((half.images * 255).round().astype(np.uint8)[..., None], 3, axis=-1)
+        prompts = [f"red {label}" for label in half.labels]
+        if score == "trained on":
+            assert reward(images, prompts, [{}] * len(prompts)).mean() > 0.85
+        else:
+            assert reward.accuracy(images, prompts).mean() > 0.9
+    assert len(PROMPTS) == 30
+
+
+def test_grids_show_every_prompt_until_there_are_too_many() -> None:
+    images = np.zeros((40 * 3, 8, 8, 3), np.uint8)
+    prompts = [f"prompt {i // 3}" for i in range(120)]
+    small, large = grid(images[:12], prompts[:12], per_prompt=3), grid(images, prompts, per_prompt=3)
+    assert large.size[1] < 5 * small.size[1]
+    wide = grid(np.zeros((2, 512, 256, 3), np.uint8), ["a", "a"], per_prompt=2)
+    assert wide.size[1] < 200

@@ -1,0 +1,229 @@
+"""The engine of images: real pipelines of diffusers, unmodified, whose steps are recorded."""
+
+import asyncio
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    DDIMScheduler,
+    DiffusionPipeline,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    StableDiffusion3Pipeline,
+)
+from tiny_pipelines import ddim_pipeline, flow_pipeline
+
+from gcore_rollout.diffusion import DDIM, FlowCPS, FlowODE, FlowSDE, ImageRequest, ImageSample, ImageSampling
+from gcore_rollout.diffusion.engine import DiffusersEngine, image_generator
+from gcore_rollout.diffusion.recording import combined
+from gcore_rollout.engine_process import EngineProcess
+from gcore_rollout.errors import RequestError, UnsupportedModelError
+from gcore_rollout.replicas import EngineReplicas
+
+
+@pytest.fixture(scope="module")
+def flow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return flow_pipeline(tmp_path_factory.mktemp("pipelines"))
+
+
+@pytest.fixture(scope="module")
+def ddim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ddim_pipeline(tmp_path_factory.mktemp("pipelines"))
+
+
+SDE = ImageSampling(num_inference_steps=5, kernel=FlowSDE(noise_level=0.7))
+
+
+def request(name: str, sampling: ImageSampling, *, n: int = 2, seed: int = 0, prompt: str = "red 7") -> ImageRequest:
+    return ImageRequest(request_id=name, prompt=prompt, sampling=sampling, n=n, seed=seed)
+
+
+async def made(engine: Any, *requests: ImageRequest) -> list[ImageSample]:
+    samples = [sample async for sample in engine.generate(requests)]
+    return sorted(samples, key=lambda s: (s.request_id, s.index))
+
+
+async def test_without_noise_the_images_are_the_pipelines_own(flow: Path) -> None:
+    """Whatever else is in the batch."""
+    engine = DiffusersEngine.from_pretrained(flow)
+    sampling = ImageSampling(num_inference_steps=4, guidance_scale=2.0)
+    found = await made(engine, request("a", sampling, n=3, seed=5), request("b", sampling, n=2, prompt="blue 1"))
+    alone = await made(engine, request("a", sampling, n=3, seed=5))
+    for one, other in zip(found, alone, strict=False):
+        np.testing.assert_allclose(one.latents, other.latents, atol=1e-5)
+    pipeline = StableDiffusion3Pipeline.from_pretrained(flow)
+    pipeline.set_progress_bar_config(disable=True)
+    own = pipeline(
+        prompt=["red 7"] * 3,
+        generator=[image_generator(5, i) for i in range(3)],
+        num_inference_steps=4,
+        guidance_scale=2.0,
+        output_type="latent",
+    ).images
+    np.testing.assert_allclose(np.stack([s.latents for s in alone]), own.numpy(), atol=1e-5)
+    pixels = ((own / 2 + 0.5).clamp(0, 1) * 255).round().permute(0, 2, 3, 1).numpy()
+    assert np.abs(np.stack([s.image for s in alone]).astype(float) - pixels).max() <= 1
+    assert all(not s.trajectory.steps.size for s in found)
+    await engine.close()
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 2.5])
+@pytest.mark.parametrize("kernel", [FlowSDE(noise_level=0.7), FlowCPS(noise_level=0.5)])
+async def test_a_trajectory_can_be_made_again(flow: Path, kernel: Any, guidance_scale: float) -> None:
+    """From what was recorded, by the model alone: the same means and log-probs."""
+    engine = DiffusersEngine.from_pretrained(flow)
+    sampling = ImageSampling(num_inference_steps=5, kernel=kernel, guidance_scale=guidance_scale)
+    samples = await made(engine, request("a", sampling, n=3, seed=1))
+    model = StableDiffusion3Pipeline.from_pretrained(flow).transformer
+    model.requires_grad_(False)
+    num_steps = 4 if isinstance(kernel, FlowCPS) else 5
+    for step in range(num_steps):
+        x = torch.stack([torch.from_numpy(s.trajectory.latents[step]) for s in samples])
+        tell = {
+            name: torch.stack([torch.from_numpy(s.conditions[name]) for s in samples]) for name in samples[0].conditions
+        }
+        time = torch.tensor([s.trajectory.timesteps[step] for s in samples])
+        if guidance_scale == 1.0:
+            output = model(hidden_states=x, timestep=time, **tell, return_dict=False)[0]
+        else:
+            both = {name: torch.cat([value[:, 0], value[:, 1]]) for name, value in tell.items()}
+            twice, times = torch.cat([x, x]), torch.cat([time, time])
+            output = model(hidden_states=twice, timestep=times, **both, return_dict=False)[0]
+            output = combined(output, 3, 3, guidance_scale)
+        level, following = (
+            torch.tensor([getattr(s.trajectory, name)[step] for s in samples]) for name in ("levels", "next_levels")
+        )
+        again = kernel(output, x, level, following)
+        drawn = torch.stack([torch.from_numpy(s.trajectory.next_latents[step]) for s in samples])
+        ratio = torch.exp(again.log_prob(drawn) - torch.tensor([s.trajectory.log_probs[step] for s in samples]))
+        np.testing.assert_allclose(ratio, 1.0, atol=1e-6)
+        means = np.stack([s.trajectory.means[step] for s in samples])
+        np.testing.assert_allclose(again.mean, means, atol=1e-5)
+    assert samples[0].trajectory.steps.tolist() == list(range(num_steps))
+    np.testing.assert_array_equal(samples[0].trajectory.next_latents[0], samples[0].trajectory.latents[1])
+    await engine.close()
+
+
+async def test_noise_stays_in_its_window(flow: Path) -> None:
+    engine = DiffusersEngine.from_pretrained(flow)
+    window = ImageSampling(num_inference_steps=6, kernel=FlowSDE(noise_level=0.7), window=(2, 4))
+    plain = ImageSampling(num_inference_steps=6, window=(2, 4))
+    found, without = await made(engine, request("a", window, n=1), request("b", plain, n=1))
+    assert found.trajectory.steps.tolist() == without.trajectory.steps.tolist() == [2, 3]
+    np.testing.assert_allclose(found.trajectory.latents[0], without.trajectory.latents[0], atol=1e-6)
+    assert np.abs(found.trajectory.latents[1] - without.trajectory.latents[1]).max() > 0.01
+    assert np.isnan(without.trajectory.log_probs).all()
+    assert np.isfinite(found.trajectory.log_probs).all()
+    await engine.close()
+
+
+async def test_ddim_and_classes(ddim: Path) -> None:
+    """With a learned variance and a VAE: what diffusers' own scheduler makes of the same noise."""
+    engine = DiffusersEngine.from_pretrained(ddim)
+    sampling = ImageSampling(num_inference_steps=4, kernel=DDIM(eta=1.0))
+    samples = await made(engine, request("a", sampling, n=2, prompt="two"), request("b", sampling, n=1, prompt="7"))
+    assert [s.trajectory.steps.tolist() for s in samples] == [[0, 1, 2]] * 3
+    assert samples[0].conditions["class_labels"] == 2
+    assert samples[0].image.shape == (8, 8, 3)
+    pipeline: Any = DiffusionPipeline.from_pretrained(ddim)
+    scheduler: DDIMScheduler = pipeline.scheduler
+    scheduler.set_timesteps(4)
+    trajectory = samples[2].trajectory
+    for k in range(3):
+        x = torch.from_numpy(trajectory.latents[k])[None]
+        time = torch.tensor([int(trajectory.timesteps[k])])
+        with torch.no_grad():
+            output = pipeline.transformer(x, timestep=time, class_labels=torch.tensor([7])).sample[:, :3]
+        std = scheduler._get_variance(int(time), int(time) - 250) ** 0.5  # pyright: ignore[reportPrivateUsage]
+        noise = torch.from_numpy(trajectory.next_latents[k] - trajectory.means[k])[None] / std
+        expected = scheduler.step(output, int(time), x, eta=1.0, variance_noise=noise, return_dict=False)[0]
+        np.testing.assert_allclose(trajectory.next_latents[k], expected[0], atol=1e-5)
+    await engine.close()
+
+
+async def test_new_weights_make_other_images(flow: Path) -> None:
+    engine = DiffusersEngine.from_pretrained(flow)
+    (before,) = await made(engine, request("a", SDE, n=1))
+    weights = [(name, p + 0.05) for name, p in engine.pipeline.transformer.named_parameters()]
+    await engine.update_weights(weights, version=3)
+    (after,) = await made(engine, request("a", SDE, n=1))
+    assert (before.weight_version, after.weight_version) == (0, 3)
+    assert np.abs(before.latents - after.latents).max() > 1e-3
+    with pytest.raises(ValueError, match="missing names"):
+        await engine.update_weights(weights[1:], version=4)
+    await engine.close()
+
+
+async def test_aborted_images_come_out_empty_and_others_are_made(flow: Path) -> None:
+    engine = DiffusersEngine.from_pretrained(flow, max_num_images=2)
+    await engine.pause()
+    long = ImageSampling(num_inference_steps=200, kernel=FlowSDE(noise_level=0.7))
+    first = asyncio.create_task(made(engine, request("a", long)))
+    second = asyncio.create_task(made(engine, request("b", SDE)))
+    await asyncio.sleep(0)
+    assert engine.stats().num_waiting == 4
+    await engine.resume()
+    while not engine.stats().num_running:
+        await asyncio.sleep(0.01)
+    await engine.abort(["a"])
+    assert [s.finish_reason for s in await first] == ["abort", "abort"]
+    assert [s.finish_reason for s in await second] == ["stop", "stop"]
+    await engine.close()
+
+
+async def test_replicas_in_processes_make_the_same_images(flow: Path) -> None:
+    """And go on when one is killed."""
+    start = partial(EngineProcess.start, partial(DiffusersEngine.from_pretrained, flow), num_threads=1)
+    engines = await asyncio.gather(start(), start())
+    replicas = EngineReplicas(engines)
+    requests = [request(str(k), SDE, seed=k, n=3) for k in range(6)]
+    there = await made(replicas, *requests)
+    engine = DiffusersEngine.from_pretrained(flow)
+    here = await made(engine, *requests)
+    for one, other in zip(there, here, strict=True):
+        assert (one.request_id, one.index) == (other.request_id, other.index)
+        np.testing.assert_allclose(one.latents, other.latents, atol=1e-4)
+    task = asyncio.create_task(made(replicas, *requests))
+    await asyncio.sleep(0.02)
+    os.kill(engines[0].pid, signal.SIGKILL)
+    survived = await task
+    for one, other in zip(survived, here, strict=True):
+        np.testing.assert_allclose(one.latents, other.latents, atol=1e-4)
+    await replicas.close()
+    await engine.close()
+
+
+async def test_what_cannot_be_used_is_refused(flow: Path, ddim: Path, tmp_path: Path) -> None:
+    pipeline: Any = DiffusionPipeline.from_pretrained(ddim)
+    pipeline.scheduler = EulerDiscreteScheduler()
+    with pytest.raises(UnsupportedModelError, match="EulerDiscreteScheduler, whose steps have no log-probability"):
+        DiffusersEngine(pipeline)
+    pipeline = StableDiffusion3Pipeline.from_pretrained(flow)
+    pipeline.scheduler = FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
+    with pytest.raises(UnsupportedModelError, match="stochastic_sampling"):
+        DiffusersEngine(pipeline)
+    with pytest.raises(UnsupportedModelError, match=r"no model_index\.json"):
+        DiffusersEngine.from_pretrained(tmp_path)
+    engine = DiffusersEngine.from_pretrained(flow)
+    with pytest.raises(RequestError, match="kernel is DDIM"):
+        await made(engine, request("a", ImageSampling(num_inference_steps=2, kernel=DDIM())))
+    classes = DiffusersEngine.from_pretrained(ddim)
+    with pytest.raises(RequestError, match="kernel is FlowSDE"):
+        await made(classes, request("a", SDE, prompt="1"))
+    with pytest.raises(RequestError, match="prompt is 'red'"):
+        await made(classes, request("a", ImageSampling(num_inference_steps=2), prompt="red"))
+    guided = ImageSampling(num_inference_steps=2, guidance_scale=2.0)
+    with pytest.raises(UnsupportedModelError, match="guidance within the latents"):
+        await made(classes, request("a", guided, prompt="1"))
+    with pytest.raises(RequestError, match="window is"):
+        ImageSampling(num_inference_steps=3, window=(2, 4))
+    with pytest.raises(RequestError, match="num_inference_steps is 0"):
+        ImageSampling(num_inference_steps=0, kernel=FlowODE())
+    await engine.close()
+    await classes.close()

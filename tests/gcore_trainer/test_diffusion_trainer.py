@@ -1,0 +1,256 @@
+"""The diffusion trainer, on a real model of diffusers: every objective raises a reward; state, splits, adapters."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from tiny_pipelines import flow_pipeline
+
+from gcore_trainer import OptimizerConfig
+from gcore_trainer.config import LoRAConfig
+from gcore_trainer.diffusion import (
+    Conditioned,
+    DenoisingPolicyConfig,
+    DiffusionDPOConfig,
+    DiffusionDPOObjective,
+    DiffusionObjective,
+    DiffusionSample,
+    FlowProcess,
+    NFTConfig,
+    NFTObjective,
+    PolicyGradientObjective,
+    RewardGradientObjective,
+)
+from gcore_trainer.diffusion.denoiser import Denoiser
+from gcore_trainer.diffusion.trainer import DiffusionTrainer, step_means
+from gcore_trainer.errors import BatchError, ConfigError, StateError, UnsupportedModelError
+
+STEPS = 4
+LEVELS = np.linspace(1.0, 0.0, STEPS + 1).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A Gaussian of a fixed std: what a sampler in an application would be."""
+
+    mean: torch.Tensor
+    std: torch.Tensor
+
+    def log_prob(self, next_latents: torch.Tensor) -> torch.Tensor:
+        normal = torch.distributions.Normal(self.mean, self.std.expand_as(self.mean))
+        return normal.log_prob(next_latents).flatten(1).mean(1)
+
+
+def kernel(output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor) -> Step:
+    dt = (next_level - level).reshape(-1, 1, 1, 1)
+    return Step(latents + output * dt, 0.3 * torch.sqrt(-dt))
+
+
+def reward(latents: torch.Tensor, prompts: Sequence[str] = ()) -> torch.Tensor:
+    """How bright the first channel is against the second; differentiable."""
+    del prompts
+    return torch.tanh(latents[:, 0].flatten(1).mean(1) - latents[:, 1].flatten(1).mean(1))
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return flow_pipeline(tmp_path_factory.mktemp("pipelines"))
+
+
+def conditions(count: int) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(7)
+    told = torch.randn((4, 3, 32), generator=generator).numpy(), torch.randn((4, 32), generator=generator).numpy()
+    return [{"encoder_hidden_states": told[0][i % 4], "pooled_projections": told[1][i % 4]} for i in range(count)]
+
+
+@torch.no_grad()
+def sampled(denoiser: Denoiser, count: int, seed: int, *, has_noise: bool = True) -> list[DiffusionSample]:
+    """Images and their steps, with the mean reward taken from each as its advantage."""
+    generator = torch.Generator().manual_seed(seed)
+    told = [DiffusionSample(clean_latents=np.zeros(0, np.float32), conditions=c) for c in conditions(count)]
+    batch = Conditioned.of(told, denoiser.device)
+    x = torch.randn((count, 3, 8, 8), generator=generator)
+    steps: list[dict[str, Any]] = []
+    for level, next_level in pairwise(LEVELS):
+        levels, next_levels = torch.full((count,), float(level)), torch.full((count,), float(next_level))
+        drawn = kernel(denoiser(x, 1000 * levels, batch), x, levels, next_levels)
+        following = drawn.mean + (drawn.std * torch.randn(x.shape, generator=generator) if has_noise else 0.0)
+        log_probs = drawn.log_prob(following)
+        steps.append({"x": x, "next": following, "mean": drawn.mean, "log_probs": log_probs})
+        x = following
+    scores = reward(x)
+    advantages = (scores - scores.mean()) / (scores.std() + 1e-4)
+    return [
+        DiffusionSample(
+            clean_latents=x[i].numpy(),
+            conditions=told[i].conditions,
+            advantage=float(advantages[i]),
+            latents=np.stack([s["x"][i].numpy() for s in steps]),
+            next_latents=np.stack([s["next"][i].numpy() for s in steps]),
+            old_means=np.stack([s["mean"][i].numpy() for s in steps]),
+            old_log_probs=np.array([float(s["log_probs"][i]) for s in steps], np.float32),
+            levels=LEVELS[:-1],
+            next_levels=LEVELS[1:],
+            timesteps=1000 * LEVELS[:-1],
+            noise_seed=seed * 1000 + i,
+        )
+        for i in range(count)
+    ]
+
+
+def as_pairs(samples: list[DiffusionSample]) -> list[DiffusionSample]:
+    """Best against worst, second against last but one, ..."""
+    order = sorted(samples, key=lambda s: -(s.advantage or 0.0))
+    half = len(order) // 2
+    return [s for i in range(half) for s in (order[i], order[-1 - i])]
+
+
+def mean_reward(denoiser: Denoiser) -> float:
+    images = sampled(denoiser, 64, seed=10_000, has_noise=False)
+    return float(reward(torch.from_numpy(np.stack([s.clean_latents for s in images]))).mean())
+
+
+POLICY: dict[str, Callable[[], DiffusionObjective]] = {
+    "ddpo": lambda: PolicyGradientObjective(DenoisingPolicyConfig(clip_ratio=0.01), kernel),
+    "guard": lambda: PolicyGradientObjective(DenoisingPolicyConfig(loss_mode="guard", clip_ratio=0.01), kernel),
+    "flow-grpo with kl": lambda: PolicyGradientObjective(
+        DenoisingPolicyConfig(clip_ratio=0.01, kl_loss_coef=0.01), kernel
+    ),
+}
+OBJECTIVES: dict[str, Callable[[], DiffusionObjective]] = {
+    **POLICY,
+    "nft": lambda: NFTObjective(NFTConfig(num_timesteps=2)),
+    "dpo": lambda: DiffusionDPOObjective(DiffusionDPOConfig(beta=20.0, num_timesteps=2), FlowProcess()),
+    "reward gradient": lambda: RewardGradientObjective(kernel, reward),
+}
+
+
+def trainer_of(pipeline: Path, objective: DiffusionObjective, *, lr: float = 2e-3, **options: Any) -> DiffusionTrainer:
+    denoiser = Denoiser.from_pretrained(pipeline, lora=options.pop("lora", None))
+    reference = denoiser.copied() if objective.needs_reference else None
+    optimizer = OptimizerConfig(lr=lr, weight_decay=0.0)
+    return DiffusionTrainer(denoiser, optimizer=optimizer, objective=objective, reference=reference, **options)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_raises_the_reward(pipeline: Path, name: str) -> None:
+    objective = OBJECTIVES[name]()
+    denoiser = Denoiser.from_pretrained(pipeline)
+    reference = denoiser.copied()
+    trainer = DiffusionTrainer(
+        denoiser,
+        optimizer=OptimizerConfig(lr=2e-3, weight_decay=0.0),
+        objective=objective,
+        reference=reference if objective.needs_reference else None,
+        old_decay=(0.0, 0.0),
+    )
+    before = mean_reward(denoiser)
+    for step in range(12):
+        samples = sampled(denoiser, 32, seed=step, has_noise=name in POLICY)
+        if name == "dpo":
+            samples = as_pairs(samples)
+        elif name == "reward gradient":
+            samples = [s.at_steps([2, 3]) for s in samples]
+        elif name == "flow-grpo with kl":
+            means = step_means(reference, [samples], kernel)[0]
+            samples = [replace(s, ref_means=m) for s, m in zip(samples, means, strict=True)]
+        metrics = trainer.train_step([samples[:16], samples[16:]])
+        assert np.isfinite(list(metrics.values())).all()
+    assert mean_reward(denoiser) > before + 0.03
+
+
+def test_before_the_first_update_the_ratio_is_1(pipeline: Path) -> None:
+    trainer = trainer_of(pipeline, POLICY["ddpo"]())
+    samples = sampled(Denoiser.from_pretrained(pipeline), 8, seed=0)
+    metrics = trainer.train_step([samples])
+    assert metrics["actor/ratio_dev"] < 1e-6
+    assert metrics["actor/pg_clipfrac"] == 0.0
+    assert trainer.train_step([samples])["actor/ratio_dev"] > 1e-6
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_how_a_batch_is_split_changes_nothing(pipeline: Path, name: str) -> None:
+    samples = sampled(Denoiser.from_pretrained(pipeline), 8, seed=3)
+    samples = [replace(s, ref_means=s.old_means) for s in samples]
+    metrics: list[dict[str, float]] = []
+    for size in (8, 2):
+        trainer = trainer_of(pipeline, OBJECTIVES[name](), lr=1e-3)
+        metrics.append(trainer.train_step([samples[i : i + size] for i in range(0, 8, size)]))
+    for key, value in metrics[0].items():
+        assert metrics[1][key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.parametrize("name", ["ddpo", "nft"])
+def test_a_resumed_trainer_goes_on_to_the_bit(pipeline: Path, name: str) -> None:
+    batches = [sampled(Denoiser.from_pretrained(pipeline), 4, seed=k) for k in range(4)]
+    whole, first, second = (trainer_of(pipeline, OBJECTIVES[name](), ema_decay=0.9) for _ in range(3))
+    for batch in batches:
+        whole.train_step([batch])
+    for batch in batches[:2]:
+        first.train_step([batch])
+    second.load_state(first.state())
+    for batch in batches[2:]:
+        second.train_step([batch])
+    for averaged in (False, True):
+        expected = dict(whole.export_weights(averaged=averaged))
+        for key, tensor in second.export_weights(averaged=averaged):
+            assert torch.equal(tensor, expected[key]), key
+    with pytest.raises(StateError, match="names on one side only"):
+        trainer_of(pipeline, OBJECTIVES[name]()).load_state(first.state())
+
+
+def test_adapters_alone_learn_and_are_merged(pipeline: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(pipeline, POLICY["ddpo"](), lora=LoRAConfig(rank=2), lr=1e-2)
+    before = dict(Denoiser.from_pretrained(pipeline).weights())
+    for key, tensor in trainer.export_weights():
+        assert torch.equal(tensor, before[key])
+    trainer.train_step([sampled(Denoiser.from_pretrained(pipeline), 8, seed=0)])
+    after = dict(trainer.export_weights())
+    assert after.keys() == before.keys()
+    changed = {key for key in after if not torch.equal(after[key], before[key])}
+    assert changed
+    assert all(key.endswith(".weight") for key in changed)
+    trainer.save_pretrained(tmp_path)
+    loaded = SD3Transformer2DModel.from_pretrained(tmp_path)
+    for key, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, after[key]), key
+
+
+def test_the_sampling_policy_follows(pipeline: Path) -> None:
+    """DiffusionNFT's: the first update takes all of the new one, later ones less and less."""
+    trainer = trainer_of(pipeline, OBJECTIVES["nft"](), old_decay=(0.25, 0.5))
+    before = dict(trainer.export_weights())
+    trainer.train_step([sampled(Denoiser.from_pretrained(pipeline), 4, seed=0)])
+    state = trainer.state()
+    for key, tensor in trainer.export_weights():
+        expected = torch.lerp(before[key], state["model"][key], 0.75)
+        torch.testing.assert_close(tensor, expected)
+
+
+def test_a_batch_that_lacks_something_is_refused(pipeline: Path, tmp_path: Path) -> None:
+    samples = sampled(Denoiser.from_pretrained(pipeline), 4, seed=0)
+    trainer = trainer_of(pipeline, POLICY["ddpo"]())
+    with pytest.raises(BatchError, match="advantage is None"):
+        trainer.train_step([[replace(s, advantage=None) for s in samples]])
+    with pytest.raises(BatchError, match="holds no image"):
+        trainer.train_step([])
+    with pytest.raises(BatchError, match="steps: one number above 0"):
+        trainer.train_step([[samples[0], samples[1].at_steps([0])]])
+    with pytest.raises(BatchError, match="ref_means is None"):
+        trainer_of(pipeline, POLICY["flow-grpo with kl"]()).train_step([samples])
+    with pytest.raises(BatchError, match="3 images: pairs"):
+        trainer_of(pipeline, OBJECTIVES["dpo"]()).train_step([samples[:3]])
+    with pytest.raises(BatchError, match="do not reach the end"):
+        trainer_of(pipeline, OBJECTIVES["reward gradient"]()).train_step([[s.at_steps([0]) for s in samples]])
+    with pytest.raises(ConfigError, match="reference is None"):
+        DiffusionTrainer(Denoiser.from_pretrained(pipeline), optimizer=OptimizerConfig(), objective=OBJECTIVES["dpo"]())
+    with pytest.raises(UnsupportedModelError, match=r"no model_index\.json"):
+        Denoiser.from_pretrained(tmp_path)
+    with pytest.raises(BatchError, match="levels has 3 steps"):
+        replace(samples[0], levels=LEVELS[:3])
