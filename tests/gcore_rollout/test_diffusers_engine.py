@@ -12,15 +12,13 @@ import pytest
 import torch
 from diffusers import (
     DDIMScheduler,
-    DiffusionPipeline,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
-    StableDiffusion3Pipeline,
 )
 from tiny_pipelines import ddim_pipeline, flow_pipeline
 
 from gcore_rollout.diffusion import DDIM, FlowCPS, FlowODE, FlowSDE, ImageRequest, ImageSample, ImageSampling
-from gcore_rollout.diffusion.engine import DiffusersEngine, image_generator
+from gcore_rollout.diffusion.engine import DiffusersEngine, image_generator, load_pipeline
 from gcore_rollout.diffusion.recording import combined
 from gcore_rollout.engine_process import EngineProcess
 from gcore_rollout.errors import RequestError, UnsupportedModelError
@@ -57,7 +55,7 @@ async def test_without_noise_the_images_are_the_pipelines_own(flow: Path) -> Non
     alone = await made(engine, request("a", sampling, n=3, seed=5))
     for one, other in zip(found, alone, strict=False):
         np.testing.assert_allclose(one.latents, other.latents, atol=1e-5)
-    pipeline = StableDiffusion3Pipeline.from_pretrained(flow)
+    pipeline = load_pipeline(flow)
     pipeline.set_progress_bar_config(disable=True)
     own = pipeline(
         prompt=["red 7"] * 3,
@@ -80,7 +78,7 @@ async def test_a_trajectory_can_be_made_again(flow: Path, kernel: Any, guidance_
     engine = DiffusersEngine.from_pretrained(flow)
     sampling = ImageSampling(num_inference_steps=5, kernel=kernel, guidance_scale=guidance_scale)
     samples = await made(engine, request("a", sampling, n=3, seed=1))
-    model = StableDiffusion3Pipeline.from_pretrained(flow).transformer
+    model = load_pipeline(flow).transformer
     model.requires_grad_(False)
     num_steps = 4 if isinstance(kernel, FlowCPS) else 5
     for step in range(num_steps):
@@ -131,7 +129,7 @@ async def test_ddim_and_classes(ddim: Path) -> None:
     assert [s.trajectory.steps.tolist() for s in samples] == [[0, 1, 2]] * 3
     assert samples[0].conditions["class_labels"] == 2
     assert samples[0].image.shape == (8, 8, 3)
-    pipeline: Any = DiffusionPipeline.from_pretrained(ddim)
+    pipeline: Any = load_pipeline(ddim)
     scheduler: DDIMScheduler = pipeline.scheduler
     scheduler.set_timesteps(4)
     trajectory = samples[2].trajectory
@@ -200,11 +198,11 @@ async def test_replicas_in_processes_make_the_same_images(flow: Path) -> None:
 
 
 async def test_what_cannot_be_used_is_refused(flow: Path, ddim: Path, tmp_path: Path) -> None:
-    pipeline: Any = DiffusionPipeline.from_pretrained(ddim)
+    pipeline: Any = load_pipeline(ddim)
     pipeline.scheduler = EulerDiscreteScheduler()
     with pytest.raises(UnsupportedModelError, match="EulerDiscreteScheduler, whose steps have no log-probability"):
         DiffusersEngine(pipeline)
-    pipeline = StableDiffusion3Pipeline.from_pretrained(flow)
+    pipeline = load_pipeline(flow)
     pipeline.scheduler = FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
     with pytest.raises(UnsupportedModelError, match="stochastic_sampling"):
         DiffusersEngine(pipeline)

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 from tiny_pipelines import word_tokenizer
-from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPVisionModelWithProjection
+from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 
 from gcore_rollout.errors import RewardConfigError, RewardError
 from gcore_rollout.image_rewards import ColourReward, JPEGCompressibility, evaluate_images
@@ -95,7 +95,7 @@ def test_aesthetic_is_a_head_on_unit_embeddings(clip: Path, tmp_path: Path) -> N
     save_file({f"layers.{name}": p.detach() for name, p in head.named_parameters()}, tmp_path / "head.safetensors")
     pixels = CLIPImageProcessor.from_pretrained(clip)(list(NOISE), return_tensors="pt")
     with torch.no_grad():
-        embeds = CLIPVisionModelWithProjection.from_pretrained(clip)(**pixels).image_embeds
+        embeds = CLIPModel.from_pretrained(clip).get_image_features(**pixels).pooler_output
         expected = head(embeds / embeds.norm(dim=1, keepdim=True))[:, 0]
     found = AestheticReward(clip, tmp_path / "head.safetensors")(NOISE, PROMPTS, ROWS)
     np.testing.assert_allclose(found, expected, atol=1e-6)

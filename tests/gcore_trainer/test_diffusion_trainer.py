@@ -225,7 +225,7 @@ def test_adapters_alone_learn_and_are_merged(pipeline: Path, tmp_path: Path) -> 
 def test_the_sampling_policy_follows(pipeline: Path) -> None:
     """DiffusionNFT's: the first update takes all of the new one, later ones less and less."""
     trainer = trainer_of(pipeline, OBJECTIVES["nft"](), old_decay=(0.25, 0.5))
-    before = dict(trainer.export_weights())
+    before = {key: tensor.clone() for key, tensor in trainer.export_weights()}
     trainer.train_step([sampled(Denoiser.from_pretrained(pipeline), 4, seed=0)])
     state = trainer.state()
     for key, tensor in trainer.export_weights():

@@ -71,10 +71,11 @@ def ddim_pipeline(path: Path) -> Path:
     )
     torch.nn.init.normal_(transformer.proj_out_2.weight, std=0.2)
     scheduler = DDIMScheduler(num_train_timesteps=1000, clip_sample=False)
-    labels = {str(k): name for k, name in enumerate(["zero", "one", "two"])}
-    DiTPipeline(transformer=transformer, vae=_vae(), scheduler=scheduler, id2label=labels).save_pretrained(
-        path / "ddim"
-    )
+    DiTPipeline(transformer=transformer, vae=_vae(), scheduler=scheduler).save_pretrained(path / "ddim")
+    # Where the folders of trained ones have their classes' names.
+    index = path / "ddim/model_index.json"
+    labels = {str(number): name for number, name in enumerate(["zero", "one", "two"])}
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"id2label": labels}))
     return path / "ddim"
 
 

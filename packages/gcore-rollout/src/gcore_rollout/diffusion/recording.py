@@ -96,23 +96,22 @@ class Tape:
         call = self._only_call(output)
         index, self._num_steps = self._num_steps, self._num_steps + 1
         first, end = self._sampling.window or (0, self._sampling.num_inference_steps)
-        kernel = self._sampling.kernel if first <= index < end else self._plain
+        is_inside = first <= index < end
+        kernel = self._sampling.kernel if is_inside else self._plain
         x = latents.float()
         mean, std = transition = kernel(output.float(), x, level, next_level)
         has_noise = bool((std > 0).all())
         drawn = mean + std * self._noise(x) if has_noise else mean
         # What the model sees next is what has a density.
         following = drawn.to(output.dtype).float()
-        if has_noise or (self._sampling.window is not None and kernel is self._sampling.kernel):
+        if has_noise or (is_inside and self._sampling.window is not None):
             self.steps.append(
                 Step(
                     index=index,
                     latents=x,
                     next_latents=following,
                     mean=mean,
-                    log_prob=transition.log_prob(following)
-                    if has_noise
-                    else torch.full_like(x.flatten(1)[:, 0], torch.nan),
+                    log_prob=transition.log_prob(following) if has_noise else torch.full((len(x),), torch.nan),
                     level=float(level),
                     next_level=float(next_level),
                     timestep=_timestep_of(call),

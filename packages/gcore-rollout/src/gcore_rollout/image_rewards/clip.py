@@ -28,9 +28,9 @@ class CLIPReward:
     """
 
     def __init__(self, path: str | Path, *, device: str = "cpu", scale: float | None = 1.0) -> None:
-        from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
+        from transformers import AutoTokenizer
 
-        self._model, self._processor = _load(path, device, CLIPModel, CLIPImageProcessor)
+        self._model, self._processor = _load(path, device)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
         self._device = device
         self._scale = float(self._model.logit_scale.exp()) / 26 if scale is None else scale
@@ -55,7 +55,7 @@ class AestheticReward:
     """A linear head, or several layers of them, on CLIP's image embeddings of length 1: LAION's aesthetic predictor.
 
     Args:
-        path: a Hugging Face folder of CLIP's vision model with its projection.
+        path: a Hugging Face folder of a CLIP model, with its image processor.
         head: a safetensors file of the head: ``layers.N.weight`` and ``layers.N.bias``, or ``weight`` and ``bias``.
         device: such as cpu or cuda:0.
 
@@ -65,9 +65,8 @@ class AestheticReward:
 
     def __init__(self, path: str | Path, head: str | Path, *, device: str = "cpu") -> None:
         from safetensors.torch import load_file
-        from transformers import CLIPImageProcessor, CLIPVisionModelWithProjection
 
-        self._model, self._processor = _load(path, device, CLIPVisionModelWithProjection, CLIPImageProcessor)
+        self._model, self._processor = _load(path, device)
         try:
             tensors = load_file(str(head), device=device)
         except Exception as error:
@@ -90,18 +89,21 @@ class AestheticReward:
         """[B] scores."""
         del prompts, rows
         pixels = self._processor(list(images), return_tensors="pt").to(self._device)
-        x = torch.nn.functional.normalize(self._model(pixel_values=pixels["pixel_values"]).image_embeds, dim=-1)
+        seen = self._model.vision_model(pixel_values=pixels["pixel_values"]).pooler_output
+        x = torch.nn.functional.normalize(self._model.visual_projection(seen), dim=-1)
         for weight, bias in self._layers:
             x = torch.nn.functional.linear(x, weight, bias)
         return x[:, 0].double().cpu().numpy()
 
 
-def _load(path: str | Path, device: str, model: Any, processor: Any) -> tuple[Any, Any]:
+def _load(path: str | Path, device: str) -> tuple[Any, Any]:
+    from transformers import CLIPImageProcessor, CLIPModel
+
     if not (Path(path) / "config.json").is_file():
         raise RewardConfigError(f"path is {str(path)!r}: a Hugging Face folder of a CLIP model is needed")
     try:
-        loaded = model.from_pretrained(path, local_files_only=True).to(device).eval().requires_grad_(False)
-        return loaded, processor.from_pretrained(path, local_files_only=True)
+        model: Any = CLIPModel.from_pretrained(path, local_files_only=True)
+        return model.to(device).eval().requires_grad_(False), CLIPImageProcessor.from_pretrained(path)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise RewardConfigError(f"path is {str(path)!r}: {error}") from None
 

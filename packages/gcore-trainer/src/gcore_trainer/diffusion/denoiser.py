@@ -71,7 +71,7 @@ class Denoiser:
         """
         name, kind = component_of(path)
         load = getattr(diffusers, kind).from_pretrained
-        model = load(Path(path) / name, torch_dtype=torch.float32, local_files_only=True)
+        model = load(Path(path) / name, dtype=torch.float32, local_files_only=True)
         return cls(model.to(device), **options)
 
     def __call__(self, latents: torch.Tensor, timesteps: torch.Tensor, conditions: Conditioned) -> torch.Tensor:
