@@ -67,7 +67,7 @@ def own_args(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [
         *("train", "--threads", "1", "--device", "cpu", "--model", str(folder / "flow")),
         *("--data.train-files", str(folder / "train.jsonl"), "--reward.kind", f"{folder / 'rewards.py'}:red"),
-        *("--data.train-batch-size", "4", "--rollout.n", "4", "--rollout.num-inference-steps", "4"),
+        *("--data.train-batch-size", "8", "--rollout.n", "4", "--rollout.num-inference-steps", "4"),
         *("--rollout.eval-n", "2", "--trainer.total-training-steps", "2", "--trainer.tensorboard", "False"),
     ]
 
@@ -110,7 +110,7 @@ def test_embedded_run_folder(cli: Cli) -> None:
     with Image.open(run / "samples/step-000002.png") as picture:
         assert picture.size[0] > 100
     page = (run / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 2
+    assert page.count('src="data:image/png;base64,') == 2
     assert "Before training" in page
     first = {row["step"]: row for row in read_rows(run / "metrics.jsonl") if "val/accuracy" in row}
     assert set(first) == {0, 2}

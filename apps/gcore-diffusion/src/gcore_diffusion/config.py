@@ -116,6 +116,8 @@ class RolloutConfig:
     """Training steps after which a sliding window moves by one."""
     size: tuple[int, int] = (0, 0)
     """Height and width in pixels; (0, 0): the pipeline's own."""
+    max_sequence_length: int = 0
+    """Tokens of a prompt, where the pipeline has a limit to set; 0: its own. Shorter is faster."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the sampler's weights."""
     max_num_images: int = 64
@@ -134,7 +136,7 @@ class RolloutConfig:
             raise UserError(f"rollout.n is {self.n}: at least 2 is needed, for images of a prompt are compared")
         for name in ("num_inference_steps", "window_steps", "max_num_images", "eval_n"):
             check_at_least(f"rollout.{name}", getattr(self, name), 1)
-        for name in ("window_size", "num_processes", "eval_num_inference_steps"):
+        for name in ("window_size", "num_processes", "eval_num_inference_steps", "max_sequence_length"):
             check_at_least(f"rollout.{name}", getattr(self, name), 0)
         if not 0 < self.noise_level < math.inf:
             raise UserError(f"rollout.noise_level is {self.noise_level}: a finite number above 0 is needed")
@@ -149,6 +151,11 @@ class RolloutConfig:
                 f"rollout.window_range is {self.window_range}: steps from 0 to {self.num_inference_steps}, at least "
                 f"rollout.window_size={self.window_size} of them, are needed"
             )
+
+    @property
+    def pipeline_options(self) -> dict[str, int]:
+        """Further arguments of the pipeline's call."""
+        return {"max_sequence_length": self.max_sequence_length} if self.max_sequence_length else {}
 
     @property
     def range_of_window(self) -> tuple[int, int]:

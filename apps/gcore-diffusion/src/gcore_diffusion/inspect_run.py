@@ -29,7 +29,9 @@ async def sample_run(
     if not run.export.is_dir():
         raise UserError(f"{path} has no export: the run is not finished; the command train goes on with it")
     rollout = config.rollout
-    engine = DiffusersEngine.from_pretrained(run.export, device=config.device, dtype=rollout.dtype)
+    engine = DiffusersEngine.from_pretrained(
+        run.export, device=config.device, dtype=rollout.dtype, options=rollout.pipeline_options
+    )
     try:
         sampling = ImageSampling(
             num_inference_steps=num_inference_steps or rollout.eval_num_inference_steps or rollout.num_inference_steps,

@@ -19,9 +19,11 @@ def embedded() -> DiffusionConfig:
     """Under four minutes on two cores: Flow-GRPO-Fast teaches a tiny model to draw legible digits."""
     return DiffusionConfig(
         threads=1,
-        data=DataConfig(train_batch_size=12),
+        data=DataConfig(train_batch_size=16),
         reward=RewardConfig(kind="digit", held_out="colour"),
-        rollout=RolloutConfig(n=16, num_inference_steps=10, window_size=2, max_num_images=192, eval_n=8),
+        rollout=RolloutConfig(
+            n=16, num_inference_steps=10, window_size=2, max_sequence_length=1, max_num_images=256, eval_n=8
+        ),
         actor=ActorConfig(
             optim=OptimizerConfig(lr=3e-4, weight_decay=1e-4), loss=DenoisingPolicyConfig(clip_ratio=5e-3)
         ),

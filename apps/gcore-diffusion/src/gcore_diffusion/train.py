@@ -103,6 +103,7 @@ async def _start_policy(config: DiffusionConfig, model: Path, run: RunFolder) ->
         device=config.device,
         dtype=rollout.dtype,
         max_num_images=rollout.max_num_images,
+        options=rollout.pipeline_options,
     )
     if not rollout.num_processes:
         return TimedEngine(make(), devices, "engine 0")

@@ -89,7 +89,7 @@ def _train(pipeline: Any, config: DemoConfig, *, seed: int, display: Display) ->
         with torch.no_grad():
             for name, value in model.state_dict().items():
                 average[name].lerp_(value, 1 - decay)
-        losses.append(float(loss))
+        losses.append(loss.item())
         display.progressed(step + 1, [("loss", f"{np.mean(losses[-50:]):.3f}")])
     model.load_state_dict(average)
     model.eval()

@@ -57,13 +57,14 @@ class DiffusersEngine:
     Args:
         pipeline: a pipeline of diffusers; its scheduler is replaced.
         max_num_images: largest batch.
+        options: further arguments of the pipeline's call, such as max_sequence_length.
 
     Raises:
         UnsupportedModelError: its scheduler has no log-probability, or the pipeline makes something unknown of its
             model's output.
     """
 
-    def __init__(self, pipeline: Any, *, max_num_images: int = 64) -> None:
+    def __init__(self, pipeline: Any, *, max_num_images: int = 64, options: Mapping[str, Any] | None = None) -> None:
         if max_num_images < 1:
             raise RolloutError(f"max_num_images is {max_num_images}: at least 1 is needed")
         pipeline.set_progress_bar_config(disable=True)
@@ -74,6 +75,11 @@ class DiffusersEngine:
         self._pipeline = pipeline
         self._device: torch.device = pipeline.device
         self._accepted = set(inspect.signature(pipeline.__call__).parameters)
+        self._options = dict(options or {})
+        if unknown := sorted(self._options.keys() - self._accepted):
+            raise UnsupportedModelError(
+                f"{type(pipeline).__name__} has no {unknown[0]}: it takes {sorted(self._accepted)}"
+            )
         self._max_num_images = max_num_images
         self._version = 0
         self._line: deque[_Waiting] = deque()
@@ -93,7 +99,13 @@ class DiffusersEngine:
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, *, device: str = "cpu", dtype: str = "float32", max_num_images: int = 64
+        cls,
+        path: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        max_num_images: int = 64,
+        options: Mapping[str, Any] | None = None,
     ) -> Self:
         """Load a local pipeline folder.
 
@@ -101,13 +113,13 @@ class DiffusersEngine:
             path: has a model_index.json.
             device: such as cpu or cuda:0.
             dtype: of the weights: float32, bfloat16 or float16.
-            max_num_images: largest batch.
+            max_num_images: see `DiffusersEngine`, as `options`.
 
         Raises:
             UnsupportedModelError: see `DiffusersEngine`, or it is no pipeline's folder.
         """
         pipeline = load_pipeline(path, dtype=getattr(torch, dtype))
-        return cls(pipeline.to(device), max_num_images=max_num_images)
+        return cls(pipeline.to(device), max_num_images=max_num_images, options=options)
 
     @property
     def weight_version(self) -> int:
@@ -301,7 +313,7 @@ class DiffusersEngine:
         self, prompts: Sequence[str], sampling: ImageSampling, generators: Sequence[torch.Generator]
     ) -> NDArray[np.uint8]:
         """[B, H, W, 3]; what the tape has not."""
-        options: dict[str, Any] = {}
+        options = dict(self._options)
         if "prompt" in self._accepted:
             # Each prompt is encoded once.
             unique = list(dict.fromkeys(prompts))
