@@ -10,16 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    DDIMScheduler,
-    EulerDiscreteScheduler,
-    FlowMatchEulerDiscreteScheduler,
-)
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from tiny_pipelines import ddim_pipeline, flow_pipeline
 
 from gcore_rollout.diffusion import DDIM, FlowCPS, FlowODE, FlowSDE, ImageRequest, ImageSample, ImageSampling
-from gcore_rollout.diffusion.engine import DiffusersEngine, image_generator, load_pipeline
-from gcore_rollout.diffusion.recording import combined
+from gcore_rollout.diffusion.engine import DiffusersEngine, image_generator
+from gcore_rollout.diffusion.recording import combined, load_pipeline
 from gcore_rollout.engine_process import EngineProcess
 from gcore_rollout.errors import RequestError, UnsupportedModelError
 from gcore_rollout.replicas import EngineReplicas
@@ -177,7 +175,9 @@ async def test_aborted_images_come_out_empty_and_others_are_made(flow: Path) -> 
 
 async def test_replicas_in_processes_make_the_same_images(flow: Path) -> None:
     """And go on when one is killed."""
-    start = partial(EngineProcess.start, partial(DiffusersEngine.from_pretrained, flow), num_threads=1)
+    start = partial(
+        EngineProcess[ImageRequest, ImageSample].start, partial(DiffusersEngine.from_pretrained, flow), num_threads=1
+    )
     engines = await asyncio.gather(start(), start())
     replicas = EngineReplicas(engines)
     requests = [request(str(k), SDE, seed=k, n=3) for k in range(6)]

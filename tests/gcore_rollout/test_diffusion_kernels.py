@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,7 +74,7 @@ def test_steps_are_the_papers_in_float64(name: str, level: float, share: float, 
 
 
 def test_without_noise_a_step_is_diffusers_own() -> None:
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=3.0)
     scheduler.set_timesteps(6)
     x, v = latents(0)
     for i, timestep in enumerate(scheduler.timesteps):
@@ -86,7 +87,7 @@ def test_without_noise_a_step_is_diffusers_own() -> None:
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_ddim_is_diffusers_own(prediction_type: Any, clip: float | None) -> None:
-    options = {"clip_sample": clip is not None, "clip_sample_range": clip or 1.0}
+    options: dict[str, Any] = {"clip_sample": clip is not None, "clip_sample_range": clip or 1.0}
     scheduler = DDIMScheduler(prediction_type=prediction_type, **options)
     scheduler.set_timesteps(10)
     x, output = latents(1)

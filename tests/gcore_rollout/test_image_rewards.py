@@ -95,7 +95,8 @@ def test_aesthetic_is_a_head_on_unit_embeddings(clip: Path, tmp_path: Path) -> N
     save_file({f"layers.{name}": p.detach() for name, p in head.named_parameters()}, tmp_path / "head.safetensors")
     pixels = CLIPImageProcessor.from_pretrained(clip)(list(NOISE), return_tensors="pt")
     with torch.no_grad():
-        embeds = CLIPModel.from_pretrained(clip).get_image_features(**pixels).pooler_output
+        model: Any = CLIPModel.from_pretrained(clip)
+        embeds = model.get_image_features(**pixels).pooler_output
         expected = head(embeds / embeds.norm(dim=1, keepdim=True))[:, 0]
     found = AestheticReward(clip, tmp_path / "head.safetensors")(NOISE, PROMPTS, ROWS)
     np.testing.assert_allclose(found, expected, atol=1e-6)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore_trainer.diffusion import DDPMProcess, DenoisingPolicyConfig, DiffusionDPOConfig, FlowProcess, NFTConfig
+from gcore_trainer.diffusion.config import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig
 from gcore_trainer.diffusion.losses import (
     clipped_step_loss,
     diffusion_dpo_loss,
@@ -17,6 +17,7 @@ from gcore_trainer.diffusion.losses import (
     guard_step_loss,
     nft_loss,
 )
+from gcore_trainer.diffusion.process import DDPMProcess, FlowProcess
 from gcore_trainer.errors import ConfigError
 
 seeds = st.integers(0, 10_000)
@@ -106,9 +107,9 @@ def test_diffusion_dpo(seed: int, beta: float) -> None:
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
 def test_ddpm_process_is_diffusers(prediction_type: Any) -> None:
-    from diffusers import DDPMScheduler
+    from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 
-    scheduler = DDPMScheduler(prediction_type=prediction_type)
+    scheduler: Any = DDPMScheduler(prediction_type=prediction_type)
     process = DDPMProcess(alphas_cumprod=scheduler.alphas_cumprod.tolist(), prediction_type=prediction_type)
     clean, noise = drawn(1, 2, 5, 3, 4, 4).float()
     level = torch.tensor([0.001, 0.2, 0.5, 0.9, 1.0])

@@ -9,26 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import SD3Transformer2DModel
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from tiny_pipelines import flow_pipeline
 
 from gcore_trainer import OptimizerConfig
 from gcore_trainer.config import LoRAConfig
-from gcore_trainer.diffusion import (
-    Conditioned,
-    DenoisingPolicyConfig,
-    DiffusionDPOConfig,
+from gcore_trainer.diffusion.config import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig
+from gcore_trainer.diffusion.denoiser import Denoiser
+from gcore_trainer.diffusion.objectives import (
     DiffusionDPOObjective,
     DiffusionObjective,
-    DiffusionSample,
-    FlowProcess,
-    NFTConfig,
     NFTObjective,
     PolicyGradientObjective,
     RewardGradientObjective,
 )
-from gcore_trainer.diffusion.denoiser import Denoiser
+from gcore_trainer.diffusion.process import FlowProcess
 from gcore_trainer.diffusion.trainer import DiffusionTrainer, step_means
+from gcore_trainer.diffusion.types import Conditioned, DiffusionSample
 from gcore_trainer.errors import BatchError, ConfigError, StateError, UnsupportedModelError
 
 STEPS = 4

@@ -2,17 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import (
-    AutoencoderKL,
-    DDIMScheduler,
-    DiTPipeline,
-    DiTTransformer2DModel,
-    FlowMatchEulerDiscreteScheduler,
-    SD3Transformer2DModel,
-    StableDiffusion3Pipeline,
-)
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+from diffusers.pipelines.dit.pipeline_dit import DiTPipeline
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
 SIZE = 8
@@ -37,16 +36,15 @@ def flow_pipeline(path: Path, *, with_vae: bool = False) -> Path:
     )
     # Its output begins at 0, and a velocity of 0 tells little.
     torch.nn.init.normal_(transformer.proj_out.weight, std=0.2)
+    rest: dict[str, Any] = {"vae": _vae() if with_vae else None, "text_encoder_3": None, "tokenizer_3": None}
     pipeline = StableDiffusion3Pipeline(
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=3.0),
-        vae=_vae() if with_vae else None,
         text_encoder=_text_encoder(len(tokenizer), seed=1),
         tokenizer=tokenizer,
         text_encoder_2=_text_encoder(len(tokenizer), seed=2),
         tokenizer_2=tokenizer,
-        text_encoder_3=None,
-        tokenizer_3=None,
+        **rest,
     )
     pipeline.save_pretrained(path / "flow")
     return path / "flow"
@@ -70,7 +68,7 @@ def ddim_pipeline(path: Path) -> Path:
         attention_bias=True,
     )
     torch.nn.init.normal_(transformer.proj_out_2.weight, std=0.2)
-    scheduler = DDIMScheduler(num_train_timesteps=1000, clip_sample=False)
+    scheduler: Any = DDIMScheduler(num_train_timesteps=1000, clip_sample=False)
     DiTPipeline(transformer=transformer, vae=_vae(), scheduler=scheduler).save_pretrained(path / "ddim")
     # Where the folders of trained ones have their classes' names.
     index = path / "ddim/model_index.json"

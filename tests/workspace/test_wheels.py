@@ -17,7 +17,7 @@ NEEDED_TO_IMPORT = {
     "gcore-ckpt": ["xxhash"],
     "gcore-controller": [],
     "gcore-placement": ["numpy"],
-    "gcore-rollout": ["numpy"],
+    "gcore-rollout": ["numpy", "typing-extensions"],
     "gcore-trainer": ["numpy"],
 }
 """Third-party distributions without which ``import gcore_x`` fails."""
@@ -27,6 +27,8 @@ WITHOUT_EXTRA = [
     ("placement", "cli", "rich", "import gcore_placement.cli_tables"),
     ("rollout", "http", "aiohttp", "from gcore_rollout.rewards import HTTPReward as use; use('http://localhost')"),
     ("rollout", "math-verify", "math_verify", "from gcore_rollout.rewards import MathVerifyReward as use; use()"),
+    ("rollout", "diffusion", "diffusers", "import gcore_rollout.diffusion.engine"),
+    ("trainer", "diffusion", "diffusers", "import gcore_trainer.diffusion.denoiser"),
     ("rollout", "ray", "ray", "import gcore_rollout.ray_engine"),
     ("rollout", "ray", "ray", "import gcore_rollout.weight_sync.weight_references"),
     ("rollout", "reasoning-gym", "reasoning_gym", "from gcore_rollout.rewards import ReasoningGymReward as use; use()"),

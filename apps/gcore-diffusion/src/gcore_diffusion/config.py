@@ -36,7 +36,7 @@ MAY_CHANGE = (
 class DemoConfig:
     """The embedded model: a tiny Stable Diffusion 3 of coloured digits, taught on scikit-learn's."""
 
-    num_steps: int = 700
+    num_steps: int = 300
     """Updates of its teaching; less makes it worse at digits."""
     batch_size: int = 128
     """Images of an update."""
@@ -239,9 +239,9 @@ class ActorConfig:
 class TrainerConfig:
     """The run."""
 
-    total_training_steps: int = 60
+    total_training_steps: int = 50
     """Steps of the whole run."""
-    test_freq: int = 20
+    test_freq: int = 10
     """Steps between evaluations on held-out prompts."""
     save_freq: int = 20
     """Steps between checkpoints."""

@@ -50,7 +50,10 @@ class Group:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Group":
         """The opposite of `state`."""
-        samples = [ImageSample(**{**s, "trajectory": Trajectory(**s["trajectory"])}) for s in state["samples"]]
+        samples: list[ImageSample] = []
+        for fields in state["samples"]:
+            rest = {name: value for name, value in fields.items() if name != "trajectory"}
+            samples.append(ImageSample(**rest, trajectory=Trajectory(**fields["trajectory"])))
         return cls(
             ticket=state["ticket"],
             prompt=Prompt(text=state["text"], row=state["row"]),

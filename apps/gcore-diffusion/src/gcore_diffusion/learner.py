@@ -18,19 +18,17 @@ from gcore_rollout.diffusion import DDIM, ImageRequest, ImageSample
 from gcore_runs.devices import DeviceTimers, rank_name
 from gcore_runs.errors import UserError
 from gcore_trainer import OptimizerConfig
-from gcore_trainer.diffusion import (
-    DDPMProcess,
+from gcore_trainer.diffusion.denoiser import Denoiser
+from gcore_trainer.diffusion.objectives import (
     DiffusionDPOObjective,
     DiffusionObjective,
-    DiffusionSample,
-    FlowProcess,
     NFTObjective,
-    NoiseProcess,
     PolicyGradientObjective,
     RewardGradientObjective,
 )
-from gcore_trainer.diffusion.denoiser import Denoiser
+from gcore_trainer.diffusion.process import DDPMProcess, FlowProcess, NoiseProcess
 from gcore_trainer.diffusion.trainer import DiffusionTrainer, step_means
+from gcore_trainer.diffusion.types import DiffusionSample
 
 State = dict[str, Any]
 
@@ -50,7 +48,7 @@ class Learner:
 
     def __init__(self, config: DiffusionConfig, model: Path, checkpoints: Path, *, reward: Any = None) -> None:
         self._config = config
-        options = {
+        options: dict[str, Any] = {
             "device": config.device,
             "compute_dtype": getattr(torch, config.actor.dtype),
             "gradient_checkpointing": config.actor.enable_gradient_checkpointing,

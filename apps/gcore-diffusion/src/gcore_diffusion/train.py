@@ -113,7 +113,7 @@ async def _start_policy(config: DiffusionConfig, model: Path, run: RunFolder) ->
     async def start() -> Engine[ImageRequest, ImageSample]:
         number = next(numbers)
         factory: Callable[[], DiffusersEngine] = partial(logged, run.logs.absolute(), "engine", number, make)
-        engine = await EngineProcess.start(factory, num_threads=threads, preload=_PRELOAD)
+        engine = await EngineProcess[ImageRequest, ImageSample].start(factory, num_threads=threads, preload=_PRELOAD)
         return TimedEngine(engine, devices, f"engine {number % rollout.num_processes}")
 
     engines = await asyncio.gather(*(start() for _ in range(rollout.num_processes)))

@@ -5,7 +5,7 @@ import pickle
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, cast
 from uuid import uuid4
 
 import torch
@@ -194,7 +194,7 @@ class RayEngine(ForwardingEngine, Generic[RequestT, SampleT]):
                     _raise_failure(item, self._incarnation)
                     if isinstance(item, AnySample):
                         unfinished.pop((item.request_id, item.index), None)
-                        yield item
+                        yield cast(SampleT, item)
             if unfinished:
                 raise EngineDiedError("the engine actor gave the samples up: it had not heard of this client for long")
         except EngineDiedError as death:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,9 +55,11 @@ class DigitReward:
         from sklearn.linear_model import LogisticRegression
         from sklearn.svm import SVC
 
+        makes: list[Any] = [LogisticRegression(max_iter=2000), SVC(gamma=cast(Any, 0.02))]
+        halves = [load().half(0), load().half(1)]
         self._trained, self._held_out = (
             make.fit(half.images.reshape(len(half.images), -1), half.labels)
-            for make, half in ((LogisticRegression(max_iter=2000), load().half(0)), (SVC(gamma=0.02), load().half(1)))
+            for make, half in zip(makes, halves, strict=True)
         )
 
     def check(self, height: int, width: int) -> None:

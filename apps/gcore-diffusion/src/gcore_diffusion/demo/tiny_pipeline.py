@@ -2,9 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
 from gcore_diffusion.demo.digits import COLOURS, SIZE
@@ -47,16 +50,15 @@ def make_tiny_pipeline(path: Path, *, seed: int) -> StableDiffusion3Pipeline:
         if name.endswith(("norm1.linear", "norm1_context.linear")) or name in ("norm_out.linear", "proj_out"):
             torch.nn.init.zeros_(module.weight)  # pyright: ignore[reportArgumentType]
             torch.nn.init.zeros_(module.bias)  # pyright: ignore[reportArgumentType]
+    absent: dict[str, Any] = dict.fromkeys(("vae", "text_encoder_3", "tokenizer_3"))
     pipeline = StableDiffusion3Pipeline(
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=1.0),
-        vae=None,
         text_encoder=_text_encoder(len(tokenizer), seed=seed + 1),
         tokenizer=tokenizer,
         text_encoder_2=_text_encoder(len(tokenizer), seed=seed + 2),
         tokenizer_2=tokenizer,
-        text_encoder_3=None,
-        tokenizer_3=None,
+        **absent,
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import json
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,16 +15,11 @@ from numpy.typing import NDArray
 
 from gcore_rollout.calls import Call, check_weights
 from gcore_rollout.diffusion.kernels import FlowODE
-from gcore_rollout.diffusion.recording import ModelCall, Recorded, StepAbortedError, Tape
+from gcore_rollout.diffusion.recording import ModelCall, Recorded, StepAbortedError, Tape, load_pipeline
 from gcore_rollout.diffusion.types import ImageRequest, ImageSample, ImageSampling, Trajectory
 from gcore_rollout.engine import EngineStats
-from gcore_rollout.errors import MissingExtraError, RequestError, RolloutError, UnsupportedModelError
+from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
 from gcore_rollout.sampling import sample_seeds
-
-try:
-    import diffusers
-except ImportError:
-    raise MissingExtraError("diffusers", "diffusion") from None
 
 _PROBED = (2, 3)
 """Batches of these sizes tell which of the model's arguments have a row for each image."""
@@ -396,31 +390,6 @@ class DiffusersEngine:
             for name, value in _tensors(tape.call, self._recorded.latents_argument):
                 sizes.setdefault(name, []).append(len(value) if value.ndim else 0)
         return {name for name, found in sizes.items() if found == list(_PROBED)}
-
-
-def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Any:
-    """A local pipeline folder; what its pipeline could have and it has not, such as a VAE, is None.
-
-    Args:
-        path: has a model_index.json.
-        dtype: of the weights.
-
-    Raises:
-        UnsupportedModelError: it is no pipeline's folder, or one that diffusers does not know.
-    """
-    index = Path(path) / "model_index.json"
-    if not index.is_file():
-        raise UnsupportedModelError(f"{path} has no model_index.json: a pipeline's folder of diffusers is needed")
-    components = json.loads(index.read_text())
-    kind = getattr(diffusers, components.get("_class_name", ""), None)
-    if kind is None:
-        name = components.get("_class_name")
-        raise UnsupportedModelError(f"{index} is of class {name!r}: a pipeline of diffusers is needed")
-    absent = {name: None for name, found in components.items() if isinstance(found, list) and found[0] is None}
-    try:
-        return kind.from_pretrained(path, dtype=dtype, local_files_only=True, **absent)
-    except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModelError(f"{path} does not load: {error}") from error
 
 
 def _tensors(call: ModelCall, latents: str) -> Iterator[tuple[str, torch.Tensor]]:

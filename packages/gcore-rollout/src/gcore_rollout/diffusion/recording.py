@@ -5,17 +5,26 @@ The pipeline itself is diffusers' own, whichever it is. Its scheduler is replace
 """
 
 import inspect
+import json
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, cast
 
 import torch
-from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
 from gcore_rollout.diffusion.kernels import DDIM, FlowODE, Kernel
 from gcore_rollout.diffusion.types import ImageSampling
-from gcore_rollout.errors import RequestError, UnsupportedModelError
+from gcore_rollout.errors import MissingExtraError, RequestError, UnsupportedModelError
+
+try:
+    import diffusers
+    from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+    from diffusers.utils import logging
+except ImportError:
+    raise MissingExtraError("diffusers", "diffusion") from None
 
 _TOLERANCE = 1e-5
 """Relative, of what a pipeline is found to make of its model's output."""
@@ -171,10 +180,6 @@ def check_combination(output: torch.Tensor, given: torch.Tensor, guidance_scale:
         )
 
 
-class _Scheduler(Protocol):
-    tape: Tape | None
-
-
 class _FlowScheduler(FlowMatchEulerDiscreteScheduler):
     tape: Tape | None = None
 
@@ -182,9 +187,9 @@ class _FlowScheduler(FlowMatchEulerDiscreteScheduler):
         assert self.tape is not None
         if self.step_index is None:
             self._init_step_index(timestep)
-        sigmas, index = self.sigmas, self._step_index
+        sigmas, index = cast(torch.Tensor, self.sigmas), self._step_index
         following = self.tape.step(model_output, sample, sigmas[index], sigmas[index + 1])
-        self._step_index += 1
+        self._step_index = index + 1
         return _Stepped(following) if return_dict else (following,)
 
 
@@ -193,7 +198,8 @@ class _DDIMScheduler(DDIMScheduler):
 
     def step(self, model_output: Any, timestep: Any, sample: Any, *_: Any, return_dict: bool = True, **__: Any) -> Any:
         assert self.tape is not None
-        before = timestep - self.config.num_train_timesteps // self.num_inference_steps
+        config: Any = self.config
+        before = timestep - config.num_train_timesteps // self.num_inference_steps
         level = self.alphas_cumprod[timestep]
         next_level = self.alphas_cumprod[before] if before >= 0 else self.final_alpha_cumprod
         following = self.tape.step(model_output, sample, level, next_level)
@@ -279,6 +285,36 @@ class Recorded:
 
     def _answered(self, _: torch.nn.Module, __: tuple[Any, ...], output: Any) -> None:
         self._calls.append(ModelCall(arguments=self._arguments, output=output[0]))
+
+
+def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Any:
+    """A local pipeline folder; what its pipeline could have and it has not, such as a VAE, is None.
+
+    Args:
+        path: has a model_index.json.
+        dtype: of the weights.
+
+    Raises:
+        UnsupportedModelError: it is no pipeline's folder, or one that diffusers does not know.
+    """
+    index = Path(path) / "model_index.json"
+    if not index.is_file():
+        raise UnsupportedModelError(f"{path} has no model_index.json: a pipeline's folder of diffusers is needed")
+    components = json.loads(index.read_text())
+    kind = getattr(diffusers, components.get("_class_name", ""), None)
+    if kind is None:
+        name = components.get("_class_name")
+        raise UnsupportedModelError(f"{index} is of class {name!r}: a pipeline of diffusers is needed")
+    absent = {name: None for name, found in components.items() if isinstance(found, list) and found[0] is None}
+    has_bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        return kind.from_pretrained(path, dtype=dtype, local_files_only=True, **absent)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModelError(f"{path} does not load: {error}") from error
+    finally:
+        if has_bar:
+            logging.enable_progress_bar()
 
 
 def denoiser_of(pipeline: Any) -> torch.nn.Module:

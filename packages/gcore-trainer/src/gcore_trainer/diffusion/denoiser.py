@@ -127,8 +127,8 @@ class Denoiser:
         Args:
             trained: to be taken in the place of the trained parameters.
         """
-        own = trained or {name: p.detach() for name, p in self.trained_parameters().items()}
-        named = ((n, whole(own.get(n, p.detach()))) for n, p in self.model.named_parameters())
+        own: dict[str, torch.Tensor] = trained or {n: p.detach() for n, p in self.trained_parameters().items()}
+        named = ((n, whole(own[n] if n in own else p.detach())) for n, p in self.model.named_parameters())
         if self.lora is None:
             yield from named
         else:
