@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -332,7 +333,7 @@ def test_run_can_be_scraped_while_it_goes_on(tmp_path: Path) -> None:
                 scraped.append(await asyncio.to_thread(scrape, exporter))
 
     with (
-        PrometheusExporter(run="observed", port=0) as exporter,
+        PrometheusExporter(run="observed", port=0, app="gcore-llm") as exporter,
         MetricsWriter(run, last_step=0, tensorboard=False, prometheus=exporter) as writer,
     ):
         asyncio.run(run_inline(program, roles=None, world_size=2))
@@ -646,11 +647,17 @@ def test_following(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_following_ends_with_ctrl_c_and_without_a_word(run_dir: Path) -> None:
     command = [Path(sys.executable).with_name("gcore-llm"), "logs", run_dir, "--follow", "--role", "main"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # A job in the background of a shell begins with Ctrl-C ignored, and so do its children.
+    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, **pipes, preexec_fn=default) as process:
         assert process.stdout is not None
         assert process.stdout.readline().endswith("a: starts\n")
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        try:
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert (process.returncode, err) == (130, "")
     assert out in ("", f"{stamp(4)} main ERROR a: lost\n")
 

@@ -137,7 +137,7 @@ def test_sample_continues_the_prompt(shared_cli: Cli, trained: Path) -> None:
     bad = shared_cli("sample", trained, "3+4=", "--n", "0")
     assert (bad.code, bad.err) == (
         2,
-        "gcore-llm: error: request 'sample' asks for n=0 completions: at least 1 is needed\n",
+        "gcore-llm: error: request 'sample' asks for n=0 samples: at least 1 is needed\n",
     )
 
 

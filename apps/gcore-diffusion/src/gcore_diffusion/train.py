@@ -73,7 +73,8 @@ def train(config: DiffusionConfig, display: Display) -> Result:
     reward = _score_of(gradient) if gradient else build(kind, setting="reward.kind")
     held_out = build(config.reward.held_out, setting="reward.held_out") if config.reward.held_out else None
     host, port = config.trainer.prometheus_host, config.trainer.prometheus_port
-    with metrics_server(run=config.name, port=port, host=host) as prometheus, asyncio.Runner() as runner:
+    server = metrics_server(run=config.name, port=port, host=host, app="gcore-diffusion")
+    with server as prometheus, asyncio.Runner() as runner:
         run = open_run(config, may_change=MAY_CHANGE)
         display.say(f"run folder: {run.path}")
         with log_to(run.logs, "main"):

@@ -78,7 +78,8 @@ def train(config: TrainConfig, display: Display) -> Result:
         check_cluster(config)
     # One event loop for all of it: a user's async reward may keep what belongs to the loop of its first call.
     host, port = config.trainer.prometheus_host, config.trainer.prometheus_port
-    with metrics_server(run=config.name, port=port, host=host) as prometheus, asyncio.Runner() as runner:
+    server = metrics_server(run=config.name, port=port, host=host, app="gcore-llm")
+    with server as prometheus, asyncio.Runner() as runner:
         devices = DeviceTimers()
         rewards = runner.run(Rewards.start(config, watched=Watched(devices=devices)))
         try:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from gcore_runs.prometheus import PrometheusExporter
 
 
-def metrics_server(*, run: str, port: int, host: str) -> "AbstractContextManager[PrometheusExporter | None]":
+def metrics_server(*, run: str, port: int, host: str, app: str) -> "AbstractContextManager[PrometheusExporter | None]":
     """What serves a run's metrics for Prometheus; nothing where ``port`` is 0.
 
     Raises:
@@ -20,7 +20,7 @@ def metrics_server(*, run: str, port: int, host: str) -> "AbstractContextManager
         return nullcontext()
     from gcore_runs.prometheus import PrometheusExporter
 
-    return PrometheusExporter(run=run, port=port, host=host)
+    return PrometheusExporter(run=run, port=port, host=host, app=app)
 
 
 class MetricsWriter:

@@ -22,15 +22,16 @@ class PrometheusExporter:
         run: the run's name.
         port: 0: one that is free; see `port`.
         host: address to serve at; the default is this machine's own.
+        app: the distribution whose run it is, for its version.
 
     Raises:
         UserError: it cannot be served there, such as where the port is in use.
     """
 
-    def __init__(self, *, run: str, port: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, *, run: str, port: int, host: str = "127.0.0.1", app: str = "gcore-runs") -> None:
         self._registry = CollectorRegistry()
-        Info("gcore", "The run and gcore's version.", registry=self._registry).info(
-            {"run": run, "version": version("gcore-runs")}
+        Info("gcore", "The run, and its app's version.", registry=self._registry).info(
+            {"run": run, "version": version(app)}
         )
         self._step = Gauge("gcore_step", "The last step that is done.", registry=self._registry)
         self._step_seconds = Histogram(

@@ -64,7 +64,7 @@ def fine_tune(config: FineTuneConfig, display: Display) -> Result:
     if config.model:
         _check_fits(sets, Path(config.model))
     host, port = config.trainer.prometheus_host, config.trainer.prometheus_port
-    with metrics_server(run=config.name, port=port, host=host) as prometheus:
+    with metrics_server(run=config.name, port=port, host=host, app="gcore-llm") as prometheus:
         run = open_run(config, may_change=MAY_CHANGE)
         display.say(f"run folder: {run.path}")
         for notice in sets.notices:
