@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import Cli, Server, option_set, read_rows, served, write_rows
+from command_line import Cli, Server, option_set, read_rows, served, step_rows, write_rows
 from PIL import Image
 from tiny_pipelines import ddim_pipeline, flow_pipeline
 
@@ -70,10 +70,6 @@ def own_args(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         *("--data.train-batch-size", "8", "--rollout.n", "4", "--rollout.num-inference-steps", "4"),
         *("--rollout.eval-n", "2", "--trainer.total-training-steps", "2", "--trainer.tensorboard", "False"),
     ]
-
-
-def steps_of(run: Path) -> list[dict[str, Any]]:
-    return [row for row in read_rows(run / "metrics.jsonl") if "sampling/waves" in row]
 
 
 def reproducible(run: Path) -> list[dict[str, Any]]:
@@ -140,7 +136,7 @@ ALGORITHMS: dict[str, list[str]] = {
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_runs(cli: Cli, own_args: list[str], name: str) -> None:
     cli.ok(*own_args, *ALGORITHMS[name])
-    steps = steps_of(cli.cwd / "runs/default")
+    steps = step_rows(cli.cwd / "runs/default")
     assert [row["step"] for row in steps] == [1, 2]
     for row in steps:
         assert row["actor/grad_norm"] > 0
@@ -164,7 +160,7 @@ def test_ddim_pipelines_and_classes(cli: Cli, own_args: list[str], tmp_path: Pat
     args = option_set(own_args, "--model", str(ddim_pipeline(tmp_path)))
     args = option_set(args, "--data.train-files", str(tmp_path / "classes.txt"))
     cli.ok(*args, "--algorithm.name", "ddpo", "--rollout.kernel", "ddim", "--reward.held-out", "jpeg_incompressibility")
-    row = steps_of(cli.cwd / "runs/default")[-1]
+    row = step_rows(cli.cwd / "runs/default")[-1]
     assert row["actor/ratio_dev"] < 1
     assert row["held_out/score/mean"] > 0
 
@@ -186,7 +182,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(cli: Cli, own_args: list[str]) -> 
     cli.ok(*own_args, "--name", "parts")
     out = cli.ok(*four, "--name", "parts")
     assert "resuming after step 2 of 4" in out
-    last, expected = (steps_of(cli.cwd / "runs" / name)[-1] for name in ("parts", "whole"))
+    last, expected = (step_rows(cli.cwd / "runs" / name)[-1] for name in ("parts", "whole"))
     for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm"):
         assert last[name] == expected[name]
     exports = [
@@ -200,11 +196,11 @@ def test_an_interrupt_saves_the_last_step(cli: Cli, own_args: list[str]) -> None
     many = option_set(own_args, "--trainer.total-training-steps", "1000")
     command = cli.start(*many)
     run = cli.cwd / "runs/default"
-    while not command.has_ended() and not ((run / "metrics.jsonl").exists() and len(steps_of(run)) >= 2):
+    while not command.has_ended() and not ((run / "metrics.jsonl").exists() and len(step_rows(run)) >= 2):
         time.sleep(0.02)
     command.send(signal.SIGINT)
     assert command.wait().code == 130
-    assert Checkpointer(run / "checkpoints").steps() == [len(steps_of(run))]
+    assert Checkpointer(run / "checkpoints").steps() == [len(step_rows(run))]
 
 
 BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {

@@ -1,8 +1,6 @@
 """The `gcore-diffusion` command."""
 
-import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import tyro
 
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.recipes import RECIPES
+from gcore_runs.command_line import Command, RunArgs, run_command
 from gcore_runs.errors import UserError
 from gcore_runs.options import parse
 
@@ -46,44 +45,15 @@ class SampleArgs:
     """The PNG file to write."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunArgs:
-    """A run's folder."""
-
-    run: tyro.conf.Positional[Path]
-    """The run's folder."""
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command; wrong input ends it with exit code 2 and one message, an interruption with 130."""
-    args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in ("-h", "--help"):
-        print(_USAGE, end="")
-        raise SystemExit(0 if args else 2)
-    command, rest = args[0], args[1:]
-    if command not in _COMMANDS:
-        print(f"gcore-diffusion: error: unknown command {command!r}: {', '.join(_COMMANDS)} are known", file=sys.stderr)
-        raise SystemExit(2)
-    _set_environment()
-    try:
-        _COMMANDS[command](rest)
-    except KeyboardInterrupt:
-        print("gcore-diffusion: interrupted; the same command goes on from the last finished step", file=sys.stderr)
-        raise SystemExit(130) from None
-    except _expected_errors() as error:
-        print(f"gcore-diffusion: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-
-
-def _set_environment() -> None:
-    """What must be set before torch and diffusers are imported."""
-    # Idle OpenMP threads spin by default: with a neighbour on the cores, a step takes ten times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")
+    """See `run_command`."""
+    run_command(
+        "gcore-diffusion",
+        _COMMANDS,
+        argv,
+        usage=_USAGE,
+        expected_errors=_expected_errors,
+    )
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:
@@ -154,4 +124,4 @@ def _report(args: Sequence[str]) -> None:
     print(write_report(RunFolder.existing(parsed.run).path))
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"train": _train, "sample": _sample, "report": _report}
+_COMMANDS: dict[str, Command] = {"train": _train, "sample": _sample, "report": _report}

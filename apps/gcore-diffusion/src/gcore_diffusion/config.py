@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from gcore_runs.errors import UserError, check_at_least
+from gcore_runs.errors import UserError, check_at_least, check_run_name
 from gcore_trainer import OptimizerConfig
 from gcore_trainer.config import LoRAConfig
 from gcore_trainer.diffusion.config import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig
@@ -299,8 +299,7 @@ class DiffusionConfig:
     def __post_init__(self) -> None:
         check_at_least("controllers", self.controllers, 1)
         check_at_least("threads", self.threads, 0)
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            raise UserError(f"name is {self.name!r}: a plain folder name is needed")
+        check_run_name(self.name)
         name, kernel = self.algorithm.name, self.rollout.kernel
         if name not in NOISELESS and kernel == "ode":
             raise UserError(

@@ -1,7 +1,7 @@
 """Held-out prompts: images without noise, their rewards, and how alike to the first policy's they are."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,6 @@ class Evaluation:
     """[P * n] of the one that is not."""
     accuracy: float | None = None
     """Share that a classifier which is not trained on reads as the prompts say, where there is one."""
-    others: dict[str, float] = field(default_factory=dict[str, float])
 
     def metrics(self) -> dict[str, float]:
         """By their names in metrics.jsonl."""
@@ -38,7 +37,7 @@ class Evaluation:
             found["val/held_out/mean"] = float(self.held_out.mean())
         if self.accuracy is not None:
             found["val/accuracy"] = self.accuracy
-        return found | self.others
+        return found
 
 
 async def evaluate(ctx: Context[Roles], config: DiffusionConfig, prompts: Sequence[Prompt]) -> Evaluation:

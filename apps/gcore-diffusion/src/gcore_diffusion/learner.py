@@ -14,7 +14,8 @@ from gcore_controller import Collectives
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.sampling import kernel_of
 from gcore_rollout import Engine
-from gcore_rollout.diffusion import DDIM, ImageRequest, ImageSample
+from gcore_rollout.diffusion import ImageRequest, ImageSample
+from gcore_rollout.diffusion.recording import suited
 from gcore_runs.devices import DeviceTimers, rank_name
 from gcore_runs.errors import UserError
 from gcore_trainer import OptimizerConfig
@@ -55,7 +56,7 @@ class Learner:
         }
         denoiser = Denoiser.from_pretrained(model, lora=config.actor.lora, **options)
         objective = _objective(config, model, reward)
-        self._kernel = training_kernel(config, model)
+        self._kernel = suited(kernel_of(config), _scheduler(model))
         self._reference = None
         if objective.needs_reference or self.has_reference_pass:
             self._reference = Denoiser.from_pretrained(model, **options)
@@ -162,16 +163,6 @@ class SharedLearner:
         await self._group.barrier()
 
 
-def training_kernel(config: DiffusionConfig, model: Path) -> Any:
-    """The sampler's kernel, with the settings of the model's scheduler in it."""
-    kernel = kernel_of(config)
-    if isinstance(kernel, DDIM):
-        scheduler: Any = _scheduler(model)
-        clip = scheduler.config.clip_sample_range if scheduler.config.clip_sample else None
-        return replace(kernel, prediction_type=scheduler.config.prediction_type, clip_sample_range=clip)
-    return kernel
-
-
 def noise_process(model: Path) -> NoiseProcess:
     """What the model was trained on."""
     scheduler = _scheduler(model)
@@ -204,8 +195,8 @@ def _objective(config: DiffusionConfig, model: Path, reward: Any) -> DiffusionOb
                 f"reward.kind is {config.reward.kind!r} and algorithm.name is 'reward_gradient': a differentiable "
                 "one is needed, a function PATH.py:function of (latents [B, ...] torch, prompts) that returns [B] torch"
             )
-        return RewardGradientObjective(training_kernel(config, model), reward)
-    return PolicyGradientObjective(config.policy_loss, training_kernel(config, model))
+        return RewardGradientObjective(suited(kernel_of(config), _scheduler(model)), reward)
+    return PolicyGradientObjective(config.policy_loss, suited(kernel_of(config), _scheduler(model)))
 
 
 def _scheduled(optimizer: OptimizerConfig, config: DiffusionConfig) -> OptimizerConfig:

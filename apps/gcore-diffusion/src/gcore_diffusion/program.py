@@ -1,36 +1,17 @@
 """The controllers' program: generation, rewarding, preparation and training of images."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from gcore_controller import Context, Program, Span, seconds_by_stage
+from gcore_controller import Context, Program, seconds_by_stage
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.evaluate import Evaluation, evaluate
 from gcore_diffusion.preparation import prepared, updates
 from gcore_diffusion.prompts import PromptSets
 from gcore_diffusion.roles import Roles
 from gcore_diffusion.sampling import Batch, Sampling, State
+from gcore_runs.recording import Recorder
 from gcore_runs.spans import on_wall_clock
-
-
-class Recorder(Protocol):
-    """Where rank 0 leaves what happened."""
-
-    async def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
-
-    async def updating(self) -> None:
-        """From here to `reached`, the models are between two steps."""
-        ...
-
-    async def stepped(
-        self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
-    ) -> None:
-        """A step's metrics, and where its time went: on each controller, by rank, and on each device, by name."""
-        ...
-
-    async def reached(self, step: int, controllers: list[State]) -> None:
-        """All controllers are at the end of ``step`` with these states; the place to take a checkpoint."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +28,7 @@ class Job:
     """The controllers' states to resume from, by rank."""
 
 
-def diffusion_program(job: Job, recorder: Recorder) -> Program[Roles, None]:
+def diffusion_program(job: Job, recorder: Recorder[Evaluation]) -> Program[Roles, None]:
     """The program of one job, to be run by a runtime on every controller."""
 
     async def program(ctx: Context[Roles]) -> None:
@@ -59,7 +40,7 @@ def diffusion_program(job: Job, recorder: Recorder) -> Program[Roles, None]:
 class _Controller:
     """One controller's slice of the run."""
 
-    def __init__(self, ctx: Context[Roles], job: Job, recorder: Recorder) -> None:
+    def __init__(self, ctx: Context[Roles], job: Job, recorder: Recorder[Evaluation]) -> None:
         self._ctx = ctx
         self._job = job
         self._config = job.config

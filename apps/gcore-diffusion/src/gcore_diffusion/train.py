@@ -3,7 +3,6 @@
 import asyncio
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,20 +33,11 @@ from gcore_runs.display import Display
 from gcore_runs.errors import UserError
 from gcore_runs.logs import log_to, logged
 from gcore_runs.metrics import MetricsWriter, metrics_server
-from gcore_runs.run_folder import RunFolder, open_run, read_jsonl, write_atomically
+from gcore_runs.run_folder import Result, RunFolder, open_run, read_jsonl, write_atomically
 from gcore_runs.settings import resolve
 from gcore_runs.spans import SpanWriter
 
 _PRELOAD = ("gcore_rollout.diffusion.engine", "diffusers.pipelines.pipeline_utils")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What a finished run achieved on held-out prompts: its first evaluation and its last."""
-
-    run: Path
-    before: dict[str, float]
-    after: dict[str, float]
 
 
 def train(config: DiffusionConfig, display: Display) -> Result:

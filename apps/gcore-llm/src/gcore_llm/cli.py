@@ -3,7 +3,7 @@
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.errors import RankError
 from gcore_llm.finetune.command import run_fine_tuning
 from gcore_llm.recipes import RECIPES
+from gcore_runs.command_line import Command, RunArgs, run_command
 from gcore_runs.errors import UserError, check_at_least
 from gcore_runs.options import parse
 
@@ -55,14 +56,6 @@ class SampleArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunArgs:
-    """A run's folder."""
-
-    run: tyro.conf.Positional[Path]
-    """The run's folder."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class LogsArgs:
     """What a run's processes logged, merged by time."""
 
@@ -79,35 +72,15 @@ class LogsArgs:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command; wrong input ends it with exit code 2 and one message, an interruption with 130."""
-    args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in ("-h", "--help"):
-        print(_USAGE, end="")
-        raise SystemExit(0 if args else 2)
-    command, rest = args[0], args[1:]
-    if command not in _COMMANDS:
-        print(f"gcore-llm: error: unknown command {command!r}: {', '.join(_COMMANDS)} are known", file=sys.stderr)
-        raise SystemExit(2)
-    _set_environment()
-    try:
-        _COMMANDS[command](rest)
-    except KeyboardInterrupt:
-        how_to_go_on = "" if command == "simulate" else "; the same command goes on from the last finished step"
-        print(f"gcore-llm: interrupted{how_to_go_on}", file=sys.stderr)
-        raise SystemExit(130) from None
-    except _expected_errors() as error:
-        print(f"gcore-llm: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-
-
-def _set_environment() -> None:
-    """What must be set before torch and transformers are imported."""
-    # Idle OpenMP threads spin by default: with a neighbour on the cores, a step takes ten times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")
+    """See `run_command`."""
+    run_command(
+        "gcore-llm",
+        _COMMANDS,
+        argv,
+        usage=_USAGE,
+        expected_errors=_expected_errors,
+        not_resumed=("simulate",),
+    )
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:
@@ -205,7 +178,7 @@ def _simulate(args: Sequence[str]) -> None:
     run_simulate(args)
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+_COMMANDS: dict[str, Command] = {
     "train": _train,
     "sft": partial(run_fine_tuning, "sft"),
     "reward-model": partial(run_fine_tuning, "reward-model"),

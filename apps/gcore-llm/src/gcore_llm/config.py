@@ -9,7 +9,7 @@ from gcore_llm.ray_config import RayConfig
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_llm.rollout_config import RolloutConfig
 from gcore_llm.trainer_config import TrainerConfig
-from gcore_runs.errors import UserError, check_at_least
+from gcore_runs.errors import UserError, check_at_least, check_run_name
 from gcore_trainer import OptimizerConfig, PolicyLossConfig
 from gcore_trainer.advantages import GroupEstimator
 from gcore_trainer.config import LoRAConfig, ValueLossConfig
@@ -304,8 +304,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_at_least("controllers", self.controllers, 1)
         check_at_least("threads", self.threads, 0)
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            raise UserError(f"name is {self.name!r}: a plain folder name is needed")
+        check_run_name(self.name)
         longest = self.data.max_prompt_length + self.data.max_response_length
         if self.actor.ppo_max_token_len < longest:
             raise UserError(

@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -21,28 +21,9 @@ from gcore_llm.roles import Roles
 from gcore_llm.sampling import Batch, Batches, Sampling, State
 from gcore_placement import TransformerWorkload
 from gcore_runs.devices import merged
+from gcore_runs.recording import Recorder
 from gcore_runs.spans import on_wall_clock
 from gcore_trainer import MicroBatch, Sample
-
-
-class Recorder(Protocol):
-    """Where rank 0 leaves what happened."""
-
-    async def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
-
-    async def updating(self) -> None:
-        """From here to `reached`, the models are between two steps."""
-        ...
-
-    async def stepped(
-        self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
-    ) -> None:
-        """A step's metrics, and where its time went: on each controller, by rank, and on each device, by name."""
-        ...
-
-    async def reached(self, step: int, controllers: list[State]) -> None:
-        """All controllers are at the end of ``step`` with these states; the place to take a checkpoint."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +48,7 @@ def is_evaluation_due(config: TrainConfig, step: int) -> bool:
     return step % config.trainer.test_freq == 0 or step == config.trainer.total_training_steps
 
 
-def rlhf_program(job: Job, recorder: Recorder) -> Program[Roles, None]:
+def rlhf_program(job: Job, recorder: Recorder[Evaluation]) -> Program[Roles, None]:
     """The program of one job, to be run by a runtime on every controller."""
 
     async def program(ctx: Context[Roles]) -> None:
@@ -79,7 +60,7 @@ def rlhf_program(job: Job, recorder: Recorder) -> Program[Roles, None]:
 class _Controller:
     """One controller's slice of the run."""
 
-    def __init__(self, ctx: Context[Roles], job: Job, recorder: Recorder) -> None:
+    def __init__(self, ctx: Context[Roles], job: Job, recorder: Recorder[Evaluation]) -> None:
         config = job.config
         self._recorder = recorder
         self._ctx = ctx

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from gcore_controller import Context, Program, StageTimer, run_inline
 from gcore_llm.config import TrainConfig
+from gcore_llm.evaluate import Evaluation
 from gcore_llm.learner import Learner, SavedLearner
 from gcore_llm.learner_part import SharedLearner
-from gcore_llm.program import Job, Recorder, rlhf_program
+from gcore_llm.program import Job, rlhf_program
 from gcore_llm.prompts import PromptSets
 from gcore_llm.rewards import Rewards
 from gcore_llm.roles import Roles, Sampler, World, build_engine, build_learner
 from gcore_llm.watched import Watched
 from gcore_runs.devices import DeviceTimers
 from gcore_runs.logs import logs_of
+from gcore_runs.recording import Recorder
 
 if TYPE_CHECKING:
     from gcore_runs.prometheus import PrometheusExporter
@@ -63,7 +65,7 @@ class Services(Protocol):
         """What of the settings there is no room for, in a line; empty: there is room for all."""
         ...
 
-    async def run(self, job: Job, recorder: Recorder) -> None:
+    async def run(self, job: Job, recorder: Recorder[Evaluation]) -> None:
         """Run the program on every controller."""
         ...
 
@@ -122,7 +124,7 @@ class InlineServices:
         """See `Services.shortfall`; this process has room for all."""
         return ""
 
-    async def run(self, job: Job, recorder: Recorder) -> None:
+    async def run(self, job: Job, recorder: Recorder[Evaluation]) -> None:
         """See `Services.run`."""
         num_ranks = job.config.trainer.num_processes
         shared = sharing(self.learner, rlhf_program(job, recorder), num_ranks=num_ranks)

@@ -30,21 +30,12 @@ from gcore_runs.display import Display
 from gcore_runs.errors import UserError
 from gcore_runs.logs import log_to
 from gcore_runs.metrics import MetricsWriter, metrics_server
-from gcore_runs.run_folder import RunFolder, open_run, read_jsonl, write_atomically
+from gcore_runs.run_folder import Result, RunFolder, open_run, read_jsonl, write_atomically
 from gcore_runs.settings import resolve
 from gcore_runs.spans import SpanWriter
 
 _MAX_LOSSES = 5
 """So many times in a row services may die without a step made in between."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What a finished run achieved on held-out prompts: its first evaluation and its last."""
-
-    run: Path
-    before: dict[str, float]
-    after: dict[str, float]
 
 
 def train(config: TrainConfig, display: Display) -> Result:

@@ -5,6 +5,15 @@ class UserError(Exception):
     """Wrong input; the message names the field, the value and what would be accepted."""
 
 
+def check_run_name(name: str) -> None:
+    """
+    Raises:
+        UserError: no folder can have the name, or none that is seen.
+    """
+    if not name or "/" in name or name.startswith("."):
+        raise UserError(f"name is {name!r}: a plain folder name is needed")
+
+
 def check_at_least(field: str, value: float, lowest: int) -> None:
     """
     Raises:

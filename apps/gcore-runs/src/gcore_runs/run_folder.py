@@ -4,12 +4,22 @@ import fcntl
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from gcore_ckpt import Checkpointer
 from gcore_runs.errors import UserError
 from gcore_runs.settings import ConfigT, RunConfig, differences, merge, read_toml, to_toml
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a finished run achieved on held-out data: its first evaluation and its last."""
+
+    run: Path
+    before: dict[str, float]
+    after: dict[str, float]
 
 
 class RunFolder:

@@ -16,10 +16,12 @@ from gcore_diffusion.config import DemoConfig
 from gcore_diffusion.demo.digits import COLOURS, PROMPTS, load
 from gcore_diffusion.demo.tiny_pipeline import make_tiny_pipeline
 from gcore_runs.display import Display
+from gcore_trainer.diffusion.ema import EMA
 from gcore_trainer.diffusion.process import FlowProcess
 
 _LR = 2e-3
 _WARMUP_STEPS = 30
+_EMA_DECAY = 0.99
 _UNCONDITIONAL = 0.1
 """Share of images that are shown without their prompt, for guidance."""
 
@@ -56,7 +58,7 @@ def _train(pipeline: Any, config: DemoConfig, *, seed: int, display: Display) ->
     digits, colours = load(), torch.tensor(list(COLOURS.values()))
     images, labels = torch.from_numpy(digits.images)[:, None], torch.from_numpy(digits.labels)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, weight_decay=0.01, betas=(0.9, 0.99))
-    average = {name: value.clone() for name, value in model.state_dict().items()}
+    average = EMA(dict(model.named_parameters()), _EMA_DECAY)
     generator, process = torch.Generator().manual_seed(seed), FlowProcess()
     display.phase("teaching the embedded model to draw", total=config.num_steps)
     model.train()
@@ -85,13 +87,10 @@ def _train(pipeline: Any, config: DemoConfig, *, seed: int, display: Display) ->
             rest = 1 - step / config.num_steps
             group["lr"] = _LR * min(1.0, (step + 1) / _WARMUP_STEPS) * max(0.05, rest)
         optimizer.step()
-        decay = min(0.99, (1 + step) / (10 + step))
-        with torch.no_grad():
-            for name, value in model.state_dict().items():
-                average[name].lerp_(value, 1 - decay)
+        average.update(step)
         losses.append(loss.item())
         display.progressed(step + 1, [("loss", f"{np.mean(losses[-50:]):.3f}")])
-    model.load_state_dict(average)
+    model.load_state_dict(model.state_dict() | average.tensors)
     model.eval()
     assert math.isfinite(losses[-1])
 

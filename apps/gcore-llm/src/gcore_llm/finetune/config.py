@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from gcore_llm.config import TaskConfig
-from gcore_runs.errors import UserError, check_at_least
+from gcore_runs.errors import UserError, check_at_least, check_run_name
 from gcore_trainer import OptimizerConfig
 from gcore_trainer.config import DPOConfig, LRSchedulerType, RewardModelConfig
 
@@ -152,8 +152,7 @@ class FineTuneConfig:
     def __post_init__(self) -> None:
         check_at_least("threads", self.threads, 0)
         check_at_least("seed", self.seed, 0)
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            raise UserError(f"name is {self.name!r}: a plain folder name is needed")
+        check_run_name(self.name)
         sides = 2 if self.rows_are_pairs else 1
         if self.max_token_len < sides * self.data.max_length:
             product = f"{sides} * data.max_length" if sides > 1 else "data.max_length"

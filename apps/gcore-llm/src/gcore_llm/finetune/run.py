@@ -23,14 +23,13 @@ from gcore_llm.finetune.trainee import Trainee
 from gcore_llm.report import write_report
 from gcore_llm.roles import build_tokenizer, check_model, eos_token_ids
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_llm.train import Result
 from gcore_placement import TransformerWorkload
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
 from gcore_runs.interrupt import Stop
 from gcore_runs.logs import log_to
 from gcore_runs.metrics import MetricsWriter, metrics_server
-from gcore_runs.run_folder import RunFolder, open_run, read_jsonl, write_atomically
+from gcore_runs.run_folder import Result, RunFolder, open_run, read_jsonl, write_atomically
 from gcore_runs.settings import resolve
 
 if TYPE_CHECKING:

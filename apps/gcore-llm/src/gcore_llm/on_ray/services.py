@@ -12,6 +12,7 @@ from gcore_controller.errors import ControllerDiedError
 from gcore_controller.ray_runtime import RayControllers
 from gcore_llm.config import TrainConfig
 from gcore_llm.errors import RankError
+from gcore_llm.evaluate import Evaluation
 from gcore_llm.on_ray.cluster import connect
 from gcore_llm.on_ray.controller import Handles, Report, controller_program
 from gcore_llm.on_ray.engine_actors import EngineActors
@@ -19,11 +20,12 @@ from gcore_llm.on_ray.live_placement import LivePlacement, PlacementMovedError
 from gcore_llm.on_ray.room import RoomChangedError, Sizes
 from gcore_llm.on_ray.room_watch import RoomWatch
 from gcore_llm.on_ray.training_ranks import RayLearner
-from gcore_llm.program import Job, Recorder
+from gcore_llm.program import Job
 from gcore_llm.roles import build_tokenizer, eos_token_ids
 from gcore_llm.services import Inputs, Recovery
 from gcore_rollout.errors import EngineDiedError
 from gcore_runs.logs import logs_of
+from gcore_runs.recording import Recorder
 
 _WATCH_EVERY_S = 1.0
 
@@ -80,7 +82,7 @@ class RayServices:
         """See `Services.shortfall`."""
         return self._room.shortfall
 
-    async def run(self, job: Job, recorder: Recorder) -> None:
+    async def run(self, job: Job, recorder: Recorder[Evaluation]) -> None:
         """See `Services.run`."""
         handles = Handles(
             engines=self._engines.actors,

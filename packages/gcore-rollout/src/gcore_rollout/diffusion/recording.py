@@ -86,11 +86,6 @@ class Tape:
         self.final: torch.Tensor | None = None
         """[B, ...] the last step's latents, float32."""
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all steps were made."""
-        return self._num_steps == self._sampling.num_inference_steps
-
     def step(
         self, output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor
     ) -> torch.Tensor:
@@ -256,11 +251,7 @@ class Recorded:
         if self.is_flow == isinstance(kernel, DDIM):
             kind, needed = ("flow matching", "a flow kernel") if self.is_flow else ("DDPM's kind", "DDIM")
             raise RequestError(f"kernel is {type(kernel).__name__}: the model is of {kind}, {needed} is needed")
-        if isinstance(kernel, DDIM):
-            config: Any = self._scheduler.config
-            clip = config.clip_sample_range if config.clip_sample else None
-            return replace(kernel, prediction_type=config.prediction_type, clip_sample_range=clip)
-        return kernel
+        return suited(kernel, self._scheduler)
 
     @contextmanager
     def taping(self, sampling: ImageSampling, generators: Sequence[torch.Generator]) -> Generator[Tape]:
@@ -285,6 +276,15 @@ class Recorded:
 
     def _answered(self, _: torch.nn.Module, __: tuple[Any, ...], output: Any) -> None:
         self._calls.append(ModelCall(arguments=self._arguments, output=output[0]))
+
+
+def suited(kernel: Kernel, scheduler: Any) -> Kernel:
+    """A kernel with the settings of a scheduler of diffusers in it, as engines draw by it: so training is to, too."""
+    if not isinstance(kernel, DDIM):
+        return kernel
+    config = scheduler.config
+    clip = config.clip_sample_range if config.clip_sample else None
+    return replace(kernel, prediction_type=config.prediction_type, clip_sample_range=clip)
 
 
 def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Any:

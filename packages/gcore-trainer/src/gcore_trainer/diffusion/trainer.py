@@ -1,5 +1,6 @@
 """The torch backend of diffusion models: in one process, or sharded over many."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -137,10 +138,6 @@ class DiffusionTrainer(BaseTrainer):
                     if name in trained:
                         parameter.lerp_(trained[name].detach(), share)
 
-    def means(self, micro_batches: Sequence[DiffusionMicroBatch], kernel: TransitionKernel) -> list[list[NDArray[Any]]]:
-        """Means [K, ...] of each image's recorded steps, under the present policy; see `step_means`."""
-        return step_means(self._denoiser, micro_batches, kernel, self._replicas)
-
     def export_weights(self, *, averaged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """diffusers' names and whole tensors, one at a time, on every rank: of the policy that is to sample.
 
@@ -162,8 +159,6 @@ class DiffusionTrainer(BaseTrainer):
 
     def save_pretrained(self, path: str | Path, *, averaged: bool = False) -> None:
         """Write the model's folder, which diffusers loads; all ranks call it, one writes."""
-        import copy
-
         weights = {name: tensor.cpu() for name, tensor in self.export_weights(averaged=averaged)}
         if not self._is_first:
             return
