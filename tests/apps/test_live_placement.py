@@ -47,6 +47,25 @@ def test_engines_follow_the_load(gen_s: float, reward_s: float, engines: int, ju
     assert placement.sizes.engines == 4
 
 
+def test_an_engine_that_is_hardly_full_does_little() -> None:
+    """A judge that serves one verdict of four is busy all the time, and still one of two is enough."""
+    placement = LivePlacement(Sizes(controllers=1, engines=2, judges=2, ranks=1), DYNAMIC)
+    stages = {"engine": "gen", "judge": "reward"}
+    full = {f"{role} {i}": [span(stage, 0.0, 10.0)] for role, stage in stages.items() for i in range(2)}
+
+    def told(*, gen: float, reward: float) -> dict[str, float]:
+        return {"timing_s/step": 20.0, "perf/generated_tokens/gen": gen, "perf/generated_tokens/reward": reward}
+
+    placement.observe(told(gen=4000.0, reward=1000.0), full)
+    for _ in range(8):
+        sizes = placement.sizes
+        gen_s = 40.0 / sizes.engines
+        devices = {f"engine {i}": [span("gen", 0.0, gen_s)] for i in range(sizes.engines)}
+        devices |= {f"judge {i}": [span("reward", 0.5, gen_s + 0.3)] for i in range(sizes.judges)}
+        placement.observe(told(gen=8000.0, reward=500.0), devices)
+    assert placement.sizes == Sizes(controllers=1, engines=3, judges=1, ranks=1)
+
+
 def test_a_step_without_verdicts_tells_nothing() -> None:
     placement = LivePlacement(Sizes(controllers=1, engines=2, judges=2, ranks=1), DYNAMIC)
     for _ in range(5):

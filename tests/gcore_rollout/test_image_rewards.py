@@ -5,7 +5,9 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import pairwise
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -16,12 +18,27 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 from tiny_pipelines import word_tokenizer
-from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
+from tiny_vision_model import END, IMAGE, VISION_END, VISION_START, Reference, png, save_vision_model
+from transformers import (
+    AutoTokenizer,
+    BlipConfig,
+    BlipForImageTextRetrieval,
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+)
+from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
+from gcore_rollout import SamplingParams
 from gcore_rollout.errors import RewardConfigError, RewardError
+from gcore_rollout.hf_engine import HFEngine
 from gcore_rollout.image_rewards import ColourReward, JPEGCompressibility, evaluate_images
+from gcore_rollout.image_rewards.blip import ImageRewardScore
 from gcore_rollout.image_rewards.clip import AestheticReward, CLIPReward
 from gcore_rollout.image_rewards.http import HTTPImageReward
+from gcore_rollout.image_rewards.judge import ImageJudgeReward
+from gcore_rollout.images import VisionProcessor
+from gcore_rollout.rewards import JudgeModel
 
 NOISE = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3)).astype(np.uint8)
 FLAT = np.full((3, 32, 32, 3), 90, np.uint8)
@@ -105,6 +122,116 @@ def test_aesthetic_is_a_head_on_unit_embeddings(clip: Path, tmp_path: Path) -> N
         AestheticReward(clip, tmp_path / "narrow.safetensors")
     with pytest.raises(RewardConfigError, match="path is"):
         CLIPReward(tmp_path)
+
+
+BlipParts = tuple[Path, BlipForImageTextRetrieval, torch.nn.Sequential]
+
+BLIP_NAMES = {
+    "embeddings.patch_embedding": "patch_embed.proj",
+    "embeddings.position_embedding": "pos_embed",
+    "embeddings.class_embedding": "cls_token",
+    "post_layernorm": "norm",
+    "encoder.layers": "blocks",
+    "layer_norm": "norm",
+    "self_attn.projection": "attn.proj",
+    "self_attn.qkv": "attn.qkv",
+}
+"""transformers' parts of names in BLIP's vision model, and BLIP's own."""
+
+
+@pytest.fixture(scope="module")
+def image_reward(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, BlipForImageTextRetrieval, torch.nn.Sequential]:
+    """A small BLIP and a head, in a file as ImageReward's is, and as they are."""
+    path = tmp_path_factory.mktemp("image-reward")
+    tokenizer = word_tokenizer(path / "words")
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(2)
+    text = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 1}
+    config = BlipConfig(
+        text_config={**text, "encoder_hidden_size": 128, "vocab_size": len(tokenizer), "max_position_embeddings": 40},
+        vision_config={
+            **{**text, "hidden_size": 128, "num_attention_heads": 2, "layer_norm_eps": 1e-6},
+            "image_size": 32,
+            "patch_size": 8,
+        },
+    )
+    blip = BlipForImageTextRetrieval(config).eval()
+    sizes = (64, 24, 16, 8, 4, 1)
+    linear = [torch.nn.Linear(*pair) for pair in pairwise(sizes)]
+    tensors = {
+        f"mlp.layers.{place}.{name}": parameter
+        for place, layer in zip((0, 2, 4, 6, 7), linear, strict=True)
+        for name, parameter in layer.named_parameters()
+    }
+    for name, tensor in blip.vision_model.named_parameters():
+        for theirs, own in BLIP_NAMES.items():
+            name = name.replace(theirs, own)
+        tensors[f"blip.visual_encoder.{name}"] = tensor
+    tensors |= {f"blip.text_encoder.{name}": tensor for name, tensor in blip.text_encoder.named_parameters()}
+    torch.save({name: tensor.detach() for name, tensor in tensors.items()}, path / "ImageReward.pt")
+    return path, blip, torch.nn.Sequential(*linear)
+
+
+def test_image_reward_is_a_head_on_blip(image_reward: BlipParts, tmp_path: Path) -> None:
+    path, blip, head = image_reward
+    reward = ImageRewardScore(path / "ImageReward.pt", path)
+    mean, std = (torch.tensor(v)[:, None, None] for v in (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
+    pixels = (torch.from_numpy(NOISE).permute(0, 3, 1, 2) / 255 - mean) / std
+    told = reward._tokenizer(PROMPTS, padding="max_length", max_length=35, return_tensors="pt")  # pyright: ignore[reportPrivateUsage]
+    with torch.no_grad():
+        seen = blip.vision_model(pixel_values=pixels).last_hidden_state
+        read = blip.text_encoder(
+            input_ids=told["input_ids"], attention_mask=told["attention_mask"], encoder_hidden_states=seen
+        )
+        expected = (head(read.last_hidden_state[:, 0])[:, 0] - 0.16717362830052426) / 1.0333394966054072
+    np.testing.assert_allclose(reward(NOISE, PROMPTS, ROWS), expected, atol=1e-5)
+    assert np.ptp(reward(NOISE, PROMPTS, ROWS)) > 1e-3
+    (tmp_path / "none.pt").write_bytes(b"none")
+    save_file({"blip.x": torch.zeros(1)}, tmp_path / "other.safetensors")
+    for name, said in (("none.pt", "none.pt': "), ("other.safetensors", "it is not ImageReward's: ")):
+        with pytest.raises(RewardConfigError, match=said):
+            ImageRewardScore(tmp_path / name, path)
+    with pytest.raises(RewardConfigError, match="tokenizer is "):
+        ImageRewardScore(path / "ImageReward.pt", tmp_path)
+
+
+async def test_a_vision_language_model_judges(tmp_path: Path) -> None:
+    """What a real engine says of each image is what transformers says; a verdict without a number counts as told."""
+    folder = save_vision_model(tmp_path / "model")
+    reference, tokenizer = Reference.load(folder), AutoTokenizer.from_pretrained(folder)
+    processor = VisionProcessor.from_pretrained(folder)
+    engine = HFEngine.from_pretrained(folder, eos_token_ids=[END])
+    texts: list[str] = []
+
+    def parse(text: str) -> float | None:
+        texts.append(text)
+        return float(len(texts)) if len(texts) < 3 else None
+
+    def encode(question: str) -> list[int]:
+        return [VISION_START, IMAGE, VISION_END, *tokenizer(question)["input_ids"]]
+
+    model = JudgeModel(
+        engine=engine,
+        encode=encode,
+        decode=tokenizer.decode,
+        sampling=SamplingParams(max_tokens=6, temperature=0.0),
+        vision=processor,
+    )
+    reward = ImageJudgeReward(model=model, template="Is it {prompt}, {style}?", parse=parse, unparsable_score=-1.0)
+    rows = [{"style": "bold"}] * 3
+    assert await evaluate_images(reward, NOISE, PROMPTS, rows) == [1.0, 2.0, -1.0]
+    for image, prompt, text in zip(NOISE, PROMPTS, texts, strict=True):
+        ids = processor.expand(encode(f"Is it {prompt}, bold?"), [png(image)])
+        assert text == tokenizer.decode(reference.greedy(ids, [png(image)], 6))
+    assert len(set(texts)) > 1
+    assert reward.stats().parse_rate == pytest.approx(2 / 3)
+    with pytest.raises(RewardConfigError, match="vision is None"):
+        ImageJudgeReward(model=replace(model, vision=None), template="{prompt}")
+    with pytest.raises(RewardConfigError, match=r"\{prompt\} is needed in it"):
+        ImageJudgeReward(model=model, template="good?")
+    await engine.close()
 
 
 class Handler(BaseHTTPRequestHandler):

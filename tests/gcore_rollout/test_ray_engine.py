@@ -21,7 +21,7 @@ from ray_cluster import ray_cluster
 
 from gcore_rollout import Completion, Engine
 from gcore_rollout.errors import EngineDiedError, EngineStartError, MissingExtraError, RequestError, RolloutError
-from gcore_rollout.ray_engine import RayEngine, end_engine_actor, start_engine_actor
+from gcore_rollout.ray_engine import EngineHandle, RayEngine, end_engine_actor, start_engine_actor
 from gcore_rollout.replicas import EngineReplicas
 from gcore_rollout.weight_sync.weight_references import WeightReferences
 
@@ -38,7 +38,7 @@ def cluster() -> Iterator[None]:
         yield
 
 
-def start(factory: Callable[[], Any], *, node: str = "here", num_threads: int | None = None) -> Any:
+def start(factory: Callable[[], Any], *, node: str = "here", num_threads: int | None = None) -> EngineHandle:
     return start_engine_actor(factory, num_cpus=0, resources={node: 0.01}, num_threads=num_threads)
 
 
@@ -231,7 +231,7 @@ async def test_what_a_lost_client_generates_is_given_up(actor: Any, slow: RayEng
     kept = asyncio.create_task(collect(slow, make_request("kept", 2, max_tokens=150)))
     await until(lambda: slow.stats().num_running == 3)
     # As if it had been the client: from now on the actor waits for a second.
-    stream = actor.watch.remote(lost._incarnation.token, lost._client, 0.2)  # pyright: ignore[reportPrivateUsage]
+    stream = actor.actor.watch.remote(lost._incarnation.token, lost._client, 0.2)  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(EngineDiedError, match="it had not heard of this client for long") as info:
         await running
     assert info.value.unfinished == (("lost", 0), ("lost", 1))
@@ -281,6 +281,31 @@ async def test_an_actor_ends_for_all() -> None:
     await engine.close()
 
 
+async def test_an_actor_has_another_engine_from_now_on(slow: RayEngine) -> None:
+    """In the same process, also after that has died; to the clients of the one before it is dead."""
+    before = start(make_slow_engine)
+    engine = await RayEngine.connect(before)
+    running = asyncio.create_task(collect(engine, make_request("long", 2, n=2, max_tokens=10_000)))
+    await until(lambda: engine.stats().num_running == 2)
+    after = before.becoming(partial(FakeEngine, version=7))
+    first, second = await asyncio.gather(RayEngine.connect(after), RayEngine.connect(after))
+    assert pid_of(first) == pid_of(second) == pid_of(engine)
+    with pytest.raises(EngineDiedError, match="was started anew: connect again") as info:
+        await running
+    assert info.value.unfinished == (("long", 0), ("long", 1))
+    with pytest.raises(EngineDiedError, match="was started anew: connect again"):
+        await engine.pause()
+    os.kill(pid_of(first), signal.SIGKILL)
+    with pytest.raises(EngineDiedError, match="it was killed, crashed, or cannot be reached"):
+        await collect(first, make_request("r", 2), make_request("s", 2))
+    third = await RayEngine.connect(after)
+    for client in (second, third):
+        assert client.weight_version == 7
+    assert slow.weight_version != 7
+    await third.close()
+    await end_engine_actor(after)
+
+
 async def test_starts_that_fail() -> None:
     bad = cast(Any, FakeEngine)
     for factory, kind, message in (
@@ -295,11 +320,11 @@ async def test_starts_that_fail() -> None:
     for actor in (start(sleep_for_ever), start(FakeEngine, node="nowhere")):
         with pytest.raises(EngineStartError, match=r"the engine actor was not ready after 0.5 s: free are {.*CPU"):
             await RayEngine.connect(actor, start_timeout_s=0.5)
-        ray.kill(actor)
+        ray.kill(actor.actor)
     with pytest.raises(ValueError, match="num_threads is 0: at least 1 is needed"):
         start(FakeEngine, num_threads=0)
     with pytest.raises(ValueError, match="heartbeat_timeout_s is 0: more than 0 is needed"):
-        await RayEngine.connect(None, heartbeat_timeout_s=0)
+        await RayEngine.connect(EngineHandle(None, b""), heartbeat_timeout_s=0)
 
 
 class _NotToBeUnpickled:
@@ -386,8 +411,8 @@ async def test_replicas_lose_no_sample_to_a_kill() -> None:
     actors = [start(make_slow_engine) for _ in range(2)]
 
     async def restart() -> Engine:
-        alive = {cast(RayEngine, engine).actor for engine in replicas.engines}
-        (dead,) = (actor for actor in actors if actor not in alive)
+        alive = {cast(RayEngine, engine).handle.actor for engine in replicas.engines}
+        (dead,) = (actor for actor in actors if actor.actor not in alive)
         return await RayEngine.connect(dead)
 
     replicas = EngineReplicas([await RayEngine.connect(actor) for actor in actors], restart=restart)
@@ -407,7 +432,7 @@ async def test_replicas_lose_no_sample_to_a_kill() -> None:
         assert set(c.weight_versions.tolist()) == {1}
     await until(lambda: len(replicas.engines) == 2)
     (newcomer,) = (cast(RayEngine, engine) for engine in replicas.engines if engine is not other)
-    assert newcomer.actor == victim.actor
+    assert newcomer.handle == victim.handle
     assert newcomer.weight_version == 1
     await collect(newcomer, make_request("check weights", 1, max_tokens=1))
     await replicas.close()

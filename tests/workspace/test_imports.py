@@ -14,7 +14,7 @@ APPS_MAY_IMPORT = {
     "gcore_runs": set[str](),
     "gcore_llm": {"gcore_runs"},
     "gcore_diffusion": {"gcore_runs"},
-    "gcore_bench": {"gcore_llm", "gcore_runs"},
+    "gcore_bench": {"gcore_diffusion", "gcore_llm", "gcore_runs"},
 }
 """Apps on top of each app's own code; packages are open to all of them."""
 

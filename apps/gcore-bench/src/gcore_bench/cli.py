@@ -21,6 +21,7 @@ commands:
   trainer     training steps, log-probabilities and long sequences under gcore-trainer, beside TRL's and verl's losses
   rollout     generation, new weights and sandboxed programs under gcore-rollout, beside bare vLLM and transformers
   controller  large payloads under gcore-controller beside verl's single driver, and its load in simulated clusters
+  diffusion   Flow-GRPO steps under gcore-diffusion beside a plain loop on diffusers; samplers and a judge, simulated
   placement   sequences shared out over ranks, beside verl; the planner beside measured runs; live runs that drift
 
 gcore-bench COMMAND --help documents every option.
@@ -103,6 +104,15 @@ def _controller(args: Sequence[str]) -> None:
     run(options, _console())
 
 
+def _diffusion(args: Sequence[str]) -> None:
+    from gcore_bench.diffusion.options import DiffusionBenchOptions
+
+    options = tyro.cli(DiffusionBenchOptions, args=args, prog="gcore-bench diffusion")
+    from gcore_bench.diffusion.command import run
+
+    run(options, _console())
+
+
 def _placement(args: Sequence[str]) -> None:
     from gcore_bench.placement.options import PlacementOptions
 
@@ -123,6 +133,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "trainer": _trainer,
     "rollout": _rollout,
     "controller": _controller,
+    "diffusion": _diffusion,
     "placement": _placement,
 }
 

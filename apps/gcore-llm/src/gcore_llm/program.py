@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,8 +124,11 @@ class _Controller:
         state = {**batch.state, "kl": self._kl.state()}
         now_s = ctx.clock()
         ahead = {f"sampling {ctx.rank}": on_wall_clock(batch.spans, now_s)} if batch.spans else {}
-        own = (state, on_wall_clock(spans, now_s), ahead | ctx.roles.devices.drain(), self._load(step_s))
-        states, trained, devices, loads = zip(*await ctx.group.all_gather(own), strict=True)
+        tokens = Counter(ctx.roles.devices.tokens)
+        own = (state, on_wall_clock(spans, now_s), ahead | ctx.roles.devices.drain(), tokens, self._load(step_s))
+        states, trained, devices, everyones_tokens, loads = zip(*await ctx.group.all_gather(own), strict=True)
+        generated = sum(everyones_tokens, Counter[str]())
+        metrics |= {f"perf/generated_tokens/{stage}": float(number) for stage, number in generated.items()}
         if loads[0] is not None:
             metrics |= {"controller/load/max": max(loads), "controller/load/mean": sum(loads) / len(loads)}
         if ctx.rank == 0:

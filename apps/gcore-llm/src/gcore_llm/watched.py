@@ -46,7 +46,8 @@ UNWATCHED = Watched()
 
 
 class TimedEngine(WrappedEngine):
-    """An engine whose calls are noted: samples as ``stage``, new weights as sync, to sleep and to wake as swap.
+    """An engine whose calls are noted: samples and their tokens as ``stage``, new weights as sync, to sleep and to wake
+    as swap.
 
     Args:
         name: of the device's row.
@@ -63,6 +64,7 @@ class TimedEngine(WrappedEngine):
         with self._devices.stage(self._stage, self._name):
             async with aclosing(super().generate(requests)) as completions:
                 async for completion in completions:
+                    self._devices.tokens[self._stage] += completion.token_ids.size
                     yield completion
 
     async def update_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int) -> None:

@@ -1,6 +1,7 @@
 """When a run's devices, its engines and training ranks, work, and at what."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,9 +20,13 @@ class DeviceTimers:
 
     A device is in a stage while a call of that stage is unanswered; with several at a time, in that of the call which
     began last.
+
+    Attributes:
+        tokens: How many were generated in each stage since the last `drain`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.tokens: Counter[str] = Counter()
         self._clock = clock
         self._devices: dict[str, _Device] = {}
 
@@ -48,6 +53,7 @@ class DeviceTimers:
 
     def drain(self) -> dict[str, list[Span]]:
         """The spans since the last call, by device, in seconds of UTC; a stage that still runs is cut and goes on."""
+        self.tokens.clear()
         now_s = self._clock()
         return {name: on_wall_clock(device.drain(now_s), now_s) for name, device in self._devices.items()}
 

@@ -4,6 +4,7 @@ import asyncio
 import pickle
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Generic, Self, TypeVar, cast
 from uuid import uuid4
@@ -35,8 +36,28 @@ _END_TIMEOUT_S = 10.0
 _END_POLL_S = 0.02
 
 
+Factory = Callable[[], Engine[Any, Any] | Awaitable[Engine[Any, Any]]]
+
+
+@dataclass(frozen=True)
+class EngineHandle:
+    """An actor of a Ray cluster, and the engine that it is to have; can be passed to other processes of the cluster."""
+
+    actor: Any
+    factory: bytes
+    """Makes the engine there; pickled by value."""
+
+    def becoming(self, factory: Factory) -> "EngineHandle":
+        """The same actor with another engine, for a move from one role to another without a new process.
+
+        The first client that connects by the result ends the engine that is there: for the clients of that one it is
+        dead. They, too, must connect by the new handle from then on.
+        """
+        return replace(self, factory=_packed(factory))
+
+
 def start_engine_actor(
-    factory: Callable[[], Engine[Any, Any] | Awaitable[Engine[Any, Any]]],
+    factory: Factory,
     *,
     num_cpus: float = 1.0,
     num_gpus: float = 0.0,
@@ -44,7 +65,7 @@ def start_engine_actor(
     num_threads: int | None = None,
     scheduling_strategy: Any = None,
     name: str | None = None,
-) -> Any:
+) -> EngineHandle:
     """Make an actor for an engine, which the first `RayEngine.connect` has made there.
 
     It ends with the process that calls this, or by `end_engine_actor`. After any other end Ray starts it anew, with a
@@ -57,9 +78,6 @@ def start_engine_actor(
         num_threads: of torch on CPU; default: what Ray gives it.
         scheduling_strategy: where it is to be, as Ray takes it.
         name: for `ray.get_actor`.
-
-    Returns:
-        The actor's handle, which can be passed to other processes of the cluster.
     """
     if num_threads is not None and num_threads < 1:
         raise ValueError(f"num_threads is {num_threads}: at least 1 is needed")
@@ -73,13 +91,12 @@ def start_engine_actor(
         "max_restarts": -1,
         "max_concurrency": _MAX_CONCURRENCY,
     }
-    # Apart: what cannot be unpickled there is an error to be sent back, not an actor that cannot start.
-    packed = cloudpickle.dumps(factory)  # pyright: ignore[reportPrivateImportUsage]
-    return make.options(**options).remote(packed, num_threads)
+    return EngineHandle(make.options(**options).remote(num_threads), _packed(factory))
 
 
-async def end_engine_actor(actor: Any) -> None:
+async def end_engine_actor(handle: EngineHandle) -> None:
     """Close an actor's engine and end the actor for good, whatever is generated there. Idempotent."""
+    actor = handle.actor
     try:
         with suppress(TimeoutError, RayActorError):
             await asyncio.wait_for(_answer_of(actor.close.remote()), _END_TIMEOUT_S)
@@ -109,12 +126,13 @@ class RayEngine(ForwardingEngine, Generic[RequestT, SampleT]):
     Bound to the event loop that it was connected in.
 
     Attributes:
-        actor: The actor's handle.
+        handle: What it is connected by.
     """
 
-    def __init__(self, actor: Any, incarnation: Incarnation, told: Told, *, heartbeat_timeout_s: float) -> None:
-        self.actor = actor
-        self._incarnation = incarnation
+    def __init__(self, handle: EngineHandle, told: Told, *, heartbeat_timeout_s: float) -> None:
+        self.handle = handle
+        self._actor = handle.actor
+        self._incarnation: Incarnation = told.value
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._client = uuid4().hex
         self._numbers = count()
@@ -126,11 +144,13 @@ class RayEngine(ForwardingEngine, Generic[RequestT, SampleT]):
         self._life = asyncio.create_task(self._live())
 
     @classmethod
-    async def connect(cls, actor: Any, *, start_timeout_s: float = 600.0, heartbeat_timeout_s: float = 120.0) -> Self:
+    async def connect(
+        cls, handle: EngineHandle, *, start_timeout_s: float = 600.0, heartbeat_timeout_s: float = 120.0
+    ) -> Self:
         """Wait until an actor's engine is made, and be a client of it.
 
         Args:
-            actor: from `start_engine_actor`.
+            handle: from `start_engine_actor`.
             heartbeat_timeout_s: how long the actor may be silent. Its event loop is, during a step of the engine, while
                 a step compiles, and while weights are copied: be generous. For this client it waits five times as long.
 
@@ -143,7 +163,7 @@ class RayEngine(ForwardingEngine, Generic[RequestT, SampleT]):
             raise ValueError(f"heartbeat_timeout_s is {heartbeat_timeout_s}: more than 0 is needed")
         try:
             async with asyncio.timeout(start_timeout_s):
-                incarnation, told = await cls._make(actor)
+                incarnation, told = await cls._make(handle)
         except TimeoutError as error:
             raise EngineStartError(
                 f"the engine actor was not ready after {start_timeout_s} s: free are {ray.available_resources()}"
@@ -151,21 +171,21 @@ class RayEngine(ForwardingEngine, Generic[RequestT, SampleT]):
         except RayActorError as error:
             raise EngineDiedError(f"the engine actor died before it was ready: {_reason(error)}") from error
         _raise_failure(told.value, incarnation)
-        return cls(actor, incarnation, told, heartbeat_timeout_s=heartbeat_timeout_s)
+        return cls(handle, told, heartbeat_timeout_s=heartbeat_timeout_s)
 
     @staticmethod
-    async def _make(actor: Any) -> tuple[Incarnation, Told]:
+    async def _make(handle: EngineHandle) -> tuple[Incarnation, Told]:
         num_starts = 0
         while True:
             try:
-                incarnation = await _answer_of(actor.incarnation.remote())
+                incarnation = await _answer_of(handle.actor.incarnation.remote())
             except ActorUnavailableError:
                 # Between two lives.
                 await asyncio.sleep(_RETRY_S)
                 continue
             num_starts += 1
             try:
-                return incarnation, await _answer_of(actor.make.remote(incarnation.token))
+                return incarnation, await _answer_of(handle.actor.make.remote(handle.factory))
             except ActorUnavailableError:
                 if num_starts == _MAX_STARTS:
                     raise
@@ -186,7 +206,7 @@ class RayEngine(ForwardingEngine, Generic[RequestT, SampleT]):
         is_running = False
         try:
             self._check_open()
-            stream = self.actor.generate.remote(self._incarnation.token, call, pack(requests))
+            stream = self._actor.generate.remote(self._incarnation.token, call, pack(requests))
             is_running = True
             while is_running:
                 for item in pickle.loads(await self._ask(_next_of(stream))):
@@ -201,7 +221,7 @@ class RayEngine(ForwardingEngine, Generic[RequestT, SampleT]):
             raise EngineDiedError(death.reason, unfinished=tuple(unfinished)) from death
         finally:
             if is_running and not self._closed and self._death is None:
-                self.actor.give_up.remote(call)
+                self._actor.give_up.remote(call)
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """See `Engine.update_weights`.
@@ -212,7 +232,7 @@ class RayEngine(ForwardingEngine, Generic[RequestT, SampleT]):
         """
         self._check_open()
         references = weights if isinstance(weights, WeightReferences) else WeightReferences.put(weights)
-        update = self.actor.update_weights.remote(self._incarnation.token, references, version)
+        update = self._actor.update_weights.remote(self._incarnation.token, references, version)
         await self._ask(_answer_of(update))
 
     async def close(self) -> None:
@@ -225,11 +245,11 @@ class RayEngine(ForwardingEngine, Generic[RequestT, SampleT]):
         self._stop_waiting()
         if self._death is None:
             with suppress(TimeoutError, RayActorError):
-                await asyncio.wait_for(_answer_of(self.actor.leave.remote(self._client)), _END_TIMEOUT_S)
+                await asyncio.wait_for(_answer_of(self._actor.leave.remote(self._client)), _END_TIMEOUT_S)
 
     async def _call(self, method: str, *arguments: Any) -> None:
         self._check_open()
-        await self._ask(_answer_of(self.actor.call.remote(self._incarnation.token, method, *arguments)))
+        await self._ask(_answer_of(self._actor.call.remote(self._incarnation.token, method, *arguments)))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -269,7 +289,7 @@ class RayEngine(ForwardingEngine, Generic[RequestT, SampleT]):
         """Listen to the actor until it is dead."""
         try:
             while True:
-                stream = self.actor.watch.remote(self._incarnation.token, self._client, self._heartbeat_timeout_s)
+                stream = self._actor.watch.remote(self._incarnation.token, self._client, self._heartbeat_timeout_s)
                 try:
                     while True:
                         self._take(await self._in_time(_next_of(stream)))
@@ -277,7 +297,7 @@ class RayEngine(ForwardingEngine, Generic[RequestT, SampleT]):
                     pass
         except TimeoutError:
             self._die(f"it was silent for {self._heartbeat_timeout_s} s, and killed")
-            ray.kill(self.actor, no_restart=False)
+            ray.kill(self._actor, no_restart=False)
         except RayError as error:
             self._die(_reason(error))
         except EngineDiedError as death:
@@ -304,6 +324,11 @@ class RayEngine(ForwardingEngine, Generic[RequestT, SampleT]):
     def _stop_waiting(self) -> None:
         if not self._given_up.done():
             self._given_up.set_result(None)
+
+
+def _packed(factory: Factory) -> bytes:
+    # Apart: what cannot be unpickled there is an error to be sent back, not an actor that cannot start.
+    return cloudpickle.dumps(factory)  # pyright: ignore[reportPrivateImportUsage]
 
 
 async def _answer_of(reference: Any) -> Any:

@@ -20,7 +20,7 @@ from gcore_llm.roles import Roles, build_world
 from gcore_llm.sampling import State
 from gcore_llm.watched import Watched
 from gcore_rollout import Engine
-from gcore_rollout.ray_engine import RayEngine
+from gcore_rollout.ray_engine import EngineHandle, RayEngine
 from gcore_rollout.replicas import EngineReplicas
 from gcore_rollout.turns import Turns
 from gcore_runs.devices import DeviceTimers
@@ -31,9 +31,9 @@ from gcore_runs.logs import log_to
 class Handles:
     """What every controller is given of the services."""
 
-    engines: Sequence[Any]
+    engines: Sequence[EngineHandle]
     """The policy's actors; controller r has every ``world_size``-th from the r-th."""
-    judges: Sequence[Any]
+    judges: Sequence[EngineHandle]
     """The judge's actors, if the run has one; they are shared out likewise, or several controllers have one."""
     ranks: RankHandles
     tokenizer: Any
@@ -101,7 +101,7 @@ def controller_program(job: Job) -> Callable[[Context[Handles]], Awaitable[None]
 async def _connected(
     devices: DeviceTimers,
     role: Literal["engine", "judge"],
-    actors: Mapping[int, Any],
+    actors: Mapping[int, EngineHandle],
     *,
     device: Literal["engine"] | None = None,
     start_timeout_s: float,

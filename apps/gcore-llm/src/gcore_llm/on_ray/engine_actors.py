@@ -1,9 +1,10 @@
-"""The actors of a model's engines: as many as are wanted, of which those that are there stay."""
+"""The actors of a run's engines: as many as are wanted of each role, of which those that are there stay."""
 
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,85 +17,123 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.engines import engine_factory
 from gcore_llm.on_ray.room import Sizes
 from gcore_rollout import Engine
-from gcore_rollout.ray_engine import RayEngine, end_engine_actor, start_engine_actor
+from gcore_rollout.ray_engine import EngineHandle, RayEngine, end_engine_actor, start_engine_actor
 from gcore_runs.logs import logged
 
 _ANSWER_TIMEOUT_S = 10.0
 
 
+Role = Literal["engine", "judge"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What the engines of a role run."""
+
+    path: Path
+    eos_token_ids: list[int]
+    """What ends a response."""
+
+
 class EngineActors:
-    """Engines of the policy or of the judge.
+    """Actors with engines of the policy and, where a run has one, of the judge.
 
     Args:
-        eos_token_ids: what ends a response.
+        models: of the roles.
         logs: folder of the files that their processes log to.
 
     Attributes:
-        actors: Their handles.
+        handles: Of each role's.
     """
 
-    def __init__(self, role: Literal["engine", "judge"], model: Path, *, eos_token_ids: list[int], logs: Path) -> None:
-        self.actors: list[Any] = []
-        self._role = role
-        self._model = model
-        self._eos_token_ids = eos_token_ids
+    def __init__(self, models: Mapping[Role, Model], *, logs: Path) -> None:
+        self.handles: dict[Role, list[EngineHandle]] = {role: [] for role in models}
+        self._models = models
         self._logs = logs
-        self._num_made = 0
+        self._num_made = dict.fromkeys(models, 0)
+        self._is_in_turns = False
 
-    async def have(self, count: int, config: TrainConfig, *, beside: Sequence[Any] = ()) -> None:
-        """Keep those that answer, as far as they are wanted, and start what is missing.
+    async def have(self, sizes: Sizes, config: TrainConfig) -> None:
+        """Have as many of each role as the sizes say.
 
-        Args:
-            beside: actors on whose devices they are to be, one on each; none: on devices of their own.
+        Those that answer stay; where a role has too many, they get an engine of the other one, in the same process. In
+        turns, judges have actors of their own, each on the device of an engine.
         """
-        if self.actors and count != len(self.actors):
-            answers = await asyncio.gather(*(_answers(actor) for actor in self.actors))
-            there = [actor for actor, is_there in zip(self.actors, answers, strict=True) if is_there]
-            kept = there[:count]
-            await _end([actor for actor in self.actors if actor not in kept])
-            self.actors = kept
-        while len(self.actors) < count:
-            self.actors.append(await self._start(config, *beside[len(self.actors) : len(self.actors) + 1]))
+        wanted: dict[Role, int] = {"engine": sizes.engines, "judge": sizes.judges}
+        if self._is_in_turns and any(len(handles) != wanted[role] for role, handles in self.handles.items()):
+            await _end(self.handles["judge"])
+            self.handles["judge"].clear()
+        spare: list[EngineHandle] = []
+        for role, handles in self.handles.items():
+            # What judges beside others is on a device of its own no more.
+            num_kept = 0 if role == "judge" and sizes.in_turns and not self._is_in_turns else wanted[role]
+            if handles and len(handles) != num_kept:
+                answers = await asyncio.gather(*map(_answers, handles))
+                await _end([handle for handle, is_there in zip(handles, answers, strict=True) if not is_there])
+                there = [handle for handle, is_there in zip(handles, answers, strict=True) if is_there]
+                handles[:] = there[:num_kept]
+                spare += there[num_kept:]
+        self._is_in_turns = sizes.in_turns
+        for role, handles in self.handles.items():
+            while len(handles) < wanted[role]:
+                factory = self._factory(role, config)
+                if role == "judge" and sizes.in_turns:
+                    handles.append(await self._start_beside(self.handles["engine"][len(handles)], factory, config))
+                elif spare:
+                    handles.append(spare.pop().becoming(factory))
+                else:
+                    handles.append(self._start(factory, config))
+        await _end(spare)
 
     async def swap_seconds(self, config: TrainConfig) -> float:
-        """Measure what it takes to put one of them to sleep and to wake it, while nobody uses it."""
-        engine = await RayEngine.connect(self.actors[0], start_timeout_s=config.ray.timeout_s)
-        try:
-            await engine.abort()
-            start_s = time.monotonic()
-            await engine.sleep()
-            await engine.wake()
-            return time.monotonic() - start_s
-        finally:
-            await engine.close()
+        """Measure what it takes to put one of each role to sleep and to wake it, while nobody uses them."""
+        seconds = 0.0
+        for first, *_ in self.handles.values():
+            engine = await RayEngine.connect(first, start_timeout_s=config.ray.timeout_s)
+            try:
+                await engine.abort()
+                start_s = time.monotonic()
+                await engine.sleep()
+                await engine.wake()
+                seconds += time.monotonic() - start_s
+            finally:
+                await engine.close()
+        return seconds
 
     async def close(self) -> None:
         """End them all."""
-        await _end(self.actors)
+        await _end([handle for handles in self.handles.values() for handle in handles])
 
-    async def _start(self, config: TrainConfig, neighbour: Any = None) -> Any:
-        settings = config.rollout if self._role == "engine" else config.reward_model.judge
-        factory: Callable[[], Engine] = engine_factory(
-            settings, config, self._model.absolute(), eos_token_ids=self._eos_token_ids
-        )
-        number, self._num_made = self._num_made, self._num_made + 1
-        factory = partial(logged, self._logs, self._role, number, factory)
-        num_threads = max(1, config.threads // Sizes.of(config).num_engine_devices)
-        if neighbour is not None:
-            node, gpus = await neighbour.__ray_call__.remote(_place)
-            return start_engine_actor(
-                partial(_on_gpus, gpus, factory),
-                num_cpus=0,
-                num_threads=num_threads,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
-            )
+    def _factory(self, role: Role, config: TrainConfig) -> Callable[[], Engine]:
+        settings = config.rollout if role == "engine" else config.reward_model.judge
+        model = self._models[role]
+        factory = engine_factory(settings, config, model.path.absolute(), eos_token_ids=model.eos_token_ids)
+        number, self._num_made[role] = self._num_made[role], self._num_made[role] + 1
+        return partial(logged, self._logs, role, number, factory)
+
+    def _start(self, factory: Callable[[], Engine], config: TrainConfig) -> EngineHandle:
         return start_engine_actor(
             factory,
             num_cpus=config.ray.cpus_per_process,
             num_gpus=config.ray.gpus_per_engine if config.device.startswith("cuda") else 0,
-            num_threads=num_threads,
+            num_threads=_num_threads(config),
             scheduling_strategy="SPREAD",
         )
+
+    async def _start_beside(
+        self, neighbour: EngineHandle, factory: Callable[[], Engine], config: TrainConfig
+    ) -> EngineHandle:
+        node, gpus = await neighbour.actor.__ray_call__.remote(_place)
+        return start_engine_actor(
+            partial(_on_gpus, gpus, factory),
+            num_cpus=0,
+            num_threads=_num_threads(config),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
+        )
+
+
+def _num_threads(config: TrainConfig) -> int:
+    return max(1, config.threads // Sizes.of(config).num_engine_devices)
 
 
 def _place(actor: Any) -> tuple[str, list[str]]:
@@ -109,12 +148,12 @@ def _on_gpus(gpus: Sequence[str], make: Callable[[], Engine]) -> Engine:
     return make()
 
 
-async def _end(actors: list[Any]) -> None:
-    await asyncio.gather(*(end_engine_actor(actor) for actor in actors), return_exceptions=True)
+async def _end(handles: Sequence[EngineHandle]) -> None:
+    await asyncio.gather(*map(end_engine_actor, handles), return_exceptions=True)
 
 
-async def _answers(actor: Any) -> bool:
+async def _answers(handle: EngineHandle) -> bool:
     try:
-        return await asyncio.wait_for(asyncio.ensure_future(actor.__ray_ready__.remote()), _ANSWER_TIMEOUT_S)
+        return await asyncio.wait_for(asyncio.ensure_future(handle.actor.__ray_ready__.remote()), _ANSWER_TIMEOUT_S)
     except (RayError, TimeoutError):
         return False

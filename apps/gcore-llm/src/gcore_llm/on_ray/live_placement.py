@@ -1,8 +1,10 @@
 """Which of a run's engines generate and which judge, or whether all do both in turns: decided after every step."""
 
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from gcore_controller import Span
 from gcore_llm.on_ray.room import Sizes
@@ -16,6 +18,11 @@ from gcore_placement import (
     StrategyChoice,
 )
 
+Role = Literal["gen", "reward"]
+"""By its stage."""
+
+_NUM_STEPS = 20
+"""In which the fullest engines are looked for."""
 _SLACK = 0.1
 """A role that waited for less than this share of its time was not held up."""
 
@@ -49,6 +56,8 @@ class LivePlacement:
         if config.strategy == "auto":
             self._choice = StrategyChoice(self._space, horizon_steps=config.horizon_steps)
         self.swap_s: float | None = None if self._choice is not None else 0.0
+        self._token_s: dict[Role, deque[float]] = {"gen": deque(maxlen=_NUM_STEPS), "reward": deque(maxlen=_NUM_STEPS)}
+        """Device-seconds that each role took for a token in the last steps."""
         self._move_s = 0.0
         self._moved_at_s: float | None = None
 
@@ -68,7 +77,7 @@ class LivePlacement:
             # From the decision to the end of the first step after it.
             self._move_s = max(0.0, now_s - self._moved_at_s - metrics["timing_s/step"])
             self._moved_at_s = None
-        step = _Step.of(devices)
+        step = _Step.of(devices, {role: self._work_s(role, metrics, devices) for role in self._token_s})
         if step is None:
             return
         before = self.sizes
@@ -88,6 +97,18 @@ class LivePlacement:
                 self._dynamic = self._started_at(best.policy_devices)
         if self.sizes != before:
             self._moved_at_s = now_s
+
+    def _work_s(self, role: Role, metrics: Mapping[str, float], devices: Mapping[str, Sequence[Span]]) -> float:
+        """Device-seconds of a role's tokens, were its engines as full as they have lately been at best.
+
+        An engine that runs one sample where it could run many is busy, and does little.
+        """
+        busy_s = sum(stop - start for start, stop in _intervals(devices, role))
+        tokens = metrics.get(f"perf/generated_tokens/{role}", 0.0)
+        if not (tokens and busy_s):
+            return busy_s
+        self._token_s[role].append(busy_s / tokens)
+        return tokens * min(self._token_s[role])
 
     def metrics(self) -> dict[str, float]:
         """Where the engines are, and what changes of that take, as last measured."""
@@ -117,16 +138,22 @@ class _Step:
     """Of the device that swapped for longest."""
 
     @classmethod
-    def of(cls, devices: Mapping[str, Sequence[Span]]) -> "_Step | None":
-        """None: nothing was generated, or nothing judged."""
+    def of(cls, devices: Mapping[str, Sequence[Span]], work_s: "Mapping[Role, float]") -> "_Step | None":
+        """None: nothing was generated, or nothing judged.
+
+        Args:
+            devices: when each worked.
+            work_s: device-seconds of each role.
+        """
         generated, judged = _intervals(devices, "gen"), _intervals(devices, "reward")
         if not generated or not judged:
             return None
         start_s = min(start for start, _ in generated)
         policy_s, reward_s = (max(stop for _, stop in role) - start_s for role in (generated, judged))
         # The judge is done soon after the last response, however many replicas it has, or it is what is waited for.
-        policy = _load(generated, policy_s, was_waiting=policy_s - _covered(generated) > _SLACK * policy_s)
-        reward = _load(judged, reward_s, was_waiting=reward_s - policy_s < _SLACK * policy_s)
+        policy_waited = policy_s - _covered(generated) > _SLACK * policy_s
+        policy = _load(generated, work_s["gen"], policy_s, was_waiting=policy_waited)
+        reward = _load(judged, work_s["reward"], reward_s, was_waiting=reward_s - policy_s < _SLACK * policy_s)
         swaps_s = [sum(s.end_s - s.start_s for s in spans if s.stage == "swap") for spans in devices.values()]
         return cls(policy=policy, reward=reward, stage_s=max(policy_s, reward_s), swap_s=max(swaps_s, default=0.0))
 
@@ -136,9 +163,9 @@ def _intervals(devices: Mapping[str, Sequence[Span]], stage: str) -> list[tuple[
     return [(span.start_s, span.end_s) for spans in devices.values() for span in spans if span.stage == stage]
 
 
-def _load(intervals: Iterable[tuple[float, float]], finish_s: float, *, was_waiting: bool) -> RoleLoad:
+def _load(intervals: Iterable[tuple[float, float]], work_s: float, finish_s: float, *, was_waiting: bool) -> RoleLoad:
     busy_s = sum(stop - start for start, stop in intervals)
-    return RoleLoad(work_device_s=busy_s, busy_device_s=busy_s, finish_s=finish_s, was_waiting=was_waiting)
+    return RoleLoad(work_device_s=work_s, busy_device_s=busy_s, finish_s=finish_s, was_waiting=was_waiting)
 
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:

@@ -15,7 +15,7 @@ from gcore_llm.errors import RankError
 from gcore_llm.evaluate import Evaluation
 from gcore_llm.on_ray.cluster import connect
 from gcore_llm.on_ray.controller import Handles, Report, controller_program
-from gcore_llm.on_ray.engine_actors import EngineActors
+from gcore_llm.on_ray.engine_actors import EngineActors, Model, Role
 from gcore_llm.on_ray.live_placement import LivePlacement, PlacementMovedError
 from gcore_llm.on_ray.room import RoomChangedError, Sizes
 from gcore_llm.on_ray.room_watch import RoomWatch
@@ -40,21 +40,17 @@ class RayServices:
 
     def __init__(self, inputs: Inputs, model: Path, checkpoints: Path) -> None:
         self.config = inputs.config
-        self._placed = inputs.config
-        """With the sizes that engines and judges have."""
         self.learner = RayLearner(inputs.config, model, checkpoints)
         self._inputs = inputs
         self._logs = logs_of(checkpoints.absolute())
         self._room = RoomWatch(inputs.config)
         self._placement: LivePlacement | None = None
         self._controllers: RayControllers | None = None
-        eos = eos_token_ids(inputs.tokenizer, model)
-        self._engines = EngineActors("engine", model, eos_token_ids=eos, logs=self._logs)
-        self._judges: EngineActors | None = None
+        models: dict[Role, Model] = {"engine": Model(path=model, eos_token_ids=eos_token_ids(inputs.tokenizer, model))}
         if inputs.config.num_ray_judges:
             path = Path(inputs.config.reward_model.path)
-            eos = eos_token_ids(build_tokenizer(path), path)
-            self._judges = EngineActors("judge", path, eos_token_ids=eos, logs=self._logs)
+            models["judge"] = Model(path=path, eos_token_ids=eos_token_ids(build_tokenizer(path), path))
+        self._engines = EngineActors(models, logs=self._logs)
         self._stages: Sequence[str | None] = []
         self._is_updating = False
 
@@ -85,8 +81,8 @@ class RayServices:
     async def run(self, job: Job, recorder: Recorder[Evaluation]) -> None:
         """See `Services.run`."""
         handles = Handles(
-            engines=self._engines.actors,
-            judges=self._judges.actors if self._judges else [],
+            engines=self._engines.handles["engine"],
+            judges=self._engines.handles.get("judge", []),
             ranks=self.learner.ranks,
             tokenizer=self._inputs.tokenizer,
             folder=Path.cwd(),
@@ -148,8 +144,6 @@ class RayServices:
             self.learner.close()
         finally:
             await self._engines.close()
-            if self._judges is not None:
-                await self._judges.close()
             if self._controllers is not None:
                 await self._controllers.close()
             ray.shutdown()
@@ -194,25 +188,11 @@ class RayServices:
                 num_cpus=config.ray.cpus_per_process,
                 start_timeout_s=config.ray.timeout_s,
             )
-        await self._resize_engines(config)
+        await self._engines.have(Sizes.of(config), config)
+        if self._placement is not None and self._placement.swap_s is None:
+            self._placement.swap_s = await self._engines.swap_seconds(config)
         if not keeps_models:
             await self.learner.start(config)
-
-    async def _resize_engines(self, config: TrainConfig) -> None:
-        if self._judges is None:
-            await self._engines.have(config.num_ray_engines, config)
-            return
-        sizes, before = Sizes.of(config), Sizes.of(self._placed)
-        if sizes != before and (sizes.in_turns or before.in_turns):
-            # Each is on the device of an engine, of which none may be another one's.
-            await self._judges.have(0, config)
-        await self._engines.have(sizes.engines, config)
-        await self._judges.have(sizes.judges, config, beside=self._engines.actors if sizes.in_turns else ())
-        self._placed = config
-        if self._placement is not None and self._placement.swap_s is None:
-            self._placement.swap_s = sum(
-                [await actors.swap_seconds(config) for actors in (self._engines, self._judges)]
-            )
 
     async def _while_room_lasts(self, work: Coroutine[Any, Any, list[None] | None]) -> None:
         """

@@ -1,6 +1,7 @@
 """The inside of an engine's Ray actor: it builds the engine and answers its clients. Ray itself is not needed here."""
 
 import asyncio
+import gc
 import inspect
 import os
 import pickle
@@ -23,11 +24,12 @@ _BEAT_INTERVAL_S = 0.25
 _CLIENT_PATIENCE = 5.0
 """How often as long as it may be silent itself, an actor waits for a client."""
 _LATE_CALL_S = 60.0
+_ANEW = "it was started anew: connect again"
 
 
 @dataclass(frozen=True)
 class Incarnation:
-    """One life of an actor: its process."""
+    """One life of an actor: its process, as long as that has the same engine."""
 
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=platform.node)
@@ -66,16 +68,15 @@ class FetchesWeights(Protocol):
 
 
 class EngineActor:
-    """Runs one engine for any number of clients; its methods are the actor's.
+    """Runs one engine at a time, for any number of clients; its methods are the actor's.
 
     Args:
-        factory: pickled by value.
         num_threads: of torch on CPU; None: its own choice.
     """
 
-    def __init__(self, factory: bytes, num_threads: int | None) -> None:
-        self._factory = factory
+    def __init__(self, num_threads: int | None) -> None:
         self._num_threads = num_threads
+        self._factory = b""
         self._incarnation = Incarnation()
         self._engine: Engine[AnyRequest, AnySample] | None = None
         self._is_making = asyncio.Lock()
@@ -89,32 +90,40 @@ class EngineActor:
         """Which life this is."""
         return self._incarnation
 
-    async def make(self, token: str) -> Told:
-        """Make the engine, unless that has been done; one that could not be made is tried again."""
+    async def make(self, factory: bytes) -> Told:
+        """Have an engine of this factory, pickled by value, in the place of any other; tells its incarnation.
 
-        async def make() -> None:
+        One that could not be made is tried again.
+        """
+
+        async def make() -> Incarnation:
             async with self._is_making:
+                if factory != self._factory:
+                    await self._end_engine()
+                    self._factory = factory
                 if self._engine is None:
                     self._engine = await self._make()
+                return self._incarnation
 
-        return await self._answer(token, make)
+        return await self._answer(make)
 
     async def call(self, token: str, method: str, *arguments: Any) -> Told:
         """Call a method of the engine."""
-        return await self._answer(token, lambda: getattr(self._engine, method)(*arguments))
+        return await self._answer(lambda: getattr(self._engine_of(token), method)(*arguments))
 
     async def update_weights(self, token: str, weights: FetchesWeights, version: int) -> Told:
         """See `Engine.update_weights`; an engine that can computes with the weights where they lie."""
 
         async def update() -> None:
+            self._engine_of(token)
             here = await weights.fetch()
-            assert self._engine is not None
-            if isinstance(self._engine, TakesWeightsInPlace):
-                await self._engine.update_weights_in_place(here, version=version)
+            engine = self._engine_of(token)
+            if isinstance(engine, TakesWeightsInPlace):
+                await engine.update_weights_in_place(here, version=version)
             else:
-                await self._engine.update_weights(here, version=version)
+                await engine.update_weights(here, version=version)
 
-        return await self._answer(token, update)
+        return await self._answer(update)
 
     async def generate(self, token: str, call: Call, packed_requests: bytes) -> AsyncIterator[Told]:
         """Packed lists of samples, each as soon as it is finished; None at the end, and a `Failed` before it.
@@ -123,7 +132,13 @@ class EngineActor:
         """
         items: asyncio.Queue[AnySample | Failed | None] = asyncio.Queue()
         task = self._running[call] = asyncio.create_task(self._generate(token, packed_requests, items))
-        task.add_done_callback(lambda _: items.put_nowait(None))
+
+        def end(_: object) -> None:
+            if token != self._incarnation.token:
+                items.put_nowait(failure(0, EngineDiedError(_ANEW)))
+            items.put_nowait(None)
+
+        task.add_done_callback(end)
         if call in self._given_up:
             task.cancel()
         try:
@@ -149,11 +164,6 @@ class EngineActor:
 
         It ends after a while, to be called again: what a client that does not has called is given up.
         """
-        try:
-            self._check(token)
-        except EngineDiedError as death:
-            yield self._tell(failure(0, death))
-            return
         loop = asyncio.get_running_loop()
         self._end_lease(client)
         self._leases[client] = loop.call_later(_CLIENT_PATIENCE * heartbeat_timeout_s, self._forget, client)
@@ -161,13 +171,16 @@ class EngineActor:
         end = loop.time() + heartbeat_timeout_s
         told: EngineStats | None = None
         told_at = 0.0
-        while client in self._leases and loop.time() < end:
-            assert self._engine is not None
-            if self._engine.stats() != told or loop.time() >= told_at + interval_s:
-                message = self._tell()
-                told, told_at = message.stats, loop.time()
-                yield message
-            await asyncio.sleep(min(_STATS_INTERVAL_S, interval_s))
+        try:
+            while client in self._leases and loop.time() < end:
+                if self._engine_of(token).stats() != told or loop.time() >= told_at + interval_s:
+                    message = self._tell()
+                    told, told_at = message.stats, loop.time()
+                    yield message
+                await asyncio.sleep(min(_STATS_INTERVAL_S, interval_s))
+        except EngineDiedError as death:
+            self._end_lease(client)
+            yield self._tell(failure(0, death))
 
     async def leave(self, client: str) -> None:
         """A client needs nothing more."""
@@ -186,9 +199,23 @@ class EngineActor:
         made = pickle.loads(self._factory)()
         return await made if inspect.isawaitable(made) else made
 
-    async def _answer(self, token: str, work: Callable[[], Awaitable[Any]]) -> Told:
+    async def _end_engine(self) -> None:
+        """Free it; to its clients it is dead."""
+        if self._engine is None:
+            return
+        engine, self._engine = self._engine, None
+        self._incarnation = Incarnation()
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await engine.close()
+        del engine
+        # Models are held by cycles, and there is to be room for the next one.
+        gc.collect()
+
+    async def _answer(self, work: Callable[[], Awaitable[Any]]) -> Told:
         try:
-            self._check(token)
             return self._tell(await work())
         except Exception as error:
             return self._tell(failure(0, error))
@@ -197,9 +224,7 @@ class EngineActor:
         self, token: str, packed_requests: bytes, items: "asyncio.Queue[AnySample | Failed | None]"
     ) -> None:
         try:
-            self._check(token)
-            assert self._engine is not None
-            completions = self._engine.generate(pickle.loads(packed_requests))
+            completions = self._engine_of(token).generate(pickle.loads(packed_requests))
             try:
                 async for completion in completions:
                     items.put_nowait(completion)
@@ -209,9 +234,12 @@ class EngineActor:
         except Exception as error:
             items.put_nowait(failure(0, error))
 
-    def _check(self, token: str) -> None:
+    def _engine_of(self, token: str) -> Engine[AnyRequest, AnySample]:
+        """The engine, if it is that of this incarnation."""
         if token != self._incarnation.token:
-            raise EngineDiedError("it was started anew: connect again")
+            raise EngineDiedError(_ANEW)
+        assert self._engine is not None
+        return self._engine
 
     def _tell(self, value: Any = None) -> Told:
         self._num_told += 1

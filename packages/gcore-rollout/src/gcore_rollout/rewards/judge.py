@@ -101,8 +101,7 @@ class JudgeReward:
         reduce: Reduce = "mean",
         on_unparsable: Literal["drop"] | float = "drop",
     ) -> None:
-        if reduce not in get_args(Reduce):
-            raise RewardConfigError(f"reduce is {reduce!r}: one of {', '.join(get_args(Reduce))} is needed")
+        check_reduce(reduce)
         self._substitute: float | None = None if isinstance(on_unparsable, str) else float(on_unparsable)
         is_known = on_unparsable == "drop" if self._substitute is None else math.isfinite(self._substitute)
         if not is_known:
@@ -128,7 +127,7 @@ class JudgeReward:
                 f"none of {len(verdicts)} verdicts could be parsed, the first is {verdicts[0].text!r:.300}"
             )
         numbers = [number for number, _ in scores]
-        reduced = _reduced(numbers, self._reduce)
+        reduced = reduced_score(numbers, self._reduce)
         return Scored(
             score=reduced,
             parts={"parsed": num_parsed / len(verdicts), "spread": max(numbers) - min(numbers)},
@@ -148,7 +147,17 @@ class JudgeReward:
         return JudgeStats(num_verdicts=self._num_verdicts, num_unparsable=self._num_unparsable)
 
 
-def _reduced(scores: Sequence[float], reduce: Reduce) -> float:
+def check_reduce(reduce: str) -> None:
+    """
+    Raises:
+        RewardConfigError: it is none of `Reduce`.
+    """
+    if reduce not in get_args(Reduce):
+        raise RewardConfigError(f"reduce is {reduce!r}: one of {', '.join(get_args(Reduce))} is needed")
+
+
+def reduced_score(scores: Sequence[float], reduce: Reduce) -> float:
+    """One score of several verdicts, one at least."""
     match reduce:
         case "mean":
             return statistics.fmean(scores)

@@ -1,20 +1,23 @@
-"""A language model that is asked for verdicts: its engine, its tokens and its question."""
+"""A language model that is asked for verdicts, maybe on images: its engine, its tokens and its question."""
 
 import hashlib
 import itertools
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gcore_rollout.engine import Engine
 from gcore_rollout.errors import RewardConfigError, RewardError
 from gcore_rollout.types import Request, SamplingParams
 
+if TYPE_CHECKING:
+    from gcore_rollout.images import VisionProcessor
+
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeModel:
-    """What `JudgeReward` and `PairwiseJudge` ask."""
+    """What `JudgeReward`, `PairwiseJudge` and `ImageJudgeReward` ask."""
 
     engine: Engine
     """One of its own, or shared: verdicts of many calls run in it as one continuous batch."""
@@ -27,32 +30,49 @@ class JudgeModel:
     """Verdicts on each question."""
     seed: int = 0
     """With the question it fixes the verdicts, whatever else is asked at the same time."""
+    vision: "VisionProcessor | None" = None
+    """What reads images for the model; their tokens come from `encode`, one for each image."""
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.n < 1:
             raise RewardConfigError(f"n is {self.n}: at least 1 is needed")
 
-    async def ask(self, questions: Sequence[str]) -> list[list[str]]:
+    async def ask(self, questions: Sequence[str], images: Sequence[Sequence[bytes]] | None = None) -> list[list[str]]:
         """The ``n`` verdicts on each question, in one call of the engine.
+
+        Args:
+            questions: any number.
+            images: of each, as encoded files; None: there are none.
 
         Raises:
             RequestError: a question that the engine cannot take, such as one longer than its context.
+            RewardConfigError: there are images, and no `vision`.
         """
-        requests = [self._request(question) for question in questions]
+        if images is not None and self.vision is None:
+            raise RewardConfigError("vision is None: a vision-language model is needed for questions with images")
+        of_each = [tuple(own) for own in images] if images is not None else [()] * len(questions)
+        requests = [self._request(question, own) for question, own in zip(questions, of_each, strict=True)]
         verdicts = {request.request_id: [""] * self.n for request in requests}
         async for completion in self.engine.generate(requests):
             verdicts[completion.request_id][completion.index] = self.decode(completion.token_ids.tolist())
         return [verdicts[request.request_id] for request in requests]
 
-    def _request(self, question: str) -> Request:
-        digest = hashlib.blake2b(f"{self.seed} {question}".encode("utf-8", "surrogatepass"), digest_size=7).digest()
+    def _request(self, question: str, images: tuple[bytes, ...]) -> Request:
+        asked = hashlib.blake2b(f"{self.seed} {question}".encode("utf-8", "surrogatepass"), digest_size=7)
+        token_ids = self.encode(question)
+        if images:
+            assert self.vision is not None
+            token_ids = self.vision.expand(token_ids, images)
+            for image in images:
+                asked.update(image)
         return Request(
             request_id=f"verdict-{id(self):x}-{next(self._numbers)}",
-            prompt_token_ids=tuple(self.encode(question)),
+            prompt_token_ids=tuple(token_ids),
             sampling=self.sampling,
             n=self.n,
-            seed=int.from_bytes(digest, "big"),
+            seed=int.from_bytes(asked.digest(), "big"),
+            images=images,
         )
 
 

@@ -92,7 +92,7 @@ def _full_runs(seed: int) -> list[SmallRun]:
         _generation(rng, "generate 384, 48 responses, 16 at a time", medium, prompts=48, n=1, max_num_seqs=16),
         _generation(rng, "generate Llama 320, 6 layers, larger vocabulary", other, prompts=4, n=4),
         _step(rng, "gcore-llm train, Llama 384", llama(384, layers=4, vocab_size=8192), prompts=8, n=4, length=64),
-        _step(rng, "gcore-llm train, Llama 512", llama(512, layers=4, vocab_size=8192), prompts=4, n=8, length=96),
+        _step(rng, "gcore-llm train, Llama 512", llama(512, layers=4, vocab_size=8192), prompts=8, n=4, length=96),
     ]
 
 

@@ -1,0 +1,67 @@
+"""Samplers of images and a judge that looks at them, on a simulated cluster."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from gcore_bench.diffusion.options import DiffusionBenchOptions
+from gcore_placement import EngineCosts, JobCosts, PartitionSpace, RoleLimits, SwapCosts, TrainingCosts
+from gcore_placement.simulation.simulator import Simulator
+from gcore_placement.simulation.studies import Comparison, compare
+from gcore_placement.simulation.trace_recipes import Drift, TraceRecipe, steady
+
+NUM_DEVICES = 64
+UNIT_DEVICES = 4
+
+SAMPLER = EngineCosts(devices_per_replica=1, max_num_seqs=16, decode_base_s=0.01, decode_per_sequence_s=0.024)
+"""Stable Diffusion 3.5 medium at 512 x 512. A token is a denoising step of an image: 1024 tokens of it and 333 of its
+prompt, with guidance, through 2.2 billion parameters, 12 TFLOP, at half of an H100's 990 TFLOP/s."""
+
+JUDGE = EngineCosts(
+    devices_per_replica=1,
+    max_num_seqs=256,
+    decode_base_s=0.009,
+    decode_per_sequence_s=4e-5,
+    decode_per_context_token_s=2.4e-8,
+    prefill_per_token_s=3.1e-5,
+)
+"""A vision-language model of 7B, as the engines of gcore-placement's scenarios; it reads an image as 1,000 tokens."""
+
+COSTS = JobCosts(
+    policy=SAMPLER,
+    reward=JUDGE,
+    # Forward and backward of two steps of every image, and the reference's pass over them.
+    training=TrainingCosts(base_s=1.0, per_token_s=2 * 3 * 0.024 / 1100, num_forward_passes=1, sync_s=1.5),
+    swap=SwapCosts(sleep_s=2.0, wake_s=5.0, load_s=8.0),
+)
+
+_IMAGES = TraceRecipe(
+    name="images, verdicts of one length",
+    num_steps=60,
+    train_batch_size=192,
+    n=24,
+    prompt_median=1090,
+    prompt_sigma=0.05,
+    response_median=steady(10),
+    response_sigma=0.0,
+    judge_median=steady(400),
+    acceptance=steady(0.9),
+    noise=0.03,
+)
+
+
+def run_simulation(
+    options: DiffusionBenchOptions, *, progress: Callable[[int], None] | None = None
+) -> list[Comparison]:
+    """Every strategy, on verdicts that stay, grow, and jump."""
+    limits = RoleLimits(devices_per_replica=1)
+    space = PartitionSpace(num_devices=NUM_DEVICES, policy=limits, reward=limits, unit_devices=UNIT_DEVICES)
+    drifts = {
+        "images, verdicts as they are": steady(400),
+        "images, verdicts grow": Drift(first=100, last=3000),
+        "images, verdicts jump": Drift(first=100, last=3000, jump_step=options.sim_steps // 2),
+    }
+    found: list[Comparison] = []
+    for name, drift in drifts.items():
+        recipe = replace(_IMAGES, name=name, num_steps=options.sim_steps, judge_median=drift, seed=options.seed + 1)
+        found.append(compare(name, Simulator(recipe.trace(), COSTS, space, progress=progress)))
+    return found
