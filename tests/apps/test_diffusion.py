@@ -1,5 +1,6 @@
 """`gcore-diffusion`: the embedded model in short, a user's own pipeline, every algorithm, resumption, wrong input."""
 
+import os
 import signal
 import time
 import tomllib
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 from command_line import Cli, Server, option_set, read_rows, served, step_rows, write_rows
 from PIL import Image
+from process_tree import descendants
 from tiny_pipelines import ddim_pipeline, flow_pipeline
+from tiny_vision_model import save_vision_model
 
 from gcore_ckpt import Checkpointer
 from gcore_diffusion.cli import parse_train
@@ -119,6 +122,7 @@ def test_embedded_run_folder(cli: Cli) -> None:
     cli.ok("sample", run, "red 7", "--n", "3", "--out", "three.png")
     assert (cli.cwd / "three.png").is_file()
     assert cli.ok("report", run).strip().endswith("report.html")
+    assert "gcore_diffusion" in cli.ok("logs", run, "--lines", "50")
 
 
 ALGORITHMS: dict[str, list[str]] = {
@@ -175,6 +179,55 @@ def test_controllers_and_engines_elsewhere_make_the_same_images(cli: Cli, own_ar
     assert (cli.cwd / "runs/processes/logs/engine-1.log").is_file()
 
 
+def test_a_cluster_trains_alike_whatever_dies(cli: Cli, own_args: list[str]) -> None:
+    """Two controllers, engines and ranks are actors; one of each is killed on the way."""
+    args = option_set([*own_args, "--actor.loss.kl-loss-coef", "0.1"], "--trainer.total-training-steps", "6")
+    args = [*args, "--trainer.save-freq", "1", "--trainer.test-freq", "100", "--actor.optim.lr", "1e-4"]
+    cli.ok(*args, "--name", "one")
+    command = cli.start(*args, "--runtime", "ray", "--controllers", "2", "--trainer.num-processes", "2")
+    run = cli.cwd / "runs/default"
+    for number, title in enumerate(("ray::EngineActor", "ray::_Rank", "ray::ControllerActor"), start=1):
+        while not command.has_ended() and not ((run / "metrics.jsonl").exists() and len(step_rows(run)) >= number):
+            time.sleep(0.02)
+        os.kill(descendants(command.pid, title)[0], signal.SIGKILL)
+    finished = command.wait()
+    assert finished.code == 0, finished
+    assert finished.out.count("going on after step") == 2
+    rows, others = (
+        [{k: v for k, v in row.items() if not k.startswith("perf/generated")} for row in reproducible(path)]
+        for path in (run, cli.cwd / "runs/one")
+    )
+    assert len(rows) == len(others)
+    for row, other in zip(rows, others, strict=True):
+        assert row == pytest.approx(other, rel=2e-3, abs=2e-3)
+    logs = {path.name for path in (run / "logs").iterdir()}
+    assert {"controller-1.log", "engine-1.log", "trainer-1.log"} <= logs
+
+
+@pytest.fixture(scope="session")
+def judged(own_args: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The job with a vision-language model for a reward, which says little that is to the point."""
+    folder = save_vision_model(tmp_path_factory.mktemp("judge") / "model")
+    args = option_set(option_set(own_args, "--reward.kind", "judge"), "--trainer.total-training-steps", "5")
+    return [
+        *(*args, "--reward.path", str(folder), "--reward.judge.pattern", r"(\d)", "--reward.judge.n", "2"),
+        *("--reward.judge.max-response-length", "48", "--reward.judge.temperature", "1.0"),
+        *("--reward.judge.max-num-seqs", "8", "--trainer.test-freq", "100", "--algorithm.filter-groups", "False"),
+    ]
+
+
+def test_engines_go_to_a_judge_that_is_busy(cli: Cli, judged: list[str]) -> None:
+    cli.ok(*judged, "--name", "inline")
+    ray = ["--runtime", "ray", "--rollout.num-processes", "2", "--placement.strategy", "dynamic"]
+    out = cli.ok(*judged, *ray, "--placement.horizon-steps", "1000")
+    assert "1 engine moved from the policy to the judge: 1 generate and 2 judge now; going on after step" in out
+    rows = step_rows(cli.cwd / "runs/default")
+    assert (rows[0]["placement/judges"], rows[-1]["placement/judges"]) == (1, 2)
+    for row, other in zip(rows, step_rows(cli.cwd / "runs/inline"), strict=True):
+        for name in ("critic/score/mean", "critic/score/std", "actor/pg_loss"):
+            assert row[name] == pytest.approx(other[name], rel=2e-3, abs=2e-3)
+
+
 def test_a_resumed_run_is_the_same_to_the_bit(cli: Cli, own_args: list[str]) -> None:
     four = option_set(own_args, "--trainer.total-training-steps", "4")
     cli.ok(*four, "--name", "whole")
@@ -221,6 +274,19 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
         "digit scores 8 x 8 pixels",
     ),
     "clip without weights": (lambda _: ["--reward.kind", "clip"], "reward.path is not set: clip needs"),
+    "judge without a model": (lambda _: ["--reward.kind", "judge"], "reward.path is not set: judge needs"),
+    "a judge that sees nothing": (
+        lambda file: ["--reward.kind", "judge", "--reward.path", str(Path(file).parent / "flow/transformer")],
+        "reward.path is",
+    ),
+    "ranks in one process": (
+        lambda _: ["--trainer.num-processes", "2"],
+        "trainer.num_processes is 2 and runtime is 'inline': 'ray' is needed",
+    ),
+    "nobody to share devices with": (
+        lambda _: ["--placement.strategy", "dynamic"],
+        "placement.strategy is 'dynamic', runtime is 'inline' and reward.kind is",
+    ),
     "model": (lambda _: ["--model", "nowhere"], "model is 'nowhere': a folder of a diffusers pipeline"),
     "gradient of a number": (
         lambda _: [

@@ -12,11 +12,12 @@ from ray.cluster_utils import Cluster
 
 from gcore_controller.errors import ClusterError
 from gcore_llm.config import TrainConfig
-from gcore_llm.on_ray.room import Sizes, has_room, largest
-from gcore_llm.ray_config import RayConfig
 from gcore_llm.reward_config import JudgeConfig, RewardModelConfig
 from gcore_llm.rollout_config import RolloutConfig
 from gcore_llm.trainer_config import TrainerConfig
+from gcore_runs.on_ray.room import has_room, largest
+from gcore_runs.ray_config import RayConfig
+from gcore_runs.sizes import Sizes
 from gcore_trainer.parallel import ParallelConfig
 
 # Scores wait while there is a file of this name.
@@ -125,7 +126,7 @@ def test_a_judge_needs_room_too() -> None:
     smaller = largest([{"CPU": 32.0, "GPU": 9.0}], config)
     assert smaller == Sizes(controllers=1, engines=3, judges=1, ranks=6)
     assert str(smaller) == "1 controller, 3 engines, 1 judge and 6 training ranks"
-    assert Sizes.of(smaller.applied(config)) == smaller
+    assert config.with_sizes(smaller).sizes == smaller
 
 
 def test_no_room_at_all() -> None:

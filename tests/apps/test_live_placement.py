@@ -7,9 +7,9 @@ import pytest
 from command_line import Cli, assert_same_metrics, option_set, read_rows
 
 from gcore_controller import Span
-from gcore_llm.on_ray.live_placement import LivePlacement
-from gcore_llm.on_ray.room import Sizes
-from gcore_llm.placement_config import PlacementConfig
+from gcore_runs.on_ray.live_placement import LivePlacement
+from gcore_runs.placement_config import PlacementConfig
+from gcore_runs.sizes import Sizes
 
 DYNAMIC = PlacementConfig(strategy="dynamic")
 
@@ -54,7 +54,7 @@ def test_an_engine_that_is_hardly_full_does_little() -> None:
     full = {f"{role} {i}": [span(stage, 0.0, 10.0)] for role, stage in stages.items() for i in range(2)}
 
     def told(*, gen: float, reward: float) -> dict[str, float]:
-        return {"timing_s/step": 20.0, "perf/generated_tokens/gen": gen, "perf/generated_tokens/reward": reward}
+        return {"timing_s/step": 20.0, "perf/generated/gen": gen, "perf/generated/reward": reward}
 
     placement.observe(told(gen=4000.0, reward=1000.0), full)
     for _ in range(8):

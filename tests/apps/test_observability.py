@@ -38,7 +38,6 @@ from gcore_llm.engines import start_policy
 from gcore_llm.learner_part import SharedLearner
 from gcore_llm.recipes import own_data
 from gcore_llm.report import write_report
-from gcore_llm.watched import Watched
 from gcore_rollout import Request, SamplingParams
 from gcore_rollout.replicas import EngineReplicas
 from gcore_runs import merged_logs
@@ -51,6 +50,7 @@ from gcore_runs.metrics import MetricsWriter
 from gcore_runs.prometheus import PrometheusExporter
 from gcore_runs.run_folder import RunFolder, read_jsonl
 from gcore_runs.spans import SpanWriter, StepSpans, on_wall_clock
+from gcore_runs.watched import Watched
 
 
 def span(stage: str, start_s: float, end_s: float) -> Span:

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,10 @@ from ray.cluster_utils import Cluster
 
 from gcore_ckpt import Checkpointer
 from gcore_llm.config import TrainConfig
-from gcore_llm.errors import RankError
-from gcore_llm.on_ray.training_ranks import RayLearner
+from gcore_llm.on_ray.services import rank_learner
 from gcore_llm.trainer_config import TrainerConfig
+from gcore_runs.errors import RankError
+from gcore_runs.on_ray.training_ranks import RayLearner
 
 NUM_KILLS = int(os.environ.get("GCORE_CHAOS_KILLS", "3"))
 """In the run that is disturbed; more of them make it longer."""
@@ -166,7 +168,8 @@ def own_cluster() -> Iterator[None]:
 def test_a_rank_that_dies_in_a_save_is_told(tiny: Path, tmp_path: Path) -> None:
     """While the other one, which is asked first, waits for it."""
     config = TrainConfig(device="cpu", threads=2, runtime="ray", trainer=TrainerConfig(num_processes=2))
-    learner = RayLearner(config, tiny, tmp_path / "checkpoints")
+    make = partial(rank_learner, tiny, tmp_path / "checkpoints")
+    learner = RayLearner(make, logs=tmp_path / "logs")
     asyncio.run(learner.start(config))
     place = learner.ranks.places[1]
     pid = int(place.split()[1])

@@ -15,7 +15,7 @@ import pytest
 from command_line import Cli
 
 from gcore_controller import Context, run_simulated
-from gcore_llm.exchange import deal, workload_of
+from gcore_llm.exchange import workload_of
 from gcore_llm.learner import Role
 from gcore_llm.simulate import run as run_module
 from gcore_llm.simulate.command import parse_simulate
@@ -32,6 +32,7 @@ from gcore_llm.simulate.work import coarse_workload, make_prompts, sample_name, 
 from gcore_rollout import Completion, Request, SamplingParams
 from gcore_rollout.errors import RolloutError
 from gcore_runs.errors import UserError
+from gcore_runs.ranks import deal
 from gcore_trainer import MicroBatch
 
 SMALL = SimulateConfig(

@@ -51,7 +51,7 @@ ADAPTERS = {
         "packages/gcore-rollout/src/gcore_rollout/ray_engine.py",
         "packages/gcore-rollout/src/gcore_rollout/weight_sync/weight_references.py",
         "apps/gcore-bench/src/gcore_bench/controller/",
-        "apps/gcore-llm/src/gcore_llm/on_ray/",
+        "apps/gcore-runs/src/gcore_runs/on_ray/",
     ],
     "prometheus_client": ["apps/gcore-runs/src/gcore_runs/prometheus.py"],
 }

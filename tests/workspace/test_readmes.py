@@ -34,6 +34,10 @@ CHECKED_ELSEWHERE = {
     r"(uv run )?gcore-llm train --runtime ray .*": "tests/apps/test_on_ray.py::test_controllers_everywhere_train_alike",
     r"(uv run )?gcore-llm simulate --.*": "tests/apps/test_simulate.py::test_command_prints_its_table",
     r"(uv run )?gcore-diffusion train --model PIPELINE .*": "tests/apps/test_diffusion.py::test_every_algorithm_runs",
+    r"(uv run )?gcore-diffusion train --runtime ray .*": (
+        "tests/apps/test_diffusion.py::test_a_cluster_trains_alike_whatever_dies"
+    ),
+    r"(uv run )?gcore-bench diffusion( --.*)?": "tests/apps/test_bench_diffusion.py::test_bench_measures_and_simulates",
     r"gcore-ckpt import-dcp .*": "tests/gcore_ckpt/test_cli.py::test_import_dcp",
     r"(uv run )?gcore-bench grpo( --.*)?": "tests/apps/test_bench.py::test_bench_measures_gcore_and_trl",
     r"(uv run )?gcore-bench ckpt( --.*)?": "tests/apps/test_bench_ckpt.py::test_bench_measures_saves_and_loads",
@@ -67,7 +71,7 @@ CHECKED_CLOSELY = {
 
 RUN_HERE = (
     r"(uv run )?"
-    r"(gcore-llm (train|sft|reward-model|dpo|sample|eval|report|logs)|gcore-diffusion (train|sample|report)|"
+    r"(gcore-llm (train|sft|reward-model|dpo|sample|eval|report|logs)|gcore-diffusion (train|sample|report|logs)|"
     r"gcore-ckpt|gcore-placement (plan|simulate|ledger)|torchrun|python|cat|head|ls|mkdir|tensorboard --help)\b.*"
 )
 

@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import tyro
 
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.recipes import RECIPES
-from gcore_runs.command_line import Command, RunArgs, run_command
-from gcore_runs.errors import UserError
+from gcore_runs.command_line import Command, RunArgs, logs_command, run_command
+from gcore_runs.errors import RankError, UserError
 from gcore_runs.options import parse
 
 _USAGE = """usage: gcore-diffusion COMMAND [options]
@@ -20,6 +21,7 @@ commands:
   train               train on a reward; with no options, a tiny model of coloured digits in minutes
   sample RUN PROMPT   make images with a run's latest policy
   report RUN          write the run's report.html anew
+  logs RUN            what the run's processes logged, by time
 
 gcore-diffusion COMMAND --help documents every option.
 """
@@ -62,7 +64,7 @@ def _expected_errors() -> tuple[type[Exception], ...]:
     from gcore_rollout.errors import RolloutError
     from gcore_trainer.errors import TrainerError
 
-    return (UserError, CheckpointError, ControllerError, RolloutError, TrainerError)
+    return (UserError, RankError, CheckpointError, ControllerError, RolloutError, TrainerError)
 
 
 def parse_train(args: Sequence[str]) -> DiffusionConfig:
@@ -124,4 +126,9 @@ def _report(args: Sequence[str]) -> None:
     print(write_report(RunFolder.existing(parsed.run).path))
 
 
-_COMMANDS: dict[str, Command] = {"train": _train, "sample": _sample, "report": _report}
+_COMMANDS: dict[str, Command] = {
+    "train": _train,
+    "sample": _sample,
+    "report": _report,
+    "logs": partial(logs_command, "gcore-diffusion"),
+}

@@ -2,9 +2,13 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Self
 
+from gcore_rollout.rewards import Reduce
 from gcore_runs.errors import UserError, check_at_least, check_run_name
+from gcore_runs.placement_config import PlacementConfig
+from gcore_runs.ray_config import RayConfig
+from gcore_runs.sizes import Sizes
 from gcore_trainer import OptimizerConfig
 from gcore_trainer.config import LoRAConfig
 from gcore_trainer.diffusion.config import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig
@@ -23,11 +27,17 @@ MAY_CHANGE = (
     "trainer.prometheus_port",
     "trainer.prometheus_host",
     "resume",
+    "runtime",
+    "ray",
+    "placement",
     "controllers",
     "threads",
     "device",
+    "trainer.num_processes",
     "rollout.num_processes",
     "rollout.max_num_images",
+    "reward.judge.num_processes",
+    "reward.judge.max_num_seqs",
 )
 """Settings that a resumed run may be given anew."""
 
@@ -71,23 +81,69 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class JudgeConfig:
+    """How a vision-language model is asked for its verdict on an image, and read."""
+
+    engine: Literal["hf", "vllm"] = "hf"
+    """hf: transformers; vllm: vLLM."""
+    num_processes: int = 0
+    """Replicas, each a process of its own that is replaced if it dies; 0: one, in the main process, or on ray one."""
+    max_num_seqs: int = 64
+    """Most verdicts that an engine writes at once."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of its weights."""
+    template: str = ""
+    """File with the question: a text with {prompt}, and as it likes columns of the row in braces; empty: how well the
+    image shows the prompt, from 0 to 10."""
+    n: int = 1
+    """Verdicts on each image."""
+    reduce: Reduce = "mean"
+    """How several verdicts become one score."""
+    temperature: float = 0.0
+    """Of its sampling; 0: greedy."""
+    max_response_length: int = 256
+    """Longest verdict in tokens."""
+    pattern: str = ""
+    """Regular expression whose first group is the score; its last match in a verdict counts. Empty: "Score: 7"."""
+    low: float = 0.0
+    """The score that becomes 0 ..."""
+    high: float = 10.0
+    """... and the one that becomes 1."""
+    unparsable_score: float = 0.0
+    """Of a verdict without a score."""
+
+    def __post_init__(self) -> None:
+        for name in ("n", "max_response_length", "max_num_seqs"):
+            check_at_least(f"reward.judge.{name}", getattr(self, name), 1)
+        check_at_least("reward.judge.num_processes", self.num_processes, 0)
+        if self.engine == "vllm" and not self.num_processes:
+            raise UserError("reward.judge.num_processes is 0 and reward.judge.engine is 'vllm': 1 or more is needed")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """What is trained on, and what is only looked at."""
 
     kind: str = ""
-    """jpeg_compressibility, jpeg_incompressibility, clip, pick_score, aesthetic, an http(s) URL, or PATH.py:function of
-    (images [B, H, W, 3] uint8, prompts, rows) that returns B numbers; with the embedded model also digit or colour."""
+    """jpeg_compressibility, jpeg_incompressibility, clip, pick_score, aesthetic, image_reward, judge, an http(s) URL,
+    or PATH.py:function of (images [B, H, W, 3] uint8, prompts, rows) that returns B numbers; with the embedded model
+    also digit or colour."""
     held_out: str = ""
-    """A reward of the same kinds that is not trained on: where it falls while the other rises, that is being hacked."""
+    """A reward of the same kinds, but judge, that is not trained on: where it falls while the other rises, that is
+    being hacked."""
     path: str = ""
-    """A local Hugging Face folder of a CLIP model, for clip, pick_score and aesthetic."""
+    """A local Hugging Face folder: of a CLIP model, for clip, pick_score and aesthetic; of the tokenizer, for
+    image_reward; of a vision-language model, for judge."""
     head: str = ""
-    """A safetensors file of aesthetic's head."""
+    """A file of weights: aesthetic's head as safetensors, or ImageReward.pt."""
     jpeg_size: int = 0
     """Pixels that a side is resized to before it is compressed; 0: as it is."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
 
     def __post_init__(self) -> None:
         check_at_least("reward.jpeg_size", self.jpeg_size, 0)
+        if self.held_out == "judge":
+            raise UserError("reward.held_out is 'judge': another kind is needed, the judge is reward.kind")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +179,7 @@ class RolloutConfig:
     max_num_images: int = 64
     """Most images that an engine makes at once."""
     num_processes: int = 0
-    """Engines, each a process of its own; 0: one in the controllers' process."""
+    """Engines, each a process of its own; 0: one in the controllers' process, or on ray one for each controller."""
     eval_num_inference_steps: int = 0
     """Steps of held-out images, made without noise; 0: as in training."""
     eval_guidance_scale: float = 0.0
@@ -241,6 +297,8 @@ class TrainerConfig:
 
     total_training_steps: int = 50
     """Steps of the whole run."""
+    num_processes: int = 1
+    """Ranks that parameters (FSDP2) and images are divided among; more than one on ray."""
     test_freq: int = 10
     """Steps between evaluations on held-out prompts."""
     save_freq: int = 20
@@ -255,7 +313,7 @@ class TrainerConfig:
     """Address to serve at."""
 
     def __post_init__(self) -> None:
-        for name in ("total_training_steps", "test_freq", "save_freq", "max_ckpt_to_keep"):
+        for name in ("total_training_steps", "test_freq", "save_freq", "max_ckpt_to_keep", "num_processes"):
             check_at_least(f"trainer.{name}", getattr(self, name), 1)
         check_at_least("trainer.prometheus_port", self.prometheus_port, 0)
 
@@ -275,8 +333,11 @@ class DiffusionConfig:
     taught."""
     seed: int = 0
     """Seed of everything random but the order of prompts."""
+    runtime: Literal["inline", "ray"] = "inline"
+    """inline: all controllers in this process; ray: controllers, engines, judges and training ranks are actors of a Ray
+    cluster, and what dies is replaced."""
     controllers: int = 1
-    """Controllers, each with a share of the prompts."""
+    """Controllers, each with a share of the prompts, and on ray with engines of its own."""
     threads: int = 0
     """Threads of torch in each process; 0: all cores."""
     device: str = "auto"
@@ -284,6 +345,8 @@ class DiffusionConfig:
     command: Literal["diffusion"] = "diffusion"
     """What made the run; for its report."""
     demo: DemoConfig = field(default_factory=DemoConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -296,10 +359,60 @@ class DiffusionConfig:
         """Of the algorithm's mode."""
         return replace(self.actor.loss, loss_mode="guard" if self.algorithm.name == "grpo_guard" else "vanilla")
 
+    @property
+    def sizes(self) -> Sizes:
+        """Processes of each role on ray."""
+        engines = self.rollout.num_processes or self.controllers
+        in_turns = self.placement.strategy == "colocated"
+        judges = 0
+        if self.reward.kind == "judge":
+            judges = engines if in_turns else self.reward.judge.num_processes or 1
+        return Sizes(
+            controllers=self.controllers,
+            engines=engines,
+            judges=judges,
+            ranks=self.trainer.num_processes,
+            in_turns=in_turns,
+        )
+
+    @property
+    def rank_unit(self) -> int:
+        """Any number of ranks will do."""
+        return 1
+
+    def with_sizes(self, sizes: Sizes) -> Self:
+        """The same settings for other sizes."""
+        judge = replace(self.reward.judge, num_processes=sizes.judges)
+        return replace(
+            self,
+            controllers=sizes.controllers,
+            rollout=replace(self.rollout, num_processes=sizes.engines),
+            reward=replace(self.reward, judge=judge) if sizes.judges else self.reward,
+            trainer=replace(self.trainer, num_processes=sizes.ranks),
+            placement=replace(self.placement, strategy="colocated") if sizes.in_turns else self.placement,
+        )
+
+    def _check_runtime(self) -> None:
+        if self.runtime == "inline" and self.trainer.num_processes > 1:
+            raise UserError(
+                f"trainer.num_processes is {self.trainer.num_processes} and runtime is 'inline': 'ray' is needed"
+            )
+        if self.runtime == "ray" and self.sizes.engines < self.controllers:
+            raise UserError(
+                f"rollout.num_processes is {self.rollout.num_processes} and controllers is {self.controllers}: on ray "
+                "at least one for each controller is needed, or 0, which is that"
+            )
+        if self.placement.strategy != "split" and (self.runtime != "ray" or self.reward.kind != "judge"):
+            raise UserError(
+                f"placement.strategy is {self.placement.strategy!r}, runtime is {self.runtime!r} and reward.kind is "
+                f"{self.reward.kind!r}: engines and a judge share devices, for which 'ray' and 'judge' are needed"
+            )
+
     def __post_init__(self) -> None:
         check_at_least("controllers", self.controllers, 1)
         check_at_least("threads", self.threads, 0)
         check_run_name(self.name)
+        self._check_runtime()
         name, kernel = self.algorithm.name, self.rollout.kernel
         if name not in NOISELESS and kernel == "ode":
             raise UserError(

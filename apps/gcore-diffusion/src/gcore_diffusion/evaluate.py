@@ -42,7 +42,7 @@ class Evaluation:
 
 async def evaluate(ctx: Context[Roles], config: DiffusionConfig, prompts: Sequence[Prompt]) -> Evaluation:
     """Every controller makes its share of the images; all get the whole."""
-    rollout, roles = config.rollout, ctx.roles
+    rollout, roles, rewards = config.rollout, ctx.roles, ctx.roles.rewards
     sampling = ImageSampling(
         num_inference_steps=rollout.eval_num_inference_steps or rollout.num_inference_steps,
         guidance_scale=rollout.eval_guidance_scale or rollout.guidance_scale,
@@ -59,10 +59,10 @@ async def evaluate(ctx: Context[Roles], config: DiffusionConfig, prompts: Sequen
             samples = await images(roles.policy, requests)
         told = [prompts[i] for i in mine for _ in range(rollout.eval_n)]
         with ctx.timer.stage("reward"):
-            scores = await scored(roles.reward, samples, told, roles.devices)
-            others = await scored(roles.held_out, samples, told, roles.devices) if roles.held_out is not None else []
+            scores = await scored(ctx, rewards.trained, samples, told)
+            others = await scored(ctx, rewards.held_out, samples, told) if rewards.held_out is not None else []
         pixels = np.stack([s.image for s in samples])
-        check = getattr(roles.reward, "accuracy", None)
+        check = getattr(rewards.trained, "accuracy", None)
         right = check(pixels, [p.text for p in told]).tolist() if check is not None else []
         n = rollout.eval_n
         for place, i in enumerate(mine):

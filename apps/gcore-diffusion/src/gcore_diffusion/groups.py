@@ -20,6 +20,8 @@ class Group:
     samples: list[ImageSample]
     scores: NDArray[np.float64]
     """[n]."""
+    ref_means: list[NDArray[np.float32]] | None = None
+    """Of each image [K, ...], at its recorded steps: the reference's, where it is asked."""
 
     @property
     def has_signal(self) -> bool:
@@ -45,6 +47,7 @@ class Group:
             "row": dict(self.prompt.row),
             "scores": self.scores,
             "samples": samples,
+            "ref_means": self.ref_means,
         }
 
     @classmethod
@@ -59,4 +62,5 @@ class Group:
             prompt=Prompt(text=state["text"], row=state["row"]),
             samples=samples,
             scores=np.asarray(state["scores"], np.float64),
+            ref_means=None if state["ref_means"] is None else [np.asarray(m, np.float32) for m in state["ref_means"]],
         )

@@ -5,14 +5,17 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 
 from gcore_ckpt import Checkpointer
 from gcore_controller import Collectives
 from gcore_diffusion.config import DiffusionConfig
-from gcore_diffusion.sampling import kernel_of
+from gcore_diffusion.sampling import has_reference_pass, kernel_of
 from gcore_rollout import Engine
 from gcore_rollout.diffusion import ImageRequest, ImageSample
 from gcore_rollout.diffusion.recording import suited
@@ -29,13 +32,17 @@ from gcore_trainer.diffusion.objectives import (
 )
 from gcore_trainer.diffusion.process import DDPMProcess, FlowProcess, NoiseProcess
 from gcore_trainer.diffusion.trainer import DiffusionTrainer, step_means
-from gcore_trainer.diffusion.types import DiffusionSample
+from gcore_trainer.diffusion.types import DiffusionMicroBatch
+from gcore_trainer.parallel import ParallelConfig
+from gcore_trainer.torch_parallel import TorchParallel
 
 State = dict[str, Any]
 
 
 class Learner:
-    """The models in this process.
+    """The models in this process: whole or, where torch.distributed runs on several ranks, this rank's part.
+
+    All ranks make the same calls, but `reference_means`, each with images of its own.
 
     Args:
         config: the run's.
@@ -46,6 +53,8 @@ class Learner:
     Raises:
         UserError: the algorithm cannot train such a model.
     """
+
+    roles = ("actor",)
 
     def __init__(self, config: DiffusionConfig, model: Path, checkpoints: Path, *, reward: Any = None) -> None:
         self._config = config
@@ -58,10 +67,11 @@ class Learner:
         objective = _objective(config, model, reward)
         self._kernel = suited(kernel_of(config), _scheduler(model))
         self._reference = None
-        if objective.needs_reference or self.has_reference_pass:
+        if objective.needs_reference or has_reference_pass(config):
             self._reference = Denoiser.from_pretrained(model, **options)
             self._reference.model.requires_grad_(False)
         nft = config.actor.nft
+        is_shared = dist.is_initialized() and dist.get_world_size() > 1
         self._trainer = DiffusionTrainer(
             denoiser,
             optimizer=_scheduled(config.actor.optim, config),
@@ -69,32 +79,30 @@ class Learner:
             reference=self._reference if objective.needs_reference else None,
             ema_decay=config.actor.ema_decay or None,
             old_decay=(nft.old_decay, nft.old_decay_max),
+            parallel=TorchParallel.join(ParallelConfig(), device_type=torch.device(config.device).type)
+            if is_shared
+            else None,
         )
         self._checkpointer = Checkpointer(checkpoints, keep=config.trainer.max_ckpt_to_keep)
-
-    @property
-    def has_reference_pass(self) -> bool:
-        """Whether the reference's means are computed before the first update of a step."""
-        return bool(self._config.actor.loss.kl_loss_coef) and self._config.algorithm.name not in ("nft", "dpo")
 
     @property
     def num_updates(self) -> int:
         """Updates so far."""
         return self._trainer.step
 
-    def with_reference(self, micro_batches: Sequence[Sequence[DiffusionSample]]) -> list[list[DiffusionSample]]:
-        """The images with the reference's means."""
-        assert self._reference is not None
-        batches = [list(batch) for batch in micro_batches]
-        means = step_means(self._reference, batches, self._kernel)
-        return [
-            [replace(s, ref_means=m) for s, m in zip(batch, own, strict=True)]
-            for batch, own in zip(batches, means, strict=True)
-        ]
+    def replicas(self, role: str) -> tuple[int, int]:
+        """See `RankLearner.replicas`."""
+        del role
+        return self._trainer.data_parallel_rank, self._trainer.data_parallel_size
 
-    def train_step(self, micro_batches: Sequence[Sequence[DiffusionSample]]) -> dict[str, float]:
+    def reference_means(self, micro_batches: Sequence[DiffusionMicroBatch]) -> list[list[NDArray[np.float32]]]:
+        """See `step_means`, of the reference; each rank has all of it, so that it may be asked alone."""
+        assert self._reference is not None
+        return step_means(self._reference, micro_batches, self._kernel)
+
+    def train_step(self, micro_batches: Sequence[DiffusionMicroBatch]) -> dict[str, float]:
         """One update; see `DiffusionTrainer.train_step`."""
-        return self._trainer.train_step([list(batch) for batch in micro_batches])
+        return self._trainer.train_step(micro_batches)
 
     def export_weights(self, *, averaged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights that sample, or their average."""
@@ -122,11 +130,34 @@ class Learner:
         self._checkpointer.close()
 
 
-class SharedLearner:
-    """The part of a controller in a learner that all controllers of this process share.
+class LearnerPart(Protocol):
+    """What a controller's program asks of the models in training, wherever they run.
 
-    Every controller makes the same calls in the same order.
+    Every controller makes the same calls in the same order, but `reference_means`, each with images of its own.
     """
+
+    @property
+    def num_replicas(self) -> int:
+        """A number of micro-batches that this divides loads the ranks evenly."""
+        ...
+
+    async def reference_means(self, samples: DiffusionMicroBatch) -> list[NDArray[np.float32]]:
+        """Of each image [K, ...], at its recorded steps."""
+        ...
+
+    async def train_step(self, micro_batches: Sequence[DiffusionMicroBatch]) -> dict[str, float]:
+        """An update on all controllers' images together; no metrics where there are none."""
+        ...
+
+    async def update_policy(
+        self, policy: "Engine[ImageRequest, ImageSample]", *, version: int, averaged: bool = False
+    ) -> None:
+        """Give every controller's ``policy`` the present weights, or their average, at least as this version."""
+        ...
+
+
+class SharedLearner:
+    """The part of a controller in a learner that all controllers of this process share; see `LearnerPart`."""
 
     def __init__(self, learner: Learner, group: Collectives, devices: DeviceTimers) -> None:
         self._learner = learner
@@ -134,17 +165,17 @@ class SharedLearner:
         self._devices = devices
 
     @property
-    def has_reference_pass(self) -> bool:
-        """See `Learner.has_reference_pass`."""
-        return self._learner.has_reference_pass
+    def num_replicas(self) -> int:
+        return 1
 
-    async def with_reference(self, micro_batches: Sequence[Sequence[DiffusionSample]]) -> list[list[DiffusionSample]]:
-        """See `Learner.with_reference`."""
+    async def reference_means(self, samples: DiffusionMicroBatch) -> list[NDArray[np.float32]]:
+        """See `LearnerPart.reference_means`."""
         with self._devices.stage("prepare", rank_name(0)):
-            return await asyncio.to_thread(self._learner.with_reference, micro_batches)
+            (means,) = await asyncio.to_thread(self._learner.reference_means, [samples])
+        return means
 
-    async def train_step(self, micro_batches: Sequence[Sequence[DiffusionSample]]) -> dict[str, float]:
-        """An update on all controllers' images together; no metrics where there are none."""
+    async def train_step(self, micro_batches: Sequence[DiffusionMicroBatch]) -> dict[str, float]:
+        """See `LearnerPart.train_step`."""
         everyones = await self._group.all_gather(micro_batches)
         metrics: dict[str, float] = {}
         batches = [batch for part in everyones for batch in part if batch]
@@ -156,7 +187,7 @@ class SharedLearner:
     async def update_policy(
         self, policy: "Engine[ImageRequest, ImageSample]", *, version: int, averaged: bool = False
     ) -> None:
-        """Give the engines the present weights, or their average."""
+        """See `LearnerPart.update_policy`."""
         if self._group.rank == 0:
             with self._devices.stage("sync", rank_name(0)):
                 await policy.update_weights(self._learner.export_weights(averaged=averaged), version=version)

@@ -1,11 +1,13 @@
 """From groups of images to what the trainer learns from."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.groups import Group
+from gcore_rollout.diffusion import ImageSample
 from gcore_trainer.advantages import grpo_advantages
 from gcore_trainer.diffusion.types import DiffusionSample
 
@@ -33,31 +35,48 @@ def prepared(groups: Sequence[Group], config: DiffusionConfig, *, step: int, std
     return found
 
 
+def training_sample(made: ImageSample, *, has_steps: bool = True, **fields: Any) -> DiffusionSample:
+    """An image as the trainer takes it.
+
+    Args:
+        made: by an engine.
+        has_steps: whether its recorded steps are asked for again.
+        fields: the rest.
+    """
+    t = made.trajectory
+    steps = {
+        "latents": t.latents,
+        "next_latents": t.next_latents,
+        "old_means": t.means,
+        "old_log_probs": t.log_probs,
+        "levels": t.levels,
+        "next_levels": t.next_levels,
+        "timesteps": t.timesteps,
+    }
+    return DiffusionSample(
+        clean_latents=made.latents,
+        conditions=made.conditions,
+        shared_conditions=made.shared_conditions,
+        guidance_scale=made.guidance_scale,
+        **(steps if has_steps else {}),
+        **fields,
+    )
+
+
 def _samples(group: Group, advantages: Sequence[float], config: DiffusionConfig, step: int) -> list[DiffusionSample]:
     is_of_steps = config.algorithm.name not in ("nft", "dpo")
-    samples: list[DiffusionSample] = []
-    for made, advantage in zip(group.samples, advantages, strict=True):
-        t = made.trajectory
-        steps = {
-            "latents": t.latents,
-            "next_latents": t.next_latents,
-            "old_means": t.means,
-            "old_log_probs": t.log_probs,
-            "levels": t.levels,
-            "next_levels": t.next_levels,
-            "timesteps": t.timesteps,
-        }
-        sample = DiffusionSample(
-            clean_latents=made.latents,
-            conditions=made.conditions,
-            shared_conditions=made.shared_conditions,
-            guidance_scale=made.guidance_scale,
+    ref_means = group.ref_means if is_of_steps and group.ref_means else [None] * len(group.samples)
+    samples = [
+        training_sample(
+            made,
+            has_steps=is_of_steps,
             advantage=float(advantage),
+            ref_means=means,
             noise_seed=(config.seed * 1_000_003 + group.ticket) * 4096 + made.index,
             prompt=group.prompt.text,
-            **(steps if is_of_steps else {}),
         )
-        samples.append(sample)
+        for made, advantage, means in zip(group.samples, advantages, ref_means, strict=True)
+    ]
     fraction = config.algorithm.timestep_fraction
     if not is_of_steps or fraction == 1 or config.algorithm.name == "reward_gradient":
         return samples
@@ -75,12 +94,23 @@ def _pairs(samples: Sequence[DiffusionSample], scores: Sequence[float]) -> list[
 
 
 def updates(
-    groups: Sequence[Sequence[DiffusionSample]], *, num_updates: int, micro_batch_size: int
+    groups: Sequence[Sequence[DiffusionSample]], *, num_updates: int, micro_batch_size: int, num_parts: int = 1
 ) -> list[list[list[DiffusionSample]]]:
-    """Micro-batches of each update of a step, by pairs of images dealt out in turn, so that groups are spread."""
+    """Micro-batches of each update of a step, by pairs of images dealt out in turn, so that groups are spread.
+
+    Args:
+        groups: of images.
+        num_updates: of the step.
+        micro_batch_size: most images of a micro-batch.
+        num_parts: least micro-batches of an update, where there are pairs enough.
+    """
     shares: list[list[DiffusionSample]] = [[] for _ in range(num_updates)]
     pairs = [group[i : i + 2] for group in groups for i in range(0, len(group), 2)]
     for place, pair in enumerate(pairs):
         shares[place % num_updates] += pair
-    size = max(2, micro_batch_size - micro_batch_size % 2)
-    return [[share[i : i + size] for i in range(0, len(share), size)] for share in shares]
+    found: list[list[list[DiffusionSample]]] = []
+    for share in shares:
+        most = min(micro_batch_size, 2 * (-(-len(share) // 2) // num_parts))
+        size = max(2, most - most % 2)
+        found.append([share[i : i + size] for i in range(0, len(share), size)])
+    return found

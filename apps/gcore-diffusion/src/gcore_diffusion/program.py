@@ -1,5 +1,6 @@
 """The controllers' program: generation, rewarding, preparation and training of images."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from gcore_diffusion.preparation import prepared, updates
 from gcore_diffusion.prompts import PromptSets
 from gcore_diffusion.roles import Roles
 from gcore_diffusion.sampling import Batch, Sampling, State
+from gcore_runs.devices import generation_metrics, merged
 from gcore_runs.recording import Recorder
 from gcore_runs.spans import on_wall_clock
 
@@ -26,6 +28,13 @@ class Job:
     """Whether the evaluation after them is recorded already."""
     controllers: list[State] | None
     """The controllers' states to resume from, by rank."""
+    is_policy_behind: bool = False
+    """Whether the engines lack the model's present weights."""
+
+    @property
+    def total_steps(self) -> int:
+        """Of the whole run."""
+        return self.config.trainer.total_training_steps
 
 
 def diffusion_program(job: Job, recorder: Recorder[Evaluation]) -> Program[Roles, None]:
@@ -53,7 +62,7 @@ class _Controller:
     async def run(self) -> None:
         """The rest of the job."""
         ctx, job, trainer = self._ctx, self._job, self._config.trainer
-        if job.first_step:
+        if job.is_policy_behind:
             await self._update_policy(averaged=False)
         if not job.is_evaluated:
             await self.evaluate(job.first_step)
@@ -88,24 +97,26 @@ class _Controller:
         metrics = batch.metrics | (await self._train(step, batch) if batch.groups_of_all else {})
         step_s = ctx.clock() - start_s
         spans = on_wall_clock(ctx.timer.drain(), ctx.clock())
-        everyones = await ctx.group.all_gather((spans, batch.state))
+        own_devices = ctx.roles.owns_process or ctx.rank == 0
+        generated = Counter(ctx.roles.devices.generated) if own_devices else Counter[str]()
+        own = (spans, batch.state, ctx.roles.devices.drain() if own_devices else {}, generated)
+        trained, states, devices, generated = zip(*await ctx.group.all_gather(own), strict=True)
         if ctx.rank == 0:
             metrics |= {f"timing_s/{stage}": value for stage, value in seconds_by_stage(spans).items()}
             metrics |= {"timing_s/step": step_s, "perf/throughput": metrics.get("perf/num_images", 0.0) / step_s}
-            devices = ctx.roles.devices.drain()
-            await self._recorder.stepped(step, metrics, [own for own, _ in everyones], devices)
-            await self._recorder.reached(step, [state for _, state in everyones])
+            await self._recorder.stepped(step, metrics | generation_metrics(generated), list(trained), merged(devices))
+            await self._recorder.reached(step, list(states))
         await ctx.group.barrier()
 
     async def _train(self, step: int, batch: Batch) -> dict[str, float]:
         ctx, config, learner = self._ctx, self._config, self._ctx.roles.learner
         with ctx.timer.stage("prepare"):
-            samples = prepared(batch.share, config, step=step, std=batch.std)
             each = updates(
-                samples, num_updates=config.actor.num_updates, micro_batch_size=config.actor.micro_batch_size
+                prepared(batch.share, config, step=step, std=batch.std),
+                num_updates=config.actor.num_updates,
+                micro_batch_size=config.actor.micro_batch_size,
+                num_parts=learner.num_replicas,
             )
-            if learner.has_reference_pass:
-                each = [await learner.with_reference(batches) for batches in each]
         with ctx.timer.stage("train"):
             found = [metrics for batches in each if (metrics := await learner.train_step(batches))]
         with ctx.timer.stage("sync"):

@@ -1,19 +1,77 @@
 """The rewards that a config names."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gcore_diffusion.config import RewardConfig
+from gcore_diffusion.config import DiffusionConfig, RewardConfig
 from gcore_rollout.image_rewards import ColourReward, JPEGCompressibility, evaluate_images
 from gcore_rollout.rewards import load_function
 from gcore_runs.errors import UserError
 
+if TYPE_CHECKING:
+    from gcore_rollout import Engine
 
-def build_reward(kind: str, config: RewardConfig, *, device: str, setting: str) -> Callable[..., Any]:
+
+@dataclass(frozen=True, kw_only=True)
+class Rewards:
+    """What scores images."""
+
+    trained: Callable[..., Any]
+    """What is trained on."""
+    held_out: Callable[..., Any] | None
+    """A reward that is not."""
+    is_judged: bool = False
+    """Whether engines of a judge score, which note their own work."""
+
+
+def build_rewards(config: DiffusionConfig, *, judge: "Engine | None") -> Rewards:
+    """The rewards of a run.
+
+    Args:
+        config: the run's.
+        judge: the engine of its judge, if it has one.
+
+    Raises:
+        UserError: no such reward, or one that lacks a setting.
+        RewardError: a file that does not import; local weights that are none.
+    """
+    kind, gradient = config.reward.kind or "digit", reward_gradient(config)
+    build = partial(build_reward, config=config.reward, device=config.device)
+    return Rewards(
+        trained=_score_of(gradient) if gradient else build(kind, setting="reward.kind", judge=judge),
+        held_out=build(config.reward.held_out, setting="reward.held_out") if config.reward.held_out else None,
+        is_judged=kind == "judge",
+    )
+
+
+def reward_gradient(config: DiffusionConfig) -> Callable[..., Any] | None:
+    """The differentiable reward, of latents and prompts, where the algorithm goes through it.
+
+    Raises:
+        RewardError: a file that does not import.
+    """
+    kind = config.reward.kind
+    if config.algorithm.name != "reward_gradient" or ":" not in kind or kind.startswith(("http://", "https://")):
+        return None
+    return load_function(kind, setting="reward.kind")
+
+
+def build_reward(
+    kind: str, config: RewardConfig, *, device: str, setting: str, judge: "Engine | None" = None
+) -> Callable[..., Any]:
     """A reward by its name.
+
+    Args:
+        kind: see `RewardConfig.kind`.
+        config: its settings.
+        device: of what it loads here.
+        setting: where the name is from, for errors.
+        judge: the engine of a judge.
 
     Raises:
         UserError: no such reward, or one that lacks a setting.
@@ -40,6 +98,17 @@ def build_reward(kind: str, config: RewardConfig, *, device: str, setting: str) 
             if not config.head:
                 raise UserError("reward.head is not set: aesthetic needs a safetensors file of its head")
             return AestheticReward(_path(config, kind), config.head, device=device)
+        case "image_reward":
+            from gcore_rollout.image_rewards.blip import ImageRewardScore
+
+            if not config.head:
+                raise UserError("reward.head is not set: image_reward needs ImageReward.pt")
+            return ImageRewardScore(config.head, _path(config, kind), device=device)
+        case "judge":
+            from gcore_diffusion.judge import judge_reward
+
+            assert judge is not None
+            return judge_reward(_path(config, kind), config.judge, judge)
         case _ if kind.startswith(("http://", "https://")):
             from gcore_rollout.image_rewards.http import HTTPImageReward
 
@@ -49,7 +118,7 @@ def build_reward(kind: str, config: RewardConfig, *, device: str, setting: str) 
         case _:
             raise UserError(
                 f"{setting} is {kind!r}: jpeg_compressibility, jpeg_incompressibility, clip, pick_score, aesthetic, "
-                "digit, colour, a URL or PATH.py:function is needed"
+                "image_reward, judge, digit, colour, a URL or PATH.py:function is needed"
             )
 
 
@@ -67,5 +136,19 @@ async def try_reward(reward: Callable[..., Any], prompt: Any, *, height: int, wi
 
 def _path(config: RewardConfig, kind: str) -> Path:
     if not config.path:
-        raise UserError(f"reward.path is not set: {kind} needs a local folder of a CLIP model")
+        needs = {"image_reward": "its tokenizer", "judge": "a vision-language model"}.get(kind, "a CLIP model")
+        raise UserError(f"reward.path is not set: {kind} needs a local folder of {needs}")
     return Path(config.path)
+
+
+def _score_of(gradient: Callable[..., Any]) -> Callable[..., Any]:
+    """The differentiable reward on finished images, for what is shown."""
+    import torch
+
+    def score(pixels: Any, prompts: Any, rows: Any) -> Any:
+        del rows
+        latents = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1
+        with torch.no_grad():
+            return gradient(latents, prompts).double().numpy()
+
+    return score

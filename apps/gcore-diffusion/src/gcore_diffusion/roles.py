@@ -1,15 +1,15 @@
 """The role services of a run, as controllers hold them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gcore_rollout import Engine
 from gcore_rollout.diffusion import ImageRequest, ImageSample
 from gcore_runs.devices import DeviceTimers
 
 if TYPE_CHECKING:
-    from gcore_diffusion.learner import SharedLearner
+    from gcore_diffusion.learner import LearnerPart
+    from gcore_diffusion.rewards import Rewards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +17,7 @@ class Sampler:
     """What it takes to make images and to score them."""
 
     policy: "Engine[ImageRequest, ImageSample]"
-    reward: Callable[..., Any]
-    held_out: Callable[..., Any] | None = None
-    """A reward that is not trained on."""
+    rewards: "Rewards"
     devices: DeviceTimers = field(default_factory=DeviceTimers)
 
 
@@ -27,4 +25,6 @@ class Sampler:
 class Roles(Sampler):
     """With the models in training."""
 
-    learner: "SharedLearner"
+    learner: "LearnerPart"
+    owns_process: bool = False
+    """Whether the controller has a process of its own, with timers of its own."""

@@ -1,16 +1,18 @@
 """The half of a controller that makes batches: images, and their scores."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gcore_controller import Collectives, Context, DynamicSampler, Harvest
 from gcore_controller.prompts import PromptLoader
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.groups import Group
+from gcore_diffusion.preparation import training_sample
 from gcore_diffusion.prompts import Prompt, PromptSets
 from gcore_diffusion.roles import Roles
 from gcore_rollout import Engine
@@ -26,9 +28,9 @@ from gcore_rollout.diffusion import (
     Kernel,
 )
 from gcore_rollout.image_rewards import evaluate_images
-from gcore_runs.devices import DeviceTimers
 
 State = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,11 @@ def kernel_of(config: DiffusionConfig) -> Kernel:
             return DDIM(eta=level)
         case "ode":
             return FlowODE()
+
+
+def has_reference_pass(config: DiffusionConfig) -> bool:
+    """Whether the reference's means are needed before the first update of a step."""
+    return bool(config.actor.loss.kl_loss_coef) and config.algorithm.name not in ("nft", "dpo")
 
 
 def image_sampling(config: DiffusionConfig, *, step: int, ticket: int) -> ImageSampling:
@@ -144,19 +151,28 @@ class Sampling:
         )
 
     async def _scored(self, ticket: int, prompt: Prompt, samples: list[ImageSample]) -> Group:
-        roles = self._ctx.roles
-        samples = sorted(samples, key=lambda s: s.index)
-        scores = await scored(roles.reward, samples, [prompt] * len(samples), roles.devices)
-        return Group(ticket=ticket, prompt=prompt, samples=samples, scores=np.array(scores))
+        """While the reward is waited for, the reference passes over the images."""
+        ctx, samples = self._ctx, sorted(samples, key=lambda s: s.index)
+        scoring = scored(ctx, ctx.roles.rewards.trained, samples, [prompt] * len(samples))
+        scores, ref_means = await asyncio.gather(scoring, self._ref_means(samples))
+        return Group(ticket=ticket, prompt=prompt, samples=samples, scores=np.array(scores), ref_means=ref_means)
+
+    async def _ref_means(self, samples: list[ImageSample]) -> list[NDArray[np.float32]] | None:
+        if not has_reference_pass(self._config):
+            return None
+        found: list[NDArray[np.float32]] = []
+        for batch in batched([training_sample(made) for made in samples], self._config.actor.micro_batch_size):
+            found += await self._ctx.roles.learner.reference_means(list(batch))
+        return found
 
     async def _metrics(self, harvest: Harvest[Group]) -> dict[str, float]:
         """What was sampled for this batch, over all controllers, kept or not."""
         own = [float(score) for g in self._wave_groups for score in g.scores]
-        held_out = self._ctx.roles.held_out
+        held_out = self._ctx.roles.rewards.held_out
         others: list[float] = []
         if held_out is not None:
             for g in self._wave_groups[:1]:
-                others += await scored(held_out, g.samples, [g.prompt] * len(g.samples), DeviceTimers())
+                others += await scored(self._ctx, held_out, g.samples, [g.prompt] * len(g.samples))
         everyones = await self._ctx.group.all_gather((own, others))
         scores = np.array([score for mine, _ in everyones for score in mine])
         metrics = {
@@ -186,12 +202,19 @@ async def images(engine: "Engine[ImageRequest, ImageSample]", requests: Sequence
 
 
 async def scored(
-    reward: Callable[..., Any], samples: Sequence[ImageSample], prompts: Sequence[Prompt], devices: DeviceTimers
+    ctx: Context[Roles], reward: Callable[..., Any], samples: Sequence[ImageSample], prompts: Sequence[Prompt]
 ) -> list[float]:
     """Scores of images."""
-    pixels = np.stack([s.image for s in samples])
-    with devices.stage("reward", "reward 0"):
+    pixels, roles = np.stack([s.image for s in samples]), ctx.roles
+    # The engines of a judge note their own work.
+    names = [] if roles.rewards.is_judged else [f"reward {ctx.rank if roles.owns_process else 0}"]
+    with roles.devices.stage("reward", *names):
         return await evaluate_images(reward, pixels, [p.text for p in prompts], [p.row for p in prompts])
+
+
+def batched(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """Parts of so many, the last one of fewer."""
+    return (items[i : i + size] for i in range(0, len(items), size))
 
 
 async def exchange(groups: Sequence[Group], group: Collectives) -> list[Group]:

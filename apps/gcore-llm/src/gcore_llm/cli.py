@@ -1,8 +1,6 @@
 """The `gcore-llm` command."""
 
 import asyncio
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,11 +9,10 @@ from pathlib import Path
 import tyro
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.errors import RankError
 from gcore_llm.finetune.command import run_fine_tuning
 from gcore_llm.recipes import RECIPES
-from gcore_runs.command_line import Command, RunArgs, run_command
-from gcore_runs.errors import UserError, check_at_least
+from gcore_runs.command_line import Command, RunArgs, logs_command, run_command
+from gcore_runs.errors import RankError, UserError
 from gcore_runs.options import parse
 
 _USAGE = """usage: gcore-llm COMMAND [options]
@@ -53,22 +50,6 @@ class SampleArgs:
     """Longest completion; 0: the run's data.max_response_length."""
     seed: int = 0
     """Seed of the samples."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogsArgs:
-    """What a run's processes logged, merged by time."""
-
-    run: tyro.conf.Positional[Path]
-    """The run's folder."""
-    follow: bool = False
-    """Go on with what is logged from now on, until Ctrl-C."""
-    role: str = ""
-    """Processes of this role alone: main, controller, engine, trainer, ...; empty: all."""
-    rank: int | None = None
-    """Processes of this rank alone; None: all."""
-    lines: int = 0
-    """The last lines that are there already; 0: all of them."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -154,24 +135,6 @@ def _report(args: Sequence[str]) -> None:
     print(write_report(RunFolder.existing(parsed.run).path))
 
 
-def _logs(args: Sequence[str]) -> None:
-    parsed = tyro.cli(LogsArgs, args=args, prog="gcore-llm logs", config=(tyro.conf.FlagCreatePairsOff,))
-    from gcore_runs.merged_logs import merged_lines
-    from gcore_runs.run_folder import RunFolder
-
-    check_at_least("lines", parsed.lines, 0)
-    folder = RunFolder.existing(parsed.run).path / "logs"
-    try:
-        for line in merged_lines(folder, role=parsed.role, rank=parsed.rank, last=parsed.lines, follow=parsed.follow):
-            print(line, flush=parsed.follow)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    except BrokenPipeError:
-        # The reader, such as head, has seen enough; Python would complain of it once more on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
 def _simulate(args: Sequence[str]) -> None:
     from gcore_llm.simulate.command import run_simulate
 
@@ -186,6 +149,6 @@ _COMMANDS: dict[str, Command] = {
     "sample": _sample,
     "eval": _eval,
     "report": _report,
-    "logs": _logs,
+    "logs": partial(logs_command, "gcore-llm"),
     "simulate": _simulate,
 }

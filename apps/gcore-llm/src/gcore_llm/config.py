@@ -1,15 +1,16 @@
 """Every setting of a run. Names follow verl's where both have the thing."""
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
 
-from gcore_llm.placement_config import PlacementConfig
-from gcore_llm.ray_config import RayConfig
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_llm.rollout_config import RolloutConfig
 from gcore_llm.trainer_config import TrainerConfig
 from gcore_runs.errors import UserError, check_at_least, check_run_name
+from gcore_runs.placement_config import PlacementConfig
+from gcore_runs.ray_config import RayConfig
+from gcore_runs.sizes import Sizes
 from gcore_trainer import OptimizerConfig, PolicyLossConfig
 from gcore_trainer.advantages import GroupEstimator
 from gcore_trainer.config import LoRAConfig, ValueLossConfig
@@ -355,6 +356,39 @@ class TrainConfig:
         if self.placement.strategy == "colocated":
             return self.num_ray_engines
         return self.reward_model.judge.num_processes or 1
+
+    @property
+    def sizes(self) -> Sizes:
+        """Processes of each role on ray."""
+        return Sizes(
+            controllers=self.controllers,
+            engines=self.num_ray_engines,
+            judges=self.num_ray_judges,
+            ranks=self.trainer.num_processes,
+            in_turns=self.placement.strategy == "colocated",
+        )
+
+    @property
+    def rank_unit(self) -> int:
+        """Ranks come and go by whole replicas, and experts are on so many of them."""
+        parallel = self.trainer.parallel
+        return math.lcm(
+            parallel.model_parallel_size, parallel.pipeline_model_parallel_size * parallel.expert_model_parallel_size
+        )
+
+    def with_sizes(self, sizes: Sizes) -> Self:
+        """The same settings for other sizes."""
+        reward_model = self.reward_model
+        if sizes.judges:
+            reward_model = replace(reward_model, judge=replace(reward_model.judge, num_processes=sizes.judges))
+        return replace(
+            self,
+            controllers=sizes.controllers,
+            rollout=replace(self.rollout, num_processes=sizes.engines),
+            reward_model=reward_model,
+            trainer=replace(self.trainer, num_processes=sizes.ranks),
+            placement=replace(self.placement, strategy="colocated") if sizes.in_turns else self.placement,
+        )
 
     def _check_ray(self) -> None:
         if self.rollout.is_on_servers:

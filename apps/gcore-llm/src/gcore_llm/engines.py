@@ -12,11 +12,11 @@ from gcore_ckpt import load
 from gcore_llm.config import TrainConfig
 from gcore_llm.engine_config import EngineConfig
 from gcore_llm.rollout_config import RolloutConfig
-from gcore_llm.watched import UNWATCHED, Watched
 from gcore_rollout import Engine
 from gcore_rollout.errors import EngineDiedError
 from gcore_rollout.rewards import load_function
 from gcore_runs.errors import UserError
+from gcore_runs.watched import UNWATCHED, Watched
 
 # Of a model's config.json, what does not change what it computes.
 _NOTES = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")

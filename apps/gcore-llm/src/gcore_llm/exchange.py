@@ -95,15 +95,3 @@ def split_in_micro_batches(
         for batch in micro_batches(tokens, max_tokens=max_tokens, num_multiple=num_multiple, costs=costs)
         if batch.size
     ]
-
-
-def deal(costs: Sequence[float], num_replicas: int) -> list[list[int]]:
-    """Which micro-batches each replica gets: in its n-th pass each has one of about the same cost."""
-    order = sorted(range(len(costs)), key=lambda i: -costs[i])
-    # The first replica to have the heavier one in a pass is the last in the next.
-    parts: list[list[int]] = [[] for _ in range(num_replicas)]
-    for n, start in enumerate(range(0, len(order), num_replicas)):
-        replicas = range(num_replicas) if n % 2 == 0 else reversed(range(num_replicas))
-        for replica, i in zip(replicas, order[start : start + num_replicas], strict=False):
-            parts[replica].append(i)
-    return parts

@@ -12,6 +12,7 @@ from gcore_ckpt import Checkpointer
 from gcore_llm.config import TrainConfig
 from gcore_llm.performance import memory
 from gcore_runs.errors import UserError
+from gcore_runs.services import SavedLearner
 from gcore_trainer import MicroBatch, OptimizerConfig
 from gcore_trainer.config import LoRAConfig
 
@@ -25,31 +26,6 @@ if TYPE_CHECKING:
 
 Role = Literal["actor", "critic", "reference"]
 State = dict[str, Any]
-
-
-class SavedLearner(Protocol):
-    """What a run asks of the models in training between two steps, wherever they are."""
-
-    @property
-    def num_updates(self) -> int:
-        """Updates of all models so far."""
-        ...
-
-    def save_pretrained(self, path: Path) -> None:
-        """Write the policy as a Hugging Face folder."""
-        ...
-
-    def save(self, step: int, rest: State) -> None:
-        """Checkpoint all models, and ``rest`` beside them; returns when they are copied."""
-        ...
-
-    def load(self) -> State:
-        """Take over the latest checkpoint; gives the ``rest`` that was saved in it."""
-        ...
-
-    def close(self) -> None:
-        """Wait for checkpoints to be written, and end processes."""
-        ...
 
 
 class ComputingLearner(Protocol):

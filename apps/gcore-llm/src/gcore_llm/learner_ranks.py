@@ -9,7 +9,6 @@ import shutil
 import signal
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
@@ -21,11 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.errors import RankError
-from gcore_llm.exchange import deal
 from gcore_llm.learner import LocalLearner, Role, State
-from gcore_runs.errors import UserError
+from gcore_runs.errors import RankError
 from gcore_runs.logs import log_to, logs_of
+from gcore_runs.ranks import deal, sendable
 from gcore_trainer import MicroBatch
 
 if TYPE_CHECKING:
@@ -289,13 +287,3 @@ def _export(learner: LocalLearner, connection: Connection | None) -> None:
             connection.send_bytes(data.reshape(-1).view(torch.uint8).numpy().data)
     if connection is not None:
         connection.send((None, None))
-
-
-def sendable(error: Exception) -> Exception:
-    """The error itself where its kind is one that the command line expects, else its traceback."""
-    from gcore_ckpt import CheckpointError
-    from gcore_trainer.errors import TrainerError
-
-    if isinstance(error, CheckpointError | TrainerError | UserError):
-        return error
-    return RankError(f"a training rank failed:\n{''.join(traceback.format_exception(error))}")

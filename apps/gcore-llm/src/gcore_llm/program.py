@@ -21,7 +21,7 @@ from gcore_llm.prompts import PromptSets
 from gcore_llm.roles import Roles
 from gcore_llm.sampling import Batch, Batches, Sampling, State
 from gcore_placement import TransformerWorkload
-from gcore_runs.devices import merged
+from gcore_runs.devices import generation_metrics, merged
 from gcore_runs.recording import Recorder
 from gcore_runs.spans import on_wall_clock
 from gcore_trainer import MicroBatch, Sample
@@ -42,6 +42,11 @@ class Job:
     """The controllers' states to resume from, by rank."""
     is_policy_behind: bool
     """Whether the engines lack the models' present weights."""
+
+    @property
+    def total_steps(self) -> int:
+        """Of the whole run."""
+        return self.config.trainer.total_training_steps
 
 
 def is_evaluation_due(config: TrainConfig, step: int) -> bool:
@@ -124,11 +129,10 @@ class _Controller:
         state = {**batch.state, "kl": self._kl.state()}
         now_s = ctx.clock()
         ahead = {f"sampling {ctx.rank}": on_wall_clock(batch.spans, now_s)} if batch.spans else {}
-        tokens = Counter(ctx.roles.devices.tokens)
-        own = (state, on_wall_clock(spans, now_s), ahead | ctx.roles.devices.drain(), tokens, self._load(step_s))
-        states, trained, devices, everyones_tokens, loads = zip(*await ctx.group.all_gather(own), strict=True)
-        generated = sum(everyones_tokens, Counter[str]())
-        metrics |= {f"perf/generated_tokens/{stage}": float(number) for stage, number in generated.items()}
+        generated = Counter(ctx.roles.devices.generated)
+        own = (state, on_wall_clock(spans, now_s), ahead | ctx.roles.devices.drain(), generated, self._load(step_s))
+        states, trained, devices, generated, loads = zip(*await ctx.group.all_gather(own), strict=True)
+        metrics |= generation_metrics(generated)
         if loads[0] is not None:
             metrics |= {"controller/load/max": max(loads), "controller/load/mean": sum(loads) / len(loads)}
         if ctx.rank == 0:

@@ -10,7 +10,6 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.engines import check_engine, start_judge
 from gcore_llm.reward_config import JudgeConfig
 from gcore_llm.roles import build_tokenizer, check_model, eos_token_ids
-from gcore_llm.watched import UNWATCHED, Watched
 from gcore_rollout import Engine, SamplingParams
 from gcore_rollout.multi_turn import ChatEncoder
 from gcore_rollout.rewards import (
@@ -33,6 +32,7 @@ from gcore_rollout.rewards import (
 )
 from gcore_rollout.sandbox import Sandbox
 from gcore_runs.errors import UserError
+from gcore_runs.watched import UNWATCHED, Watched
 
 JudgeT = TypeVar("JudgeT")
 

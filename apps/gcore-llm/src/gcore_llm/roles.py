@@ -13,12 +13,12 @@ from gcore_llm.engines import start_policy
 from gcore_llm.exchange import sample_flops, workload_of
 from gcore_llm.learner import Learner, LocalLearner
 from gcore_llm.learner_part import LearnerPart
-from gcore_llm.watched import UNWATCHED, Watched
 from gcore_rollout import Engine
 from gcore_rollout.multi_turn import ChatEncoder, Environment, EpisodeLimits, RevisionEnvironment
 from gcore_rollout.rewards import Failed, OnError, RewardRunner, Scored, load_function
 from gcore_runs.devices import DeviceTimers
 from gcore_runs.errors import UserError
+from gcore_runs.watched import UNWATCHED, Watched
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,23 +1,24 @@
-"""What runs a job: the role services and the controllers, in this process or on a cluster."""
+"""What runs a job in this process."""
 
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from gcore_controller import Context, Program, StageTimer, run_inline
 from gcore_llm.config import TrainConfig
 from gcore_llm.evaluate import Evaluation
-from gcore_llm.learner import Learner, SavedLearner
+from gcore_llm.learner import Learner
 from gcore_llm.learner_part import SharedLearner
 from gcore_llm.program import Job, rlhf_program
 from gcore_llm.prompts import PromptSets
 from gcore_llm.rewards import Rewards
 from gcore_llm.roles import Roles, Sampler, World, build_engine, build_learner
-from gcore_llm.watched import Watched
 from gcore_runs.devices import DeviceTimers
 from gcore_runs.logs import logs_of
 from gcore_runs.recording import Recorder
+from gcore_runs.services import Recovery
+from gcore_runs.watched import Watched
 
 if TYPE_CHECKING:
     from gcore_runs.prometheus import PrometheusExporter
@@ -35,58 +36,6 @@ class Inputs:
     devices: DeviceTimers
     """What the rewards note their work with."""
     prometheus: "PrometheusExporter | None" = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recovery:
-    """How what a run had lost was replaced; it can be run again, from where its models are."""
-
-    said: str
-    """What died and what was done, in a line."""
-    keeps_models: bool
-    """The models in training are as the run left them; otherwise they are those that it began with."""
-    cause: Literal["failure", "swap"] = "failure"
-    """What the time that it took counts as; swap: nothing died, engines changed their role."""
-
-
-class Services(Protocol):
-    """All that a job runs on."""
-
-    @property
-    def config(self) -> TrainConfig:
-        """The settings, with the sizes that there is room for."""
-        ...
-
-    @property
-    def learner(self) -> SavedLearner: ...
-
-    @property
-    def shortfall(self) -> str:
-        """What of the settings there is no room for, in a line; empty: there is room for all."""
-        ...
-
-    async def run(self, job: Job, recorder: Recorder[Evaluation]) -> None:
-        """Run the program on every controller."""
-        ...
-
-    def stages(self) -> Sequence[str | None]:
-        """The stage that each controller is in, or was lately."""
-        ...
-
-    async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
-        """Replace what a run that ended with this error has lost.
-
-        Args:
-            keeps_models: the models in training are in order; otherwise they are put back to where the run began.
-
-        Raises:
-            Exception: the error itself, if nothing died that can be replaced.
-        """
-        ...
-
-    async def close(self) -> None:
-        """End all services, the learner's included."""
-        ...
 
 
 class InlineServices:

@@ -2,40 +2,36 @@
 
 import asyncio
 import shutil
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gcore_ckpt import Checkpointer
 from gcore_llm.config import MAY_CHANGE, TrainConfig
 from gcore_llm.engines import check_engine
-from gcore_llm.errors import RankError
+from gcore_llm.evaluate import Evaluation
 from gcore_llm.exchange import workload_of
-from gcore_llm.learner import SavedLearner
 from gcore_llm.program import Job, is_evaluation_due
 from gcore_llm.prompts import PromptSets, load_files
-from gcore_llm.recorder import Present, RunRecorder
+from gcore_llm.recorder import RunRecorder
 from gcore_llm.report import write_report
 from gcore_llm.rewards import Rewards
 from gcore_llm.roles import build_tokenizer, build_world, check_model
-from gcore_llm.services import InlineServices, Inputs, Services
+from gcore_llm.services import InlineServices, Inputs
 from gcore_llm.tasks import load_task
 from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
 from gcore_llm.warmup import require_worked_examples, warm_up
-from gcore_llm.watched import Watched
 from gcore_runs.devices import DeviceTimers
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
 from gcore_runs.logs import log_to
 from gcore_runs.metrics import MetricsWriter, metrics_server
 from gcore_runs.run_folder import Result, RunFolder, open_run, read_jsonl, write_atomically
+from gcore_runs.run_loop import RunLoop, closed
+from gcore_runs.services import SavedLearner, Services, State
 from gcore_runs.settings import resolve
 from gcore_runs.spans import SpanWriter
-
-_MAX_LOSSES = 5
-"""So many times in a row services may die without a step made in between."""
+from gcore_runs.watched import Watched
 
 
 def train(config: TrainConfig, display: Display) -> Result:
@@ -64,7 +60,7 @@ def train(config: TrainConfig, display: Display) -> Result:
         tokenizer = tiny_tokenizer()
     prompts = load_prompts(config, tokenizer)
     if config.runtime == "ray":
-        from gcore_llm.on_ray.cluster import check_cluster
+        from gcore_runs.on_ray.cluster import check_cluster
 
         check_cluster(config)
     # One event loop for all of it: a user's async reward may keep what belongs to the loop of its first call.
@@ -152,7 +148,7 @@ def _train(inputs: Inputs, run: RunFolder, model: Path, runner: asyncio.Runner, 
         display.say(f"resuming after step {first_step} of {total}")
     shutil.rmtree(run.export, ignore_errors=True)
     services = runner.run(_start(inputs, model, run.checkpoints))
-    with _closed(services, runner):
+    with closed(services, runner):
         if services.shortfall:
             display.say(services.shortfall)
         saved = services.learner.load() if first_step else None
@@ -167,91 +163,31 @@ def _train(inputs: Inputs, run: RunFolder, model: Path, runner: asyncio.Runner, 
             controllers=saved["controllers"] if saved else None,
             is_policy_behind=first_step > 0,
         )
-        _run_to_the_end(services, job, inputs, run, runner, display)
+
+        def recorder(job: Job, writer: MetricsWriter, spans: SpanWriter) -> RunRecorder:
+            return RunRecorder(job, run, services.learner, writer=writer, spans=spans, display=display)
+
+        def resumed(job: Job, present: TrainConfig, step: int, controllers: list[State] | None) -> Job:
+            return replace(
+                job,
+                config=present,
+                first_step=step,
+                is_evaluated=_is_evaluated(present, run, step),
+                controllers=controllers,
+                is_policy_behind=True,
+            )
+
+        RunLoop(
+            services=services,
+            run=run,
+            recorder=recorder,
+            resumed=resumed,
+            runner=runner,
+            display=display,
+            tensorboard=config.trainer.tensorboard,
+            prometheus=inputs.prometheus,
+        ).to_the_end(job)
         write_atomically(run.export, lambda path: _export(services.learner, inputs.tokenizer, path))
-
-
-def _run_to_the_end(
-    services: Services, job: Job, inputs: Inputs, run: RunFolder, runner: asyncio.Runner, display: Display
-) -> None:
-    """Run a job, and go on from where its models are whenever something is lost that can be replaced."""
-    num_losses = 0
-    spans = SpanWriter(run.spans, last_step=job.first_step)
-    while (loss := _attempt(services, job, inputs, run, spans, runner, display)) is not None:
-        num_losses = 1 if loss.has_progressed else num_losses + 1
-        while True:
-            if num_losses > _MAX_LOSSES:
-                raise loss.error
-            try:
-                recovery = runner.run(services.recover(loss.error, keeps_models=loss.present is not None))
-                present = loss.present if recovery.keeps_models else None
-                job = _resumed(replace(job, config=services.config), present, services.learner, run)
-                break
-            except RankError as error:
-                if error is loss.error:
-                    raise
-                # One that was killed on the way back.
-                display.say(f"{loss.error}; the next came before all was replaced")
-                loss = _Loss(error=error)
-                num_losses += 1
-        spans.go_on(last_step=job.first_step, cause=recovery.cause)
-        display.say(f"{recovery.said}; going on after step {job.first_step}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Loss:
-    """How an attempt ended before its time."""
-
-    error: Exception
-    present: Present | None = None
-    """See `RunRecorder.present`."""
-    has_progressed: bool = False
-    """Whether it made a step."""
-
-
-def _attempt(
-    services: Services,
-    job: Job,
-    inputs: Inputs,
-    run: RunFolder,
-    spans: SpanWriter,
-    runner: asyncio.Runner,
-    display: Display,
-) -> _Loss | None:
-    """Run a job; whatever ends it, its last step is saved if the models are still there."""
-    tensorboard = job.config.trainer.tensorboard
-    with MetricsWriter(run, last_step=job.first_step, tensorboard=tensorboard, prometheus=inputs.prometheus) as writer:
-        try:
-            recorder = RunRecorder(job, run, services.learner, writer=writer, spans=spans, display=display)
-        except RankError as error:
-            return _Loss(error=error)
-        try:
-            runner.run(_run(services, job, recorder))
-        except BaseException as error:
-            with suppress(RankError):
-                recorder.save_last()
-            if isinstance(error, asyncio.CancelledError):
-                raise KeyboardInterrupt from None
-            if not isinstance(error, Exception):
-                raise
-            has_progressed = recorder.last_step > job.first_step
-            return _Loss(error=error, present=recorder.present(), has_progressed=has_progressed)
-    return None
-
-
-def _resumed(job: Job, present: Present | None, learner: SavedLearner, run: RunFolder) -> Job:
-    """The job from where its models are: as they were when it lost something, or of the last checkpoint."""
-    step, controllers = present or (0, None)
-    if present is None and Checkpointer(run.checkpoints).steps():
-        saved = learner.load()
-        step, controllers = saved["step"], saved["controllers"]
-    return replace(
-        job,
-        first_step=step,
-        is_evaluated=_is_evaluated(job.config, run, step),
-        controllers=controllers,
-        is_policy_behind=True,
-    )
 
 
 def _is_evaluated(config: TrainConfig, run: RunFolder, step: int) -> bool:
@@ -260,28 +196,12 @@ def _is_evaluated(config: TrainConfig, run: RunFolder, step: int) -> bool:
     return step > 0 and any(r["step"] == step and "val/greedy/score/mean" in r for r in read_jsonl(run.metrics))
 
 
-async def _start(inputs: Inputs, model: Path, checkpoints: Path) -> Services:
+async def _start(inputs: Inputs, model: Path, checkpoints: Path) -> Services[Job, TrainConfig, Evaluation]:
     if inputs.config.runtime == "ray":
-        from gcore_llm.on_ray.services import RayServices
+        from gcore_llm.on_ray.services import start_on_ray
 
-        return await RayServices.start(inputs, model, checkpoints)
+        return await start_on_ray(inputs, model, checkpoints)
     return await InlineServices.start(inputs, model, checkpoints)
-
-
-@contextmanager
-def _closed(services: Services, runner: asyncio.Runner) -> Generator[None]:
-    """Close them behind the block, however that ends."""
-    try:
-        yield
-    finally:
-        runner.run(services.close())
-
-
-async def _run(services: Services, job: Job, recorder: RunRecorder) -> None:
-    main = asyncio.current_task()
-    assert main is not None
-    with recorder.interrupt.cancels(main):
-        await services.run(job, recorder)
 
 
 def _export(learner: SavedLearner, tokenizer: Any, path: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import tyro
 
+from gcore_runs.errors import check_at_least
+
 Command = Callable[[Sequence[str]], None]
 """Given the arguments behind its name."""
 
@@ -70,3 +72,38 @@ def _set_environment() -> None:
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogsArgs:
+    """What a run's processes logged, merged by time."""
+
+    run: tyro.conf.Positional[Path]
+    """The run's folder."""
+    follow: bool = False
+    """Go on with what is logged from now on, until Ctrl-C."""
+    role: str = ""
+    """Processes of this role alone: main, controller, engine, trainer, ...; empty: all."""
+    rank: int | None = None
+    """Processes of this rank alone; None: all."""
+    lines: int = 0
+    """The last lines that are there already; 0: all of them."""
+
+
+def logs_command(app: str, args: Sequence[str]) -> None:
+    """What the processes of a run have logged, by time."""
+    parsed = tyro.cli(LogsArgs, args=args, prog=f"{app} logs", config=(tyro.conf.FlagCreatePairsOff,))
+    from gcore_runs.merged_logs import merged_lines
+    from gcore_runs.run_folder import RunFolder
+
+    check_at_least("lines", parsed.lines, 0)
+    folder = RunFolder.existing(parsed.run).path / "logs"
+    try:
+        for line in merged_lines(folder, role=parsed.role, rank=parsed.rank, last=parsed.lines, follow=parsed.follow):
+            print(line, flush=parsed.follow)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        # The reader, such as head, has seen enough; Python would complain of it once more on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -22,11 +22,11 @@ class DeviceTimers:
     began last.
 
     Attributes:
-        tokens: How many were generated in each stage since the last `drain`.
+        generated: Tokens, or images, of each stage since the last `drain`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.tokens: Counter[str] = Counter()
+        self.generated: Counter[str] = Counter()
         self._clock = clock
         self._devices: dict[str, _Device] = {}
 
@@ -53,7 +53,7 @@ class DeviceTimers:
 
     def drain(self) -> dict[str, list[Span]]:
         """The spans since the last call, by device, in seconds of UTC; a stage that still runs is cut and goes on."""
-        self.tokens.clear()
+        self.generated.clear()
         now_s = self._clock()
         return {name: on_wall_clock(device.drain(now_s), now_s) for name, device in self._devices.items()}
 
@@ -82,6 +82,11 @@ class _Device:
         if self._stage is not None and now_s > self._since_s:
             self._spans.append(Span(stage=self._stage, start_s=self._since_s, end_s=now_s))
         self._since_s = now_s
+
+
+def generation_metrics(parts: "Iterable[Counter[str]]") -> dict[str, float]:
+    """What all processes together generated, by stage: `DeviceTimers.generated` of each."""
+    return {f"perf/generated/{stage}": float(number) for stage, number in sum(parts, Counter[str]()).items()}
 
 
 def merged(parts: Iterable[Mapping[str, Sequence[Span]]]) -> dict[str, list[Span]]:

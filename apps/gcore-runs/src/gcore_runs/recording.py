@@ -1,8 +1,18 @@
 """Where a program leaves what happened."""
 
-from typing import Any, Protocol, TypeVar
+import time
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from gcore_controller import Span
+from gcore_runs.errors import RankError
+from gcore_runs.interrupt import Interrupt
+from gcore_runs.spans import SpanWriter
+
+if TYPE_CHECKING:
+    from gcore_runs.services import RunJob, SavedLearner
+
+Present = tuple[int, list[dict[str, Any]] | None]
+"""A step, and the controllers' states at its end."""
 
 EvaluationT_contra = TypeVar("EvaluationT_contra", contravariant=True)
 
@@ -25,3 +35,62 @@ class Recorder(Protocol[EvaluationT_contra]):
     async def reached(self, step: int, controllers: list[dict[str, Any]]) -> None:
         """All controllers are at the end of ``step`` with these states; the place to take a checkpoint."""
         ...
+
+
+class Saving:
+    """The half of a `Recorder` that takes checkpoints.
+
+    Args:
+        job: from where the run begins, or goes on.
+        learner: what is saved.
+        spans: where it is told how long that took.
+        save_freq: steps between checkpoints; the last step has one, too.
+
+    Attributes:
+        interrupt: Held back while the models are between two steps.
+    """
+
+    def __init__(self, job: "RunJob", learner: "SavedLearner", spans: SpanWriter, *, save_freq: int) -> None:
+        self.interrupt = Interrupt()
+        self._learner = learner
+        self._spans = spans
+        self._save_freq = save_freq
+        self._total_steps = job.total_steps
+        self._last: Present = (job.first_step, job.controllers)
+        self._num_updates = learner.num_updates
+        """Then."""
+        self._saved_step = job.first_step
+
+    async def updating(self) -> None:
+        """See `Recorder`."""
+        self.interrupt.hold_back()
+
+    async def reached(self, step: int, controllers: list[dict[str, Any]]) -> None:
+        """See `Recorder`."""
+        self._last, self._num_updates = (step, controllers), self._learner.num_updates
+        if step % self._save_freq == 0 or step == self._total_steps:
+            self.save_last()
+        self.interrupt.let_through()
+
+    @property
+    def last_step(self) -> int:
+        """The last finished one."""
+        return self._last[0]
+
+    def present(self) -> Present | None:
+        """The last finished step; None if a model has moved on since, or is lost."""
+        try:
+            return self._last if self._num_updates == self._learner.num_updates else None
+        except RankError:
+            return None
+
+    def save_last(self) -> None:
+        """Checkpoint the last finished step, unless that is done or a model has moved on since."""
+        present = self.present()
+        if present is None or present[0] == self._saved_step:
+            return
+        step, controllers = present
+        start_s = time.time()
+        self._learner.save(step, {"step": step, "controllers": controllers})
+        self._spans.waited(Span(stage="checkpoint", start_s=start_s, end_s=time.time()))
+        self._saved_step = step

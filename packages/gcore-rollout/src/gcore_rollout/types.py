@@ -111,6 +111,11 @@ class AnySample:
     """Which of the request's ``n`` samples this is."""
     finish_reason: str
 
+    @property
+    def work(self) -> int:
+        """How much was made, in units that are alike in cost: tokens; of other kinds, samples."""
+        return 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request(AnyRequest):
@@ -194,6 +199,11 @@ class Completion(AnySample):
     weight_versions: NDArray[np.int32]
     """Version of the weights that made each token."""
     finish_reason: FinishReason
+
+    @property
+    def work(self) -> int:
+        """Tokens."""
+        return self.token_ids.size
 
 
 RequestT = TypeVar("RequestT", bound=AnyRequest, default=Request)

@@ -24,9 +24,8 @@ PLAIN = ("plain loop, 1 thread", "plain loop, 2 threads")
 GCORE: dict[str, tuple[str, ...]] = {
     "gcore, 1 controller": ("--threads", "1"),
     "gcore, 2 controllers, 2 engines": ("--threads", "2", "--controllers", "2", "--rollout.num-processes", "2"),
-    "gcore, 2 controllers, 2 engines, 2 ranks": (
-        *("--threads", "2", "--controllers", "2", "--rollout.num-processes", "2"),
-        *("--trainer.num-processes", "2"),
+    "gcore on Ray, 2 controllers, 2 engines, 2 ranks": (
+        *("--runtime", "ray", "--threads", "2", "--controllers", "2", "--trainer.num-processes", "2"),
     ),
 }
 """Options beside those of the embedded run."""

@@ -45,8 +45,8 @@ def main() -> None:
     torch.set_num_threads(spec.threads)
     torch.manual_seed(spec.seed)
     pipeline: Any = load_pipeline(spec.model, dtype=torch.float32)
-    loop = _Loop(pipeline, spec)
-    Path(sys.argv[2]).write_text(json.dumps([loop.step(i) for i in range(spec.steps)]))
+    loop = Loop(pipeline, spec)
+    Path(sys.argv[2]).write_text(json.dumps([loop.step() for _ in range(spec.steps)]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,21 +59,27 @@ class _Images:
     """Number of the step, latents before and behind it, log-probabilities."""
 
 
-class _Loop:
+class Loop:
+    """Model, optimizer and reward; see `step`.
+
+    Args:
+        pipeline: a Stable Diffusion 3 of diffusers.
+        spec: batch and seed.
+    """
+
     def __init__(self, pipeline: Any, spec: Spec) -> None:
         self._spec = spec
         self._pipeline = pipeline
-        self._model = pipeline.transformer
+        self.model = pipeline.transformer
         pipeline.scheduler.set_timesteps(NUM_INFERENCE_STEPS)
         self._timesteps: torch.Tensor = pipeline.scheduler.timesteps
-        self._sigmas: torch.Tensor = pipeline.scheduler.sigmas
+        self.sigmas: torch.Tensor = pipeline.scheduler.sigmas
         self._reward = DigitReward()
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LR, weight_decay=1e-4)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=1e-4)
         self._rng = np.random.default_rng(spec.seed)
 
-    def step(self, number: int) -> dict[str, float]:
+    def step(self) -> dict[str, float]:
         """One step; seconds by stage."""
-        del number
         spec, began_s = self._spec, time.perf_counter()
         chosen = [PROMPTS[i] for i in self._rng.permutation(len(PROMPTS))[: spec.prompts]]
         prompts = [prompt for prompt in chosen for _ in range(spec.n)]
@@ -103,7 +109,7 @@ class _Loop:
             max_sequence_length=1,
         )
         told, pooled = (tensor.repeat_interleave(self._spec.n, 0) for tensor in (told, pooled))
-        config = self._model.config
+        config = self.model.config
         latents = torch.randn(len(prompts), config.in_channels, config.sample_size, config.sample_size)
         # A window for each prompt would need a batch for each.
         first = int(self._rng.integers(NUM_INFERENCE_STEPS // 2 - WINDOW_SIZE + 1))
@@ -111,9 +117,9 @@ class _Loop:
         for i in range(NUM_INFERENCE_STEPS):
             velocity = self._velocity(latents, i, (told, pooled))
             if not first <= i < first + WINDOW_SIZE:
-                latents = latents + velocity * (self._sigmas[i + 1] - self._sigmas[i])
+                latents = latents + velocity * (self.sigmas[i + 1] - self.sigmas[i])
                 continue
-            mean, std = self._gaussian(velocity, latents, i)
+            mean, std = self.gaussian(velocity, latents, i)
             drawn = mean + std * torch.randn_like(mean)
             steps.append((i, latents, drawn, _log_prob(drawn, mean, std)))
             latents = drawn
@@ -126,17 +132,17 @@ class _Loop:
             for rows in share.split(MICRO_BATCH_SIZE):
                 told = images.told[0][rows], images.told[1][rows]
                 for i, latents, drawn, old in images.steps:
-                    mean, std = self._gaussian(self._velocity(latents[rows], i, told), latents[rows], i)
+                    mean, std = self.gaussian(self._velocity(latents[rows], i, told), latents[rows], i)
                     ratio = torch.exp(_log_prob(drawn[rows], mean, std) - old[rows])
                     gained = -advantages[rows] * ratio
                     clipped = -advantages[rows] * ratio.clamp(1 - CLIP_RATIO, 1 + CLIP_RATIO)
                     loss = torch.maximum(gained, clipped).sum() / (len(share) * WINDOW_SIZE)
                     torch.autograd.backward(loss)
-            torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self._optimizer.step()
 
     def _velocity(self, latents: torch.Tensor, i: int, told: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return self._model(
+        return self.model(
             hidden_states=latents,
             timestep=self._timesteps[i].expand(len(latents)),
             encoder_hidden_states=told[0],
@@ -144,8 +150,9 @@ class _Loop:
             return_dict=False,
         )[0]
 
-    def _gaussian(self, velocity: torch.Tensor, latents: torch.Tensor, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        sigma, after = self._sigmas[i], self._sigmas[i + 1]
+    def gaussian(self, velocity: torch.Tensor, latents: torch.Tensor, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean [B, ...] and standard deviation of the latents behind a step (Flow-GRPO, eq. 9)."""
+        sigma, after = self.sigmas[i], self.sigmas[i + 1]
         dt = after - sigma
         spread = NOISE_LEVEL * torch.sqrt(sigma / (1 - torch.where(sigma == 1, after, sigma)))
         mean = latents * (1 + spread**2 / (2 * sigma) * dt)

@@ -1,108 +1,33 @@
-"""A controller's part in models whose ranks are actors: it puts its micro-batches, and asks ranks of its own."""
+"""A controller's part in language models whose ranks are actors."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_controller import Collectives
-from gcore_controller.ray_runtime import put
-from gcore_llm.exchange import deal
 from gcore_llm.learner import Role
-from gcore_llm.on_ray.training_ranks import RankHandles
 from gcore_rollout import Engine
-from gcore_runs.devices import DeviceTimers, rank_name
+from gcore_runs.on_ray.ranks_part import BaseRanksPart
 from gcore_trainer import MicroBatch
 
 
-class RanksPart:
-    """See `LearnerPart`. Replica r of the models, and rank r of them, are asked by controller r modulo their number.
-
-    All controllers' micro-batches are dealt out to the replicas by simulated work; a replica reads those it gets where
-    their controllers have put them.
-
-    Args:
-        devices: what notes when the ranks that this controller asks work.
-        cost_of: simulated work of a micro-batch, in any unit.
-    """
-
-    def __init__(
-        self, ranks: RankHandles, group: Collectives, devices: DeviceTimers, *, cost_of: Callable[[MicroBatch], float]
-    ) -> None:
-        self._ranks = ranks
-        self._group = group
-        self._devices = devices
-        self._cost_of = cost_of
-
-    @property
-    def num_replicas(self) -> int:
-        return -(-self._ranks.num_replicas("actor") // self._group.world_size)
+class RanksPart(BaseRanksPart[MicroBatch]):
+    """See `LearnerPart`."""
 
     async def score(self, role: Role, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """See `ComputingLearner.score`."""
-        return await self._scored("score", role, [role], micro_batches)
+        return await self.scored("score", role, [role], micro_batches)
 
     async def score_and_route(
         self, micro_batches: Sequence[MicroBatch]
     ) -> list[list[tuple[NDArray[np.float32], NDArray[np.int16]]]]:
         """See `ComputingLearner.score_and_route`."""
-        return await self._scored("score_and_route", "actor", [], micro_batches)
+        return await self.scored("score_and_route", "actor", [], micro_batches)
 
     async def train_step(self, role: Role, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """See `ComputingLearner.train_step`."""
-        answers, _, _ = await self._computed("train_step", role, [role], micro_batches)
-        return await self._group.broadcast(answers.get(0))
+        return await self.updated(role, [role], micro_batches)
 
     async def update_policy(self, policy: Engine, *, version: int) -> None:
-        """See `LearnerPart.update_policy`. The weights go from rank 0 to the engines; controllers hold references."""
-        newest = max(await self._group.all_gather(policy.weight_version))
-        exports = {
-            rank: self._ranks.actors[rank].export_weights.remote(is_kept=rank == 0)
-            for rank in range(self._group.rank, len(self._ranks.actors), self._group.world_size)
-        }
-        with self._devices.stage("sync", *map(rank_name, exports)):
-            exported = await self._ranks.ask(exports)
-        references = await self._group.broadcast(exported.get(0))
-        # A run that went back to an earlier step has engines with later weights.
-        await policy.update_weights(references, version=max(version, newest + 1))
-        await self._group.barrier()
-
-    async def _scored(
-        self, method: str, role: Role, roles: Sequence[Role], micro_batches: Sequence[MicroBatch]
-    ) -> list[Any]:
-        """What the replicas answer for each of this controller's micro-batches."""
-        answers, parts, owners = await self._computed(method, role, roles, micro_batches)
-        back: list[list[tuple[int, Any]]] = [[] for _ in range(self._group.world_size)]
-        for replica, values in answers.items():
-            for i, of_batch in zip(parts[replica], values, strict=True):
-                owner, place = owners[i]
-                back[owner].append((place, of_batch))
-        received = [entry for part in await self._group.all_to_all(back) for entry in part]
-        return [values for _, values in sorted(received, key=lambda entry: entry[0])]
-
-    async def _computed(
-        self, method: str, role: Role, roles: Sequence[Role], micro_batches: Sequence[MicroBatch]
-    ) -> tuple[dict[int, Any], list[list[int]], list[tuple[int, int]]]:
-        """Have all replicas compute.
-
-        Returns:
-            the answers of the replicas that this controller asks; which micro-batches each replica has; and whose each
-            micro-batch is, and which of that controller's.
-        """
-        own = [(put(list(batch)), self._cost_of(batch)) for batch in micro_batches]
-        everyones = await self._group.all_gather(own)
-        owners = [(owner, place) for owner, part in enumerate(everyones) for place in range(len(part))]
-        batches = [entry for part in everyones for entry in part]
-        parts = deal([cost for _, cost in batches], self._ranks.num_replicas(role))
-        asked = range(self._group.rank, len(parts), self._group.world_size)
-        ranks_of = {replica: self._ranks.of_replica(role, replica) for replica in asked}
-        calls = {
-            rank: self._ranks.actors[rank].compute.remote(method, roles, [batches[i][0] for i in parts[replica]])
-            for replica, ranks in ranks_of.items()
-            for rank in ranks
-        }
-        stage = "train" if method == "train_step" else "prepare"
-        with self._devices.stage(stage, *map(rank_name, calls)):
-            answers = await self._ranks.ask(calls)
-        return {replica: answers[ranks[0]] for replica, ranks in ranks_of.items()}, parts, owners
+        """See `LearnerPart.update_policy`."""
+        await self.hand_out(policy, version=version)

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_llm.exchange import deal, sample_flops
+from gcore_llm.exchange import sample_flops
 from gcore_llm.learner import Role
 from gcore_llm.simulate.config import SimulateConfig
 from gcore_llm.simulate.ledger import Ledger, Work
 from gcore_llm.simulate.load import LoadMeter
 from gcore_placement import TransformerWorkload
 from gcore_runs.errors import UserError
+from gcore_runs.ranks import deal
 from gcore_trainer import MicroBatch
 
 if TYPE_CHECKING:

@@ -4,21 +4,18 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from gcore_llm.config import TrainConfig
-from gcore_llm.engines import engine_factory
-from gcore_llm.on_ray.room import Sizes
 from gcore_rollout import Engine
 from gcore_rollout.ray_engine import EngineHandle, RayEngine, end_engine_actor, start_engine_actor
 from gcore_runs.logs import logged
+from gcore_runs.sizes import SizedConfig, Sizes
 
 _ANSWER_TIMEOUT_S = 10.0
 
@@ -26,34 +23,31 @@ _ANSWER_TIMEOUT_S = 10.0
 Role = Literal["engine", "judge"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """What the engines of a role run."""
+Factory = Callable[[], Engine[Any, Any]]
+"""Makes an engine, in a process of its own."""
 
-    path: Path
-    eos_token_ids: list[int]
-    """What ends a response."""
+ConfigT = TypeVar("ConfigT", bound=SizedConfig)
 
 
-class EngineActors:
+class EngineActors(Generic[ConfigT]):
     """Actors with engines of the policy and, where a run has one, of the judge.
 
     Args:
-        models: of the roles.
+        factories: for each role, what makes its engines with given settings.
         logs: folder of the files that their processes log to.
 
     Attributes:
         handles: Of each role's.
     """
 
-    def __init__(self, models: Mapping[Role, Model], *, logs: Path) -> None:
-        self.handles: dict[Role, list[EngineHandle]] = {role: [] for role in models}
-        self._models = models
+    def __init__(self, factories: Mapping[Role, Callable[[ConfigT], Factory]], *, logs: Path) -> None:
+        self.handles: dict[Role, list[EngineHandle]] = {role: [] for role in factories}
+        self._factories = factories
         self._logs = logs
-        self._num_made = dict.fromkeys(models, 0)
+        self._num_made = dict.fromkeys(factories, 0)
         self._is_in_turns = False
 
-    async def have(self, sizes: Sizes, config: TrainConfig) -> None:
+    async def have(self, sizes: Sizes, config: ConfigT) -> None:
         """Have as many of each role as the sizes say.
 
         Those that answer stay; where a role has too many, they get an engine of the other one, in the same process. In
@@ -85,7 +79,7 @@ class EngineActors:
                     handles.append(self._start(factory, config))
         await _end(spare)
 
-    async def swap_seconds(self, config: TrainConfig) -> float:
+    async def swap_seconds(self, config: ConfigT) -> float:
         """Measure what it takes to put one of each role to sleep and to wake it, while nobody uses them."""
         seconds = 0.0
         for first, *_ in self.handles.values():
@@ -104,14 +98,11 @@ class EngineActors:
         """End them all."""
         await _end([handle for handles in self.handles.values() for handle in handles])
 
-    def _factory(self, role: Role, config: TrainConfig) -> Callable[[], Engine]:
-        settings = config.rollout if role == "engine" else config.reward_model.judge
-        model = self._models[role]
-        factory = engine_factory(settings, config, model.path.absolute(), eos_token_ids=model.eos_token_ids)
+    def _factory(self, role: Role, config: ConfigT) -> Factory:
         number, self._num_made[role] = self._num_made[role], self._num_made[role] + 1
-        return partial(logged, self._logs, role, number, factory)
+        return partial(logged, self._logs, role, number, self._factories[role](config))
 
-    def _start(self, factory: Callable[[], Engine], config: TrainConfig) -> EngineHandle:
+    def _start(self, factory: Factory, config: ConfigT) -> EngineHandle:
         return start_engine_actor(
             factory,
             num_cpus=config.ray.cpus_per_process,
@@ -120,9 +111,7 @@ class EngineActors:
             scheduling_strategy="SPREAD",
         )
 
-    async def _start_beside(
-        self, neighbour: EngineHandle, factory: Callable[[], Engine], config: TrainConfig
-    ) -> EngineHandle:
+    async def _start_beside(self, neighbour: EngineHandle, factory: Factory, config: ConfigT) -> EngineHandle:
         node, gpus = await neighbour.actor.__ray_call__.remote(_place)
         return start_engine_actor(
             partial(_on_gpus, gpus, factory),
@@ -132,8 +121,8 @@ class EngineActors:
         )
 
 
-def _num_threads(config: TrainConfig) -> int:
-    return max(1, config.threads // Sizes.of(config).num_engine_devices)
+def _num_threads(config: SizedConfig) -> int:
+    return max(1, config.threads // config.sizes.num_engine_devices)
 
 
 def _place(actor: Any) -> tuple[str, list[str]]:
@@ -142,7 +131,7 @@ def _place(actor: Any) -> tuple[str, list[str]]:
     return ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
-def _on_gpus(gpus: Sequence[str], make: Callable[[], Engine]) -> Engine:
+def _on_gpus(gpus: Sequence[str], make: Factory) -> Engine[Any, Any]:
     """What is made where these are what CUDA sees; Ray hides those that a process has not reserved."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return make()

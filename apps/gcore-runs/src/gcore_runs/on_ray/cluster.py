@@ -8,14 +8,13 @@ import socket
 import ray
 from ray._private import worker as ray_worker
 
-from gcore_llm.config import TrainConfig
-from gcore_llm.on_ray.room import Sizes
 from gcore_runs.errors import UserError
+from gcore_runs.sizes import SizedConfig
 
 _CONNECT_TIMEOUT_S = 10.0
 
 
-def check_cluster(config: TrainConfig) -> None:
+def check_cluster(config: SizedConfig) -> None:
     """
     Raises:
         UserError: nobody answers at the address of the cluster.
@@ -32,11 +31,11 @@ def check_cluster(config: TrainConfig) -> None:
         ) from error
 
 
-def _address(config: TrainConfig) -> str:
+def _address(config: SizedConfig) -> str:
     return config.ray.address or os.environ.get("RAY_ADDRESS", "")
 
 
-def connect(config: TrainConfig) -> None:
+def connect(config: SizedConfig) -> None:
     """Connect to the cluster of the config or of RAY_ADDRESS, or start one on this machine with room for all."""
     # What dies is told in a line of our own, in the place of Ray's paragraphs.
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -47,7 +46,7 @@ def connect(config: TrainConfig) -> None:
         except (ConnectionError, ValueError) as error:
             raise UserError(f"ray.address is {address!r}: no Ray cluster answers there ({error})") from error
         return
-    num_cpus = max(os.cpu_count() or 1, round(Sizes.of(config).num_processes * config.ray.cpus_per_process + 0.5))
+    num_cpus = max(os.cpu_count() or 1, round(config.sizes.num_processes * config.ray.cpus_per_process + 0.5))
     ray.init(
         address="local",
         num_cpus=num_cpus,

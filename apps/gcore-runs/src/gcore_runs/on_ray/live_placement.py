@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gcore_controller import Span
-from gcore_llm.on_ray.room import Sizes
-from gcore_llm.placement_config import PlacementConfig
 from gcore_placement import (
     DynamicPartition,
     DynamicPartitionConfig,
@@ -17,6 +15,8 @@ from gcore_placement import (
     RoleLoad,
     StrategyChoice,
 )
+from gcore_runs.placement_config import PlacementConfig
+from gcore_runs.sizes import Sizes
 
 Role = Literal["gen", "reward"]
 """By its stage."""
@@ -56,8 +56,8 @@ class LivePlacement:
         if config.strategy == "auto":
             self._choice = StrategyChoice(self._space, horizon_steps=config.horizon_steps)
         self.swap_s: float | None = None if self._choice is not None else 0.0
-        self._token_s: dict[Role, deque[float]] = {"gen": deque(maxlen=_NUM_STEPS), "reward": deque(maxlen=_NUM_STEPS)}
-        """Device-seconds that each role took for a token in the last steps."""
+        self._unit_s: dict[Role, deque[float]] = {"gen": deque(maxlen=_NUM_STEPS), "reward": deque(maxlen=_NUM_STEPS)}
+        """Device-seconds that each role took for a token, or an image, in the last steps."""
         self._move_s = 0.0
         self._moved_at_s: float | None = None
 
@@ -77,7 +77,7 @@ class LivePlacement:
             # From the decision to the end of the first step after it.
             self._move_s = max(0.0, now_s - self._moved_at_s - metrics["timing_s/step"])
             self._moved_at_s = None
-        step = _Step.of(devices, {role: self._work_s(role, metrics, devices) for role in self._token_s})
+        step = _Step.of(devices, {role: self._work_s(role, metrics, devices) for role in self._unit_s})
         if step is None:
             return
         before = self.sizes
@@ -99,16 +99,16 @@ class LivePlacement:
             self._moved_at_s = now_s
 
     def _work_s(self, role: Role, metrics: Mapping[str, float], devices: Mapping[str, Sequence[Span]]) -> float:
-        """Device-seconds of a role's tokens, were its engines as full as they have lately been at best.
+        """Device-seconds of what a role generated, were its engines as full as they have lately been at best.
 
         An engine that runs one sample where it could run many is busy, and does little.
         """
         busy_s = sum(stop - start for start, stop in _intervals(devices, role))
-        tokens = metrics.get(f"perf/generated_tokens/{role}", 0.0)
-        if not (tokens and busy_s):
+        generated = metrics.get(f"perf/generated/{role}", 0.0)
+        if not (generated and busy_s):
             return busy_s
-        self._token_s[role].append(busy_s / tokens)
-        return tokens * min(self._token_s[role])
+        self._unit_s[role].append(busy_s / generated)
+        return generated * min(self._unit_s[role])
 
     def metrics(self) -> dict[str, float]:
         """Where the engines are, and what changes of that take, as last measured."""

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import ray
 
 from gcore_controller.errors import ClusterError
-from gcore_llm.config import TrainConfig
+from gcore_runs.sizes import SizedConfig, Sizes
 
 Node = Mapping[str, float]
 """What a node has of each resource, by Ray's names."""
@@ -18,65 +18,13 @@ class RoomChangedError(Exception):
     """Nodes have left or joined, and the run is to go on in another size."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Processes of each role."""
-
-    controllers: int
-    engines: int
-    judges: int = 0
-    ranks: int
-    in_turns: bool = False
-    """Each engine has a judge on its device, and one of the two is awake."""
-
-    @classmethod
-    def of(cls, config: TrainConfig) -> "Sizes":
-        """Those that a config asks for."""
-        return cls(
-            controllers=config.controllers,
-            engines=config.num_ray_engines,
-            judges=config.num_ray_judges,
-            ranks=config.trainer.num_processes,
-            in_turns=config.placement.strategy == "colocated",
-        )
-
-    def applied(self, config: TrainConfig) -> TrainConfig:
-        """The config, with these."""
-        reward_model = config.reward_model
-        if self.judges:
-            reward_model = replace(reward_model, judge=replace(reward_model.judge, num_processes=self.judges))
-        return replace(
-            config,
-            controllers=self.controllers,
-            rollout=replace(config.rollout, num_processes=self.engines),
-            reward_model=reward_model,
-            trainer=replace(config.trainer, num_processes=self.ranks),
-            placement=replace(config.placement, strategy="colocated") if self.in_turns else config.placement,
-        )
-
-    @property
-    def num_processes(self) -> int:
-        """Of all roles together."""
-        return self.controllers + self.engines + self.judges + self.ranks
-
-    @property
-    def num_engine_devices(self) -> int:
-        """That engines and judges are on."""
-        return self.engines if self.in_turns else self.engines + self.judges
-
-    def __str__(self) -> str:
-        parts = [(self.controllers, "controller"), (self.engines, "engine"), (self.judges, "judge")]
-        names = [f"{count} {name}{'s' * (count > 1)}" for count, name in parts if count]
-        return f"{', '.join(names)} and {self.ranks} training rank{'s' * (self.ranks > 1)}"
-
-
 def alive_nodes() -> dict[str, Node]:
     """The cluster's nodes, each under its address and the beginning of its id."""
     nodes: list[dict[str, Any]] = ray.nodes()
     return {f"{n['NodeManagerAddress']} ({n['NodeID'][:8]})": n["Resources"] for n in nodes if n["Alive"]}
 
 
-def has_room(nodes: Iterable[Node], config: TrainConfig, sizes: Sizes) -> bool:
+def has_room(nodes: Iterable[Node], config: SizedConfig, sizes: Sizes) -> bool:
     """Whether every process finds what it reserves on one of the nodes, if the run has them for itself."""
     free = [dict(node) for node in nodes]
     for need in sorted(_needs(config, sizes), key=lambda need: (need.get("GPU", 0.0), need["CPU"]), reverse=True):
@@ -89,7 +37,7 @@ def has_room(nodes: Iterable[Node], config: TrainConfig, sizes: Sizes) -> bool:
     return True
 
 
-def largest(nodes: Iterable[Node], config: TrainConfig) -> Sizes:
+def largest(nodes: Iterable[Node], config: SizedConfig) -> Sizes:
     """What the config asks for or, where there is no room for that, about the same share of each role.
 
     Raises:
@@ -102,7 +50,7 @@ def largest(nodes: Iterable[Node], config: TrainConfig) -> Sizes:
             return sizes
         smallest = sizes
     needs: dict[str, float] = {}
-    for need in _needs(config, smallest or Sizes.of(config)):
+    for need in _needs(config, smallest or config.sizes):
         for name, amount in need.items():
             needs[name] = needs.get(name, 0.0) + amount
     wanted = " and ".join(f"{amount:g} {name}" for name, amount in needs.items() if amount)
@@ -110,13 +58,9 @@ def largest(nodes: Iterable[Node], config: TrainConfig) -> Sizes:
     raise ClusterError(f"{smallest} need {wanted}: the cluster's nodes have {have or 'ended'}")
 
 
-def _shares(config: TrainConfig) -> Iterator[Sizes]:
+def _shares(config: SizedConfig) -> Iterator[Sizes]:
     """All of it, and ever less."""
-    whole, parallel = Sizes.of(config), config.trainer.parallel
-    # Ranks come and go by whole replicas, and experts are on so many of them.
-    unit = math.lcm(
-        parallel.model_parallel_size, parallel.pipeline_model_parallel_size * parallel.expert_model_parallel_size
-    )
+    whole, unit = config.sizes, config.rank_unit
     num_units = whole.ranks // unit
     counts = (whole.controllers, whole.engines, whole.judges, num_units)
     for share in sorted({i / count for count in counts for i in range(1, count + 1)}, reverse=True):
@@ -124,7 +68,7 @@ def _shares(config: TrainConfig) -> Iterator[Sizes]:
         yield replace(whole, controllers=min(controllers, engines), engines=engines, judges=judges, ranks=units * unit)
 
 
-def _needs(config: TrainConfig, sizes: Sizes) -> list[dict[str, float]]:
+def _needs(config: SizedConfig, sizes: Sizes) -> list[dict[str, float]]:
     """What each process reserves."""
     cpus, is_on_gpu = config.ray.cpus_per_process, config.device.startswith("cuda")
     engine = {"CPU": cpus, "GPU": config.ray.gpus_per_engine if is_on_gpu else 0.0}

@@ -1,45 +1,48 @@
 """Training ranks as actors: the controllers ask them, and the process of the run starts, saves and ends them."""
 
 import asyncio
+import inspect
 import os
 import socket
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from gcore_controller.errors import ClusterError
 from gcore_controller.ray_runtime import RayReference, free_resources, reason_of
-from gcore_llm.config import TrainConfig
-from gcore_llm.errors import RankError
-from gcore_llm.learner import LocalLearner, Role, State
-from gcore_llm.learner_ranks import sendable
 from gcore_rollout.weight_sync.weight_references import WeightReferences
-from gcore_runs.logs import log_to, logs_of
-from gcore_trainer import MicroBatch
+from gcore_runs.errors import RankError
+from gcore_runs.logs import log_to
+from gcore_runs.ranks import RankLearner, Replica, sendable
+from gcore_runs.sizes import SizedConfig
 
 _NEWS_S = 5.0
 """How long a rank's error waits for news of another rank's death."""
 
-Replica = tuple[int, int]
-"""A rank's data-parallel replica, and how many there are."""
+State = dict[str, Any]
+
+ConfigT = TypeVar("ConfigT", bound=SizedConfig)
+
+MakeLearner = Callable[[ConfigT, str], RankLearner]
+"""A rank's learner for given settings and a device; called in its process, where torch.distributed runs."""
 
 
 class _Rank:
-    """The actor of one rank: `LocalLearner`, called with references, one call after the other."""
+    """The actor of one rank: a learner, called with references, one call after the other."""
 
-    def __init__(self, config: TrainConfig, rank: int, folder: Path, logs: Path) -> None:
+    def __init__(self, config: SizedConfig, make: MakeLearner[Any], rank: int, folder: Path, logs: Path) -> None:
         import torch
 
         os.chdir(folder)
         log_to(logs, "trainer", rank, redirect=True)
-        torch.set_num_threads(max(1, config.threads // config.trainer.num_processes))
-        torch.manual_seed(config.seed)
+        torch.set_num_threads(max(1, config.threads // config.sizes.ranks))
         self._config = config
-        self._learner: LocalLearner | None = None
+        self._make = make
+        self._learner: RankLearner | None = None
 
     @ray.method(concurrency_group="news")
     def is_alive(self) -> None:
@@ -52,24 +55,21 @@ class _Rank:
             listener.bind((address, 0))
             return f"process {os.getpid()} on {address}", f"tcp://{address}:{listener.getsockname()[1]}"
 
-    def join(self, address: str, rank: int, size: int, model: Path, checkpoints: Path) -> dict[Role, Replica]:
+    def join(self, address: str, rank: int, size: int) -> dict[str, Replica]:
         """Make the models, together with all ranks; this one's replica in each role."""
-        config = self._config
-        if config.device.startswith("cuda"):
-            # Ray shows each actor its own GPUs alone.
-            config = replace(config, device="cuda:0")
-        if size > 1 or config.trainer.backend == "megatron":
-            import torch.distributed as dist
+        import torch.distributed as dist
 
-            backend = "nccl" if config.device.startswith("cuda") else "gloo"
-            dist.init_process_group(backend, init_method=address, rank=rank, world_size=size)
-        self._learner = LocalLearner(config, model, checkpoints)
+        is_on_gpu = self._config.device.startswith("cuda")
+        dist.init_process_group("nccl" if is_on_gpu else "gloo", init_method=address, rank=rank, world_size=size)
+        # Ray shows each actor its own GPUs alone.
+        self._learner = self._make(self._config, "cuda:0" if is_on_gpu else self._config.device)
         return {role: self._learner.replicas(role) for role in self._learner.roles}
 
-    def compute(self, method: str, roles: Sequence[Role], batches: Sequence[RayReference[MicroBatch]]) -> Any:
+    def compute(self, method: str, arguments: Sequence[Any], batches: Sequence[RayReference[Any]]) -> Any:
         """A call of the learner that computes, on micro-batches that are read where they lie."""
         micro_batches = ray.get([batch.object_ref for batch in batches])
-        return asyncio.run(getattr(self._learner, method)(*roles, micro_batches))
+        found = getattr(self._learner, method)(*arguments, micro_batches)
+        return asyncio.run(found) if inspect.iscoroutine(found) else found
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Any other call of the learner."""
@@ -82,10 +82,10 @@ class _Rank:
         assert self._learner is not None
         return self._learner.num_updates
 
-    def export_weights(self, *, is_kept: bool) -> WeightReferences | None:
+    def export_weights(self, *, is_kept: bool, options: Mapping[str, Any]) -> WeightReferences | None:
         """Have all ranks gather the policy's weights; where this one has put them, if they are to be kept."""
         assert self._learner is not None
-        weights = self._learner.export_weights()
+        weights = self._learner.export_weights(**options)
         if is_kept:
             return WeightReferences.put(weights)
         for _ in weights:
@@ -105,13 +105,13 @@ class RankHandles:
 
     actors: Sequence[Any]
     places: Sequence[str]
-    replicas: Mapping[Role, Sequence[Replica]]
+    replicas: Mapping[str, Sequence[Replica]]
 
-    def num_replicas(self, role: Role) -> int:
+    def num_replicas(self, role: str) -> int:
         """Data-parallel replicas in a role."""
         return self.replicas[role][0][1]
 
-    def of_replica(self, role: Role, replica: int) -> list[int]:
+    def of_replica(self, role: str, replica: int) -> list[int]:
         """The ranks that make up one."""
         return [rank for rank, (own, _) in enumerate(self.replicas[role]) if own == replica]
 
@@ -150,20 +150,23 @@ class RankHandles:
         return RankError(f"training rank {rank}, {self.places[rank]}, failed:\n{error}")
 
 
-class RayLearner:
+class RayLearner(Generic[ConfigT]):
     """The models in training on ranks that are actors, as the process of the run sees them; made by `start`.
+
+    Args:
+        make: what is in each rank's process; a function that Ray can pickle.
+        logs: folder of the files that ranks log to.
 
     Attributes:
         ranks: What controllers are given.
     """
 
-    def __init__(self, config: TrainConfig, model: Path, checkpoints: Path) -> None:
-        self._config = config
-        self._model = model
-        self._checkpoints = checkpoints
+    def __init__(self, make: MakeLearner[ConfigT], *, logs: Path) -> None:
+        self._make = make
+        self._logs = logs
         self.ranks = RankHandles([], [], {})
 
-    async def start(self, config: TrainConfig) -> None:
+    async def start(self, config: ConfigT) -> None:
         """Start all ranks of a config, from the model that the run begins with; those of before are ended.
 
         Raises:
@@ -171,36 +174,29 @@ class RayLearner:
             ClusterError: they found no room, or have not started, in time.
         """
         self._kill()
-        self._config = config
-        timeout_s = self._config.ray.timeout_s
+        timeout_s = config.ray.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                await self._start()
+                await self._start(config)
         except TimeoutError:
             raise ClusterError(
-                f"{self._config.trainer.num_processes} training ranks did not start within {timeout_s} s: free are "
-                f"{free_resources()}"
+                f"{config.sizes.ranks} training ranks did not start within {timeout_s} s: free are {free_resources()}"
             ) from None
 
-    async def _start(self) -> None:
-        ray_config, size = self._config.ray, self._config.trainer.num_processes
+    async def _start(self, config: ConfigT) -> None:
+        size = config.sizes.ranks
         remote: Any = ray.remote
         make = remote(concurrency_groups={"news": 1})(_Rank).options(
-            num_cpus=ray_config.cpus_per_process,
-            num_gpus=ray_config.gpus_per_rank if self._config.device.startswith("cuda") else 0,
+            num_cpus=config.ray.cpus_per_process,
+            num_gpus=config.ray.gpus_per_rank if config.device.startswith("cuda") else 0,
             scheduling_strategy="SPREAD",
         )
-        logs = logs_of(self._checkpoints.absolute())
-        actors = [make.remote(self._config, rank, Path.cwd(), logs) for rank in range(size)]
+        actors = [make.remote(config, self._make, rank, Path.cwd(), self._logs) for rank in range(size)]
         self.ranks = RankHandles(actors, ["which had not started"] * size, {})
         found = await self.ranks.ask({rank: actor.place.remote() for rank, actor in enumerate(actors)})
         self.ranks = RankHandles(actors, [place for place, _ in found.values()], {})
         address = found[0][1]
-        joins = {
-            rank: actor.join.remote(address, rank, size, self._model.absolute(), self._checkpoints.absolute())
-            for rank, actor in enumerate(actors)
-        }
-        joined = await self.ranks.ask(joins)
+        joined = await self.ranks.ask({r: actor.join.remote(address, r, size) for r, actor in enumerate(actors)})
         replicas = {role: [joined[rank][role] for rank in range(size)] for role in joined[0]}
         self.ranks = replace(self.ranks, replicas=replicas)
 

@@ -5,15 +5,18 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from gcore_rollout import Completion, Engine, Request
+from gcore_rollout import Engine
 from gcore_rollout.forwarding import WrappedEngine
+from gcore_rollout.types import RequestT, SampleT
 from gcore_runs.devices import DeviceTimers
 from gcore_runs.logs import logged
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +31,14 @@ class Watched:
     device: Literal["engine", "judge"] | None = None
     """Whose device they are on, if not their own."""
 
-    def timed(self, engine: Engine, number: int) -> Engine:
+    def timed(self, engine: Engine[RequestT, SampleT], number: int) -> Engine[RequestT, SampleT]:
         """The replica of this number, or what notes its work in front of it."""
         if self.devices is None:
             return engine
         stage = "gen" if self.role == "engine" else "reward"
         return TimedEngine(engine, self.devices, f"{self.device or self.role} {number}", stage=stage)
 
-    def logged(self, make: Callable[[], Engine], number: int) -> Callable[[], Engine]:
+    def logged(self, make: Callable[[], T], number: int) -> Callable[[], T]:
         """What makes the replica of this number, in a process of its own."""
         if self.logs is None:
             return make
@@ -45,27 +48,29 @@ class Watched:
 UNWATCHED = Watched()
 
 
-class TimedEngine(WrappedEngine):
-    """An engine whose calls are noted: samples and their tokens as ``stage``, new weights as sync, to sleep and to wake
+class TimedEngine(WrappedEngine[RequestT, SampleT]):
+    """An engine whose calls are noted: samples and their work as ``stage``, new weights as sync, to sleep and to wake
     as swap.
 
     Args:
         name: of the device's row.
     """
 
-    def __init__(self, engine: Engine, devices: DeviceTimers, name: str, *, stage: str = "gen") -> None:
+    def __init__(
+        self, engine: Engine[RequestT, SampleT], devices: DeviceTimers, name: str, *, stage: str = "gen"
+    ) -> None:
         super().__init__(engine)
         self._devices = devices
         self._name = name
         self._stage = stage
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
+    async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
         """See `Engine.generate`."""
         with self._devices.stage(self._stage, self._name):
-            async with aclosing(super().generate(requests)) as completions:
-                async for completion in completions:
-                    self._devices.tokens[self._stage] += completion.token_ids.size
-                    yield completion
+            async with aclosing(super().generate(requests)) as samples:
+                async for sample in samples:
+                    self._devices.generated[self._stage] += sample.work
+                    yield sample
 
     async def update_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int) -> None:
         """See `Engine.update_weights`."""

@@ -3,8 +3,8 @@
 import asyncio
 import time
 
-from gcore_llm.config import TrainConfig
-from gcore_llm.on_ray.room import Node, RoomChangedError, Sizes, alive_nodes, has_room, largest
+from gcore_runs.on_ray.room import Node, RoomChangedError, alive_nodes, has_room, largest
+from gcore_runs.sizes import SizedConfig, Sizes
 
 _WATCH_EVERY_S = 1.0
 _SETTLED_S = 3.0
@@ -21,8 +21,8 @@ class RoomWatch:
         whole: The sizes that there was room for.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
-        self.whole = Sizes.of(config)
+    def __init__(self, config: SizedConfig) -> None:
+        self.whole = config.sizes
         self._config = config
         self._nodes: dict[str, Node] = {}
         self._last_change: tuple[frozenset[str], float] = (frozenset(), 0.0)
@@ -42,7 +42,7 @@ class RoomWatch:
     @property
     def shortfall(self) -> str:
         """What of the settings there is no room for, in a line; empty: there is room for all."""
-        asked = Sizes.of(self._config)
+        asked = self._config.sizes
         return "" if asked == self.whole else f"the cluster has room for {self.whole}, of {asked}"
 
     async def loss(self, sizes: Sizes) -> RoomChangedError:

@@ -1,0 +1,51 @@
+"""What the ranks do in `test_diffusion_ranks.py`: `DiffusionTrainer` sharded by FSDP2 over the first ranks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import diffusers.models.transformers.transformer_sd3
+import torch
+from rank import Rank
+
+from gcore_trainer import OptimizerConfig
+from gcore_trainer.config import LoRAConfig
+from gcore_trainer.diffusion.denoiser import Denoiser
+from gcore_trainer.diffusion.objectives import DiffusionObjective
+from gcore_trainer.diffusion.trainer import DiffusionTrainer
+from gcore_trainer.diffusion.types import DiffusionMicroBatch
+from gcore_trainer.parallel import ParallelConfig
+from gcore_trainer.torch_parallel import TorchParallel
+
+PRELOADED = (diffusers.models.transformers.transformer_sd3,)
+"""What a rank would import on its first use; imported here, once."""
+
+Weights = dict[str, torch.Tensor]
+
+
+def train_images(
+    rank: Rank,
+    path: str,
+    objective: DiffusionObjective,
+    steps: Sequence[Sequence[Sequence[DiffusionMicroBatch]]],
+    lora: LoRAConfig | None,
+) -> tuple[list[dict[str, float]], Weights, Weights]:
+    """Metrics of each step, the weights in the end, and their average. `steps` holds each replica's micro-batches."""
+    del rank
+    return trained(path, objective, steps, lora, parallel=TorchParallel.join(ParallelConfig()))
+
+
+def trained(
+    path: str,
+    objective: DiffusionObjective,
+    steps: Sequence[Sequence[Sequence[DiffusionMicroBatch]]],
+    lora: LoRAConfig | None,
+    *,
+    parallel: TorchParallel | None = None,
+) -> tuple[list[dict[str, float]], Weights, Weights]:
+    """The same of a rank, or alone."""
+    options: dict[str, Any] = {"optimizer": OptimizerConfig(lr=2e-3), "objective": objective, "ema_decay": 0.9}
+    denoiser = Denoiser.from_pretrained(path, lora=lora)
+    reference = denoiser.copied() if objective.needs_reference else None
+    trainer = DiffusionTrainer(denoiser, reference=reference, parallel=parallel, **options)
+    metrics = [trainer.train_step(replicas[trainer.data_parallel_rank]) for replicas in steps]
+    return metrics, dict(trainer.export_weights()), dict(trainer.export_weights(averaged=True))

@@ -1,0 +1,63 @@
+"""`DiffusionTrainer` over several processes against one process: FSDP2, on real gloo ranks."""
+
+import numpy as np
+import pytest
+import torch
+from diffusion_cases import trained
+from rank_pool import RankServer
+from tiny_pipelines import flow_pipeline
+
+from gcore_trainer.config import LoRAConfig
+from gcore_trainer.diffusion.config import DiffusionDPOConfig, NFTConfig
+from gcore_trainer.diffusion.objectives import DiffusionDPOObjective, DiffusionObjective, NFTObjective
+from gcore_trainer.diffusion.process import FlowProcess
+from gcore_trainer.diffusion.types import DiffusionMicroBatch, DiffusionSample
+
+OBJECTIVES: dict[str, DiffusionObjective] = {
+    # It keeps the policy that samples apart; its sibling asks the reference.
+    "nft": NFTObjective(NFTConfig(num_timesteps=2)),
+    "dpo": DiffusionDPOObjective(DiffusionDPOConfig(beta=20.0, num_timesteps=2), FlowProcess()),
+}
+
+
+def images(count: int, seed: int) -> list[DiffusionSample]:
+    rng = np.random.default_rng(seed)
+    return [
+        DiffusionSample(
+            clean_latents=rng.standard_normal((3, 8, 8)).astype(np.float32),
+            conditions={
+                "encoder_hidden_states": rng.standard_normal((3, 32)).astype(np.float32),
+                "pooled_projections": rng.standard_normal(32).astype(np.float32),
+            },
+            advantage=float(rng.standard_normal()),
+            noise_seed=100 * seed + i,
+        )
+        for i in range(count)
+    ]
+
+
+def dealt(samples: list[DiffusionSample], size: int) -> list[list[DiffusionMicroBatch]]:
+    """Each replica's micro-batches of pairs: the first one has more, and more of them."""
+    pairs = [samples[i : i + 2] for i in range(0, len(samples), 2)]
+    rest = pairs[size - 1 :]
+    return [[[*rest[0], *rest[1]], *rest[2:]], *([pair] for pair in pairs[: size - 1])]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", [*OBJECTIVES, "nft with adapters"])
+def test_steps_are_those_of_one_process(
+    rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory, name: str, size: int
+) -> None:
+    """Uneven parts, weight decay, clipping and the average of the weights included."""
+    path = str(flow_pipeline(tmp_path_factory.mktemp("pipeline")))
+    objective, lora = OBJECTIVES[name.split()[0]], LoRAConfig(rank=2, alpha=4) if "adapters" in name else None
+    steps = [images(12, seed) for seed in range(3)]
+    expected, weights, averages = trained(path, objective, [[[samples]] for samples in steps], lora)
+    parts = [dealt(samples, size) for samples in steps]
+    for metrics, own, averaged in rank_server.shared(size).run("train_images", path, objective, parts, lora, size=size):
+        for found, alone in zip(metrics, expected, strict=True):
+            assert found == pytest.approx(alone, rel=1e-4, abs=1e-6)
+        for these, those in ((own, weights), (averaged, averages)):
+            assert these.keys() == those.keys()
+            for tensor_name, tensor in those.items():
+                torch.testing.assert_close(these[tensor_name], tensor, rtol=0, atol=1e-4)
