@@ -43,8 +43,7 @@ def dealt(samples: list[DiffusionSample], size: int) -> list[list[DiffusionMicro
     return [[[*rest[0], *rest[1]], *rest[2:]], *([pair] for pair in pairs[: size - 1])]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("name", [*OBJECTIVES, "nft with adapters"])
+@pytest.mark.parametrize(("name", "size"), [("nft", 4), ("dpo", 2), ("nft with adapters", 2)])
 def test_steps_are_those_of_one_process(
     rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory, name: str, size: int
 ) -> None:
@@ -55,8 +54,12 @@ def test_steps_are_those_of_one_process(
     expected, weights, averages = trained(path, objective, [[[samples]] for samples in steps], lora)
     parts = [dealt(samples, size) for samples in steps]
     for metrics, own, averaged in rank_server.shared(size).run("train_images", path, objective, parts, lora, size=size):
+        # At first policy and reference are alike, and who is preferred is a matter of rounding.
         for found, alone in zip(metrics, expected, strict=True):
-            assert found == pytest.approx(alone, rel=1e-4, abs=1e-6)
+            left_out = {"actor/dpo_accuracy"} if alone is expected[0] else set[str]()
+            assert found.keys() == alone.keys()
+            for key in alone.keys() - left_out:
+                assert found[key] == pytest.approx(alone[key], rel=1e-4, abs=1e-6), key
         for these, those in ((own, weights), (averaged, averages)):
             assert these.keys() == those.keys()
             for tensor_name, tensor in those.items():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gcore_diffusion.config import DiffusionConfig, JudgeConfig
+from gcore_diffusion.rewards import local_path
 from gcore_rollout import Engine, SamplingParams
 from gcore_rollout.errors import UnsupportedModelError
 from gcore_rollout.image_rewards.judge import ImageJudgeReward
@@ -27,7 +28,7 @@ def judge_factory(config: DiffusionConfig) -> Callable[[], Engine]:
     """
     import torch
 
-    path, judge = Path(config.reward.path).absolute(), config.reward.judge
+    path, judge = local_path(config.reward, "judge").absolute(), config.reward.judge
     tokenizer = _tokenizer(path)
     options: dict[str, Any] = {
         "dtype": getattr(torch, judge.dtype),

@@ -91,24 +91,24 @@ def build_reward(
         case "clip" | "pick_score":
             from gcore_rollout.image_rewards.clip import CLIPReward
 
-            return CLIPReward(_path(config, kind), device=device, scale=1.0 if kind == "clip" else None)
+            return CLIPReward(local_path(config, kind), device=device, scale=1.0 if kind == "clip" else None)
         case "aesthetic":
             from gcore_rollout.image_rewards.clip import AestheticReward
 
             if not config.head:
                 raise UserError("reward.head is not set: aesthetic needs a safetensors file of its head")
-            return AestheticReward(_path(config, kind), config.head, device=device)
+            return AestheticReward(local_path(config, kind), config.head, device=device)
         case "image_reward":
             from gcore_rollout.image_rewards.blip import ImageRewardScore
 
             if not config.head:
                 raise UserError("reward.head is not set: image_reward needs ImageReward.pt")
-            return ImageRewardScore(config.head, _path(config, kind), device=device)
+            return ImageRewardScore(config.head, local_path(config, kind), device=device)
         case "judge":
             from gcore_diffusion.judge import judge_reward
 
             assert judge is not None
-            return judge_reward(_path(config, kind), config.judge, judge)
+            return judge_reward(local_path(config, kind), config.judge, judge)
         case _ if kind.startswith(("http://", "https://")):
             from gcore_rollout.image_rewards.http import HTTPImageReward
 
@@ -134,7 +134,12 @@ async def try_reward(reward: Callable[..., Any], prompt: Any, *, height: int, wi
     await evaluate_images(reward, images, [prompt.text] * 2, [prompt.row] * 2)
 
 
-def _path(config: RewardConfig, kind: str) -> Path:
+def local_path(config: RewardConfig, kind: str) -> Path:
+    """The folder that a kind of reward loads.
+
+    Raises:
+        UserError: none is set.
+    """
     if not config.path:
         needs = {"image_reward": "its tokenizer", "judge": "a vision-language model"}.get(kind, "a CLIP model")
         raise UserError(f"reward.path is not set: {kind} needs a local folder of {needs}")

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from gcore_trainer.adamw import whole
 from gcore_trainer.config import LoRAConfig
@@ -117,9 +117,17 @@ class Denoiser:
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
         self._is_sharded = True
 
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """By diffusers' names, of adapters by peft's; of a sharded model this rank's shards."""
+        for module in self.model.modules():
+            # A forward pass without a backward one leaves some whole.
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return dict(self.model.named_parameters())
+
     def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """By diffusers' names; of adapters by peft's."""
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        """Those of `parameters` that are trained."""
+        return {name: p for name, p in self.parameters().items() if p.requires_grad}
 
     def weights(self, trained: dict[str, torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors by diffusers' names, adapters merged in; on every rank.
@@ -128,7 +136,7 @@ class Denoiser:
             trained: to be taken in the place of the trained parameters.
         """
         own: dict[str, torch.Tensor] = trained or {n: p.detach() for n, p in self.trained_parameters().items()}
-        named = ((n, whole(own[n] if n in own else p.detach())) for n, p in self.model.named_parameters())
+        named = ((n, whole(own[n] if n in own else p.detach())) for n, p in self.parameters().items())
         if self.lora is None:
             yield from named
         else:

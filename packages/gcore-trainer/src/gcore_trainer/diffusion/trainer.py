@@ -134,7 +134,7 @@ class DiffusionTrainer(BaseTrainer):
             share = 1 - min(growth * self.step, bound)
             trained = self._optimizer.parameters
             with torch.no_grad():
-                for name, parameter in self._old.model.named_parameters():
+                for name, parameter in self._old.parameters().items():
                     if name in trained:
                         parameter.lerp_(trained[name].detach(), share)
 
@@ -152,7 +152,7 @@ class DiffusionTrainer(BaseTrainer):
                 raise ConfigError("ema_decay is None: there is no average of the weights")
             yield from self._denoiser.weights(self._ema.tensors)
         elif self._old is not None:
-            old = dict(self._old.model.named_parameters())
+            old = self._old.parameters()
             yield from self._denoiser.weights({n: old[n].detach() for n in self._optimizer.parameters})
         else:
             yield from self._denoiser.weights()
@@ -178,7 +178,7 @@ class DiffusionTrainer(BaseTrainer):
         if self._ema is not None:
             groups["ema"] = dict(self._ema.tensors)
         if self._old is not None:
-            old = dict(self._old.model.named_parameters())
+            old = self._old.parameters()
             groups["old"] = {name: old[name].detach() for name in self._optimizer.parameters}
         return groups
 
