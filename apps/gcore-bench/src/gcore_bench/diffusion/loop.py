@@ -88,7 +88,7 @@ def _gcore(name: str, model: Path, options: DiffusionBenchOptions, number: int) 
     steps = str(options.warmup + options.steps)
     command = [
         *(sys.executable, "-c", "from gcore_diffusion.cli import main; main()"),
-        *("train", "--config", "embedded", "--name", run, "--device", "cpu", "--seed", str(options.seed)),
+        *("train", "--name", run, "--device", "cpu", "--seed", str(options.seed)),
         *("--demo.num-steps", "1", "--demo.cache-dir", str(folder), "--data.val-size", "0", "--reward.held-out", ""),
         *("--data.train-batch-size", str(options.prompts), "--rollout.n", str(options.n)),
         *("--trainer.total-training-steps", steps, "--trainer.save-freq", "1000", "--trainer.tensorboard", "False"),
