@@ -23,7 +23,7 @@ STAGES = ("gen", "reward", "prepare", "train", "sync")
 PLAIN = ("plain loop, 1 thread", "plain loop, 2 threads")
 GCORE: dict[str, tuple[str, ...]] = {
     "gcore, 1 controller": ("--threads", "1"),
-    "gcore, 2 controllers, 2 engines": ("--threads", "2", "--controllers", "2", "--rollout.num-processes", "2"),
+    "gcore, 2 controllers, 2 engines": ("--threads", "1", "--controllers", "2", "--rollout.num-processes", "2"),
     "gcore on Ray, 2 controllers, 2 engines, 2 ranks": (
         *("--runtime", "ray", "--threads", "2", "--controllers", "2", "--trainer.num-processes", "2"),
     ),

@@ -260,14 +260,15 @@ class DiffusersEngine:
             await self._has_work.wait()
 
     def _next_batch(self) -> list[_Waiting]:
-        """The first images in the line that go together; those that nobody waits for are left out."""
+        """The first image in the line and those behind it that go with it; what nobody waits for is left out."""
         batch: list[_Waiting] = []
-        while self._line and len(batch) < self._max_num_images:
-            if batch and self._line[0].request.sampling != batch[0].request.sampling:
-                break
-            first = self._line.popleft()
-            if not first.call.abandoned:
-                batch.append(first)
+        others: deque[_Waiting] = deque()
+        for waiting in self._line:
+            if waiting.call.abandoned:
+                continue
+            goes_along = not batch or waiting.request.sampling == batch[0].request.sampling
+            (batch if goes_along and len(batch) < self._max_num_images else others).append(waiting)
+        self._line = others
         return batch
 
     async def _make(self, batch: list[_Waiting]) -> None:
