@@ -12,7 +12,7 @@ from rich.console import Console
 
 from gcore_bench.diffusion import plain_loop
 from gcore_bench.diffusion.command import run
-from gcore_bench.diffusion.loop import GCORE, PLAIN
+from gcore_bench.diffusion.loop import GCORE, LIMIT, PLAIN
 from gcore_bench.diffusion.options import DiffusionBenchOptions
 from gcore_bench.diffusion.plain_loop import Loop, Spec
 from gcore_bench.grpo.errors import BenchError
@@ -41,7 +41,9 @@ def test_the_plain_loop_steps_as_flow_grpo_does(tmp_path: Path, monkeypatch: pyt
     ratios: list[float] = []
 
     def noted(tensor: torch.Tensor) -> torch.Tensor:
-        ratios.append(float((real(tensor.detach()) - 1).abs().max()))
+        # Of half of the images; the model's own exponents are of other sizes.
+        if tensor.shape == (4,):
+            ratios.append(float((real(tensor.detach()) - 1).abs().max()))
         return real(tensor)
 
     real = torch.exp
@@ -56,9 +58,10 @@ def test_bench_measures_and_simulates(tmp_path: Path) -> None:
     options = DiffusionBenchOptions(quick=True, json=tmp_path / "figures.json")
     run(options, Console(file=io.StringIO(), width=140))
     loop, sim = json.loads((tmp_path / "figures.json").read_text())["parts"]
-    assert [row["name"] for row in loop["rows"]] == [*PLAIN, *GCORE]
+    assert [row["name"] for row in loop["rows"]] == [*PLAIN, LIMIT, *GCORE]
     for row in loop["rows"]:
-        assert row["images_per_s"] == pytest.approx(8 / row["step_s"])
+        num_images = 32 if row["name"] == LIMIT else 16
+        assert row["images_per_s"] == pytest.approx(num_images / row["step_s"])
         assert row["stage_s"]["gen"] > 0
         assert row["stage_s"]["train"] > 0
     strategies = ["colocated", "split", "dynamic", "clairvoyant"]
@@ -66,7 +69,7 @@ def test_bench_measures_and_simulates(tmp_path: Path) -> None:
     assert all(0 < row["idle"] < 1 and np.isfinite(row["step_s"]) for row in sim["rows"])
     least = [row["step_s"] for row in sim["rows"] if row["strategy"] == "clairvoyant"]
     assert min(least) > 0
-    assert "aim: with 2 controllers at least 1.5 times" in loop["aims"][0]
+    assert "aim: with 2 controllers at least 1.5 times" in loop["aims"][1]
 
 
 @pytest.mark.parametrize("field", [{"steps": 0}, {"n": 3}, {"parts": ()}, {"json": Path("/nowhere/file")}])

@@ -111,6 +111,7 @@ def test_embedded_run_folder(cli: Cli) -> None:
     page = (run / "report.html").read_text()
     assert page.count("<figcaption>") == 2
     assert "Before training" in page
+    assert "Held-out reward, trained on" in page
     first = {row["step"]: row for row in read_rows(run / "metrics.jsonl") if "val/accuracy" in row}
     assert set(first) == {0, 2}
     assert {"val/score/mean", "val/held_out/mean"} <= first[0].keys()

@@ -54,7 +54,7 @@ class RunRecorder(Saving):
         shares = ledger([StepSpans(step=step, start_s=0.0, controllers=spans, devices=devices)]).shares()
         metrics = metrics | {f"ledger/{name}": share for name, share in shares.items()}
         self._writer.write(step, metrics)
-        self._spans.write(step, spans, spans_by_device=devices)
+        self.spans.write(step, spans, spans_by_device=devices)
         _logger.info("step %d: %.2f s", step, metrics["timing_s/step"])
         cells = [
             ("reward", f"{metrics.get('critic/score/mean', math.nan):.3f}"),

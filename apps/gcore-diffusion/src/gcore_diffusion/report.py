@@ -9,7 +9,7 @@ _DIFFUSION = Kind(
     unit="mean score of the step's images; marks: images of held-out prompts, made without noise",
     name="reward",
     key="critic/score/mean",
-    measure="score",
+    measure="reward",
     evaluations={"trained on": "val/score/mean", "not trained on": "val/held_out/mean"},
     signals=(
         ("Reward not trained on", "held_out/score/mean", "mean score of some of the step's images"),

@@ -56,7 +56,7 @@ class RunRecorder(Saving):
         if self._forecast is not None:
             metrics |= self._forecast.stepped(metrics)
         self._writer.write(step, metrics)
-        self._spans.write(step, spans, spans_by_device=devices)
+        self.spans.write(step, spans, spans_by_device=devices)
         _logger.info("step %d: %.2f s", step, metrics["timing_s/step"])
         self._display.stepped(step, metrics)
         if not all(math.isfinite(v) for v in metrics.values()):

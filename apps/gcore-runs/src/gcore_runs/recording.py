@@ -48,12 +48,13 @@ class Saving:
 
     Attributes:
         interrupt: Held back while the models are between two steps.
+        spans: Where it is told how long things took.
     """
 
     def __init__(self, job: "RunJob", learner: "SavedLearner", spans: SpanWriter, *, save_freq: int) -> None:
         self.interrupt = Interrupt()
         self._learner = learner
-        self._spans = spans
+        self.spans = spans
         self._save_freq = save_freq
         self._total_steps = job.total_steps
         self._last: Present = (job.first_step, job.controllers)
@@ -92,5 +93,5 @@ class Saving:
         step, controllers = present
         start_s = time.time()
         self._learner.save(step, {"step": step, "controllers": controllers})
-        self._spans.waited(Span(stage="checkpoint", start_s=start_s, end_s=time.time()))
+        self.spans.waited(Span(stage="checkpoint", start_s=start_s, end_s=time.time()))
         self._saved_step = step

@@ -5,7 +5,9 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -21,6 +23,8 @@ from gcore_runs.display import Display
 STAGES = ("gen", "reward", "prepare", "train", "sync")
 
 PLAIN = ("plain loop, 1 thread", "plain loop, 2 threads")
+LIMIT = "two plain loops at once"
+"""Of one thread each, which have nothing to do with each other: what two cores give at best."""
 GCORE: dict[str, tuple[str, ...]] = {
     "gcore, 1 controller": ("--threads", "1"),
     "gcore, 2 controllers, 2 engines": ("--threads", "1", "--controllers", "2", "--rollout.num-processes", "2"),
@@ -57,16 +61,25 @@ def run_loop(options: DiffusionBenchOptions, *, say: Callable[[str], object]) ->
     steps: dict[str, list[dict[str, float]]] = {}
     loads: dict[str, float] = {}
     for number in range(options.rounds):
-        for name in (*PLAIN, *GCORE):
+        for name in (*PLAIN, LIMIT, *GCORE):
             loads[name] = max(loads.get(name, 0.0), os.getloadavg()[0])
-            found = _plain(name, model, options) if name in PLAIN else _gcore(name, model, options, number)
-            steps.setdefault(name, []).extend(found[options.warmup :])
-            step_s = _median(found[options.warmup :], "step")
+            if name == LIMIT:
+                with ThreadPoolExecutor() as pool:
+                    both = pool.map(partial(_plain, PLAIN[0], model, options), ("first", "second"))
+                    found = [step for pair in zip(*both, strict=True) for step in pair]
+            elif name in PLAIN:
+                found = _plain(name, model, options, "only")
+            else:
+                found = _gcore(name, model, options, number)
+            # Of two loops, steps of both are in turns.
+            found = found[options.warmup * (1 + (name == LIMIT)) :]
+            steps.setdefault(name, []).extend(found)
+            step_s = _median(found, "step")
             say(f"loop, round {number + 1} of {options.rounds}: {name}: {step_s:.3f} s")
     return [_row(name, of_one, options, loads[name]) for name, of_one in steps.items()]
 
 
-def _plain(name: str, model: Path, options: DiffusionBenchOptions) -> list[dict[str, float]]:
+def _plain(name: str, model: Path, options: DiffusionBenchOptions, which: str) -> list[dict[str, float]]:
     threads, folder = PLAIN.index(name) + 1, model.parent
     spec = Spec(
         model=str(model),
@@ -76,10 +89,10 @@ def _plain(name: str, model: Path, options: DiffusionBenchOptions) -> list[dict[
         threads=threads,
         seed=options.seed,
     )
-    figures = folder / "plain.json"
+    figures = folder / f"plain-{which}.json"
     command = [sys.executable, "-m", "gcore_bench.diffusion.plain_loop", json.dumps(asdict(spec)), str(figures)]
     program = Program(command=command, environment={"OMP_NUM_THREADS": str(threads)}, folder=folder, read=list)
-    run_program(program, name=name, log=folder / "plain.log")
+    run_program(program, name=name, log=folder / f"plain-{which}.log")
     return json.loads(figures.read_text())
 
 
@@ -109,7 +122,7 @@ def _row(name: str, steps: Sequence[dict[str, float]], options: DiffusionBenchOp
     return LoopRow(
         name=name,
         step_s=step_s,
-        images_per_s=options.prompts * options.n / step_s,
+        images_per_s=options.prompts * options.n / step_s * (2 if name == LIMIT else 1),
         stage_s={stage: _median(steps, stage) for stage in STAGES},
         load=load,
     )

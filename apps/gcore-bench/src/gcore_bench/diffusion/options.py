@@ -58,4 +58,4 @@ class DiffusionBenchOptions:
         """With the sizes of ``quick``, if that was asked for."""
         if not self.quick:
             return self
-        return replace(self, steps=1, warmup=1, rounds=1, prompts=2, n=4, sim_steps=4)
+        return replace(self, steps=1, warmup=1, rounds=1, prompts=8, n=2, sim_steps=4)

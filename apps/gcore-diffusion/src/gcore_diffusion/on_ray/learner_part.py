@@ -5,10 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_controller.ray_runtime import put
 from gcore_rollout import Engine
 from gcore_rollout.diffusion import ImageRequest, ImageSample
-from gcore_runs.devices import rank_name
 from gcore_runs.on_ray.ranks_part import BaseRanksPart
 from gcore_trainer.diffusion.types import DiffusionMicroBatch
 
@@ -16,16 +14,9 @@ from gcore_trainer.diffusion.types import DiffusionMicroBatch
 class RanksPart(BaseRanksPart[DiffusionMicroBatch]):
     """See `LearnerPart`. Images go from their controllers to the ranks by reference."""
 
-    _num_asked = 0
-
     async def reference_means(self, samples: DiffusionMicroBatch) -> list[NDArray[np.float32]]:
-        """See `LearnerPart.reference_means`; the ranks are asked in turn."""
-        rank = (self._group.rank + self._num_asked) % len(self._ranks.actors)
-        self._num_asked += 1
-        call = self._ranks.actors[rank].compute.remote("reference_means", [], [put(list(samples))])
-        with self._devices.stage("prepare", rank_name(rank)):
-            (means,) = (await self._ranks.ask({rank: call}))[rank]
-        return means
+        """See `LearnerPart.reference_means`."""
+        return await self.asked_alone("reference_means", samples)
 
     async def train_step(self, micro_batches: Sequence[DiffusionMicroBatch]) -> dict[str, float]:
         """See `LearnerPart.train_step`."""

@@ -31,6 +31,7 @@ class BaseRanksPart(Generic[BatchT]):
         self._group = group
         self._devices = devices
         self._cost_of = cost_of
+        self._num_alone = 0
 
     @property
     def num_replicas(self) -> int:
@@ -76,6 +77,20 @@ class BaseRanksPart(Generic[BatchT]):
                 back[owner].append((place, of_batch))
         received = [entry for part in await self._group.all_to_all(back) for entry in part]
         return [values for _, values in sorted(received, key=lambda entry: entry[0])]
+
+    async def asked_alone(self, method: str, micro_batch: BatchT) -> Any:
+        """What one rank answers for a micro-batch, of whatever this controller wants; the ranks are asked in turn.
+
+        Args:
+            method: of the learner, without collectives; it returns one value for each micro-batch.
+            micro_batch: any.
+        """
+        rank = (self._group.rank + self._num_alone) % len(self._ranks.actors)
+        self._num_alone += 1
+        call = self._ranks.actors[rank].compute.remote(method, [], [put(list(micro_batch))])
+        with self._devices.stage("prepare", rank_name(rank)):
+            [value] = (await self._ranks.ask({rank: call}))[rank]
+        return value
 
     async def updated(self, role: str, arguments: Sequence[Any], micro_batches: Sequence[BatchT]) -> dict[str, float]:
         """The metrics of one update, ``train_step``, on all controllers' micro-batches together."""

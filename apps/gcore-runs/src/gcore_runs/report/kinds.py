@@ -17,8 +17,8 @@ class Kind:
     """Of what the first chart shows."""
     key: str
     """Its metric."""
-    measure: Literal["score", "loss", "accuracy"]
-    """What the held-out numbers are."""
+    measure: Literal["score", "reward", "loss", "accuracy"]
+    """What the held-out numbers are; score: shares of right answers, where they are from 0 to 1."""
     evaluations: dict[str, str]
     """Their metrics, by the way of answering; empty where there is only one."""
     signals: tuple[Signal, ...]

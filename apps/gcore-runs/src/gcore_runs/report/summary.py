@@ -67,14 +67,14 @@ def _evaluation_tile(run: Run) -> Tile:
         steps, scores = series(run.metrics, key)
         if not steps:
             continue
-        is_share = measure != "loss" and min(scores) >= 0 and max(scores) <= 1
+        is_share = measure in ("score", "accuracy") and min(scores) >= 0 and max(scores) <= 1
         first, last = (f"{score:.0%}" if is_share else amount(score) for score in (scores[0], scores[-1]))
         shown = "accuracy" if is_share else measure
         label = f"Held-out {shown}, {way}" if way else f"Held-out {shown}"
         if len(steps) == 1:
             return Tile(label=label, value=first, note=f"step {steps[0]:.0f}; not evaluated again yet")
         return Tile(label=label, value=f"{first} → {last}", note=f"step {steps[0]:.0f} → step {steps[-1]:.0f}")
-    return Tile(label=f"Held-out {'loss' if measure == 'loss' else 'accuracy'}", note="not evaluated yet")
+    return Tile(label=f"Held-out {'accuracy' if measure == 'score' else measure}", note="not evaluated yet")
 
 
 def reward_seen(run: Run) -> str:
