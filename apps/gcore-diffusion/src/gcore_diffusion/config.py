@@ -360,6 +360,11 @@ class DiffusionConfig:
         return replace(self.actor.loss, loss_mode="guard" if self.algorithm.name == "grpo_guard" else "vanilla")
 
     @property
+    def engine_device(self) -> str:
+        """Of an engine; on ray each sees its own GPU alone."""
+        return "cuda" if self.runtime == "ray" and self.device.startswith("cuda") else self.device
+
+    @property
     def sizes(self) -> Sizes:
         """Processes of each role on ray."""
         engines = self.rollout.num_processes or self.controllers

@@ -24,7 +24,7 @@ def sampler_factory(config: DiffusionConfig, *, model: Path) -> Callable[[], Dif
     return partial(
         DiffusersEngine.from_pretrained,
         model.absolute(),
-        device=config.device,
+        device=config.engine_device,
         dtype=rollout.dtype,
         max_num_images=rollout.max_num_images,
         options=rollout.pipeline_options,

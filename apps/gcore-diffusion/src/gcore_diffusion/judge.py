@@ -41,7 +41,7 @@ def judge_factory(config: DiffusionConfig) -> Callable[[], Engine]:
         return partial(VLLMEngine.from_pretrained, path, **options)
     from gcore_rollout.hf_engine import HFEngine
 
-    return partial(HFEngine.from_pretrained, path, device=config.device, **options)
+    return partial(HFEngine.from_pretrained, path, device=config.engine_device, **options)
 
 
 def judge_reward(path: Path, config: JudgeConfig, engine: Engine) -> ImageJudgeReward:

@@ -25,7 +25,9 @@ def embedded() -> DiffusionConfig:
             n=16, num_inference_steps=10, window_size=2, max_sequence_length=1, max_num_images=256, eval_n=8
         ),
         actor=ActorConfig(
-            optim=OptimizerConfig(lr=3e-4, weight_decay=1e-4), loss=DenoisingPolicyConfig(clip_ratio=5e-3)
+            optim=OptimizerConfig(lr=3e-4, weight_decay=1e-4),
+            # So little that it holds nothing back; the report shows how far the policy has gone.
+            loss=DenoisingPolicyConfig(clip_ratio=5e-3, kl_loss_coef=1e-4),
         ),
     )
 
@@ -37,7 +39,7 @@ def embedded_nft() -> DiffusionConfig:
         base,
         algorithm=AlgorithmConfig(name="nft", filter_groups=False),
         rollout=replace(base.rollout, kernel="ode", window_size=0),
-        actor=replace(base.actor, num_updates=1),
+        actor=replace(base.actor, num_updates=1, loss=DenoisingPolicyConfig()),
     )
 
 

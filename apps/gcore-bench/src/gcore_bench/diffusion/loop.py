@@ -19,6 +19,7 @@ from gcore_bench.grpo.processes import Program, run_program
 from gcore_diffusion.config import DemoConfig
 from gcore_diffusion.demo.pretraining import taught_pipeline
 from gcore_runs.display import Display
+from gcore_runs.run_folder import read_jsonl
 
 STAGES = ("gen", "reward", "prepare", "train", "sync")
 
@@ -105,14 +106,13 @@ def _gcore(name: str, model: Path, options: DiffusionBenchOptions, number: int) 
         *("--demo.num-steps", "1", "--demo.cache-dir", str(folder), "--data.val-size", "0", "--reward.held-out", ""),
         *("--data.train-batch-size", str(options.prompts), "--rollout.n", str(options.n)),
         *("--trainer.total-training-steps", steps, "--trainer.save-freq", "1000", "--trainer.tensorboard", "False"),
-        *("--algorithm.filter-groups", "False", *GCORE[name]),
+        *("--algorithm.filter-groups", "False", "--actor.loss.kl-loss-coef", "0", *GCORE[name]),
     ]
     program = Program(command=command, environment={"OMP_NUM_THREADS": "1"}, folder=folder, read=list)
     run_program(program, name=name, log=folder / f"{run}.log")
-    rows = map(json.loads, (folder / "runs" / run / "metrics.jsonl").open())
     return [
         {stage: row.get(f"timing_s/{stage}", 0.0) for stage in ("step", *STAGES)}
-        for row in rows
+        for row in read_jsonl(folder / "runs" / run / "metrics.jsonl")
         if "timing_s/step" in row
     ]
 

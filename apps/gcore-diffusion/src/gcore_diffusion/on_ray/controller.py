@@ -1,6 +1,7 @@
 """What a controller does in its own process before and after the program: it makes the roles that are its own."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from gcore_controller import Context
 from gcore_diffusion.evaluate import Evaluation
@@ -18,7 +19,8 @@ def controller_program(job: Job) -> Callable[[Context[Handles]], Awaitable[None]
 
     async def program(ctx: Context[Handles]) -> None:
         async with own_services(ctx, job.config) as own:
-            rewards = build_rewards(job.config, judge=own.judge)
+            # Ray gives controllers no GPU.
+            rewards = build_rewards(replace(job.config, device="cpu"), judge=own.judge)
             learner = RanksPart(
                 ctx.roles.ranks, ctx.group, own.devices, cost_of=lambda batch: sum(max(1, s.num_steps) for s in batch)
             )
