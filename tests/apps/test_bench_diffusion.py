@@ -72,7 +72,9 @@ def test_bench_measures_and_simulates(tmp_path: Path) -> None:
     assert "aim: with 2 controllers at least 1.5 times" in loop["aims"][1]
 
 
-@pytest.mark.parametrize("field", [{"steps": 0}, {"n": 3}, {"parts": ()}, {"json": Path("/nowhere/file")}])
+@pytest.mark.parametrize(
+    "field", [{"steps": 0}, {"n": 3}, {"prompts": 12}, {"prompts": 32}, {"parts": ()}, {"json": Path("/nowhere/file")}]
+)
 def test_bad_options_are_refused(field: dict[str, object]) -> None:
     with pytest.raises(BenchError, match=next(iter(field))):
         DiffusionBenchOptions(**{**asdict(DiffusionBenchOptions()), **field})  # pyright: ignore[reportArgumentType]

@@ -285,6 +285,13 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
         lambda _: ["--trainer.num-processes", "2"],
         "trainer.num_processes is 2 and runtime is 'inline': 'ray' is needed",
     ),
+    "judges without devices": (
+        lambda _: [
+            *("--runtime", "ray", "--rollout.num-processes", "2", "--reward.kind", "judge", "--reward.path", "x"),
+            *("--placement.strategy", "colocated", "--reward.judge.num-processes", "3"),
+        ],
+        "reward.judge.num_processes is 3: rollout.num_processes = 2 is needed",
+    ),
     "nobody to share devices with": (
         lambda _: ["--placement.strategy", "dynamic"],
         "placement.strategy is 'dynamic', runtime is 'inline' and reward.kind is",

@@ -4,11 +4,11 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
-from gcore_rollout.rewards import Reduce
+from gcore_diffusion.reward_config import RewardConfig
 from gcore_runs.errors import UserError, check_at_least, check_run_name
 from gcore_runs.placement_config import PlacementConfig
 from gcore_runs.ray_config import RayConfig
-from gcore_runs.sizes import Sizes
+from gcore_runs.sizes import Sizes, check_engines, check_judges_in_turns
 from gcore_trainer import OptimizerConfig
 from gcore_trainer.config import LoRAConfig
 from gcore_trainer.diffusion.config import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig
@@ -78,72 +78,6 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_at_least("data.train_batch_size", self.train_batch_size, 1)
         check_at_least("data.val_size", self.val_size, 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class JudgeConfig:
-    """How a vision-language model is asked for its verdict on an image, and read."""
-
-    engine: Literal["hf", "vllm"] = "hf"
-    """hf: transformers; vllm: vLLM."""
-    num_processes: int = 0
-    """Replicas, each a process of its own that is replaced if it dies; 0: one, in the main process, or on ray one."""
-    max_num_seqs: int = 64
-    """Most verdicts that an engine writes at once."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of its weights."""
-    template: str = ""
-    """File with the question: a text with {prompt}, and as it likes columns of the row in braces; empty: how well the
-    image shows the prompt, from 0 to 10."""
-    n: int = 1
-    """Verdicts on each image."""
-    reduce: Reduce = "mean"
-    """How several verdicts become one score."""
-    temperature: float = 0.0
-    """Of its sampling; 0: greedy."""
-    max_response_length: int = 256
-    """Longest verdict in tokens."""
-    pattern: str = ""
-    """Regular expression whose first group is the score; its last match in a verdict counts. Empty: "Score: 7"."""
-    low: float = 0.0
-    """The score that becomes 0 ..."""
-    high: float = 10.0
-    """... and the one that becomes 1."""
-    unparsable_score: float = 0.0
-    """Of a verdict without a score."""
-
-    def __post_init__(self) -> None:
-        for name in ("n", "max_response_length", "max_num_seqs"):
-            check_at_least(f"reward.judge.{name}", getattr(self, name), 1)
-        check_at_least("reward.judge.num_processes", self.num_processes, 0)
-        if self.engine == "vllm" and not self.num_processes:
-            raise UserError("reward.judge.num_processes is 0 and reward.judge.engine is 'vllm': 1 or more is needed")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardConfig:
-    """What is trained on, and what is only looked at."""
-
-    kind: str = ""
-    """jpeg_compressibility, jpeg_incompressibility, clip, pick_score, aesthetic, image_reward, judge, an http(s) URL,
-    or PATH.py:function of (images [B, H, W, 3] uint8, prompts, rows) that returns B numbers; with the embedded model
-    also digit or colour."""
-    held_out: str = ""
-    """A reward of the same kinds, but judge, that is not trained on: where it falls while the other rises, that is
-    being hacked."""
-    path: str = ""
-    """A local Hugging Face folder: of a CLIP model, for clip, pick_score and aesthetic; of the tokenizer, for
-    image_reward; of a vision-language model, for judge."""
-    head: str = ""
-    """A file of weights: aesthetic's head as safetensors, or ImageReward.pt."""
-    jpeg_size: int = 0
-    """Pixels that a side is resized to before it is compressed; 0: as it is."""
-    judge: JudgeConfig = field(default_factory=JudgeConfig)
-
-    def __post_init__(self) -> None:
-        check_at_least("reward.jpeg_size", self.jpeg_size, 0)
-        if self.held_out == "judge":
-            raise UserError("reward.held_out is 'judge': another kind is needed, the judge is reward.kind")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,16 +336,16 @@ class DiffusionConfig:
             raise UserError(
                 f"trainer.num_processes is {self.trainer.num_processes} and runtime is 'inline': 'ray' is needed"
             )
-        if self.runtime == "ray" and self.sizes.engines < self.controllers:
-            raise UserError(
-                f"rollout.num_processes is {self.rollout.num_processes} and controllers is {self.controllers}: on ray "
-                "at least one for each controller is needed, or 0, which is that"
-            )
+        if self.runtime == "ray":
+            check_engines(self.rollout.num_processes, controllers=self.controllers)
         if self.placement.strategy != "split" and (self.runtime != "ray" or self.reward.kind != "judge"):
             raise UserError(
                 f"placement.strategy is {self.placement.strategy!r}, runtime is {self.runtime!r} and reward.kind is "
                 f"{self.reward.kind!r}: engines and a judge share devices, for which 'ray' and 'judge' are needed"
             )
+        if self.placement.strategy == "colocated":
+            judges = self.reward.judge.num_processes
+            check_judges_in_turns(judges, engines=self.sizes.engines, setting="reward.judge.num_processes")
 
     def __post_init__(self) -> None:
         check_at_least("controllers", self.controllers, 1)

@@ -5,7 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gcore_diffusion.config import DiffusionConfig, JudgeConfig
+from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.reward_config import JudgeConfig
 from gcore_diffusion.rewards import local_path
 from gcore_rollout import Engine, SamplingParams
 from gcore_rollout.errors import UnsupportedModelError

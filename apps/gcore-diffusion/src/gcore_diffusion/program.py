@@ -13,28 +13,15 @@ from gcore_diffusion.roles import Roles
 from gcore_diffusion.sampling import Batch, Sampling, State
 from gcore_runs.devices import generation_metrics, merged
 from gcore_runs.recording import Recorder
+from gcore_runs.services import RunJob
 from gcore_runs.spans import on_wall_clock
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(RunJob[DiffusionConfig]):
     """What the program needs to know beyond its roles."""
 
-    config: DiffusionConfig
     prompts: PromptSets
-    first_step: int
-    """Steps already made."""
-    is_evaluated: bool
-    """Whether the evaluation after them is recorded already."""
-    controllers: list[State] | None
-    """The controllers' states to resume from, by rank."""
-    is_policy_behind: bool = False
-    """Whether the engines lack the model's present weights."""
-
-    @property
-    def total_steps(self) -> int:
-        """Of the whole run."""
-        return self.config.trainer.total_training_steps
 
 
 def diffusion_program(job: Job, recorder: Recorder[Evaluation]) -> Program[Roles, None]:

@@ -8,9 +8,9 @@ from gcore_diffusion.config import (
     AlgorithmConfig,
     DataConfig,
     DiffusionConfig,
-    RewardConfig,
     RolloutConfig,
 )
+from gcore_diffusion.reward_config import RewardConfig
 from gcore_trainer import OptimizerConfig
 from gcore_trainer.diffusion.config import DenoisingPolicyConfig
 

@@ -18,7 +18,7 @@ from gcore_runs.spans import SpanWriter, StepSpans
 _logger = logging.getLogger(__name__)
 
 
-class RunRecorder(Saving):
+class RunRecorder(Saving[Evaluation]):
     """Writes metrics, images and checkpoints, and keeps the display up to date; see `Recorder`."""
 
     def __init__(

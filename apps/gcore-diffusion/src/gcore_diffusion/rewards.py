@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gcore_diffusion.config import DiffusionConfig, RewardConfig
+from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.reward_config import RewardConfig
 from gcore_rollout.image_rewards import ColourReward, JPEGCompressibility, evaluate_images
 from gcore_rollout.rewards import load_function
 from gcore_runs.errors import UserError

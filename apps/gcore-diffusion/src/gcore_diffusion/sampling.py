@@ -1,9 +1,9 @@
 """The half of a controller that makes batches: images, and their scores."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,6 @@ from gcore_rollout.diffusion import (
 from gcore_rollout.image_rewards import evaluate_images
 
 State = dict[str, Any]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,9 +159,10 @@ class Sampling:
     async def _ref_means(self, samples: list[ImageSample]) -> list[NDArray[np.float32]] | None:
         if not has_reference_pass(self._config):
             return None
+        told, size = [training_sample(made) for made in samples], self._config.actor.micro_batch_size
         found: list[NDArray[np.float32]] = []
-        for batch in batched([training_sample(made) for made in samples], self._config.actor.micro_batch_size):
-            found += await self._ctx.roles.learner.reference_means(list(batch))
+        for start in range(0, len(told), size):
+            found += await self._ctx.roles.learner.reference_means(told[start : start + size])
         return found
 
     async def _metrics(self, harvest: Harvest[Group]) -> dict[str, float]:
@@ -210,11 +210,6 @@ async def scored(
     names = [] if roles.rewards.is_judged else [f"reward {ctx.rank if roles.owns_process else 0}"]
     with roles.devices.stage("reward", *names):
         return await evaluate_images(reward, pixels, [p.text for p in prompts], [p.row for p in prompts])
-
-
-def batched(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """Parts of so many, the last one of fewer."""
-    return (items[i : i + size] for i in range(0, len(items), size))
 
 
 async def exchange(groups: Sequence[Group], group: Collectives) -> list[Group]:

@@ -1,9 +1,8 @@
 """What runs a job in this process."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from gcore_controller import Context, StageTimer, run_inline
+from gcore_controller import Context
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.engines import Engines
 from gcore_diffusion.evaluate import Evaluation
@@ -12,10 +11,10 @@ from gcore_diffusion.program import Job, diffusion_program
 from gcore_diffusion.rewards import reward_gradient
 from gcore_diffusion.roles import Roles, Sampler
 from gcore_runs.recording import Recorder
-from gcore_runs.services import Recovery
+from gcore_runs.services import InlineServices
 
 
-class InlineServices:
+class LocalServices(InlineServices[DiffusionConfig, Sampler]):
     """Everything belongs to this process, but for engines that are processes of their own.
 
     Args:
@@ -29,40 +28,24 @@ class InlineServices:
     def __init__(
         self, config: DiffusionConfig, sampler: Sampler, engines: Engines, model: Path, checkpoints: Path
     ) -> None:
-        self.config = config
-        self.learner = Learner(config, model, checkpoints, reward=reward_gradient(config))
-        self._sampler = sampler
+        super().__init__(config, sampler)
+        self._learner = Learner(config, model, checkpoints, reward=reward_gradient(config))
         self._engines = engines
-        self._timers: dict[int, StageTimer] = {}
 
     @property
-    def shortfall(self) -> str:
-        """See `Services.shortfall`; this process has room for all."""
-        return ""
+    def learner(self) -> Learner:
+        """See `Services.learner`."""
+        return self._learner
 
     async def run(self, job: Job, recorder: Recorder[Evaluation]) -> None:
         """See `Services.run`."""
         program = diffusion_program(job, recorder)
 
         async def controller(ctx: Context[Sampler]) -> None:
-            self._timers[ctx.rank] = ctx.timer
-            part = SharedLearner(self.learner, ctx.group, ctx.roles.devices)
+            part = SharedLearner(self._learner, ctx.group, ctx.roles.devices)
             await program(ctx.with_roles(Roles(**vars(ctx.roles), learner=part)))
 
-        await run_inline(controller, roles=self._sampler, world_size=self.config.controllers)
+        await self.run_program(controller)
 
-    def stages(self) -> Sequence[str | None]:
-        """See `Services.stages`."""
-        return [timer.current for _, timer in sorted(self._timers.items())]
-
-    async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
-        """See `Services.recover`; replicas of engines are replaced while the program runs, and nothing else is."""
-        del keeps_models
-        raise error
-
-    async def close(self) -> None:
-        """See `Services.close`."""
-        try:
-            self.learner.close()
-        finally:
-            await self._engines.close()
+    async def _close_engines(self) -> None:
+        await self._engines.close()

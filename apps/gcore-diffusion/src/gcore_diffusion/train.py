@@ -2,11 +2,10 @@
 
 import asyncio
 import shutil
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gcore_ckpt import Checkpointer
 from gcore_diffusion.config import MAY_CHANGE, DiffusionConfig
 from gcore_diffusion.demo.digits import PROMPTS
 from gcore_diffusion.demo.pretraining import taught_pipeline
@@ -20,7 +19,7 @@ from gcore_diffusion.report import write_report
 from gcore_diffusion.rewards import Rewards, build_rewards, try_reward
 from gcore_diffusion.roles import Sampler
 from gcore_diffusion.sampling import images, kernel_of
-from gcore_diffusion.services import InlineServices
+from gcore_diffusion.services import LocalServices
 from gcore_rollout.diffusion import ImageRequest, ImageSampling
 from gcore_rollout.errors import RolloutError
 from gcore_runs.devices import DeviceTimers
@@ -29,8 +28,8 @@ from gcore_runs.errors import UserError
 from gcore_runs.logs import log_to
 from gcore_runs.metrics import MetricsWriter, metrics_server
 from gcore_runs.run_folder import Result, RunFolder, open_run, read_jsonl, write_atomically
-from gcore_runs.run_loop import RunLoop, closed
-from gcore_runs.services import SavedLearner, Services, State
+from gcore_runs.run_loop import RunLoop, closed, steps_made
+from gcore_runs.services import SavedLearner, Services
 from gcore_runs.settings import resolve
 from gcore_runs.spans import SpanWriter
 from gcore_runs.watched import Watched
@@ -71,10 +70,13 @@ def train(config: DiffusionConfig, display: Display) -> Result:
         run = open_run(config, may_change=MAY_CHANGE)
         display.say(f"run folder: {run.path}")
         with log_to(run.logs, "main"):
-            model = Path(config.model) if config.model else taught_pipeline(config.demo, seed=0, display=display)
-            services = runner.run(_start(config, model, prompts, rewards, run))
-            with closed(services, runner):
-                _train(services, config, prompts, run, model, runner, display, prometheus)
+            first_step = steps_made(run, config.trainer.total_training_steps, display)
+            if first_step is not None:
+                model = Path(config.model) if config.model else taught_pipeline(config.demo, seed=0, display=display)
+                services = runner.run(_start(config, model, prompts, rewards, run))
+                with closed(services, runner):
+                    _train(services, config, prompts, run, first_step, runner, display, prometheus)
+                    write_atomically(run.export, partial(_export, services.learner, model))
     write_report(run.path)
     rows = [row for row in read_jsonl(run.metrics) if "val/score/mean" in row]
     return Result(run=run.path, before=rows[0] if rows else {}, after=rows[-1] if rows else {})
@@ -95,7 +97,7 @@ async def _start(
         sampler = Sampler(policy=engines.policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
         if not is_on_ray:
-            return InlineServices(config, sampler, engines, model, run.checkpoints)
+            return LocalServices(config, sampler, engines, model, run.checkpoints)
     except BaseException:
         await engines.close()
         raise
@@ -132,61 +134,34 @@ def _train(
     config: DiffusionConfig,
     prompts: PromptSets,
     run: RunFolder,
-    model: Path,
+    first_step: int,
     runner: asyncio.Runner,
     display: Display,
     prometheus: "PrometheusExporter | None",
 ) -> None:
-    steps = Checkpointer(run.checkpoints).steps()
-    first_step = steps[-1] if steps else 0
-    total = config.trainer.total_training_steps
-    if first_step >= total and run.export.is_dir():
-        display.say(f"complete: {first_step} steps are done, more need a higher trainer.total_training_steps")
-        return
-    if services.shortfall:
-        display.say(services.shortfall)
-    if first_step:
-        display.say(f"resuming after step {first_step} of {total}")
-    saved = services.learner.load() if first_step else None
-    display.phase("training", total=total, done=first_step)
-    display.watch(services.stages)
-
     def recorder(job: Job, writer: MetricsWriter, spans: SpanWriter) -> RunRecorder:
         return RunRecorder(job, run, services.learner, writer=writer, spans=spans, display=display)
-
-    def resumed(job: Job, present: DiffusionConfig, step: int, controllers: list[State] | None) -> Job:
-        is_evaluated = _is_evaluated(present, run, step)
-        return replace(
-            job,
-            config=present,
-            first_step=step,
-            is_evaluated=is_evaluated,
-            controllers=controllers,
-            is_policy_behind=True,
-        )
 
     job = Job(
         config=services.config,
         prompts=prompts,
         first_step=first_step,
-        is_evaluated=_is_evaluated(config, run, first_step),
-        controllers=saved["controllers"] if saved else None,
+        is_evaluated=_is_evaluated(run, config, first_step),
         is_policy_behind=first_step > 0,
     )
     RunLoop(
         services=services,
         run=run,
         recorder=recorder,
-        resumed=resumed,
+        is_evaluated=partial(_is_evaluated, run),
         runner=runner,
         display=display,
         tensorboard=config.trainer.tensorboard,
         prometheus=prometheus,
     ).to_the_end(job)
-    write_atomically(run.export, lambda path: _export(services.learner, model, path))
 
 
-def _is_evaluated(config: DiffusionConfig, run: RunFolder, step: int) -> bool:
+def _is_evaluated(run: RunFolder, config: DiffusionConfig, step: int) -> bool:
     if step and step % config.trainer.test_freq:
         return True
     return step > 0 and any(row["step"] == step and "val/score/mean" in row for row in read_jsonl(run.metrics))

@@ -10,7 +10,7 @@ from gcore_llm.trainer_config import TrainerConfig
 from gcore_runs.errors import UserError, check_at_least, check_run_name
 from gcore_runs.placement_config import PlacementConfig
 from gcore_runs.ray_config import RayConfig
-from gcore_runs.sizes import Sizes
+from gcore_runs.sizes import Sizes, check_engines, check_judges_in_turns
 from gcore_trainer import OptimizerConfig, PolicyLossConfig
 from gcore_trainer.advantages import GroupEstimator
 from gcore_trainer.config import LoRAConfig, ValueLossConfig
@@ -393,11 +393,7 @@ class TrainConfig:
     def _check_ray(self) -> None:
         if self.rollout.is_on_servers:
             raise UserError(f"runtime is 'ray' and rollout.engine is {self.rollout.engine!r}: hf or vllm is needed")
-        if self.num_ray_engines < self.controllers:
-            raise UserError(
-                f"rollout.num_processes is {self.rollout.num_processes} and controllers is {self.controllers}: on ray "
-                "at least one for each controller is needed, or 0, which is that"
-            )
+        check_engines(self.rollout.num_processes, controllers=self.controllers)
 
     def _check_placement(self) -> None:
         if self.runtime != "ray" or not self.num_ray_judges:
@@ -406,12 +402,9 @@ class TrainConfig:
                 f"reward_model.kind is {self.reward_model.kind!r}: the policy and a judge share engines or devices, "
                 "for which 'ray' and a judge that is not on servers are needed"
             )
-        own = self.reward_model.judge.num_processes
-        if self.placement.strategy == "colocated" and own not in (0, self.num_ray_engines):
-            raise UserError(
-                f"placement.strategy is 'colocated' and reward_model.judge.num_processes is {own}: "
-                f"rollout.num_processes = {self.num_ray_engines} is needed, or 0, which is that"
-            )
+        if self.placement.strategy == "colocated":
+            judges = self.reward_model.judge.num_processes
+            check_judges_in_turns(judges, engines=self.num_ray_engines, setting="reward_model.judge.num_processes")
 
     def _check_images(self) -> None:
         sizes = self.trainer.parallel

@@ -23,30 +23,17 @@ from gcore_llm.sampling import Batch, Batches, Sampling, State
 from gcore_placement import TransformerWorkload
 from gcore_runs.devices import generation_metrics, merged
 from gcore_runs.recording import Recorder
+from gcore_runs.services import RunJob
 from gcore_runs.spans import on_wall_clock
 from gcore_trainer import MicroBatch, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(RunJob[TrainConfig]):
     """What the program needs to know beyond its roles."""
 
-    config: TrainConfig
     prompts: PromptSets
     workload: TransformerWorkload
-    first_step: int
-    """Steps already made."""
-    is_evaluated: bool
-    """Whether the evaluation after them, if one is due, is recorded already."""
-    controllers: list[State] | None
-    """The controllers' states to resume from, by rank."""
-    is_policy_behind: bool
-    """Whether the engines lack the models' present weights."""
-
-    @property
-    def total_steps(self) -> int:
-        """Of the whole run."""
-        return self.config.trainer.total_training_steps
 
 
 def is_evaluation_due(config: TrainConfig, step: int) -> bool:

@@ -1,11 +1,11 @@
 """What runs a job in this process."""
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from gcore_controller import Context, Program, StageTimer, run_inline
+from gcore_controller import Context, Program
 from gcore_llm.config import TrainConfig
 from gcore_llm.evaluate import Evaluation
 from gcore_llm.learner import Learner
@@ -17,7 +17,7 @@ from gcore_llm.roles import Roles, Sampler, World, build_engine, build_learner
 from gcore_runs.devices import DeviceTimers
 from gcore_runs.logs import logs_of
 from gcore_runs.recording import Recorder
-from gcore_runs.services import Recovery
+from gcore_runs.services import InlineServices
 from gcore_runs.watched import Watched
 
 if TYPE_CHECKING:
@@ -38,14 +38,13 @@ class Inputs:
     prometheus: "PrometheusExporter | None" = None
 
 
-class InlineServices:
+class LocalServices(InlineServices[TrainConfig, Sampler]):
     """Everything belongs to this process; made by `start`."""
 
     def __init__(self, config: TrainConfig, sampler: Sampler, learner: Learner) -> None:
-        self.config = config
-        self.learner = learner
-        self._sampler = sampler
-        self._timers: dict[int, StageTimer] = {}
+        super().__init__(config, sampler)
+        self._learner = learner
+        self._policy = sampler.policy
 
     @classmethod
     async def start(cls, inputs: Inputs, model: Path, checkpoints: Path) -> Self:
@@ -69,36 +68,17 @@ class InlineServices:
         return cls(inputs.config, sampler, learner)
 
     @property
-    def shortfall(self) -> str:
-        """See `Services.shortfall`; this process has room for all."""
-        return ""
+    def learner(self) -> Learner:
+        """See `Services.learner`."""
+        return self._learner
 
     async def run(self, job: Job, recorder: Recorder[Evaluation]) -> None:
         """See `Services.run`."""
         num_ranks = job.config.trainer.num_processes
-        shared = sharing(self.learner, rlhf_program(job, recorder), num_ranks=num_ranks)
+        await self.run_program(sharing(self._learner, rlhf_program(job, recorder), num_ranks=num_ranks))
 
-        async def program(ctx: Context[Sampler]) -> None:
-            self._timers[ctx.rank] = ctx.timer
-            await shared(ctx)
-
-        await run_inline(program, roles=self._sampler, world_size=self.config.controllers)
-
-    def stages(self) -> Sequence[str | None]:
-        """See `Services.stages`."""
-        return [timer.current for _, timer in sorted(self._timers.items())]
-
-    async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
-        """See `Services.recover`; replicas of the engine are replaced while the program runs, and nothing else is."""
-        del keeps_models
-        raise error
-
-    async def close(self) -> None:
-        """See `Services.close`."""
-        try:
-            self.learner.close()
-        finally:
-            await self._sampler.policy.close()
+    async def _close_engines(self) -> None:
+        await self._policy.close()
 
 
 def sharing(

@@ -2,11 +2,10 @@
 
 import asyncio
 import shutil
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gcore_ckpt import Checkpointer
 from gcore_llm.config import MAY_CHANGE, TrainConfig
 from gcore_llm.engines import check_engine
 from gcore_llm.evaluate import Evaluation
@@ -17,7 +16,7 @@ from gcore_llm.recorder import RunRecorder
 from gcore_llm.report import write_report
 from gcore_llm.rewards import Rewards
 from gcore_llm.roles import build_tokenizer, build_world, check_model
-from gcore_llm.services import InlineServices, Inputs
+from gcore_llm.services import Inputs, LocalServices
 from gcore_llm.tasks import load_task
 from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
 from gcore_llm.warmup import require_worked_examples, warm_up
@@ -27,8 +26,8 @@ from gcore_runs.errors import UserError
 from gcore_runs.logs import log_to
 from gcore_runs.metrics import MetricsWriter, metrics_server
 from gcore_runs.run_folder import Result, RunFolder, open_run, read_jsonl, write_atomically
-from gcore_runs.run_loop import RunLoop, closed
-from gcore_runs.services import SavedLearner, Services, State
+from gcore_runs.run_loop import RunLoop, closed, steps_made
+from gcore_runs.services import SavedLearner, Services
 from gcore_runs.settings import resolve
 from gcore_runs.spans import SpanWriter
 from gcore_runs.watched import Watched
@@ -138,50 +137,29 @@ def _warm_up(inputs: Inputs, run: RunFolder, runner: asyncio.Runner, display: Di
 
 def _train(inputs: Inputs, run: RunFolder, model: Path, runner: asyncio.Runner, display: Display) -> None:
     config = inputs.config
-    steps = Checkpointer(run.checkpoints).steps()
-    first_step = steps[-1] if steps else 0
-    total = config.trainer.total_training_steps
-    if first_step >= total and run.export.is_dir():
-        display.say(f"complete: {first_step} steps are done, more need a higher trainer.total_training_steps")
+    first_step = steps_made(run, config.trainer.total_training_steps, display)
+    if first_step is None:
         return
-    if first_step:
-        display.say(f"resuming after step {first_step} of {total}")
     shutil.rmtree(run.export, ignore_errors=True)
     services = runner.run(_start(inputs, model, run.checkpoints))
+
+    def recorder(job: Job, writer: MetricsWriter, spans: SpanWriter) -> RunRecorder:
+        return RunRecorder(job, run, services.learner, writer=writer, spans=spans, display=display)
+
     with closed(services, runner):
-        if services.shortfall:
-            display.say(services.shortfall)
-        saved = services.learner.load() if first_step else None
-        display.phase("training", total=total, done=first_step)
-        display.watch(services.stages)
         job = Job(
             config=services.config,
             prompts=inputs.prompts,
             workload=workload_of(model),
             first_step=first_step,
-            is_evaluated=_is_evaluated(config, run, first_step),
-            controllers=saved["controllers"] if saved else None,
+            is_evaluated=_is_evaluated(run, config, first_step),
             is_policy_behind=first_step > 0,
         )
-
-        def recorder(job: Job, writer: MetricsWriter, spans: SpanWriter) -> RunRecorder:
-            return RunRecorder(job, run, services.learner, writer=writer, spans=spans, display=display)
-
-        def resumed(job: Job, present: TrainConfig, step: int, controllers: list[State] | None) -> Job:
-            return replace(
-                job,
-                config=present,
-                first_step=step,
-                is_evaluated=_is_evaluated(present, run, step),
-                controllers=controllers,
-                is_policy_behind=True,
-            )
-
         RunLoop(
             services=services,
             run=run,
             recorder=recorder,
-            resumed=resumed,
+            is_evaluated=partial(_is_evaluated, run),
             runner=runner,
             display=display,
             tensorboard=config.trainer.tensorboard,
@@ -190,7 +168,7 @@ def _train(inputs: Inputs, run: RunFolder, model: Path, runner: asyncio.Runner, 
         write_atomically(run.export, lambda path: _export(services.learner, inputs.tokenizer, path))
 
 
-def _is_evaluated(config: TrainConfig, run: RunFolder, step: int) -> bool:
+def _is_evaluated(run: RunFolder, config: TrainConfig, step: int) -> bool:
     if step and not is_evaluation_due(config, step):
         return True
     return step > 0 and any(r["step"] == step and "val/greedy/score/mean" in r for r in read_jsonl(run.metrics))
@@ -201,7 +179,7 @@ async def _start(inputs: Inputs, model: Path, checkpoints: Path) -> Services[Job
         from gcore_llm.on_ray.services import start_on_ray
 
         return await start_on_ray(inputs, model, checkpoints)
-    return await InlineServices.start(inputs, model, checkpoints)
+    return await LocalServices.start(inputs, model, checkpoints)
 
 
 def _export(learner: SavedLearner, tokenizer: Any, path: Path) -> None:

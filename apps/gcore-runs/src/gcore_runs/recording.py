@@ -1,7 +1,8 @@
 """Where a program leaves what happened."""
 
 import time
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from gcore_controller import Span
 from gcore_runs.errors import RankError
@@ -37,8 +38,8 @@ class Recorder(Protocol[EvaluationT_contra]):
         ...
 
 
-class Saving:
-    """The half of a `Recorder` that takes checkpoints.
+class Saving(ABC, Generic[EvaluationT_contra]):
+    """A `Recorder` that takes checkpoints; what else it leaves is its subclass's.
 
     Args:
         job: from where the run begins, or goes on.
@@ -51,7 +52,7 @@ class Saving:
         spans: Where it is told how long things took.
     """
 
-    def __init__(self, job: "RunJob", learner: "SavedLearner", spans: SpanWriter, *, save_freq: int) -> None:
+    def __init__(self, job: "RunJob[Any]", learner: "SavedLearner", spans: SpanWriter, *, save_freq: int) -> None:
         self.interrupt = Interrupt()
         self._learner = learner
         self.spans = spans
@@ -61,6 +62,16 @@ class Saving:
         self._num_updates = learner.num_updates
         """Then."""
         self._saved_step = job.first_step
+
+    @abstractmethod
+    async def evaluated(self, step: int, evaluation: EvaluationT_contra) -> None:
+        """See `Recorder`."""
+
+    @abstractmethod
+    async def stepped(
+        self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
+    ) -> None:
+        """See `Recorder`."""
 
     async def updating(self) -> None:
         """See `Recorder`."""

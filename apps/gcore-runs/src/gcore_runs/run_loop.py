@@ -3,17 +3,16 @@
 import asyncio
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from gcore_ckpt import Checkpointer
 from gcore_runs.display import Display
 from gcore_runs.errors import RankError
-from gcore_runs.interrupt import Interrupt
 from gcore_runs.metrics import MetricsWriter
-from gcore_runs.recording import Present, Recorder
+from gcore_runs.recording import Present, Saving
 from gcore_runs.run_folder import RunFolder
-from gcore_runs.services import RunJob, Services, State
+from gcore_runs.services import RunConfig, RunJob, Services
 from gcore_runs.spans import SpanWriter
 
 if TYPE_CHECKING:
@@ -22,23 +21,21 @@ if TYPE_CHECKING:
 _MAX_LOSSES = 5
 """So many times in a row services may die without a step made in between."""
 
-JobT = TypeVar("JobT", bound=RunJob)
-ConfigT = TypeVar("ConfigT")
+JobT = TypeVar("JobT", bound=RunJob[Any])
+ConfigT = TypeVar("ConfigT", bound=RunConfig)
 EvaluationT = TypeVar("EvaluationT")
-EvaluationT_contra = TypeVar("EvaluationT_contra", contravariant=True)
 
 
-class SavingRecorder(Recorder[EvaluationT_contra], Protocol[EvaluationT_contra]):
-    """A recorder of one attempt; see `gcore_runs.recording.Saving`."""
-
-    interrupt: Interrupt
-
-    @property
-    def last_step(self) -> int: ...
-
-    def present(self) -> Present | None: ...
-
-    def save_last(self) -> None: ...
+def steps_made(run: RunFolder, total: int, display: Display) -> int | None:
+    """Steps that a run has made before; None: all, and it is exported. It is said if there are any."""
+    steps = Checkpointer(run.checkpoints).steps()
+    first_step = steps[-1] if steps else 0
+    if first_step >= total and run.export.is_dir():
+        display.say(f"complete: {first_step} steps are done, more need a higher trainer.total_training_steps")
+        return None
+    if first_step:
+        display.say(f"resuming after step {first_step} of {total}")
+    return first_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +46,7 @@ class RunLoop(Generic[JobT, ConfigT, EvaluationT]):
         services: What it runs on; to be closed by the caller.
         run: Its folder.
         recorder: Makes the recorder of an attempt.
-        resumed: The job from a step with these controllers' states on, with the settings that there is room for.
+        is_evaluated: Whether the evaluation after a step, if one is due with these settings, is recorded already.
         runner: Whose event loop everything runs in.
         display: Says what was lost.
         tensorboard: Whether metrics go there, too.
@@ -58,20 +55,27 @@ class RunLoop(Generic[JobT, ConfigT, EvaluationT]):
 
     services: Services[JobT, ConfigT, EvaluationT]
     run: RunFolder
-    recorder: Callable[[JobT, MetricsWriter, SpanWriter], SavingRecorder[EvaluationT]]
-    resumed: Callable[[JobT, ConfigT, int, list[State] | None], JobT]
+    recorder: Callable[[JobT, MetricsWriter, SpanWriter], Saving[EvaluationT]]
+    is_evaluated: Callable[[ConfigT, int], bool]
     runner: asyncio.Runner
     display: Display
     tensorboard: bool
     prometheus: "PrometheusExporter | None" = None
 
     def to_the_end(self, job: JobT) -> None:
-        """Run it.
+        """Run it, from the models of the last checkpoint where steps are made already.
 
         Raises:
             KeyboardInterrupt: after a checkpoint of the last finished step.
             Exception: what cannot be replaced, or too much was lost without a step in between.
         """
+        services, display = self.services, self.display
+        if services.shortfall:
+            display.say(services.shortfall)
+        if job.first_step:
+            job = replace(job, controllers=services.learner.load()["controllers"])
+        display.phase("training", total=job.total_steps, done=job.first_step)
+        display.watch(services.stages)
         num_losses = 0
         spans = SpanWriter(self.run.spans, last_step=job.first_step)
         while (loss := self._attempt(job, spans)) is not None:
@@ -80,18 +84,18 @@ class RunLoop(Generic[JobT, ConfigT, EvaluationT]):
                 if num_losses > _MAX_LOSSES:
                     raise loss.error
                 try:
-                    recovery = self.runner.run(self.services.recover(loss.error, keeps_models=loss.present is not None))
+                    recovery = self.runner.run(services.recover(loss.error, keeps_models=loss.present is not None))
                     job = self._resumed(job, loss.present if recovery.keeps_models else None)
                     break
                 except RankError as error:
                     if error is loss.error:
                         raise
                     # One that was killed on the way back.
-                    self.display.say(f"{loss.error}; the next came before all was replaced")
+                    display.say(f"{loss.error}; the next came before all was replaced")
                     loss = _Loss(error=error)
                     num_losses += 1
             spans.go_on(last_step=job.first_step, cause=recovery.cause)
-            self.display.say(f"{recovery.said}; going on after step {job.first_step}")
+            display.say(f"{recovery.said}; going on after step {job.first_step}")
 
     def _attempt(self, job: JobT, spans: SpanWriter) -> "_Loss | None":
         """Run a job; whatever ends it, its last step is saved if the models are still there."""
@@ -116,7 +120,7 @@ class RunLoop(Generic[JobT, ConfigT, EvaluationT]):
                 return _Loss(error=error, present=recorder.present(), has_progressed=has_progressed)
         return None
 
-    async def _run(self, job: JobT, recorder: SavingRecorder[EvaluationT]) -> None:
+    async def _run(self, job: JobT, recorder: Saving[EvaluationT]) -> None:
         main = asyncio.current_task()
         assert main is not None
         with recorder.interrupt.cancels(main):
@@ -128,7 +132,15 @@ class RunLoop(Generic[JobT, ConfigT, EvaluationT]):
         if present is None and Checkpointer(self.run.checkpoints).steps():
             saved = self.services.learner.load()
             step, controllers = saved["step"], saved["controllers"]
-        return self.resumed(job, self.services.config, step, controllers)
+        config = self.services.config
+        return replace(
+            job,
+            config=config,
+            first_step=step,
+            is_evaluated=self.is_evaluated(config, step),
+            controllers=controllers,
+            is_policy_behind=True,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,35 +1,59 @@
 """What runs a job: the role services and the controllers, in this process or on a cluster."""
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
+from gcore_controller import Context, StageTimer, run_inline
 from gcore_runs.recording import Recorder
 
 State = dict[str, Any]
+RolesT = TypeVar("RolesT")
 
 
-class RunJob(Protocol):
-    """What a program needs to know beyond its roles, as far as it is the same for all."""
-
-    @property
-    def first_step(self) -> int:
-        """Steps already made."""
-        ...
+class TrainerSettings(Protocol):
+    """How long a run is."""
 
     @property
-    def controllers(self) -> list[State] | None:
-        """The controllers' states to resume from, by rank."""
-        ...
+    def total_training_steps(self) -> int: ...
+
+
+class RunConfig(Protocol):
+    """Settings of a run, as far as all apps have them."""
+
+    @property
+    def controllers(self) -> int: ...
+
+    @property
+    def trainer(self) -> TrainerSettings: ...
+
+
+ConfigT = TypeVar("ConfigT", bound=RunConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunJob(Generic[ConfigT]):
+    """What a program needs to know beyond its roles, whatever it trains."""
+
+    config: ConfigT
+    first_step: int
+    """Steps already made."""
+    is_evaluated: bool
+    """Whether the evaluation after them, if one is due, is recorded already."""
+    controllers: list[State] | None = None
+    """The controllers' states to resume from, by rank."""
+    is_policy_behind: bool = False
+    """Whether the engines lack the models' present weights."""
 
     @property
     def total_steps(self) -> int:
         """Of the whole run."""
-        ...
+        return self.config.trainer.total_training_steps
 
 
-JobT_contra = TypeVar("JobT_contra", bound=RunJob, contravariant=True)
+JobT_contra = TypeVar("JobT_contra", bound=RunJob[Any], contravariant=True)
 ConfigT_co = TypeVar("ConfigT_co", covariant=True)
 EvaluationT_co = TypeVar("EvaluationT_co", covariant=True)
 
@@ -109,3 +133,55 @@ class Services(Protocol[JobT_contra, ConfigT_co, EvaluationT_co]):
     async def close(self) -> None:
         """End all services, the learner's included."""
         ...
+
+
+class InlineServices(ABC, Generic[ConfigT, RolesT]):
+    """`Services` that belong to this process.
+
+    Args:
+        config: the run's.
+        roles: what controllers share.
+    """
+
+    def __init__(self, config: ConfigT, roles: RolesT) -> None:
+        self.config = config
+        self._roles = roles
+        self._timers: dict[int, StageTimer] = {}
+
+    @property
+    @abstractmethod
+    def learner(self) -> SavedLearner:
+        """See `Services.learner`."""
+
+    @property
+    def shortfall(self) -> str:
+        """See `Services.shortfall`; this process has room for all."""
+        return ""
+
+    async def run_program(self, program: Callable[[Context[RolesT]], Coroutine[Any, Any, None]]) -> None:
+        """Run a program on every controller, whose stages can be seen meanwhile."""
+
+        async def watched(ctx: Context[RolesT]) -> None:
+            self._timers[ctx.rank] = ctx.timer
+            await program(ctx)
+
+        await run_inline(watched, roles=self._roles, world_size=self.config.controllers)
+
+    def stages(self) -> Sequence[str | None]:
+        """See `Services.stages`."""
+        return [timer.current for _, timer in sorted(self._timers.items())]
+
+    async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
+        """See `Services.recover`; replicas of engines are replaced while the program runs, and nothing else is."""
+        del keeps_models
+        raise error
+
+    async def close(self) -> None:
+        """See `Services.close`."""
+        try:
+            self.learner.close()
+        finally:
+            await self._close_engines()
+
+    @abstractmethod
+    async def _close_engines(self) -> None: ...

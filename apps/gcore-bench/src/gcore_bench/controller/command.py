@@ -1,7 +1,6 @@
 """`gcore-bench controller`: both parts, their tables, the page and the file with every figure."""
 
 import asyncio
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from gcore_bench.controller.cluster import quiet_stderr
 from gcore_bench.controller.options import ControllerOptions
 from gcore_bench.controller.summary import aims, dispatch_rows
 from gcore_bench.controller.table import dispatch_table, notes, scaling_table
+from gcore_bench.figures_file import write_figures
 
 
 def run(options: ControllerOptions, console: Console) -> None:
@@ -49,11 +49,4 @@ def run(options: ControllerOptions, console: Console) -> None:
                 write_page(options.html, sizes)
     for line in [*lines, *notes(options)]:
         console.print(line, soft_wrap=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps({"options": _plain(options), "parts": results}, indent=1) + "\n")
-
-
-def _plain(options: ControllerOptions) -> dict[str, Any]:
-    """As JSON has it; the files are left out."""
-    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(options).items()}
-    return {k: v for k, v in plain.items() if not isinstance(v, Path)}
+    write_figures(options.json, options, results)

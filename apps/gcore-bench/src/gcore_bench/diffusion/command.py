@@ -1,9 +1,7 @@
 """`gcore-bench diffusion`: its parts, their tables, and the file with every figure."""
 
-import json
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 
@@ -11,6 +9,7 @@ from gcore_bench.diffusion.loop import run_loop
 from gcore_bench.diffusion.options import DiffusionBenchOptions
 from gcore_bench.diffusion.simulation import run_simulation
 from gcore_bench.diffusion.table import loop_aims, loop_table, simulation_table
+from gcore_bench.figures_file import write_figures
 
 
 def run(options: DiffusionBenchOptions, console: Console) -> None:
@@ -44,7 +43,4 @@ def run(options: DiffusionBenchOptions, console: Console) -> None:
                 for run in comparison.runs
             ]
             parts.append({"part": part, "rows": figures})
-    if options.json is not None:
-        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(options).items()}
-        plain = {k: v for k, v in plain.items() if not isinstance(v, Path)}
-        options.json.write_text(json.dumps({"options": plain, "parts": parts}, indent=1) + "\n")
+    write_figures(options.json, options, parts)

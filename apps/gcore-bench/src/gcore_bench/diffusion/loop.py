@@ -66,14 +66,12 @@ def run_loop(options: DiffusionBenchOptions, *, say: Callable[[str], object]) ->
             loads[name] = max(loads.get(name, 0.0), os.getloadavg()[0])
             if name == LIMIT:
                 with ThreadPoolExecutor() as pool:
-                    both = pool.map(partial(_plain, PLAIN[0], model, options), ("first", "second"))
-                    found = [step for pair in zip(*both, strict=True) for step in pair]
+                    runs = list(pool.map(partial(_plain, PLAIN[0], model, options), ("first", "second")))
             elif name in PLAIN:
-                found = _plain(name, model, options, "only")
+                runs = [_plain(name, model, options, "only")]
             else:
-                found = _gcore(name, model, options, number)
-            # Of two loops, steps of both are in turns.
-            found = found[options.warmup * (1 + (name == LIMIT)) :]
+                runs = [_gcore(name, model, options, number)]
+            found = [step for run in runs for step in run[options.warmup :]]
             steps.setdefault(name, []).extend(found)
             step_s = _median(found, "step")
             say(f"loop, round {number + 1} of {options.rounds}: {name}: {step_s:.3f} s")

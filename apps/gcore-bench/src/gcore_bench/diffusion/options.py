@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal, Self, get_args
 
 from gcore_bench.grpo.errors import BenchError
+from gcore_diffusion.demo.digits import PROMPTS
 
 PartName = Literal["loop", "sim"]
 
@@ -42,15 +43,18 @@ class DiffusionBenchOptions:
             ("steps", 1),
             ("warmup", 0),
             ("rounds", 1),
-            ("prompts", 2),
+            ("prompts", 8),
             ("n", 2),
             ("sim_steps", 2),
             ("seed", 0),
         ):
             if getattr(self, name) < least:
                 raise BenchError(f"{name} is {getattr(self, name)}: {least} or more is needed")
-        if self.prompts % 2 or self.n % 2:
-            raise BenchError(f"prompts is {self.prompts} and n is {self.n}: even numbers are needed")
+        if self.prompts % 8 or self.prompts > len(PROMPTS):
+            # Dynamic sampling draws by eights: of other batches, some steps would have nothing to generate.
+            raise BenchError(f"prompts is {self.prompts}: a multiple of 8, at most {len(PROMPTS)}, is needed")
+        if self.n % 2:
+            raise BenchError(f"n is {self.n}: an even number is needed")
         if self.json is not None and not self.json.absolute().parent.is_dir():
             raise BenchError(f"json is {self.json}: {self.json.absolute().parent} is no folder")
 

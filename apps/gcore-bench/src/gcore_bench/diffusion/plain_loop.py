@@ -15,16 +15,17 @@ import numpy as np
 import torch
 
 from gcore_diffusion.demo.digits import PROMPTS, DigitReward
+from gcore_diffusion.recipes import embedded
 from gcore_rollout.diffusion.recording import load_pipeline
 
-NUM_INFERENCE_STEPS = 10
-WINDOW_SIZE = 2
-NOISE_LEVEL = 0.7
-CLIP_RATIO = 5e-3
-LR = 3e-4
-NUM_UPDATES = 2
-MICRO_BATCH_SIZE = 96
-ADV_CLIP_MAX = 5.0
+_RECIPE = embedded()
+NUM_INFERENCE_STEPS = _RECIPE.rollout.num_inference_steps
+WINDOW_SIZE = _RECIPE.rollout.window_size
+NOISE_LEVEL = _RECIPE.rollout.noise_level
+CLIP_RATIO = _RECIPE.actor.loss.clip_ratio
+NUM_UPDATES = _RECIPE.actor.num_updates
+MICRO_BATCH_SIZE = _RECIPE.actor.micro_batch_size
+ADV_CLIP_MAX = _RECIPE.algorithm.adv_clip_max
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,8 @@ class Loop:
         self._timesteps: torch.Tensor = pipeline.scheduler.timesteps
         self.sigmas: torch.Tensor = pipeline.scheduler.sigmas
         self._reward = DigitReward()
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=1e-4)
+        optim = _RECIPE.actor.optim
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=optim.lr, weight_decay=optim.weight_decay)
         self._rng = np.random.default_rng(spec.seed)
 
     def step(self) -> dict[str, float]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from gcore_bench.diffusion.options import DiffusionBenchOptions
 from gcore_placement import EngineCosts, JobCosts, PartitionSpace, RoleLimits, SwapCosts, TrainingCosts
+from gcore_placement.simulation.scenarios import JOBS
 from gcore_placement.simulation.simulator import Simulator
 from gcore_placement.simulation.studies import Comparison, compare
 from gcore_placement.simulation.trace_recipes import Drift, TraceRecipe, steady
@@ -16,15 +17,8 @@ SAMPLER = EngineCosts(devices_per_replica=1, max_num_seqs=16, decode_base_s=0.01
 """Stable Diffusion 3.5 medium at 512 x 512. A token is a denoising step of an image: 1024 tokens of it and 333 of its
 prompt, with guidance, through 2.2 billion parameters, 12 TFLOP, at half of an H100's 990 TFLOP/s."""
 
-JUDGE = EngineCosts(
-    devices_per_replica=1,
-    max_num_seqs=256,
-    decode_base_s=0.009,
-    decode_per_sequence_s=4e-5,
-    decode_per_context_token_s=2.4e-8,
-    prefill_per_token_s=3.1e-5,
-)
-"""A vision-language model of 7B, as the engines of gcore-placement's scenarios; it reads an image as 1,000 tokens."""
+JUDGE = JOBS["7B"].policy
+"""A vision-language model of 7B; it reads an image as 1,000 tokens."""
 
 COSTS = JobCosts(
     policy=SAMPLER,

@@ -1,12 +1,11 @@
 """`gcore-bench placement`: its parts, their tables, and the file with every figure."""
 
-import json
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 
+from gcore_bench.figures_file import write_figures
 from gcore_bench.placement.balancer import run_balancer
 from gcore_bench.placement.live.runs import run_live
 from gcore_bench.placement.live.table import live_aims, live_table
@@ -38,7 +37,4 @@ def run(options: PlacementOptions, console: Console) -> None:
         for line in lines:
             say(line)
         parts.append({"part": part, **figures, "aims": lines})
-    if options.json is not None:
-        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(options).items()}
-        plain = {k: v for k, v in plain.items() if not isinstance(v, Path)}
-        options.json.write_text(json.dumps({"options": plain, "parts": parts}, indent=1) + "\n")
+    write_figures(options.json, options, parts)

@@ -1,16 +1,15 @@
 """`gcore-bench rollout`: all parts, their tables, and the file with every figure."""
 
 import asyncio
-import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
+from gcore_bench.figures_file import write_figures
 from gcore_bench.rollout import generation, sandbox_calls, sync
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.processes import Processes, quiet_surroundings
@@ -37,8 +36,7 @@ def run(options: RolloutOptions, console: Console) -> None:
         asyncio.run(_measure(options, Path(scratch), console, say, results))
     for note in notes(options):
         console.print(note, soft_wrap=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps({"options": _plain(options), "parts": results}, indent=1) + "\n")
+    write_figures(options.json, options, results)
 
 
 async def _measure(
@@ -81,8 +79,3 @@ def _summary(part: str, runs: list[Run]) -> PartSummary:
         case _:
             bases = {name: sandbox_calls.BARE for name in summary.rows if name != sandbox_calls.BARE}
     return PartSummary(summary=summary, ratios=ratios(part, runs, bases))
-
-
-def _plain(options: RolloutOptions) -> dict[str, Any]:
-    """As JSON has it; ``json`` itself is left out."""
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(options).items() if k != "json"}

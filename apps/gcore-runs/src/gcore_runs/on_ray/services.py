@@ -28,7 +28,7 @@ from gcore_runs.sizes import SizedConfig, Sizes
 
 _WATCH_EVERY_S = 1.0
 
-JobT = TypeVar("JobT", bound=RunJob)
+JobT = TypeVar("JobT", bound=RunJob[Any])
 ConfigT = TypeVar("ConfigT", bound=SizedConfig)
 EvaluationT = TypeVar("EvaluationT")
 
