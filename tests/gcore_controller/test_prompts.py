@@ -1,6 +1,8 @@
 """Prompt order: fixed by the seed, whatever the number of controllers and however often it is resumed."""
 
+from collections import UserList
 from itertools import islice
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from gcore_controller.errors import StateError
 from gcore_controller.prompts import PromptLoader, ShardedSampler
+from gcore_controller.stages import StageTimer, seconds_by_stage
 
 sizes = st.integers(1, 30)
 seeds = st.integers(0, 2**31)
@@ -53,6 +56,22 @@ def test_loader_gives_tickets_and_their_rows(num_workers: int) -> None:
         taken |= dict(loader.take(2) + loader.take(3))
         assert loader.epoch == 15 / 7
     assert taken == {ticket: names[order.row(ticket)] for ticket in range(15)}
+
+
+def test_waiting_for_rows_is_a_stage_of_its_own() -> None:
+    class Slow(UserList[str]):
+        def __getitem__(self, index: Any) -> Any:
+            now_s[0] += 0.5
+            return self.data[index]
+
+    now_s = [0.0]
+    timer = StageTimer(lambda: now_s[0])
+    loader = PromptLoader(Slow(["a", "b", "c"]), seed=0, timer=timer)
+    with timer.stage("gen"):
+        now_s[0] += 1.0
+        loader.take(2)
+        loader.row(0)
+    assert seconds_by_stage(timer.drain()) == {"gen": 1.0, "data": 1.5}
 
 
 @given(

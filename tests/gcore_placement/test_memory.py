@@ -64,7 +64,19 @@ def test_activations_by_hand() -> None:
         layout("megatron", tp=4, pp=2, cp=2, dp=2, gradient_checkpointing=True),
     )["activations"]
     assert_allclose(kept, tokens / 2 / 4 * 28 * per_token)
-    assert_allclose(recomputed, tokens / 2 / 4 * (28 * 2 * h + per_token))
+    assert_allclose(recomputed, tokens / 2 / 4 * 28 * 2 * h)
+
+
+def test_a_recomputed_layer_takes_the_place_of_the_logits() -> None:
+    """Logits are gone when the last layer is computed again: the larger of the two counts."""
+    for vocab_size, is_larger in ((608_256, False), (64, True)):
+        job = make_job({**QWEN_7B, "vocab_size": vocab_size})
+        parts = parts_of(job, *(layout("torch", gradient_checkpointing=r) for r in (True, False)))
+        tokens = job.training_tokens / np.ceil(job.training_tokens / 16384)
+        layer_bytes = 2 * tokens * job.policy.activations_per_token
+        recomputed, kept = parts["recomputed layer"] + parts["logits"]
+        assert_allclose(recomputed, max(layer_bytes, kept))
+        assert (recomputed > kept) == is_larger
 
 
 def test_what_else_is_held() -> None:
@@ -75,8 +87,9 @@ def test_what_else_is_held() -> None:
     for name in ("weights", "gradients", "optimizer"):
         assert_allclose(all_[name], 2 * one[name])
     assert_allclose(all_["activations"], one["activations"])
-    table_bytes = 4 * 152064 * 3584
-    assert_allclose(one["logits"], 3 * 4 * (1 << 24) + table_bytes)
+    chunk_bytes, head_bytes = 3 * 4 * (1 << 24), 4 * 152064 * 3584
+    assert_allclose(one["logits"], chunk_bytes)
+    assert_allclose(parts_of(alone, layout("torch"), layout("megatron", dp=8))["logits"], chunk_bytes + head_bytes)
     assert_allclose(memory.total(one), sum(one.values()))
 
 

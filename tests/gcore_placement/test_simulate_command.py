@@ -1,6 +1,8 @@
 """`gcore-placement simulate`: what it prints, writes and refuses; and the studies behind `--study`."""
 
+import os
 import re
+from functools import partial
 from html.parser import HTMLParser
 from itertools import combinations
 from pathlib import Path
@@ -11,10 +13,11 @@ from recorded_run import recorded_run
 
 from gcore_placement import DynamicPartitionConfig, Trace, TraceRecipe
 from gcore_placement.cli import main
+from gcore_placement.cli_simulate_tables import in_processes
 from gcore_placement.simulation import scenarios, studies
 from gcore_placement.simulation.payloads import ControllerHost, payload_load
 from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCENARIOS, Scale, scenario
-from gcore_placement.simulation.studies import break_study, with_judge_error
+from gcore_placement.simulation.studies import break_study, drift_study, with_judge_error
 from gcore_placement.simulation.trace_recipes import steady
 
 
@@ -93,7 +96,8 @@ def test_the_study_answers_all_questions(
 ) -> None:
     monkeypatch.setattr("gcore_placement.cli_simulate.STUDY_SIZES", ((64, 3, ("growing", "r1_zero")),))
     monkeypatch.setattr(studies, "ERRORS", (1 / 2, 2.0))
-    assert main(["simulate", "--study", str(tmp_path / "study"), "--steps", "3"]) == 0
+    command = ["simulate", "--study", str(tmp_path / "study"), "--steps", "3", "--processes", "1"]
+    assert main(command) == 0
     text = (tmp_path / "study" / "tables.md").read_text()
     assert text.strip() == capsys.readouterr().out.strip()
     assert re.findall(r"^## (.*)$", text, flags=re.MULTILINE) == [
@@ -113,11 +117,23 @@ def test_the_study_answers_all_questions(
     assert "<h2>growing, 64 devices, 3 steps</h2>" in (tmp_path / "study" / "study.html").read_text()
 
 
+def test_studies_are_the_same_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # which other processes do not see
+    sizes = [(64, 1, ["steady", "fast_judge"])]
+    with in_processes(2) as run_all:
+        assert drift_study(sizes, seeds=[0], run_all=run_all) == drift_study(sizes, seeds=[0])
+        assert run_all([partial(pow, 2, exponent) for exponent in range(5)]) == [1, 2, 4, 8, 16]
+        assert os.getpid() not in run_all([os.getpid] * 3)
+    with in_processes(1) as run_all:
+        assert run_all([os.getpid] * 2) == [os.getpid()] * 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--html", "nowhere/page.html"], "--html must be in a folder that exists, got 'nowhere/page.html'"),
         (["--steps", "0"], "--steps must be an integer of at least 1, got 0"),
+        (["--processes", "0"], "--processes must be an integer of at least 1, got 0"),
         (["--trace", "no.npz"], "No such file"),
     ],
 )

@@ -97,7 +97,7 @@ class Sampling:
         self._ctx = ctx
         self._config = config
         self._loader: PromptLoader[Prompt] = PromptLoader(
-            prompts.train, seed=config.data.shuffle_seed, rank=ctx.rank, world_size=ctx.world_size
+            prompts.train, seed=config.data.shuffle_seed, rank=ctx.rank, world_size=ctx.world_size, timer=ctx.timer
         )
         waves = config.algorithm.max_num_gen_batches if config.algorithm.filter_groups else 1
         self._sampler: DynamicSampler[Group] = DynamicSampler(group=ctx.group, max_waves=waves)

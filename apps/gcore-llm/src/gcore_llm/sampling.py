@@ -60,6 +60,7 @@ class Sampling:
             rank=ctx.rank,
             world_size=ctx.world_size,
             num_workers=config.data.num_workers,
+            timer=ctx.timer,
         )
         self._shared = SharedPrompts(self._loader, ctx.group)
         waves = config.algorithm.max_num_gen_batches if config.algorithm.filter_groups else 1

@@ -1,6 +1,8 @@
 """Resumable prompt loading: every prompt once an epoch, in an order fixed by the seed, sliced by controller."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -8,6 +10,7 @@ from torch.utils.data import Sampler
 from torchdata.nodes import Loader, ParallelMapper, SamplerWrapper
 
 from gcore_controller.errors import StateError
+from gcore_controller.stages import StageTimer
 
 RowT = TypeVar("RowT")
 
@@ -51,16 +54,25 @@ class PromptLoader(Generic[RowT]):
     Args:
         rows: the data set; indexing may be slow (it happens in ``num_workers`` threads, in order).
         seed: of the shuffle.
+        timer: what waits for rows is its stage ``data``.
     """
 
     def __init__(
-        self, rows: Sequence[RowT], *, seed: int, rank: int = 0, world_size: int = 1, num_workers: int = 0
+        self,
+        rows: Sequence[RowT],
+        *,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int = 0,
+        timer: StageTimer | None = None,
     ) -> None:
         self._rows = rows
         self._seed = seed
         self._rank = rank
         self._world_size = world_size
         self._num_workers = num_workers
+        self._stage = nullcontext if timer is None else partial(timer.stage, "data")
         self._cursor = 0
         self._iterator = self._open()
 
@@ -76,12 +88,14 @@ class PromptLoader(Generic[RowT]):
         """The next ``count`` rows of this controller, each with its ticket: its place in the global order."""
         first = self._cursor + self._rank
         self._cursor += count * self._world_size
-        return [(first + i * self._world_size, next(self._iterator)) for i in range(count)]
+        with self._stage():
+            return [(first + i * self._world_size, next(self._iterator)) for i in range(count)]
 
     def row(self, ticket: int) -> RowT:
         """The row that a ticket stands for."""
         sampler = ShardedSampler(len(self._rows), seed=self._seed, rank=self._rank, world_size=self._world_size)
-        return self._rows[sampler.row(ticket)]
+        with self._stage():
+            return self._rows[sampler.row(ticket)]
 
     @property
     def cursor(self) -> int:

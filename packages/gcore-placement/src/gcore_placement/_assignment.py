@@ -72,14 +72,18 @@ class Assignment:
         counts = np.bincount(part_of, minlength=len(self.loads))
         return np.split(by_part(part_of, len(self.loads)), np.cumsum(counts)[:-1])
 
-    def sample(self, per_part: int) -> "tuple[Assignment, NDArray[np.intp]]":
-        """About `per_part` items of each part, evenly spaced by cost, and their indices; the others stay put."""
+    def sample(self, per_part: int, *, first: int) -> "tuple[Assignment, NDArray[np.intp]]":
+        """About `per_part` items of each part, evenly spaced by cost, and their indices; the others stay put.
+
+        Args:
+            first: which of a part's items comes first, counted modulo the spacing.
+        """
         order = by_part(self.part_of, len(self.loads))
         counts = np.bincount(self.part_of, minlength=len(self.loads))
         starts = np.cumsum(counts) - counts
         rank = np.arange(len(order)) - np.repeat(starts, counts)
         stride = np.repeat(np.maximum(counts // per_part, 1), counts)
-        items = np.sort(order[rank % stride == 0])
+        items = np.sort(order[rank % stride == first % stride])
         sampled = Assignment(
             costs=self.costs[items],
             weights=self.weights[items],

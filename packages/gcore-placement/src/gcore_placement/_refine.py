@@ -18,9 +18,11 @@ CLOSE_FOR_FEW = 1e-8
 FEW_PER_PART = 64
 """Items of a part that are enough to choose from, most of the time."""
 
+SAMPLES = 8
+"""Times that so few are tried at most, others each time."""
+
 WORTHWHILE = 0.5
 """Share of the distance from the lower bound that may remain after a round that is followed by another of its kind."""
-
 
 PATIENCE = 12
 """Rounds that together must take a tenth of the distance away."""
@@ -33,15 +35,20 @@ def refine(assignment: Assignment, *, lower_bound: float, tolerance: float = 0.0
     makes the best exchange of each pair: of an item for at most one, and where that has become slow of two for two. A
     round that leaves the makespan where it was is followed by a search between the heaviest part and all others; where
     that finds nothing either, or where the makespan is within `tolerance` of the lower bound, the search ends. Of long
-    parts, a few items are tried first.
+    parts a few items are tried first, then all unless that came close, then others a few at a time.
     """
     target = lower_bound * (1 + max(CLOSE_ENOUGH, tolerance))
-    if len(assignment.costs) > 2 * FEW_PER_PART * len(assignment.loads):
-        sampled, items = assignment.sample(FEW_PER_PART)
+    if len(assignment.costs) <= 2 * FEW_PER_PART * len(assignment.loads):
+        _refine(assignment, lower_bound=lower_bound, target=target)
+        return
+    for number in range(SAMPLES):
+        sampled, items = assignment.sample(FEW_PER_PART, first=number)
         _refine(sampled, lower_bound=lower_bound, target=target)
         assignment.part_of[items] = sampled.part_of
-        target = max(target, lower_bound * (1 + CLOSE_FOR_FEW))
-    _refine(assignment, lower_bound=lower_bound, target=target)
+        if number == 0:
+            _refine(assignment, lower_bound=lower_bound, target=max(target, lower_bound * (1 + CLOSE_FOR_FEW)))
+        if assignment.makespan <= target:
+            return
 
 
 def _refine(assignment: Assignment, *, lower_bound: float, target: float) -> None:

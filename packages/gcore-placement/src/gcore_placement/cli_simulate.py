@@ -1,6 +1,7 @@
 """`gcore-placement simulate`: strategies of placement on the command line."""
 
 import argparse
+import os
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENAR
 from gcore_placement.simulation.simulator import Simulator
 from gcore_placement.simulation.studies import (
     Comparison,
+    RunAll,
     break_study,
     compare,
     drift_study,
@@ -24,8 +26,8 @@ from gcore_placement.simulation.waves import WaveRuns, run_in_turns, run_side_by
 
 STUDY_SIZES = (
     (64, None, (*SCENARIOS, *PUBLISHED)),
-    (512, 12, ("curriculum", "growing", "crossing")),
-    (10_000, 6, ("curriculum", "growing")),
+    (512, None, ("curriculum", "growing", "crossing")),
+    (10_000, 48, ("curriculum", "growing", "crossing")),
 )
 """Devices, steps (None: the scenario's) and scenarios of the study of drift."""
 
@@ -34,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     """Simulates, prints and writes; returns the exit code."""
     arguments = _parser().parse_args(argv)
     try:
-        from gcore_placement.cli_simulate_tables import counting, print_comparison
+        from gcore_placement.cli_simulate_tables import counting, in_processes, print_comparison
     except ModuleNotFoundError as error:
         raise MissingExtraError("rich", "cli") from error
     for option in ("html", "study", "save_trace"):
@@ -43,9 +45,10 @@ def main(argv: Sequence[str]) -> int:
             raise PlacementError(f"--{option.replace('_', '-')} must be in a folder that exists, got {str(path)!r}")
     if arguments.steps is not None:
         check_positive("--steps", arguments.steps)
+    check_positive("--processes", arguments.processes)
     if arguments.study is not None:
-        with counting("waves simulated") as counted:
-            text, html = _study(arguments.steps, counted)
+        with in_processes(arguments.processes) as run_all:
+            text, html = _study(arguments.steps, run_all)
         arguments.study.mkdir(exist_ok=True)
         (arguments.study / "tables.md").write_text(text)
         (arguments.study / "study.html").write_text(html)
@@ -109,15 +112,16 @@ def _timelines(simulator: Simulator, comparison: Comparison) -> list[tuple[str, 
     ]
 
 
-def _study(num_steps: int | None, counted: Callable[[int], None]) -> tuple[str, str]:
+def _study(num_steps: int | None, run_all: RunAll) -> tuple[str, str]:
     """Tables and page of all questions; no more than so many steps of each."""
     sizes = [
         (devices, num_steps if steps is None else min(steps, num_steps or steps), names)
         for devices, steps, names in STUDY_SIZES
     ]
-    drift = drift_study(sizes, progress=counted)
-    predictions = prediction_study(num_steps=min(24, num_steps or 24), progress=counted)
-    breaks = break_study(num_steps=min(24, num_steps or 24), progress=counted)
+    few = min(24, num_steps or 24)
+    drift = drift_study(sizes, run_all=run_all)
+    predictions = prediction_study(num_steps=few, run_all=run_all)
+    breaks = break_study(num_steps=few, run_all=run_all)
     text = study_text(drift, payload_study(), predictions, breaks)
     return text, page([seeded[0] for seeded in (*drift, *breaks)])
 
@@ -151,6 +155,13 @@ def _parser() -> argparse.ArgumentParser:
         "--study",
         type=Path,
         metavar="DIR",
-        help="answer the open questions: tables.md and study.html (an hour or so)",
+        help="answer the open questions: tables.md and study.html (an hour or so on two cores)",
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="of a study (as many as there are cores: %(default)s)",
     )
     return parser

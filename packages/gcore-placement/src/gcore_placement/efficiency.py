@@ -22,6 +22,8 @@ class Efficiency:
 
     training: float = 0.45
     """Share of the peak in training's matrix products."""
+    attention: float = 0.45
+    """Share of the peak in training's attention, between FlashAttention 2 and 3 on H100 (arXiv 2407.08608)."""
     prefill: float = 0.5
     """Share of the peak in an engine's pass over prompts."""
     decode: float = 0.4
@@ -56,7 +58,7 @@ class Efficiency:
         return np.maximum(one_s, other_s) + (1 - self.overlap) * np.minimum(one_s, other_s)
 
     def __post_init__(self) -> None:
-        for name in ("training", "prefill", "decode", "memory", "links", "host", "free_memory"):
+        for name in ("training", "attention", "prefill", "decode", "memory", "links", "host", "free_memory"):
             check_share(name, getattr(self, name))
         if not 0 <= self.overlap <= 1:
             raise PlacementError(f"overlap is {self.overlap}: a number in [0, 1] is needed")

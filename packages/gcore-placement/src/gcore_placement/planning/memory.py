@@ -34,8 +34,9 @@ def training_memory(job: Job, layouts: TrainingLayouts, *, activations: float = 
     - activations by Korthikanti et al. 2022 (arXiv 2205.05198, equations 4 and 5, tensor with sequence parallelism),
       see `ModelShape.activations_per_token`: of a micro-batch's N / CP tokens (all are about as large), L / PP layers
       for each of the micro-batches that the first stage has begun, at most PP (one forward, one backward); with
-      recomputation the layers' inputs (table 2), and all of one layer;
-    - logits a chunk at a time, and the head's gradient in float32;
+      recomputation the layers' inputs (table 2);
+    - logits a chunk at a time, and the head's gradient in float32, which FSDP's gathered gradients are already; with
+      recomputation all of one layer's activations where these are more, as logits are gone by then;
     - the reference's weights, as the policy's are held, in the compute precision.
 
     Args:
@@ -53,10 +54,13 @@ def training_memory(job: Job, layouts: TrainingLayouts, *, activations: float = 
             parts[name] = parts.get(name, 0.0) + size
     # One model computes at a time.
     parts["gathered"] = _largest([_gathered(model, layouts, job.compute_bytes) for model in job.trained])
-    parts["activations"] = activations * _largest(
-        [_activations(model, layouts, tokens, _begun(job, layouts)) * job.compute_bytes for model in job.trained]
-    )
-    parts["logits"] = _logits(job.policy, layouts, tokens)
+    kept = [_kept(model, layouts, _begun(job, layouts)) for model in job.trained]
+    parts["activations"] = activations * job.compute_bytes * tokens * _largest(kept)
+    one_layer = [model.activations_per_token / layouts.tp for model in job.trained]
+    layer_bytes = np.where(layouts.recompute, activations * job.compute_bytes * tokens * _largest(one_layer), 0.0)
+    logits_bytes = _logits(job.policy, layouts, tokens)
+    parts["logits"] = logits_bytes
+    parts["recomputed layer"] = np.maximum(layer_bytes - logits_bytes, 0.0)
     parts["reference"] = np.zeros(len(layouts))
     if job.reference:
         shared = np.where(layouts.sharded, layouts.dp * layouts.cp, 1.0)
@@ -118,16 +122,11 @@ def _gathered(model: ModelShape, layouts: TrainingLayouts, compute_bytes: int) -
     return np.where(layouts.sharded, np.where(layouts.dp * layouts.cp > 1, gathered, alone), 0.0)
 
 
-def _activations(
-    model: ModelShape, layouts: TrainingLayouts, tokens: NDArray[np.float64], begun: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Numbers, of whatever precision."""
-    w = model.workload
-    layers = begun * np.ceil(w.num_hidden_layers / layouts.pp)
-    kept = np.where(
-        layouts.recompute, layers * w.hidden_size + model.activations_per_token, layers * model.activations_per_token
-    )
-    return tokens * kept / layouts.tp
+def _kept(model: ModelShape, layouts: TrainingLayouts, begun: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Activations that a token keeps until its backward pass."""
+    layers = begun * np.ceil(model.workload.num_hidden_layers / layouts.pp)
+    of_layer = np.where(layouts.recompute, model.workload.hidden_size, model.activations_per_token)
+    return layers * of_layer / layouts.tp
 
 
 def _begun(job: Job, layouts: TrainingLayouts) -> NDArray[np.float64]:
@@ -148,7 +147,9 @@ def _tokens_of_a_replica(job: Job, layouts: TrainingLayouts) -> NDArray[np.float
 def _logits(model: ModelShape, layouts: TrainingLayouts, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
     vocab_size = model.workload.vocab_size / layouts.tp
     chunk = np.minimum(MAX_LOGITS, tokens * vocab_size)
-    return MASTER_BYTES * (LOGITS_COPIES * chunk + model.workload.hidden_size * vocab_size)
+    is_gathered = layouts.sharded & (layouts.dp * layouts.cp > 1)
+    head = np.where(is_gathered, 0.0, model.workload.hidden_size * vocab_size)
+    return MASTER_BYTES * (LOGITS_COPIES * chunk + head)
 
 
 def _largest(sizes: list[NDArray[np.float64]]) -> NDArray[np.float64]:

@@ -49,8 +49,9 @@ class TrainingLaws:
 def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, efficiency: Efficiency) -> TrainingLaws:
     """The laws of all layouts.
 
-    Products take their FLOPs over the peak's share, a third more where layers are recomputed, and 1 + (PP - 1) / m
-    times that for the pipeline's bubble at m micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1).
+    Products and attention take their FLOPs over their shares of the peak, a third more where layers are recomputed, and
+    1 + (PP - 1) / m times that for the pipeline's bubble at m micro-batches (Narayanan et al. 2021, arXiv 2104.04473,
+    section 2.2.1).
     Added to each token, and not hidden behind products:
 
     - TP with sequence parallelism: four gathers or scatters of the token's state in each layer's forward pass, and as
@@ -67,11 +68,12 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
     micro_batches = np.ceil(np.maximum(1.0, job.training_tokens / (layouts.dp * layouts.max_tokens)))
     bubble = 1 + (layouts.pp - 1) / micro_batches
     flop_s = 1 / (cluster.device.flops_per_s * efficiency.training)
+    attention_flop_s = 1 / (cluster.device.flops_per_s * efficiency.attention)
     zeros = np.zeros(len(layouts))
     base, per_token, per_pair = zeros, zeros, zeros
     for model in job.trained:
         products = recomputed * bubble * model.workload.flops_per_token * flop_s
-        pairs = recomputed * bubble * model.workload.flops_per_attended_pair * flop_s
+        pairs = recomputed * bubble * model.workload.flops_per_attended_pair * attention_flop_s
         own_s = (products * job.training_tokens + pairs * job.training_pairs) / layouts.num_devices
         per_token = per_token + products + bubble * _moved_s(model, job, layouts, cluster, efficiency)
         per_pair = per_pair + pairs

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol, TypeVar
 
 from gcore_placement.costs import EngineCosts, JobCosts, SwapCosts
 from gcore_placement.dynamic_partition import DynamicPartitionConfig
@@ -10,7 +12,7 @@ from gcore_placement.simulation.scenarios import JOBS, SCALES, SCENARIOS, scenar
 from gcore_placement.simulation.simulator import Simulator, StrategyRun
 from gcore_placement.simulation.trace_recipes import TraceRecipe
 
-Progress = Callable[[int], None]
+T = TypeVar("T")
 
 ERRORS = (1 / 8, 1 / 4, 1 / 2, 1 / 1.5, 1.0, 1.5, 2.0, 4.0, 8.0)
 """What the judge is believed to cost, over what it does."""
@@ -38,6 +40,17 @@ SeededComparison = Sequence[Comparison]
 """The same, of one trace's recipe with several seeds."""
 
 
+class RunAll(Protocol):
+    """Calls what does not depend on each other, such as in several processes; what was returned, in the same order."""
+
+    def __call__(self, tasks: Sequence[Callable[[], T]], /) -> list[T]: ...
+
+
+def in_turn(tasks: Sequence[Callable[[], T]]) -> list[T]:
+    """`RunAll` here, one after the other."""
+    return [task() for task in tasks]
+
+
 def compare(name: str, simulator: Simulator) -> Comparison:
     """All strategies on a simulator's trace."""
     return Comparison(
@@ -55,17 +68,16 @@ def drift_study(
     *,
     job: str = "32B",
     seeds: Sequence[int] = SEEDS,
-    progress: Progress | None = None,
+    run_all: RunAll = in_turn,
 ) -> list[SeededComparison]:
     """Question 1: dynamic against the best static split, for devices, steps and scenarios."""
-    return [
-        [
-            compare(name, scenario(name, job, num_devices, num_steps=num_steps, seed=seed, progress=progress))
-            for seed in seeds
-        ]
+    tasks = [
+        partial(_compared, name, job, num_devices, num_steps, seed)
         for num_devices, num_steps, names in sizes
         for name in names
+        for seed in seeds
     ]
+    return _by_seeds(run_all(tasks), seeds)
 
 
 def payload_study(
@@ -92,7 +104,7 @@ def prediction_study(
     num_devices: int = 64,
     num_steps: int = 24,
     seeds: Sequence[int] = SEEDS,
-    progress: Progress | None = None,
+    run_all: RunAll = in_turn,
 ) -> list[tuple[float, list[float], list[float]]]:
     """Question 3: dynamic, for costs of the judge that are believed to be off by a factor.
 
@@ -100,19 +112,11 @@ def prediction_study(
         For each of ERRORS, what the best static split takes over what dynamic takes, with each seed: where measurements
         correct the model, and where not.
     """
-    uncorrected = DynamicPartitionConfig(is_corrected=False)
-    simulators = [scenario(name, job, num_devices, num_steps=num_steps, seed=seed, progress=progress) for seed in seeds]
-    splits = [simulator.best_split().seconds for simulator in simulators]
-    rows: list[tuple[float, list[float], list[float]]] = []
-    for error in ERRORS:
-        believed = with_judge_error(JOBS[job], error)
-        runs = [
-            [simulator.dynamic(believed=believed, config=config).seconds for simulator in simulators]
-            for config in (None, uncorrected)
-        ]
-        gains = [[split / own for split, own in zip(splits, seconds, strict=True)] for seconds in runs]
-        rows.append((error, gains[0], gains[1]))
-    return rows
+    by_seed = run_all([partial(_gains, name, job, num_devices, num_steps, seed, ERRORS) for seed in seeds])
+    return [
+        (error, [corrected for corrected, _ in gains], [uncorrected for _, uncorrected in gains])
+        for error, *gains in zip(ERRORS, *by_seed, strict=True)
+    ]
 
 
 def break_study(
@@ -121,7 +125,7 @@ def break_study(
     num_devices: int = 64,
     num_steps: int = 24,
     seeds: Sequence[int] = SEEDS,
-    progress: Progress | None = None,
+    run_all: RunAll = in_turn,
 ) -> list[SeededComparison]:
     """Where the scheme's gain ends: each of its conditions broken, one at a time, on the scenario of a curriculum."""
     costs, batch = JOBS[job], SCALES[num_devices].train_batch_size
@@ -129,23 +133,28 @@ def break_study(
     slow = replace(costs, swap=replace(costs.swap, load_s=1200.0))
     large = replace(costs, policy=_on_devices(costs.policy, 16), reward=_on_devices(costs.reward, 16))
     jump, still = SCENARIOS["curriculum"], SCENARIOS["steady"]
-
-    def compared(name: str, recipe: TraceRecipe, changed: JobCosts = costs) -> SeededComparison:
-        traces = [sized(recipe, num_steps=num_steps, train_batch_size=batch, seed=seed).trace() for seed in seeds]
-        return [
-            compare(name, scenario(recipe.name, job, num_devices, trace=trace, costs=changed, progress=progress))
-            for trace in traces
-        ]
-
-    return [
-        compared("as it is", jump),
-        compared("load stays the same", still),
-        compared("load changes at random every step", replace(still, noise=0.6)),
-        compared("one large wave a step", SCENARIOS["large_waves"]),
-        compared("four replicas in all", jump, large),
-        compared("a move takes 20 minutes", jump, slow),
-        compared("swaps take no time", jump, replace(costs, swap=SwapCosts())),
+    cases = (
+        ("as it is", jump, costs),
+        ("load stays the same", still, costs),
+        ("load changes at random every step", replace(still, noise=0.6), costs),
+        ("one large wave a step", SCENARIOS["large_waves"], costs),
+        ("four replicas in all", jump, large),
+        ("a move takes 20 minutes", jump, slow),
+        ("swaps take no time", jump, replace(costs, swap=SwapCosts())),
+    )
+    tasks = [
+        partial(
+            _compared_recipe,
+            name,
+            sized(recipe, num_steps=num_steps, train_batch_size=batch, seed=seed),
+            job,
+            num_devices,
+            changed,
+        )
+        for name, recipe, changed in cases
+        for seed in seeds
     ]
+    return _by_seeds(run_all(tasks), seeds)
 
 
 def with_judge_error(costs: JobCosts, error: float) -> JobCosts:
@@ -172,3 +181,32 @@ def _on_devices(costs: EngineCosts, num_devices: int) -> EngineCosts:
         decode_per_context_token_s=costs.decode_per_context_token_s * ratio,
         prefill_per_token_s=costs.prefill_per_token_s * ratio,
     )
+
+
+def _compared(name: str, job: str, num_devices: int, num_steps: int | None, seed: int) -> Comparison:
+    return compare(name, scenario(name, job, num_devices, num_steps=num_steps, seed=seed))
+
+
+def _compared_recipe(name: str, recipe: TraceRecipe, job: str, num_devices: int, costs: JobCosts) -> Comparison:
+    return compare(name, scenario(recipe.name, job, num_devices, trace=recipe.trace(), costs=costs))
+
+
+def _gains(
+    name: str, job: str, num_devices: int, num_steps: int, seed: int, errors: Sequence[float]
+) -> list[tuple[float, float]]:
+    """For each error the best split's seconds over dynamic's, corrected and not."""
+    simulator = scenario(name, job, num_devices, num_steps=num_steps, seed=seed)
+    split_s = simulator.best_split().seconds
+    configs = DynamicPartitionConfig(), DynamicPartitionConfig(is_corrected=False)
+    gains: list[tuple[float, float]] = []
+    for error in errors:
+        believed = with_judge_error(JOBS[job], error)
+        corrected, uncorrected = (
+            split_s / simulator.dynamic(believed=believed, config=config).seconds for config in configs
+        )
+        gains.append((corrected, uncorrected))
+    return gains
+
+
+def _by_seeds(comparisons: Sequence[Comparison], seeds: Sequence[int]) -> list[SeededComparison]:
+    return [comparisons[first : first + len(seeds)] for first in range(0, len(comparisons), len(seeds))]

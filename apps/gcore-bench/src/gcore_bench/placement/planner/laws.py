@@ -25,9 +25,9 @@ CPU = Device(
 
 _ENGINE = ("decode", "prefill", "memory", "decode_step_s", "decode_sequence_s")
 _TRAINING = ("training", "micro_batch_s")
-_MOVING = ("links",)
-"""Where there are several ranks."""
-_SHARES = ("training", "decode", "prefill", "memory", "links")
+_ALONE = (*_TRAINING, "attention")
+_RANKS = (*_TRAINING, "links")
+_SHARES = ("training", "attention", "decode", "prefill", "memory", "links")
 _ROUNDS = 200
 _DIFFERENCE = 1e-4
 
@@ -78,8 +78,8 @@ def predicted_bytes(run: SmallRun, efficiency: Efficiency) -> float:
 def fit_laws(runs: Sequence[SmallRun], seconds: Sequence[float], peak_bytes: Sequence[float | None]) -> Laws:
     """Fit `Efficiency` as gcore-placement's README says.
 
-    Engines give the memory's rate, by which training's update is foretold; each number of training ranks is fitted by
-    itself; activations are fitted to the peaks of all.
+    Engines give the memory's rate, by which training's update is foretold, and training alone gives attention's; each
+    number of training ranks is fitted by itself; activations are fitted to the peaks of all.
 
     Args:
         seconds: of each run, measured.
@@ -95,11 +95,10 @@ def fit_laws(runs: Sequence[SmallRun], seconds: Sequence[float], peak_bytes: Seq
     alone = fit([run for run in runs if run.kind == "generation"], _ENGINE, Efficiency(overlap=0.0))
     peaks = np.array([measured[run.name][1] for run in training], dtype=np.float64)
     alone = _fitted(lambda e: np.array([predicted_bytes(run, e) for run in training]), peaks, ["activations"], alone)
-    ranks = {
-        count: fit([run for run in training if run.ranks == count], _TRAINING + (_MOVING if count > 1 else ()), alone)
-        for count in sorted({run.ranks for run in training})
-    }
-    return Laws(alone=ranks[1], ranks=ranks)
+    alone = fit([run for run in training if run.ranks == 1], _ALONE, alone)
+    counts = sorted({run.ranks for run in training} - {1})
+    ranks = {count: fit([run for run in training if run.ranks == count], _RANKS, alone) for count in counts}
+    return Laws(alone=alone, ranks={1: alone, **ranks})
 
 
 def _fitted(

@@ -69,8 +69,11 @@ def _full_runs(seed: int) -> list[SmallRun]:
                 ),
             ]
         fitted += [
-            _generation(rng, f"generate {hidden_size}, 1 response", config, prompts=1, n=1, **alike),
-            _generation(rng, f"generate {hidden_size}, 6 responses", config, prompts=6, n=1, **alike),
+            _training(
+                rng, f"train {hidden_size}, long responses", config, prompts=2, n=2, median=500, longest=500, **alike
+            ),
+            _generation(rng, f"generate {hidden_size}, 2 responses", config, prompts=2, n=1, **alike),
+            _generation(rng, f"generate {hidden_size}, 8 responses", config, prompts=8, n=1, **alike),
             _generation(rng, f"generate {hidden_size}, 32 responses", config, prompts=32, n=1, **alike),
             _generation(
                 rng, f"generate {hidden_size}, long prompts", config, prompts=4, n=1, prompt=384, median=2, **alike
