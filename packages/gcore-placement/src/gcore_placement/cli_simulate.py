@@ -27,7 +27,7 @@ from gcore_placement.simulation.waves import WaveRuns, run_in_turns, run_side_by
 STUDY_SIZES = (
     (64, None, (*SCENARIOS, *PUBLISHED)),
     (512, None, ("curriculum", "growing", "crossing")),
-    (10_000, 48, ("curriculum", "growing", "crossing")),
+    (10_000, 30, ("curriculum", "growing", "crossing")),
 )
 """Devices, steps (None: the scenario's) and scenarios of the study of drift."""
 
