@@ -79,17 +79,20 @@ def test_a_token_meets_each_active_matrix_once(config: dict[str, Any]) -> None:
     shape = ModelShape.from_config(config)
     looked_up = 0 if shape.tie_word_embeddings else SMALL["vocab_size"] * SMALL["hidden_size"]
     matrices = shape.num_active_parameters - vectors - looked_up
+    assert shape.num_multiplied_parameters == matrices + vectors
     assert shape.workload.flops_per_token == 6 * matrices
 
 
 def test_more_tokens_read_more_experts() -> None:
     shape = ModelShape.from_config(CONFIGS["qwen3-moe"])
     read = shape.parameters_read(np.array([1.0, 2.0, 16.0, 10_000.0]))
-    assert read[0] == shape.num_active_parameters
-    assert read[-1] == pytest.approx(shape.num_parameters)
+    looked_up = shape.num_active_parameters - shape.num_multiplied_parameters
+    assert looked_up == (0 if shape.tie_word_embeddings else SMALL["vocab_size"] * SMALL["hidden_size"])
+    assert read[0] == shape.num_multiplied_parameters
+    assert read[-1] == pytest.approx(shape.num_parameters - looked_up)
     assert (np.diff(read) > 0).all()
     dense = ModelShape.from_config(CONFIGS["llama"])
-    assert (dense.parameters_read(np.array([1.0, 9.0])) == dense.num_parameters).all()
+    assert (dense.parameters_read(np.array([1.0, 9.0])) == dense.num_multiplied_parameters).all()
 
 
 def test_keys_and_values() -> None:

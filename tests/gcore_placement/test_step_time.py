@@ -130,8 +130,8 @@ def test_the_roofline_at_its_ends() -> None:
     shape, cluster = ModelShape.from_config(QWEN_7B), make_cluster(8)
     bare = Efficiency(decode_step_s=0.0, decode_sequence_s=0.0, all_reduce_s=0.0)
     roofline = EngineRoofline(model=shape, cluster=cluster, tp=1, compute_bytes=2, efficiency=bare)
-    assert_allclose(roofline.decode_s(np.array([1.0])), 2 * shape.num_parameters / (3.35e12 * 0.75))
-    assert_allclose(roofline.decode_s(np.array([1e6])), 2e6 * shape.num_parameters / (989e12 * 0.4))
+    assert_allclose(roofline.decode_s(np.array([1.0])), 2 * shape.num_multiplied_parameters / (3.35e12 * 0.75))
+    assert_allclose(roofline.decode_s(np.array([1e6])), 2e6 * shape.num_multiplied_parameters / (989e12 * 0.4))
     laws = roofline.laws(np.array([1.0, 100.0, 1000.0]))
     for index, most in enumerate(laws.max_num_seqs.tolist()):
         law = laws.costs(index)

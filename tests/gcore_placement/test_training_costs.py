@@ -28,6 +28,12 @@ def layout(backend: Backend, *, tp: int = 1, pp: int = 1, cp: int = 1, dp: int =
     )
 
 
+def computed(job: Job) -> float:
+    """FLOPs of a token: those of its products, and its logits once more."""
+    workload = job.policy.workload
+    return workload.flops_per_token + 2 * workload.hidden_size * workload.vocab_size
+
+
 def laws_of(job: Job, *layouts: TrainingLayout, cluster: Cluster | None = None) -> TrainingLaws:
     cluster = cluster or make_cluster(8)
     return training_laws(job, TrainingLayouts.of(*layouts), cluster=cluster, efficiency=PEAK)
@@ -38,14 +44,17 @@ def test_alone_a_device_computes_and_updates() -> None:
     laws = laws_of(job, layout("torch"))
     seconds = laws.seconds(tokens=job.training_tokens, pairs=job.training_pairs, num_devices=1)
     workload = job.policy.workload
-    flops = workload.flops_per_token * job.training_tokens + workload.flops_per_attended_pair * job.training_pairs
+    flops = computed(job) * job.training_tokens + workload.flops_per_attended_pair * job.training_pairs
     assert_allclose(seconds, flops / FLOPS_PER_S + 28 * job.policy.num_parameters / MEMORY)
-    assert_allclose(laws.forward_share, 1 / 3)
+    assert_allclose(laws.forward_share, workload.flops_per_token / computed(job) / 3)
 
 
 def test_recomputation_is_a_third_more_and_a_forward_pass_stays_what_it_is() -> None:
-    kept, recomputed = (laws_of(make_job(), layout("torch", gradient_checkpointing=r)) for r in (False, True))
-    assert_allclose(recomputed.per_token_s, 4 / 3 * kept.per_token_s)
+    job = make_job()
+    kept, recomputed = (laws_of(job, layout("torch", gradient_checkpointing=r)) for r in (False, True))
+    assert_allclose(kept.per_token_s, computed(job) / FLOPS_PER_S)
+    assert_allclose(recomputed.per_token_s, 4 / 3 * job.policy.workload.flops_per_token / FLOPS_PER_S)
+    assert_allclose(recomputed.per_pair_s, 4 / 3 * kept.per_pair_s)
     assert_allclose(recomputed.forward_share * recomputed.per_token_s, kept.forward_share * kept.per_token_s)
 
 
@@ -56,13 +65,13 @@ def test_a_pipeline_has_a_bubble() -> None:
     micro_batches = np.ceil(job.training_tokens / 2 / 16384)
     bubble = 1 + 3 / micro_batches
     moved = 2 * 2 * 3584 * 3 / LINK
-    assert_allclose(laws.per_token_s, bubble * (job.policy.workload.flops_per_token / FLOPS_PER_S + moved))
+    assert_allclose(laws.per_token_s, bubble * (computed(job) / FLOPS_PER_S + moved))
     assert_allclose(laws.per_pair_s, bubble * job.policy.workload.flops_per_attended_pair / FLOPS_PER_S)
 
 
 def test_tensor_and_context_ranks_move_states_keys_and_values() -> None:
     job = make_job()
-    computing = job.policy.workload.flops_per_token / FLOPS_PER_S
+    computing = computed(job) / FLOPS_PER_S
     tensor, context = laws_of(job, layout("megatron", tp=4), layout("torch", cp=4)).per_token_s - computing
     assert_allclose(tensor, 28 * 8 * 2 * 3584 * 3 / LINK)
     assert_allclose(context, 28 * 3 * 2 * 2 * 512 * 3 / LINK)
@@ -91,8 +100,8 @@ def test_a_critic_is_trained_and_scores_too() -> None:
     both = replace(alone, critic=alone.policy, reference=True)
     one, two = (laws_of(job, layout("torch", dp=8)) for job in (alone, both))
     assert_allclose(two.per_token_s, 2 * one.per_token_s)
-    # A scoring pass is that of one model: a sixth of both models' training.
-    assert_allclose(two.forward_share, 1 / 6)
+    # A scoring pass is that of one model: half as much of both models' training.
+    assert_allclose(two.forward_share, one.forward_share / 2)
     assert two.num_forward_passes == 2
 
 

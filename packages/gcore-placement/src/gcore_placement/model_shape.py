@@ -64,6 +64,11 @@ class ModelShape:
         return self.num_parameters - w.num_moe_layers * asleep * self._expert_parameters
 
     @property
+    def num_multiplied_parameters(self) -> int:
+        """Of the active ones, those that a token is multiplied by: all but embeddings that are not the head, too."""
+        return self.num_active_parameters - self._num_looked_up
+
+    @property
     def num_outer_parameters(self) -> int:
         """Of the embedding, the last norm and the head: what is in no layer."""
         w = self.workload
@@ -73,6 +78,11 @@ class ModelShape:
     def num_layer_parameters(self) -> int:
         """Of the mean layer, rounded up."""
         return -(-(self.num_parameters - self.num_outer_parameters) // self.workload.num_hidden_layers)
+
+    @property
+    def head_flops_per_token(self) -> int:
+        """Of the workload's, forward and backward, those of the logits."""
+        return 6 * self.workload.hidden_size * self.workload.vocab_size
 
     @property
     def kv_values_per_token(self) -> int:
@@ -97,12 +107,19 @@ class ModelShape:
         return outside + -(-mlps // w.num_hidden_layers)
 
     def parameters_read(self, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Parameters that forward passes over so many tokens each read: experts that no token goes to are not."""
-        w = self.workload
+        """Parameters that forward passes over so many tokens each read.
+
+        Experts that no token goes to are not, nor, but for a row a token, embeddings that are not the head, too.
+        """
+        w, multiplied = self.workload, self.num_parameters - self._num_looked_up
         if not w.num_experts:
-            return np.full(num_tokens.shape, float(self.num_parameters))
+            return np.full(num_tokens.shape, float(multiplied))
         asleep = w.num_experts * (1 - w.num_experts_per_tok / w.num_experts) ** num_tokens
-        return self.num_parameters - w.num_moe_layers * asleep * self._expert_parameters
+        return multiplied - w.num_moe_layers * asleep * self._expert_parameters
+
+    @property
+    def _num_looked_up(self) -> int:
+        return 0 if self.tie_word_embeddings else self.workload.vocab_size * self.workload.hidden_size
 
     @property
     def _attention_parameters(self) -> int:

@@ -94,17 +94,17 @@ class Candidates:
     def _work_s(self) -> float:
         """Device-seconds of a step's matrix products."""
         job, reached, factor = self.job, self.efficiency, self.correction.factor
-        flops = sum(
-            m.workload.flops_per_token * job.training_tokens + m.workload.flops_per_attended_pair * job.training_pairs
-            for m in job.trained
-        )
-        passes = factor("training") + factor("preparation") * job.num_forward_passes / (3 * len(job.trained))
-        seconds = flops * passes / reached.training
+        products_s = sum(m.workload.flops_per_token for m in job.trained) * job.training_tokens / reached.training
+        pairs_s = sum(m.workload.flops_per_attended_pair for m in job.trained) * job.training_pairs / reached.attention
+        seconds = factor("training") * (products_s + pairs_s)
+        seconds += factor("preparation") * job.num_forward_passes * products_s / (3 * len(job.trained))
         responses = float(job.wave_chances @ job.wave_prompts) * job.n
         decoding = responses / reached.decode
-        seconds += factor("generation") * 2 * job.policy.num_active_parameters * job.response_lengths.mean * decoding
+        seconds += (
+            factor("generation") * 2 * job.policy.num_multiplied_parameters * job.response_lengths.mean * decoding
+        )
         if job.judge is not None and job.judge_lengths is not None:
-            seconds += factor("reward") * 2 * job.judge.num_active_parameters * job.judge_lengths.mean * decoding
+            seconds += factor("reward") * 2 * job.judge.num_multiplied_parameters * job.judge_lengths.mean * decoding
         return seconds / self.cluster.device.flops_per_s
 
     def of(self, num_devices: int, strategy: Strategy | None) -> Iterator[Candidate]:

@@ -93,7 +93,7 @@ class EngineRoofline:
 
     def _products_s(self, share: float) -> float:
         """Of a token's matrix products."""
-        flops = _FLOPS_PER_WEIGHT * self.model.num_active_parameters
+        flops = _FLOPS_PER_WEIGHT * self.model.num_multiplied_parameters
         return flops / (self.tp * self.cluster.device.flops_per_s * share)
 
     @property

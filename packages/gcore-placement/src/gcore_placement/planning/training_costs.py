@@ -13,8 +13,8 @@ from gcore_placement.model_shape import ModelShape
 from gcore_placement.planning.layouts import TrainingLayouts
 from gcore_placement.planning.memory import MASTER_BYTES
 
-_RECOMPUTED = 4 / 3
-"""Forward twice and backward, over forward and backward."""
+_FORWARD = 1 / 3
+"""Of the FLOPs of a forward and a backward pass."""
 _STATE_TRAFFIC_BYTES = 28
 """AdamW reads weight, gradient and two moments, and writes all but the gradient."""
 
@@ -49,9 +49,9 @@ class TrainingLaws:
 def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, efficiency: Efficiency) -> TrainingLaws:
     """The laws of all layouts.
 
-    Products and attention take their FLOPs over their shares of the peak, a third more where layers are recomputed, and
-    1 + (PP - 1) / m times that for the pipeline's bubble at m micro-batches (Narayanan et al. 2021, arXiv 2104.04473,
-    section 2.2.1).
+    Products and attention take their FLOPs over their shares of the peak, a third more where they are recomputed, as
+    the head always is (its logits are made a chunk at a time, and again for the backward pass), and 1 + (PP - 1) / m
+    times that for the pipeline's bubble at m micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1).
     Added to each token, and not hidden behind products:
 
     - TP with sequence parallelism: four gathers or scatters of the token's state in each layer's forward pass, and as
@@ -64,16 +64,18 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
     1910.02054, section 7);
     AdamW's traffic; and `Efficiency.micro_batch_s`.
     """
-    recomputed = np.where(layouts.recompute, _RECOMPUTED, 1.0)
     micro_batches = np.ceil(np.maximum(1.0, job.training_tokens / (layouts.dp * layouts.max_tokens)))
     bubble = 1 + (layouts.pp - 1) / micro_batches
     flop_s = 1 / (cluster.device.flops_per_s * efficiency.training)
     attention_flop_s = 1 / (cluster.device.flops_per_s * efficiency.attention)
     zeros = np.zeros(len(layouts))
-    base, per_token, per_pair = zeros, zeros, zeros
+    base, per_token, per_pair, computed = zeros, zeros, zeros, zeros
     for model in job.trained:
-        products = recomputed * bubble * model.workload.flops_per_token * flop_s
-        pairs = recomputed * bubble * model.workload.flops_per_attended_pair * attention_flop_s
+        again = np.where(layouts.recompute, 1.0, model.head_flops_per_token / model.workload.flops_per_token)
+        flops = (1 + _FORWARD * again) * model.workload.flops_per_token
+        products = bubble * flops * flop_s
+        pairs = bubble * (1 + _FORWARD * layouts.recompute) * model.workload.flops_per_attended_pair * attention_flop_s
+        computed = computed + flops
         own_s = (products * job.training_tokens + pairs * job.training_pairs) / layouts.num_devices
         per_token = per_token + products + bubble * _moved_s(model, job, layouts, cluster, efficiency)
         per_pair = per_pair + pairs
@@ -85,7 +87,7 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
         base_s=base,
         per_token_s=per_token,
         per_pair_s=per_pair,
-        forward_share=1 / (3 * recomputed * len(job.trained)),
+        forward_share=_FORWARD * sum(m.workload.flops_per_token for m in job.trained) / computed / len(job.trained),
         num_forward_passes=job.num_forward_passes,
     )
 
