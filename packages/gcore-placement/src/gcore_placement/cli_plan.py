@@ -89,18 +89,19 @@ def _parser() -> argparse.ArgumentParser:
         prog="gcore-placement plan",
         description="Chooses strategy, layouts, partition and micro-batches, and says what they and the others cost.",
         epilog="example: gcore-placement plan --model Qwen2.5-7B --judge Qwen2.5-32B --gpus 64 --device H100",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
 
     def number(name: str, kind: type, default: float, text: str) -> None:
-        parser.add_argument(name, type=kind, default=default, metavar="N" if kind is int else "X", help=text)
+        parser.add_argument(
+            name, type=kind, default=default, metavar="N" if kind is int else "X", help=f"{text} (%(default)s)"
+        )
 
     parser.add_argument(
         "--model", required=True, metavar="PATH", help="the policy: a Hugging Face folder or config.json"
     )
-    parser.add_argument("--judge", metavar="PATH", help="a generative reward model (default: none)")
+    parser.add_argument("--judge", metavar="PATH", help="a generative reward model, if there is one")
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="devices")
-    parser.add_argument("--device", choices=DEVICES, default="H100", help="what they are")
+    parser.add_argument("--device", choices=DEVICES, default="H100", help="what they are (%(default)s)")
     number("--gpus-per-node", int, 8, "devices of a node")
     number("--inter-node-gb-per-s", float, 50.0, "GB/s of each device to other nodes")
     number("--train-batch-size", int, 512, "prompts that a step trains on")
@@ -117,12 +118,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--reference", action="store_true", help="a reference model scores responses (KL)")
     parser.add_argument("--critic", action="store_true", help="a value model of the policy's shape is trained too")
     parser.add_argument("--old-log-probs", action="store_true", help="the trainer scores responses before it trains")
-    parser.add_argument("--strategy", choices=STRATEGIES, help="only this one (default: the fastest)")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="only this one, in the place of the fastest")
     number("--max-num-seqs", int, 1024, "most sequences of an engine at once")
     parser.add_argument(
         "--correction",
         metavar="FILE",
-        help=f"what a run has measured: its folder, or its {RUN_FILE} (default: laws are not corrected)",
+        help=f"correct the laws by what a run has measured: its folder, or its {RUN_FILE}",
     )
     parser.add_argument("--json", action="store_true", help="print JSON in the place of tables")
     return parser

@@ -58,7 +58,7 @@ def _roles(plan: Plan) -> Iterable[tuple[str, ...]]:
 
 def _engines(engines: EnginePlan) -> str:
     return (
-        f"{engines.num_replicas} engines of TP {engines.tensor_model_parallel_size}, "
+        f"{engines.num_replicas} engine{'s' * (engines.num_replicas != 1)} of TP {engines.tensor_model_parallel_size}, "
         f"{engines.max_num_seqs} sequences each"
     )
 
