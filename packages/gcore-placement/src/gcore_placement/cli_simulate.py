@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
         "--study",
         type=Path,
         metavar="DIR",
-        help="answer the open questions: tables.md and study.html (an hour or so on two cores)",
+        help="answer the open questions: tables.md and study.html (half an hour or so on two cores)",
     )
     parser.add_argument(
         "--processes",
