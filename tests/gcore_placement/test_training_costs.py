@@ -34,6 +34,11 @@ def computed(job: Job) -> float:
     return workload.flops_per_token + 2 * workload.hidden_size * workload.vocab_size
 
 
+def scoring_s(job: Job) -> float:
+    """Of a token's logits beside their products: `token_scores` reads or writes them 26 times, in float32."""
+    return 26 * 4 * job.policy.workload.vocab_size / MEMORY
+
+
 def laws_of(job: Job, *layouts: TrainingLayout, cluster: Cluster | None = None) -> TrainingLaws:
     cluster = cluster or make_cluster(8)
     return training_laws(job, TrainingLayouts.of(*layouts), cluster=cluster, efficiency=PEAK)
@@ -45,17 +50,20 @@ def test_alone_a_device_computes_and_updates() -> None:
     seconds = laws.seconds(tokens=job.training_tokens, pairs=job.training_pairs, num_devices=1)
     workload = job.policy.workload
     flops = computed(job) * job.training_tokens + workload.flops_per_attended_pair * job.training_pairs
-    assert_allclose(seconds, flops / FLOPS_PER_S + 28 * job.policy.num_parameters / MEMORY)
+    update_s = 28 * job.policy.num_parameters / MEMORY
+    assert_allclose(seconds, flops / FLOPS_PER_S + scoring_s(job) * job.training_tokens + update_s)
     assert_allclose(laws.forward_share, workload.flops_per_token / computed(job) / 3)
 
 
 def test_recomputation_is_a_third_more_and_a_forward_pass_stays_what_it_is() -> None:
     job = make_job()
     kept, recomputed = (laws_of(job, layout("torch", gradient_checkpointing=r)) for r in (False, True))
-    assert_allclose(kept.per_token_s, computed(job) / FLOPS_PER_S)
-    assert_allclose(recomputed.per_token_s, 4 / 3 * job.policy.workload.flops_per_token / FLOPS_PER_S)
+    assert_allclose(kept.per_token_s, computed(job) / FLOPS_PER_S + scoring_s(job))
+    again = 4 / 3 * job.policy.workload.flops_per_token
+    assert_allclose(recomputed.per_token_s, again / FLOPS_PER_S + scoring_s(job))
+    kept_s, recomputed_s = (law.per_token_s - scoring_s(job) for law in (kept, recomputed))
     assert_allclose(recomputed.per_pair_s, 4 / 3 * kept.per_pair_s)
-    assert_allclose(recomputed.forward_share * recomputed.per_token_s, kept.forward_share * kept.per_token_s)
+    assert_allclose(recomputed.forward_share * recomputed_s, kept.forward_share * kept_s)
 
 
 def test_a_pipeline_has_a_bubble() -> None:
@@ -65,13 +73,13 @@ def test_a_pipeline_has_a_bubble() -> None:
     micro_batches = np.ceil(job.training_tokens / 2 / 16384)
     bubble = 1 + 3 / micro_batches
     moved = 2 * 2 * 3584 * 3 / LINK
-    assert_allclose(laws.per_token_s, bubble * (computed(job) / FLOPS_PER_S + moved))
+    assert_allclose(laws.per_token_s, bubble * (computed(job) / FLOPS_PER_S + scoring_s(job) + moved))
     assert_allclose(laws.per_pair_s, bubble * job.policy.workload.flops_per_attended_pair / FLOPS_PER_S)
 
 
 def test_tensor_and_context_ranks_move_states_keys_and_values() -> None:
     job = make_job()
-    computing = computed(job) / FLOPS_PER_S
+    computing = computed(job) / FLOPS_PER_S + scoring_s(job)
     tensor, context = laws_of(job, layout("megatron", tp=4), layout("torch", cp=4)).per_token_s - computing
     assert_allclose(tensor, 28 * 8 * 2 * 3584 * 3 / LINK)
     assert_allclose(context, 28 * 3 * 2 * 2 * 512 * 3 / LINK)

@@ -15,6 +15,8 @@ from gcore_placement.planning.memory import MASTER_BYTES
 
 _FORWARD = 1 / 3
 """Of the FLOPs of a forward and a backward pass."""
+_LOGIT_PASSES = 26
+"""Times that the trainer reads or writes a token's logits in float32, half of them in the backward pass."""
 _STATE_TRAFFIC_BYTES = 28
 """AdamW reads weight, gradient and two moments, and writes all but the gradient."""
 
@@ -52,7 +54,8 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
     Products and attention take their FLOPs over their shares of the peak, a third more where they are recomputed, as
     the head always is (its logits are made a chunk at a time, and again for the backward pass), and 1 + (PP - 1) / m
     times that for the pipeline's bubble at m micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1).
-    Added to each token, and not hidden behind products:
+    Reading and writing logits, `_LOGIT_PASSES` times, is much where a vocabulary is large and a model small. Added to
+    each token, and not hidden behind any of this:
 
     - TP with sequence parallelism: four gathers or scatters of the token's state in each layer's forward pass, and as
       many in its backward pass (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2);
@@ -73,11 +76,11 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
     for model in job.trained:
         again = np.where(layouts.recompute, 1.0, model.head_flops_per_token / model.workload.flops_per_token)
         flops = (1 + _FORWARD * again) * model.workload.flops_per_token
-        products = bubble * flops * flop_s
+        computing = bubble * (flops * flop_s + _scoring_s(model, cluster, efficiency))
         pairs = bubble * (1 + _FORWARD * layouts.recompute) * model.workload.flops_per_attended_pair * attention_flop_s
         computed = computed + flops
-        own_s = (products * job.training_tokens + pairs * job.training_pairs) / layouts.num_devices
-        per_token = per_token + products + bubble * _moved_s(model, job, layouts, cluster, efficiency)
+        own_s = (computing * job.training_tokens + pairs * job.training_pairs) / layouts.num_devices
+        per_token = per_token + computing + bubble * _moved_s(model, job, layouts, cluster, efficiency)
         per_pair = per_pair + pairs
         base = base + _update_s(model, job, layouts, cluster, efficiency)
         gathering_s = micro_batches * _zero_3_s(model, job, layouts, cluster, efficiency)
@@ -96,6 +99,12 @@ def _rates(sizes: NDArray[np.float64], cluster: Cluster, efficiency: Efficiency)
     """Bytes a second of each device among groups of these sizes."""
     found = np.array([cluster.link_bytes_per_s(int(size)) for size in sizes])
     return found * efficiency.links
+
+
+def _scoring_s(model: ModelShape, cluster: Cluster, efficiency: Efficiency) -> float:
+    """Device-seconds of a token's logits beside their products."""
+    size_bytes = MASTER_BYTES * _LOGIT_PASSES * model.workload.vocab_size
+    return size_bytes / (cluster.device.memory_bytes_per_s * efficiency.memory)
 
 
 def _moved_s(
