@@ -247,12 +247,12 @@ def test_a_process_of_its_own_prints_dtypes_without_torch(tmp_path: Path) -> Non
     program += "assert not {'torch', 'numpy', 'tensorstore'} & set(sys.modules); sys.exit(code)"
     for command in ("ls", "show"):
         shown = subprocess.run(
-            [sys.executable, "-c", program, command, path], capture_output=True, text=True, check=True, timeout=60
+            [sys.executable, "-c", program, command, path], capture_output=True, text=True, check=True, timeout=600
         )
         assert shown.stderr == ""
     assert [row[0] for row in table(shown.stdout)] == ["model.w", "model.b", *(f"all.{name}" for name in names)]
     failed = subprocess.run(
-        [sys.executable, "-m", "gcore_ckpt.cli", "ls", tmp_path], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-m", "gcore_ckpt.cli", "ls", tmp_path], capture_output=True, text=True, timeout=600,
         env=os.environ | {"COLUMNS": "40"}, check=False,
     )  # fmt: skip
     assert (failed.returncode, failed.stdout) == (2, "")
