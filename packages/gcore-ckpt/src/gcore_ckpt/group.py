@@ -124,7 +124,7 @@ class TorchGroup:
 
     def close(self) -> None:
         """Closes the connections."""
-        del self._group
+        self._group = None
 
     def _send(self, payload: bytes, rank: int) -> None:
         import torch

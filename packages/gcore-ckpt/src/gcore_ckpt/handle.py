@@ -8,12 +8,14 @@ class SaveHandle:
 
     Attributes:
         step: The step that is being saved.
+        abandoned: Whether the call of `save` was interrupted or refused, so that its caller has no handle.
     """
 
     def __init__(self, step: int, future: Future[None]) -> None:
         self.step = step
         self._future = future
         self._collected = False
+        self.abandoned = False
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
@@ -37,6 +39,6 @@ class SaveHandle:
 
     def uncollected_error(self) -> BaseException | None:
         """The error of a save that has ended and that nobody has waited for."""
-        if self._collected or not self._future.done():
+        if self._collected or self.abandoned or not self._future.done():
             return None
         return self._future.exception()

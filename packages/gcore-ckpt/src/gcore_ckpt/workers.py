@@ -1,7 +1,7 @@
 """A few threads for work that leaves the GIL alone: copying, hashing, reading and writing of large blocks."""
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import TypeAlias
@@ -23,8 +23,18 @@ class Workers:
         self._queue: SimpleQueue[tuple[Job, Future[None]] | None] | None = None
 
     def run(self, jobs: Iterable[Job]) -> None:
-        """Runs all jobs and waits for them. Raises the error of the first that failed, after all have ended."""
-        futures = [self.submit(job) for job in jobs]
+        """Runs all jobs and waits for them. Raises the error of the first that failed, after all have ended.
+
+        If the waiting thread is interrupted, jobs that have not started are dropped, and the others end first.
+        """
+        futures: list[Future[None]] = []
+        try:
+            for job in jobs:
+                futures.append(self.submit(job))
+            wait(futures)
+        except BaseException:
+            wait([future for future in futures if not future.cancel()])
+            raise
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise errors[0]
@@ -55,6 +65,8 @@ class Workers:
 def _work(queue: "SimpleQueue[tuple[Job, Future[None]] | None]") -> None:
     while (item := queue.get()) is not None:
         job, future = item
+        if not future.set_running_or_notify_cancel():
+            continue
         try:
             job()
         except BaseException as error:
