@@ -14,7 +14,7 @@ from threading import Event
 from typing import Any, TypeVar
 
 from gcore_ckpt.errors import CheckpointError
-from gcore_ckpt.workers import Workers
+from gcore_ckpt.workers import WAKE_UP_S, Workers, wait_for
 
 T = TypeVar("T")
 
@@ -43,18 +43,20 @@ class Call:
         """The part of a call that uses the caller's memory or changes the storage; an interrupted caller waits for it.
 
         Raises:
-            CheckpointError: The caller was interrupted before.
+            CheckpointError: The caller was interrupted before or meanwhile.
         """
         self._quiet.clear()  # before the check: a caller sets `cancelled` and then waits
         try:
             self.check()
             yield
+            self.check()
         finally:
             self._quiet.set()
 
     def wait_until_quiet(self) -> None:
         """Waits until no `working` part is running; if `cancelled`, none starts after that."""
-        self._quiet.wait()
+        while not self._quiet.wait(WAKE_UP_S):
+            pass
 
 
 class Calls:
@@ -81,6 +83,7 @@ class Calls:
         try:
             future = self._workers.submit(job)
             self._last = call, future
+            wait_for([future])
             future.result()
             return results[0]
         except BaseException:

@@ -1,6 +1,8 @@
 """What a save returns: its outcome, once there is one."""
 
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+
+from gcore_ckpt.workers import wait_for
 
 
 class SaveHandle:
@@ -34,7 +36,7 @@ class SaveHandle:
 
     def join(self, timeout_s: float | None = None) -> None:
         """Waits until the save has ended, well or not."""
-        if not wait([self._future], timeout_s).done:
+        if not wait_for([self._future], timeout_s):
             raise TimeoutError(f"step {self.step} is still being written after {timeout_s} s")
 
     def uncollected_error(self) -> BaseException | None:

@@ -1,11 +1,13 @@
 """Steps in a folder of a local or shared file system.
 
 A committed step is a folder of its canonical name, `step-00000012`, and nothing else is. Folders that are being written
-or deleted have temporary names, so that one rename is what commits a step and what takes it back.
+or deleted have temporary names, so that one rename is what commits a step and what takes it back. Steps that were set
+aside are folders `set-aside-00000012-<id>`; `journal.py` says how several become that at once.
 """
 
 import errno
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Generator, Mapping, Sequence
@@ -13,13 +15,16 @@ from contextlib import ExitStack, contextmanager
 from io import FileIO
 from pathlib import Path
 
+from gcore_ckpt.journal import JOURNAL_FILE, Journal, decode_journal
 from gcore_ckpt.lock import WriterLock
 from gcore_ckpt.storage import STEP_NAME, step_name
 from gcore_ckpt.workers import Workers
 
 INDEX_FILE = "index.json"
 
-_TEMP_PREFIX = ".tmp-"
+_TEMP_FOLDER = re.compile(r"\.tmp-step-\d{8,}-[0-9a-f]{12}", re.ASCII)
+_TEMP_JOURNAL = re.compile(r"\.tmp-rollback-[0-9a-f]{12}", re.ASCII)
+_SET_ASIDE = re.compile(r"set-aside-(\d{8,})-[0-9a-f]{12}", re.ASCII)
 _PAGE_BYTES = 4096
 _CHUNK_BYTES = 16 << 20
 _WRITE_THREADS = 4
@@ -50,8 +55,14 @@ class LocalStorage:
         """The committed steps, ascending; none if there is no such folder."""
         if not self._path.is_dir():
             return []
-        matches = (STEP_NAME.fullmatch(entry.name) for entry in self._path.iterdir())
-        steps = (int(match[1]) for match in matches if match)
+        data = self._journal_bytes()
+        while True:
+            matches = [STEP_NAME.fullmatch(entry.name) for entry in self._path.iterdir()]
+            steps = {int(match[1]) for match in matches if match}
+            before, data = data, self._journal_bytes()
+            if data == before:  # else steps were set aside meanwhile, and this is a mixture
+                break
+        steps -= set(self._decode_journal(data).pending)
         return sorted(step for step in steps if (self._path / step_name(step)).is_dir())
 
     @contextmanager
@@ -65,9 +76,8 @@ class LocalStorage:
         _create_directory(self._path)
         self._lock = WriterLock(self._path)
         try:
-            for entry in self._path.iterdir():
-                if entry.name.startswith(_TEMP_PREFIX):
-                    shutil.rmtree(entry)
+            self._remove_leftovers()
+            self._finish_setting_aside()
         except BaseException:
             self.release()
             raise
@@ -122,9 +132,71 @@ class LocalStorage:
 
     def remove(self, step: int) -> None:
         """Renames a step away, then deletes it."""
+        self._remove_folder(step_name(step), step)
+
+    def set_aside(self, steps: Sequence[int]) -> None:
+        """Records the steps, which is the atomic act, then renames them."""
+        self._finish_setting_aside()  # of an earlier call that failed halfway
+        if steps:
+            self._write_journal(Journal(pending=tuple(steps)))
+            self._finish_setting_aside()
+
+    def steps_set_aside(self) -> list[int]:
+        """The numbers in the names of the folders, and what is about to be one."""
+        if not self._path.is_dir():
+            return []
+        matches = (_SET_ASIDE.fullmatch(entry.name) for entry in self._path.iterdir())
+        pending = self._decode_journal(self._journal_bytes()).pending
+        waiting = (step for step in pending if (self._path / step_name(step)).is_dir())
+        return sorted([*(int(match[1]) for match in matches if match), *waiting])
+
+    def remove_set_aside(self) -> None:
+        """Deletes the folders."""
+        for entry in list(self._path.iterdir()):
+            if match := _SET_ASIDE.fullmatch(entry.name):
+                self._remove_folder(entry.name, int(match[1]))
+
+    def _remove_folder(self, name: str, step: int) -> None:
         temp = self._path / _temp_name(step)
-        (self._path / step_name(step)).rename(temp)
+        (self._path / name).rename(temp)
         shutil.rmtree(temp)
+
+    def _remove_leftovers(self) -> None:
+        """Removes what dead writers left: exactly what this class names so, and nothing else that is hidden here."""
+        for entry in self._path.iterdir():
+            if _TEMP_FOLDER.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif _TEMP_JOURNAL.fullmatch(entry.name) and entry.is_file():
+                entry.unlink()
+
+    def _finish_setting_aside(self) -> None:
+        pending = self._decode_journal(self._journal_bytes()).pending
+        if not pending:
+            return
+        for step in pending:
+            folder = self._path / step_name(step)
+            if folder.is_dir():
+                folder.rename(self._path / f"set-aside-{step:08d}-{_new_id()}")
+        _sync_directory(self._path)
+        self._write_journal(Journal())
+
+    def _journal_bytes(self) -> bytes | None:
+        try:
+            return (self._path / JOURNAL_FILE).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def _decode_journal(self, data: bytes | None) -> Journal:
+        return decode_journal(data, str(self._path / JOURNAL_FILE))
+
+    def _write_journal(self, journal: Journal) -> None:
+        temp = self._path / f".tmp-rollback-{_new_id()}"
+        with temp.open("xb") as file:
+            file.write(journal.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        temp.replace(self._path / JOURNAL_FILE)
+        _sync_directory(self._path)
 
     def _write_direct(self, path: Path, data: memoryview) -> bool:
         """Writes and syncs whole pages with O_DIRECT and the rest without; False if the file system cannot."""
@@ -199,7 +271,11 @@ class LocalFiles:
 
 
 def _temp_name(step: int) -> str:
-    return f"{_TEMP_PREFIX}{step_name(step)}-{uuid.uuid4().hex[:12]}"
+    return f".tmp-{step_name(step)}-{_new_id()}"
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:12]
 
 
 def _create_directory(path: Path) -> None:

@@ -1,10 +1,10 @@
 """What a process keeps from its first save to its last: lock, plan, staging memory, background thread."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from gcore_ckpt.agreement import SavePlanner, root_decides
 from gcore_ckpt.calls import Call
@@ -17,7 +17,10 @@ from gcore_ckpt.saver import Saver
 from gcore_ckpt.staging import StagedFile, Stager, Staging
 from gcore_ckpt.storage import Storage
 from gcore_ckpt.tree import Node, State
-from gcore_ckpt.workers import Workers
+from gcore_ckpt.workers import Workers, wait_for
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _Staged: TypeAlias = "StagedFile | Exception | None"
 
@@ -56,6 +59,7 @@ class SavePipeline:
         self._retention = options.retention
         self._deletions: list[Future[None]] = []
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gcore-ckpt")  # so steps commit in order
+        self._last: Future[Any] | None = None
         self._acquired = False
         self._newest = -1
 
@@ -87,7 +91,7 @@ class SavePipeline:
         try:
             files = self._planner.plan(step, prepare)
             self._newest = max(self._newest, step)
-            self._executor.submit(self._write, outcome, step, held[0].tree, _taken_from(staged))
+            self._submit(self._write, outcome, step, held[0].tree, _taken_from(staged))
         except Exception as error:
             outcome.set_exception(error)
             raise
@@ -99,7 +103,7 @@ class SavePipeline:
             raise
         staged.put(None)
         if self._planning.rank == 0:
-            self._deletions.append(self._executor.submit(self._delete_old_steps, step, outcome))
+            self._deletions.append(self._submit(self._delete_old_steps, step, outcome))
 
     def roll_back(self, call: Call, step: int) -> list[int]:
         """Sets the steps above a committed one aside, after what is in flight; returns them.
@@ -112,7 +116,7 @@ class SavePipeline:
         def set_aside() -> list[int]:
             with call.working():
                 self._acquire()
-                return self._executor.submit(self._set_aside_above, step).result()
+                return self._submit(self._set_aside_above, step).result()
 
         later = root_decides(self._planning, set_aside)
         self._newest = step
@@ -128,7 +132,7 @@ class SavePipeline:
         Raises:
             CheckpointWriteError: They could not be.
         """
-        wait(self._deletions)
+        wait_for(self._deletions)
         self._raise_failed_deletion()
 
     def close(self) -> None:
@@ -137,6 +141,8 @@ class SavePipeline:
         Raises:
             CheckpointWriteError: Old steps could not be deleted; it is closed all the same.
         """
+        if self._last is not None:
+            wait_for([self._last])
         self._executor.shutdown()
         self._copiers.close()
         self._hashers.close()
@@ -145,6 +151,10 @@ class SavePipeline:
             self._acquired = False
         self._writing.close()
         self._raise_failed_deletion()
+
+    def _submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        self._last = future = self._executor.submit(function, *args, **kwargs)
+        return future
 
     def _write(self, outcome: Future[None], step: int, tree: Node, staged: Iterator[StagedFile]) -> None:
         try:

@@ -1,12 +1,31 @@
 """A few threads for work that leaves the GIL alone: copying, hashing, reading and writing of large blocks."""
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Job: TypeAlias = Callable[[], object]
+
+
+WAKE_UP_S = 0.2
+"""How often a thread that waits looks for signals."""
+
+
+def wait_for(futures: Sequence[Future[Any]], timeout_s: float | None = None) -> bool:
+    """Waits until all futures are done; False after `timeout_s`.
+
+    It wakes up in between: a signal that arrives just before a thread falls asleep is handled when it wakes up.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        left_s = WAKE_UP_S if deadline is None else min(WAKE_UP_S, max(0.0, deadline - time.monotonic()))
+        if not wait(futures, left_s).not_done:
+            return True
+        if deadline is not None and time.monotonic() >= deadline:
+            return False
 
 
 class Workers:
@@ -31,9 +50,9 @@ class Workers:
         try:
             for job in jobs:
                 futures.append(self.submit(job))
-            wait(futures)
+            wait_for(futures)
         except BaseException:
-            wait([future for future in futures if not future.cancel()])
+            wait_for([future for future in futures if not future.cancel()])
             raise
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
