@@ -65,6 +65,20 @@ def save_steps(rank: Rank, path: str, steps: list[int], options: dict[str, Any])
             checkpointer.save(step, state_of(step, rank.number, dist.get_world_size())).wait()
 
 
+def save_after_loading(rank: Rank, path: str, loaded: int, saved: int, goes_back: bool) -> list[int]:
+    size = dist.get_world_size()
+    with Checkpointer(path, timeout_s=TIMEOUT_S) as checkpointer:
+        checkpointer.load(state_of(loaded, rank.number, size), step=loaded)
+        later = checkpointer.rollback(loaded) if goes_back else []
+        checkpointer.save(saved, state_of(saved, rank.number, size)).wait()
+    return later
+
+
+def roll_back(rank: Rank, path: str, step: int) -> None:
+    with Checkpointer(path, timeout_s=TIMEOUT_S) as checkpointer:
+        checkpointer.rollback(step)
+
+
 def _interrupted_at(owner: Any, name: str) -> AbstractContextManager[object]:
     """Raises KeyboardInterrupt in the main thread, where SIGTERM does, at the first call of a method."""
     function = getattr(owner, name)
