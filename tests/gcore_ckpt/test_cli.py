@@ -247,7 +247,9 @@ def test_an_object_store(capsys: Captured) -> None:
     assert assert_fine(capsys, "rm", url, 2) == "deleted step(s) 2\n"
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify", "diff", "export-hf", "import-dcp", "prune", "rm", "rollback"])
+@pytest.mark.parametrize(
+    "command", ["ls", "show", "verify", "diff", "export-hf", "import-dcp", "prune", "rm", "rollback"]
+)
 def test_help_of_each_command_has_an_example(capsys: Captured, command: str) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
@@ -255,8 +257,19 @@ def test_help_of_each_command_has_an_example(capsys: Captured, command: str) -> 
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["fly"], ["ls"], ["show", "x", "--step", "-1"], ["show", "x", "--step", "1.5"], ["prune", "x"], ["rm", "x"],
-     ["prune", "x", "--keep", "1", "--above", "1"], ["rollback", "x"], ["rm", "x", "latest"]],
+    "arguments",
+    [
+        [],
+        ["fly"],
+        ["ls"],
+        ["show", "x", "--step", "-1"],
+        ["show", "x", "--step", "1.5"],
+        ["prune", "x"],
+        ["rm", "x"],
+        ["prune", "x", "--keep", "1", "--above", "1"],
+        ["rollback", "x"],
+        ["rm", "x", "latest"],
+    ],
 )
 def test_wrong_use(capsys: Captured, arguments: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 import pytest
@@ -76,11 +75,8 @@ def test_a_signal_at_any_moment_ends_the_process(fork_server: ForkServer, tmp_pa
         assert len(signals) > 1 or list(path.glob(".tmp-*")) == []
 
 
-Handler = Callable[[int, FrameType | None], Any]
-
-
 @contextmanager
-def handling(number: signal.Signals, handler: Handler) -> Generator[None]:
+def handling(number: signal.Signals, handler: Callable[..., object]) -> Generator[None]:
     previous = signal.signal(number, handler)
     try:
         yield
@@ -97,7 +93,7 @@ class Interruption:
         self._handled = threading.Event()
         self._sent = False
 
-    def handle(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, *_: object) -> None:
         self._handled.set()
         self._handler()
 

@@ -221,7 +221,7 @@ def test_mutation_after_save_changes_nothing(tmp_path: Path) -> None:
             assert loaded["numbers"] == [step, 2, *[-1] * step]
 
 
-class Name(str, enum.Enum):
+class Name(str, enum.Enum):  # noqa: UP042  # its str() is not its value
     WEIGHT = "weight"
 
 

@@ -221,8 +221,8 @@ def _listed(steps: Sequence[int]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gcore-ckpt",
-        description="Looks into checkpoints, checks, compares, converts, rolls back and prunes them. PATH is a folder or a URL "
-        "such as s3://bucket/folder; ls, show, verify, diff and export-hf read a Hugging Face folder too.",
+        description="Looks into checkpoints, checks, compares, converts, rolls back and prunes them. PATH is a folder "
+        "or a URL such as s3://bucket/folder; ls, show, verify, diff and export-hf read a Hugging Face folder too.",
         epilog="gcore-ckpt COMMAND --help shows its options and an example. Exit codes: 0 fine, 1 different or "
         "damaged, 2 an error, 130 interrupted.",
     )
@@ -276,8 +276,8 @@ def _parser() -> argparse.ArgumentParser:
     dcp.add_argument("--step", type=_number, metavar="N", default=0, help="number of the step (default: %(default)s)")
 
     text = (
-        "Deletes steps: all but the latest, all above one, or those that were set aside. It does not ask; refused while "
-        "a writer has the path open."
+        "Deletes steps: all but the latest, all above one, or those that were set aside. It does not ask; refused "
+        "while a writer has the path open."
     )
     prune = command("prune", _prune, text, "prune runs/a --keep 3 --keep-every 1000 --dry-run")
     prune.add_argument("path", metavar="PATH")

@@ -50,7 +50,9 @@ def load_step(
         CorruptCheckpointError: It is not what was saved.
         CheckpointNotFoundError: It was deleted meanwhile.
     """
-    loader = Loader(reader=reader, rank=group.rank, size=group.size, device=torch.device(device), mmap=mmap, check=check)
+    loader = Loader(
+        reader=reader, rank=group.rank, size=group.size, device=torch.device(device), mmap=mmap, check=check
+    )
     workers = Workers(_THREADS, "gcore-ckpt-read")
     try:
         return loader.whole(only, workers) if template is None else loader.into(template, workers)

@@ -63,9 +63,7 @@ class SavePipeline:
         self._acquired = False
         self._newest = -1
 
-    def save(
-        self, call: Call, step: int, state: State, outcome: Future[None], check: Callable[[], None]
-    ) -> None:
+    def save(self, call: Call, step: int, state: State, outcome: Future[None], check: Callable[[], None]) -> None:
         """Copies `state` and starts to write it.
 
         Args:

@@ -48,8 +48,7 @@ class Workers:
         """
         futures: list[Future[None]] = []
         try:
-            for job in jobs:
-                futures.append(self.submit(job))
+            futures.extend(self.submit(job) for job in jobs)  # keeps those before an interruption
             wait_for(futures)
         except BaseException:
             wait_for([future for future in futures if not future.cancel()])
