@@ -28,6 +28,7 @@ _SET_ASIDE = re.compile(r"set-aside-(\d{8,})-[0-9a-f]{12}", re.ASCII)
 _PAGE_BYTES = 4096
 _CHUNK_BYTES = 16 << 20
 _WRITE_THREADS = 4
+_MAX_OPEN_FILES = 256
 
 
 class LocalStorage:
@@ -228,18 +229,24 @@ class LocalStorage:
 
 
 class LocalFiles:
-    """The open files of one step's folder, or of any folder that holds plain data files."""
+    """The open files of one step's folder, or of any folder that holds plain data files.
+
+    At most `_MAX_OPEN_FILES` are kept open, since processes may open few; the others are opened for each read, by the
+    folder, which may be renamed meanwhile.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._open = ExitStack()
         self._files: dict[str, FileIO] = {}
+        self._folder: int | None = None
 
     def __enter__(self) -> "LocalFiles":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
+        self._folder = None
 
     def read_index(self) -> bytes:
         """The bytes of `index.json`."""
@@ -254,20 +261,35 @@ class LocalFiles:
         path = self._directory / name
         if path.exists() and not path.is_file():  # opening a pipe would wait for ever
             raise ValueError("is no regular file")
-        self._files[name] = self._open.enter_context(path.open("rb", buffering=0))
-        return os.fstat(self._files[name].fileno()).st_size
+        if name in self._files or len(self._files) < _MAX_OPEN_FILES:
+            self._files[name] = self._open.enter_context(path.open("rb", buffering=0))
+            return os.fstat(self._files[name].fileno()).st_size
+        if self._folder is None:
+            self._folder = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+            self._open.callback(os.close, self._folder)
+        return os.stat(name, dir_fd=self._folder).st_size
 
     def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> int:
-        """Fills `buffer` from an open file."""
-        fd, size_bytes = self._files[name].fileno(), 0
-        # Else the kernel reads ahead by so little that a disk with any latency is mostly idle.
-        os.posix_fadvise(fd, offset_bytes, len(buffer), os.POSIX_FADV_WILLNEED)
-        while size_bytes < len(buffer):
-            count = os.preadv(fd, [buffer[size_bytes:]], offset_bytes + size_bytes)
-            if not count:
-                break
-            size_bytes += count
-        return size_bytes
+        """Fills `buffer` from a file that `open` has found."""
+        if name in self._files:
+            return _read_fully(self._files[name].fileno(), offset_bytes, buffer)
+        fd = os.open(name, os.O_RDONLY, dir_fd=self._folder)
+        try:
+            return _read_fully(fd, offset_bytes, buffer)
+        finally:
+            os.close(fd)
+
+
+def _read_fully(fd: int, offset_bytes: int, buffer: memoryview) -> int:
+    size_bytes = 0
+    # Else the kernel reads ahead by so little that a disk with any latency is mostly idle.
+    os.posix_fadvise(fd, offset_bytes, len(buffer), os.POSIX_FADV_WILLNEED)
+    while size_bytes < len(buffer):
+        count = os.preadv(fd, [buffer[size_bytes:]], offset_bytes + size_bytes)
+        if not count:
+            break
+        size_bytes += count
+    return size_bytes
 
 
 def _temp_name(step: int) -> str:
