@@ -130,6 +130,26 @@ def load_while_one_is_interrupted(rank: Rank, path: str, interrupted: int) -> st
     return heard
 
 
+def save_while_one_is_late(rank: Rank, path: str, late: int) -> list[str]:
+    """One rank comes to the second save after the others have given up on it; the errors of two saves of each."""
+    size = dist.get_world_size()
+    heard: list[str] = []
+    with Checkpointer(path, timeout_s=5.0) as checkpointer:
+        checkpointer.save(1, state_of(1, rank.number, size)).wait()
+        if rank.number == late:
+            dist.barrier()
+        for _ in range(2):
+            try:
+                checkpointer.save(2, state_of(2, rank.number, size)).wait()
+            except CheckpointError as error:
+                heard.append(f"{type(error).__name__}: {error}")
+        if rank.number != late:
+            dist.barrier()
+    dist.barrier()
+    save_steps(rank, path, [3], {})
+    return heard
+
+
 def leave_while_waiting(rank: Rank, path: str, interrupted: int) -> str:
     """One rank is interrupted in a save that the others have not come to, and closes; then they come to it."""
     size = dist.get_world_size()
