@@ -126,8 +126,7 @@ GROUP_ESTIMATORS: dict[GroupEstimator, tuple[str, dict[str, Any]]] = {
 def test_group_advantages(verl: Any, estimator: GroupEstimator, seed: int) -> None:
     batch = Batch.of(seed)
     num = len(batch.lengths)
-    # At least two to a group: alone, a response has advantage 0 with us, and its score with verl.
-    index = batch.rng.permutation(np.arange(num) % (num // 2))
+    index = batch.rng.integers(0, num, num)  # groups of one are among them
     scores = batch.rng.normal(size=num).round(1)
     rewards = batch_of_scores(batch, scores)
     name, settings = GROUP_ESTIMATORS[estimator]
@@ -214,13 +213,13 @@ POLICY_LOSSES: dict[str, PolicyLossConfig] = {
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-@given(seed=seeds, mode=st.sampled_from(AGG_MODES))
-def test_policy_loss_and_gradient(verl: Any, name: str, seed: int, mode: LossAggMode) -> None:
+@given(seed=seeds, mode=st.sampled_from(AGG_MODES), scale=st.sampled_from([0.4, 4.0, 40.0]))
+def test_policy_loss_and_gradient(verl: Any, name: str, seed: int, mode: LossAggMode, scale: float) -> None:
     config, batch = POLICY_LOSSES[name], Batch.of(seed)
     if config.loss_mode == "sapo":
         mode = "seq-mean-token-mean"  # whatever verl is asked for
     old, advantages, weights = -batch.normal().abs(), batch.normal(), batch.normal().abs()
-    log_probs = (old + batch.normal(0.4)).requires_grad_()
+    log_probs = (old + batch.normal(scale)).requires_grad_()
     expected, metrics = verl.algos.get_policy_loss_fn(config.loss_mode)(
         old, log_probs, advantages, batch.mask, mode, verl_actor(verl, config), weights
     )
@@ -269,12 +268,11 @@ KL_KINDS: list[KLPenalty] = ["k1", "k2", "k3", "k1+", "k3+"]
 
 
 @pytest.mark.parametrize("kind", KL_KINDS)
-@given(seed=seeds)
-def test_kl_penalty_and_gradient(verl: Any, kind: KLPenalty, seed: int) -> None:
+@given(seed=seeds, scale=st.sampled_from([0.5, 3.0, 30.0]))
+def test_kl_penalty_and_gradient(verl: Any, kind: KLPenalty, seed: int, scale: float) -> None:
     batch = Batch.of(seed)
     reference = -batch.normal().abs()
-    # Log-ratios up to 2: verl caps k3 at 10, which it reaches at 2.6, and its gradient there; we do not.
-    log_probs = (reference + batch.normal().clamp(-2, 2)).requires_grad_()
+    log_probs = (reference + batch.normal(scale)).requires_grad_()
     expected = verl.algos.kl_penalty(log_probs, reference, kind)
     actual = kl_penalty(log_probs, reference, kind)
     assert_near(actual.detach(), expected.detach())
@@ -283,11 +281,11 @@ def test_kl_penalty_and_gradient(verl: Any, kind: KLPenalty, seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-@given(seed=seeds, coef=st.sampled_from([0.0, 0.05, 1.0]))
-def test_kl_in_the_reward(verl: Any, kind: RewardKL, seed: int, coef: float) -> None:
+@given(seed=seeds, coef=st.sampled_from([0.0, 0.05, 1.0]), scale=st.sampled_from([0.5, 3.0, 30.0]))
+def test_kl_in_the_reward(verl: Any, kind: RewardKL, seed: int, coef: float, scale: float) -> None:
     batch = Batch.of(seed)
     reference = -batch.normal().abs()
-    log_probs = reference + batch.normal().clamp(-2, 2)
+    log_probs = reference + batch.normal(scale)
     scores = batch.rng.normal(size=len(batch.lengths))
     penalty = verl.algos.kl_penalty(log_probs, reference, kind) * batch.mask
     rows = zip(scores, batch.rows(log_probs), batch.rows(reference), batch.masks, strict=True)
