@@ -65,7 +65,9 @@ def test_bfloat16_weights_are_merged_to_the_nearest() -> None:
     base = {f"{LAYER}.weight": weight.bfloat16()}
     tensors = {LAYER + A_OF: 0.1 * a, LAYER + B_OF: 0.1 * b}
     found = dict(merged(base, AdapterWeights(base_version=0, version=1, scaling=2.0, tensors=tensors)))
-    expected = base[f"{LAYER}.weight"].double() + 2.0 * (tensors[LAYER + B_OF].double() @ tensors[LAYER + A_OF].double())
+    expected = base[f"{LAYER}.weight"].double() + 2.0 * (
+        tensors[LAYER + B_OF].double() @ tensors[LAYER + A_OF].double()
+    )
     assert (found[f"{LAYER}.weight"] == expected.bfloat16()).double().mean() > 0.999
 
 
