@@ -54,13 +54,15 @@ def make_samples(masks: Masks = MASKS, *, poison: float | None = None) -> list[S
         values = -np.abs(rng.normal(size=mask.size)).astype(np.float32)
         return values if poison is None else np.where(mask, values, np.float32(poison))
 
-    fields = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values")
+    def arrays_of(mask: NDArray[np.bool_]) -> dict[str, Any]:
+        return {f: drawn(mask) for f in ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values")}
+
     return [
         Sample(
             prompt_ids=np.arange(3),
             response_ids=np.arange(len(mask)),
             response_mask=np.array(mask),
-            **{field: drawn(np.array(mask)) for field in fields},
+            **arrays_of(np.array(mask)),
         )
         for mask in masks
     ]

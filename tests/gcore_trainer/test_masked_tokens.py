@@ -231,7 +231,7 @@ def assert_function_of_counted(function: Callable[[Any, Any, Any], Outcome], see
     rng = np.random.default_rng(seed)
     first, second, masks = rows(rng)
     dirty = [[poison(a, m, rng) for a, m in zip(column, masks, strict=True)] for column in (first, second)]
-    (arrays, metrics), (found, found_metrics) = function(first, second, masks), function(*dirty, masks)
+    (arrays, metrics), (found, found_metrics) = function(first, second, masks), function(dirty[0], dirty[1], masks)
     for array, other in zip(arrays, found, strict=True):
         np.testing.assert_array_equal(array, other)
     assert metrics == found_metrics
@@ -254,8 +254,11 @@ def test_advantages_along_tokens(seed: int, gamma: float) -> None:
 @given(seed=seeds)
 def test_divergence_in_the_reward(kind: RewardKL, seed: int) -> None:
     def of_all(log_probs: Any, reference: Any, masks: Any) -> Outcome:
-        triples = [(p, q, m) for p, q, m in zip(log_probs, reference, masks, strict=True) if m.any()]
-        return [f for t in triples for f in (kl_estimates(*t, kind), kl_rewards(1.0, *t, coef=0.1, kind=kind))], {}
+        found: list[Any] = []
+        for p, q, m in zip(log_probs, reference, masks, strict=True):
+            if m.any():
+                found += [kl_estimates(p, q, m, kind), kl_rewards(1.0, p, q, m, coef=0.1, kind=kind)]
+        return found, {}
 
     assert_function_of_counted(of_all, seed)
 

@@ -292,7 +292,7 @@ def test_correction_metrics_of_extreme_ratios(verl: Any) -> None:
 
 
 def test_weights_that_are_all_zero(verl: Any) -> None:
-    settings = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_threshold_lower": 0.5}
+    settings: dict[str, Any] = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_threshold_lower": 0.5}
     with pytest.raises(ZeroDivisionError):
         correction(verl, [[3.0, 3.0]], [[1.0, 1.0]], **settings)
     _, _, ours = rollout_correction(
