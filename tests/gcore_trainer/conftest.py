@@ -58,6 +58,7 @@ def verl() -> Any:
         return SimpleNamespace(
             algos=import_module("verl.trainer.ppo.core_algos"),
             helper=import_module("verl.trainer.ppo.rollout_corr_helper"),
+            metrics=import_module("verl.trainer.ppo.metric_utils"),
             ActorConfig=import_module("verl.workers.config.actor").ActorConfig,
         )
 

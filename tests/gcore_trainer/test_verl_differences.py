@@ -27,6 +27,7 @@ from gcore_trainer.policy_losses import policy_loss
 from gcore_trainer.reward_shaping import AdaptiveKLController
 from gcore_trainer.rollout_correction import RolloutCorrectionConfig, rollout_correction
 from gcore_trainer.token_scores import TokenScores
+from gcore_trainer.value_losses import explained_variance, value_moments
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "packages/gcore-trainer/docs/verl.md").read_text()
@@ -257,6 +258,31 @@ def test_kl_controllers_refuse_what_would_break_them(verl: Any) -> None:
         with pytest.raises(BatchError, match="needed"):
             ours.update(current_kl, n_steps)
         assert ours.value == 0.2
+
+
+def verl_explained_variance(verl: Any, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
+    zeros, ones = torch.zeros_like(values), torch.ones_like(values)
+    batch = dict.fromkeys(("token_level_scores", "token_level_rewards", "advantages", "prompts", "responses"), zeros)
+    batch |= {
+        "attention_mask": torch.cat([ones, ones], -1),
+        "response_mask": mask,
+        "values": values,
+        "returns": returns,
+    }
+    metrics = verl.metrics.compute_data_metrics(SimpleNamespace(batch=batch, non_tensor_batch={}), use_critic=True)
+    return metrics["critic/vf_explained_var"]
+
+
+def test_the_explained_variance_of_one_token(verl: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values, returns = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64)
+    mask = torch.rand(3, 5, generator=generator) < 0.7
+    expected = verl_explained_variance(verl, values, returns, mask)
+    assert explained_variance(value_moments(values, returns, mask)) == pytest.approx(expected)
+    one = torch.arange(15).reshape(3, 5) == 7
+    with pytest.warns(UserWarning, match="degrees of freedom is <= 0"):
+        assert np.isnan(verl_explained_variance(verl, values, returns, one))
+    assert explained_variance(value_moments(values, returns, one)) == 0.0
 
 
 def correction(

@@ -30,9 +30,10 @@ from gcore_trainer.reward_shaping import (
 from gcore_trainer.rollout_correction import rollout_correction, weight_moments
 
 KLController = FixedKLController | AdaptiveKLController
-_CHECKED = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values")
 _WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
 """Estimators whose advantages are whitened over the batch."""
+_READ = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values")
+"""Arrays of a sample that advantages and corrections are made of."""
 
 
 def kl_controller(config: KLControlConfig) -> KLController:
@@ -68,7 +69,7 @@ async def prepare(
     """
     for g, own in zip(groups, samples, strict=True):
         for i, sample in enumerate(own):
-            sample.check_finite(f"response {i} to prompt {g.ticket}", *_CHECKED)
+            sample.check_finite(f"response {i} to prompt {g.ticket}", *_READ)
     rewards = [
         [_rewards(g, i, s, algorithm, kl.value, max_response_length) for i, s in enumerate(own)]
         for g, own in zip(groups, samples, strict=True)

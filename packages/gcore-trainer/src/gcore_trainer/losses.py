@@ -75,9 +75,9 @@ def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLPen
     k1: log p - log q;  k2: (log p - log q)^2 / 2;  k3: q/p - 1 - log(q/p), GRPO's (arXiv 2402.03300, eq. 4), at most
     10 as in verl: a token at the bound has no gradient.
 
-    k1 and k3 estimate the divergence without bias, but their gradients do not estimate its gradient (k1's is zero in
-    expectation); k2's does, under the policy's own samples (arXiv 2510.01555). k1+ and k3+ have the value of k1 and k3
-    and the gradient of k2.
+    k1 and, below its bound, k3 estimate the divergence without bias, but their gradients do not estimate its gradient
+    (k1's is zero in expectation); k2's does, under the policy's own samples (arXiv 2510.01555). k1+ and k3+ have the
+    value of k1 and k3 and the gradient of k2.
     """
     log_ratio = log_probs - ref_log_probs
     match kind:
