@@ -81,7 +81,7 @@ class DiffusionTrainer(BaseTrainer):
             ranks.
 
         Raises:
-            BatchError: the images lack what the objective needs, or there are none.
+            BatchError: the images lack what the objective needs, hold numbers that are not finite, or there are none.
             NonFiniteGradientError: too many skipped steps in a row.
         """
         samples = [s for batch in micro_batches for s in batch]
