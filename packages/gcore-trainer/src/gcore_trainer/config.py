@@ -12,6 +12,9 @@ LossMode = Literal["vanilla", "gspo", "cispo", "sapo"]
 LRSchedulerType = Literal["constant", "linear", "cosine"]
 DPOLossType = Literal["sigmoid", "ipo", "hinge"]
 
+MAX_K3 = 10.0
+"""Largest value of the k3 estimate of a token's KL divergence, in the loss and in the reward; verl's bound."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
