@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from numpy.typing import NDArray
 
-from gcore_trainer import KLPenalty, LossAggMode
+from gcore_trainer import ConfigError, KLPenalty, LossAggMode
 from gcore_trainer.losses import BatchTotals, aggregation_weights, kl_penalty
 from gcore_trainer.policy_losses import ppo_clip_loss
 
@@ -156,3 +156,9 @@ def test_aggregation(mode: LossAggMode, masks: list[list[bool]], seed: int) -> N
     assert all(w.dtype == np.float32 for w in weights)
     total = sum((w * loss).sum() for w, loss in zip(weights, losses, strict=True))
     assert_allclose(total, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_norm_needs_its_divisor() -> None:
+    masks = [np.ones(3, np.bool_)]
+    with pytest.raises(ConfigError, match="max_response_length is None; expected 1 or more for loss_agg_mode"):
+        aggregation_weights(masks, "seq-mean-token-sum-norm", totals=BatchTotals.of(masks))

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_trainer.config import MAX_K3, KLPenalty, LossAggMode
+from gcore_trainer.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class BatchTotals:
 
 
 def aggregation_weights(
-    masks: Sequence[NDArray[np.bool_]], mode: LossAggMode, *, totals: BatchTotals, max_response_length: int
+    masks: Sequence[NDArray[np.bool_]], mode: LossAggMode, *, totals: BatchTotals, max_response_length: int | None = None
 ) -> list[NDArray[np.float32]]:
     """The weight of every token, such that the batch's loss is the plain sum of weight times token loss.
 
@@ -52,6 +53,10 @@ def aggregation_weights(
     Args:
         masks: [R_i] of each sequence of a part of the batch, True where a token counts.
         totals: those of the whole batch.
+        max_response_length: the divisor of ``seq-mean-token-sum-norm``; other modes do without.
+
+    Raises:
+        ConfigError: the mode needs ``max_response_length``, and there is none.
     """
     counts = np.array([m.sum() for m in masks], dtype=np.float64)
     num_sequences = totals.num_sequences
@@ -63,6 +68,10 @@ def aggregation_weights(
         case "seq-mean-token-mean":
             scales = 1.0 / (num_sequences * np.maximum(counts, 1.0))
         case "seq-mean-token-sum-norm":
+            if max_response_length is None:
+                raise ConfigError(
+                    "max_response_length is None; expected 1 or more for loss_agg_mode 'seq-mean-token-sum-norm'"
+                )
             scales = np.full(len(masks), 1.0 / (num_sequences * max_response_length))
         case _:
             assert_never(mode)

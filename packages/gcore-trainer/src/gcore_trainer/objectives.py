@@ -200,7 +200,7 @@ class SFTObjective(Objective[TokenScores]):
 
 
 def _weights(
-    samples: MicroBatch, mode: LossAggMode, totals: BatchTotals, max_response_length: int, *, like: torch.Tensor
+    samples: MicroBatch, mode: LossAggMode, totals: BatchTotals, max_response_length: int | None, *, like: torch.Tensor
 ) -> torch.Tensor:
     """The aggregation weight of every token, shape [N]."""
     masks = [s.mask for s in samples]
