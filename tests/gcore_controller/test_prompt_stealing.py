@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from runtimes import Ctx, Run, run_here, run_over_messages
+from runtimes import Ctx, Run, inline, over_messages
 
 from gcore_controller.prompt_stealing import SharedPrompts
 from gcore_controller.prompts import PromptLoader
@@ -11,7 +11,7 @@ from gcore_controller.prompts import PromptLoader
 ROWS = [f"row {i}" for i in range(23)]
 
 
-@pytest.fixture(params=[run_here, run_over_messages], ids=["inline", "messages"])
+@pytest.fixture(params=[inline, over_messages], ids=["inline", "messages"])
 def run(request: pytest.FixtureRequest) -> Run:
     return request.param
 
@@ -27,7 +27,7 @@ def drawn(world_size: int, sizes: list[int]) -> list[list[tuple[int, str]]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
-async def test_a_wave_has_the_same_prompts_whoever_takes_them(run: Run, world_size: int) -> None:
+def test_a_wave_has_the_same_prompts_whoever_takes_them(run: Run, world_size: int) -> None:
     sizes = [8, 3, 16]
 
     async def program(ctx: Ctx) -> list[list[tuple[int, str]]]:
@@ -42,11 +42,11 @@ async def test_a_wave_has_the_same_prompts_whoever_takes_them(run: Run, world_si
             await ctx.group.barrier()
         return waves
 
-    waves = zip(*await run(program, world_size), strict=True)
+    waves = zip(*run(program, world_size), strict=True)
     assert [sorted(entry for mine in wave for entry in mine) for wave in waves] == drawn(world_size, sizes)
 
 
-async def test_the_idle_take_from_the_loaded(run: Run) -> None:
+def test_the_idle_take_from_the_loaded(run: Run) -> None:
     """Rank 0 takes a prompt, and no more until the others have had all the rest."""
     others_are_done = asyncio.Event()
 
@@ -64,12 +64,12 @@ async def test_the_idle_take_from_the_loaded(run: Run) -> None:
             others_are_done.set()
         return mine
 
-    loaded, *idle = await run(program, 3)
+    loaded, *idle = run(program, 3)
     assert loaded == [0]
     assert sorted(ticket for mine in idle for ticket in mine) == list(range(1, 18))
 
 
-async def test_own_prompts_come_first(run: Run) -> None:
+def test_own_prompts_come_first(run: Run) -> None:
     async def program(ctx: Ctx) -> list[int]:
         prompts = SharedPrompts(loader_of(ctx), ctx.group)
         prompts.open(4)
@@ -78,4 +78,4 @@ async def test_own_prompts_come_first(run: Run) -> None:
         assert await prompts.take(4) == []
         return [ticket for ticket, _ in taken]
 
-    assert await run(program, 3) == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+    assert run(program, 3) == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
