@@ -22,6 +22,7 @@ from gcore_trainer import packed_attention
 from gcore_trainer.config import LoRAConfig
 from gcore_trainer.context_parallel.groups import ContextParallel
 from gcore_trainer.errors import BatchError, ConfigError, UnsupportedModelError
+from gcore_trainer.logit_changes import logit_changes
 from gcore_trainer.lora import add_lora
 from gcore_trainer.objectives import ScoresT
 from gcore_trainer.packed_row import Row, RowMaker
@@ -31,8 +32,6 @@ from gcore_trainer.types import NOTHING, MicroBatch, by_sample
 from gcore_trainer.vision import VISION_MODELS, Vision
 
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_LOGIT_CHANGES: dict[str, Any] = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
-"""Settings that change the logits behind the head, and the value at which each does not."""
 
 
 class PackedTransformer(ABC, Generic[ScoresT]):
@@ -172,7 +171,6 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             entropy_grad: make entropies differentiable too, where there are any.
 
         Raises:
-            BatchError: a sequence is longer than the model's sliding window.
             UnsupportedModelError: the model has layers that did not call packed attention.
         """
 
@@ -280,9 +278,7 @@ class PackedModel(PackedTransformer[TokenScores]):
         if not 0 < temperature < np.inf:
             raise ConfigError(f"temperature is {temperature}: a finite number above 0 is needed")
         super().__init__(model, **options)
-        for name, neutral in _LOGIT_CHANGES.items():
-            if (value := getattr(self._text_config, name, neutral)) not in (neutral, None):
-                raise UnsupportedModelError(f"{name} is {value}: packed training does not compute it")
+        self._logit_changes = logit_changes(self._text_config)
         self.temperature = temperature
 
     def score(self, samples: MicroBatch, *, entropy_grad: bool = False) -> TokenScores:
@@ -303,6 +299,8 @@ class PackedModel(PackedTransformer[TokenScores]):
             target_ids,
             bias_V=getattr(head, "bias", None),
             temperature=self.temperature,
+            logit_scale=self._logit_changes.scale,
+            softcap=self._logit_changes.softcap,
             entropy_grad=entropy_grad,
         )
         return scores.log_probs, scores.entropies
