@@ -7,7 +7,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_oracles import SIZES, Group, deviation, gradients, groups, load_padded, make_samples, padded_scores, save_model
+from trainer_oracles import (
+    SIZES,
+    Group,
+    deviation,
+    gradients,
+    groups,
+    load_padded,
+    make_samples,
+    padded_scores,
+    save_model,
+)
 from transformers import (
     Cohere2Config,
     CohereConfig,
@@ -91,7 +101,7 @@ def test_scores_and_gradients_are_those_of_transformers(folder: Path, share_pref
     weights = torch.randn(2, log_probs.numel(), generator=torch.Generator().manual_seed(1))
     for model, own_scores in ((packed.model, (scores.log_probs, scores.entropies)), (plain, (log_probs, entropies))):
         model.zero_grad()
-        sum((w * x).sum() for w, x in zip(weights, own_scores, strict=True)).backward()
+        (weights * torch.stack(own_scores)).sum().backward()
     found, wanted = gradients(packed.model), gradients(plain)
     assert deviation(found, wanted) < 2e-5
     for name, gradient in wanted.items():  # sinks and norms are small next to the largest gradient
@@ -105,11 +115,10 @@ def test_the_settings_above_change_the_scores(folder: Path, request: pytest.Fixt
     neutral.config.logits_scaling = neutral.logit_scale = 1.0
     neutral.config.sliding_window = 1000
     for module in neutral.modules():
-        for name, value in (("attn_logit_softcapping", None), ("sinks", -100.0)):
-            if isinstance(old := getattr(module, name, None), torch.nn.Parameter):
-                old.data.fill_(value)
-            elif old is not None:
-                setattr(module, name, value)
+        if isinstance(sinks := getattr(module, "sinks", None), torch.nn.Parameter):
+            sinks.data.fill_(-100.0)
+        if hasattr(module, "attn_logit_softcapping"):
+            module.attn_logit_softcapping = None
     samples = make_samples(MIXED, seed=0)
     with torch.no_grad():
         assert (padded_scores(plain, samples).log_probs - padded_scores(neutral, samples).log_probs).abs().max() > 0.01
@@ -177,14 +186,15 @@ def test_a_layer_is_dense_attention_of_each_sequence(
         patch.setattr(block_attention, "_NUM_PLAIN_SCORES", num_scores)
         plan = PackedPlan(batch, device=torch.device("cpu"), dtype=torch.float64)
         out_THD = plan.attend(*rows, scale=scale, sliding_window=window, softcap=softcap, sinks_H=sinks_H)[0]
-        loss = sum((out_THD[x] * grad).sum() for x, grad in zip(places, grads, strict=True))
+        loss = torch.cat([(out_THD[x] * grad).flatten() for x, grad in zip(places, grads, strict=True)]).sum()
         actual = torch.autograd.grad(loss, inputs)
 
     kind: Any = {"scale": 6**-0.5 if scale is None else scale, "window": window, "softcap": softcap}
     expected = [attended_apart(rows, sinks_H, x, **kind) for x in places]
     for x, out in zip(places, expected, strict=True):
         assert (out_THD[x] - out).abs().max() < 1e-10
-    wanted = torch.autograd.grad(sum((o * g).sum() for o, g in zip(expected, grads, strict=True)), inputs)
+    true_loss = torch.cat([(out * grad).flatten() for out, grad in zip(expected, grads, strict=True)]).sum()
+    wanted = torch.autograd.grad(true_loss, inputs)
     for gradient, true in zip(actual, wanted, strict=True):
         assert (gradient - true).abs().max() < 1e-10 * max(1.0, true.abs().max().item())
 

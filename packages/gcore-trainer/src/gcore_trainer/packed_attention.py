@@ -144,19 +144,20 @@ def _tiles(bucket: Bucket, window: int | None, *, device: torch.device, dtype: t
     """Yield a bucket as one tile, or as several where a sliding window hides keys from some of its queries."""
     num_segments, num_queries = bucket.query_index.shape
     query_positions_SQ, key_positions_SK = _positions(bucket)
-    is_windowed = window is not None and window <= query_positions_SQ.max()
-    num_rows = _NUM_WINDOW_ROWS if is_windowed else num_queries
+    if window is not None and window > query_positions_SQ.max():
+        window = None
+    num_rows = num_queries if window is None else _NUM_WINDOW_ROWS
     for first in range(0, num_queries, num_rows):
         queries_SQ = query_positions_SQ[:, first : first + num_rows]
         is_seen_SK = key_positions_SK <= queries_SQ[:, -1:]
-        if is_windowed:
+        if window is not None:
             is_seen_SK &= key_positions_SK > queries_SQ[:, :1] - window
         columns = is_seen_SK.any(0)
         mask = None
-        if is_windowed or bucket.prompt_lengths is not None:
+        if window is not None or bucket.prompt_lengths is not None:
             keys_SK = key_positions_SK[:, columns]
             positions = (torch.from_numpy(x).to(device) for x in (queries_SQ[:, None, :, None], keys_SK[:, None, None]))
-            mask = _mask(*positions, window=window if is_windowed else None, dtype=dtype)
+            mask = _mask(*positions, window=window, dtype=dtype)
         key_index = bucket.key_index[:, columns]
         yield _Tile(
             query_index=torch.from_numpy(bucket.query_index[:, first : first + num_rows].ravel()).to(device),

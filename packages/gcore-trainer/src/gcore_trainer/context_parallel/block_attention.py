@@ -216,10 +216,11 @@ class _Attention(torch.autograd.Function):
         is_causal: bool,
         softcap: float | None,
     ) -> torch.Tensor:
-        ctx.options = {"scale": scale, "is_causal": is_causal, "softcap": softcap}
-        out_SHQV, lse_SHQ = attend_block(q_SHQD, k_SKLD, v_SKLV, mask=mask, **ctx.options)
+        options: dict[str, Any] = {"scale": scale, "is_causal": is_causal, "softcap": softcap}
+        out_SHQV, lse_SHQ = attend_block(q_SHQD, k_SKLD, v_SKLV, mask=mask, **options)
         if sinks_H is not None:
             out_SHQV, lse_SHQ = include_sinks(out_SHQV, lse_SHQ, sinks_H[:, None])
+        ctx.options = options
         ctx.save_for_backward(q_SHQD, k_SKLD, v_SKLV, sinks_H, mask, out_SHQV, lse_SHQ)
         return out_SHQV
 
@@ -306,9 +307,7 @@ def _scores(
     return scores_SKGQL
 
 
-def _hide(
-    scores_SKGQL: torch.Tensor, rows: slice, keys: slice, *, is_causal: bool, mask: torch.Tensor | None
-) -> None:
+def _hide(scores_SKGQL: torch.Tensor, rows: slice, keys: slice, *, is_causal: bool, mask: torch.Tensor | None) -> None:
     """Set scores to -inf where a query does not see a key."""
     if is_causal:
         row, column = (torch.arange(x.start, x.stop, device=scores_SKGQL.device) for x in (rows, keys))

@@ -62,9 +62,9 @@ class ContextParallelPlan(AttentionPlan):
         q_THD, k_TKD, v_TKD = scatter_heads([q_THD, k_TKD, v_TKD], self._cp.ulysses)
         if sinks_H is not None:
             sinks_H = sinks_H.unflatten(0, (size, -1))[self._cp.ulysses_rank]
-        return gather_heads(
-            self._attend_to_shard(q_THD, k_TKD, v_TKD, sinks_H=sinks_H, **options), self._cp.ulysses
-        )[None]
+        return gather_heads(self._attend_to_shard(q_THD, k_TKD, v_TKD, sinks_H=sinks_H, **options), self._cp.ulysses)[
+            None
+        ]
 
     def _attend_to_shard(
         self,

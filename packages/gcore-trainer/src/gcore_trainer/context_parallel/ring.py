@@ -111,9 +111,7 @@ class _RingAttention(torch.autograd.Function):
                     softcap=softcap,
                     mask=block.mask(segment.chunk_length, like=q_THD),
                 )
-                _merge(
-                    _part(out_THV, segment, block.queries), _part(lse_TH, segment, block.queries), out_SHQV, lse_SHQ
-                )
+                _merge(_part(out_THV, segment, block.queries), _part(lse_TH, segment, block.queries), out_SHQV, lse_SHQ)
             if passing is not None:
                 kv = passing.wait()
         if sinks_H is not None:
