@@ -199,6 +199,23 @@ def test_a_layer_is_dense_attention_of_each_sequence(
         assert (gradient - true).abs().max() < 1e-10 * max(1.0, true.abs().max().item())
 
 
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss", "qwen3"])
+def test_mixed_precision_and_checkpointing(architecture: str, tmp_path: Path) -> None:
+    """bfloat16 beside float32 weights, layers computed again: close to float32, and with gradients everywhere."""
+    path = save_model(ARCHITECTURES[architecture], tmp_path, seed=0)
+    exact = PackedModel.from_pretrained(path)
+    mixed = PackedModel.from_pretrained(path, compute_dtype=torch.bfloat16, gradient_checkpointing=True)
+    samples = make_samples(MIXED, seed=0)
+    scores = []
+    for packed in (exact, mixed):
+        scores.append(packed.score(samples).log_probs)
+        scores[-1].mean().backward()
+    assert (scores[0] - scores[1]).abs().mean() < 0.1
+    wanted, found = gradients(exact.model), gradients(mixed.model)
+    for name, gradient in wanted.items():
+        assert torch.nn.functional.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.8, name
+
+
 def test_a_window_that_layers_do_not_pass_on_is_refused(folders: dict[str, Path]) -> None:
     packed = PackedModel.from_pretrained(folders["llama"])
     packed.model.config.sliding_window = 16
