@@ -72,7 +72,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
                 f"the model's attn_implementation is {self._text_config._attn_implementation!r}: "
                 f"{packed_attention.ATTENTION_NAME!r} is needed; {type(self).__name__}.from_pretrained loads it so"
             )
-        layer_types = set(getattr(self._text_config, "layer_types", None) or ())
+        layer_types: set[str] = set(getattr(self._text_config, "layer_types", None) or ())
         self._has_linear_attention = "linear_attention" in layer_types
         if self._text_config.model_type in _LINEAR_ATTENTION_MODELS:
             layer_types.discard("linear_attention")
