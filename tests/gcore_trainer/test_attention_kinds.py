@@ -262,7 +262,7 @@ def test_a_recurrence_starts_again_with_each_sequence(lengths: list[Group], shar
 
 def test_ranks_do_not_divide_linear_attention(tmp_path: Path) -> None:
     class TwoRanks(ContextParallel):
-        size = 2  # pyright: ignore[reportIncompatibleMethodOverride] - a property of groups, of which there are none here
+        size = 2  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType] - no groups needed
 
     packed = PackedModel.from_pretrained(save_model(ARCHITECTURES["qwen3_next"], tmp_path, seed=0))
     with pytest.raises(UnsupportedModelError, match=r"'qwen3_next' has linear attention, and 2 ranks are to divide"):
