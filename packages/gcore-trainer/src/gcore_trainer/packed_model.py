@@ -22,6 +22,7 @@ from gcore_trainer import packed_attention
 from gcore_trainer.config import LoRAConfig
 from gcore_trainer.context_parallel.groups import ContextParallel
 from gcore_trainer.errors import BatchError, ConfigError, UnsupportedModelError
+from gcore_trainer.logit_changes import logit_changes
 from gcore_trainer.lora import add_lora
 from gcore_trainer.objectives import ScoresT
 from gcore_trainer.packed_row import Row, RowMaker
@@ -31,8 +32,8 @@ from gcore_trainer.types import NOTHING, MicroBatch, by_sample
 from gcore_trainer.vision import VISION_MODELS, Vision
 
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_LOGIT_CHANGES: dict[str, Any] = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
-"""Settings that change the logits behind the head, and the value at which each does not."""
+_LINEAR_ATTENTION_MODELS = {"olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+"""Model types whose layers of type ``linear_attention`` are computed too: those layers have a ``linear_attn``."""
 
 
 class PackedTransformer(ABC, Generic[ScoresT]):
@@ -71,7 +72,10 @@ class PackedTransformer(ABC, Generic[ScoresT]):
                 f"the model's attn_implementation is {self._text_config._attn_implementation!r}: "
                 f"{packed_attention.ATTENTION_NAME!r} is needed; {type(self).__name__}.from_pretrained loads it so"
             )
-        layer_types = set(getattr(self._text_config, "layer_types", None) or ())
+        layer_types: set[str] = set(getattr(self._text_config, "layer_types", None) or ())
+        self._has_linear_attention = "linear_attention" in layer_types
+        if self._text_config.model_type in _LINEAR_ATTENTION_MODELS:
+            layer_types.discard("linear_attention")
         if unsupported := sorted(layer_types - _SUPPORTED_LAYER_TYPES):
             raise UnsupportedModelError(
                 f"{model.config.model_type!r} has layers of type {', '.join(unsupported)}: packed training computes "
@@ -95,6 +99,10 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         self._recorded: list[list[NDArray[np.int16]]] | None = None
         self._context = ContextParallel()
         self._casts = self.compute_dtype != model.dtype
+        if self._has_linear_attention:
+            for layer in self.layers():
+                if hasattr(layer, "linear_attn"):
+                    packed_attention.mix_by_sequence(layer.linear_attn)
         if gradient_checkpointing:
             for layer in self.layers():
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -150,8 +158,13 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         Gradients of parameters are then parts, to be summed over these ranks.
 
         Raises:
-            UnsupportedModelError: a model that sees images, among several ranks.
+            UnsupportedModelError: a model that sees images or has linear attention, among several ranks.
         """
+        if self._has_linear_attention and context.size > 1:
+            raise UnsupportedModelError(
+                f"{self.model.config.model_type!r} has linear attention, and {context.size} ranks are to divide its "
+                "rows; expected context and sequence parallel sizes of 1"
+            )
         if self.vision is not None and context.size > 1:
             raise UnsupportedModelError(
                 f"{self.model.config.model_type!r} sees images, and {context.size} ranks are to divide its rows: "
@@ -172,7 +185,6 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             entropy_grad: make entropies differentiable too, where there are any.
 
         Raises:
-            BatchError: a sequence is longer than the model's sliding window.
             UnsupportedModelError: the model has layers that did not call packed attention.
         """
 
@@ -280,9 +292,7 @@ class PackedModel(PackedTransformer[TokenScores]):
         if not 0 < temperature < np.inf:
             raise ConfigError(f"temperature is {temperature}: a finite number above 0 is needed")
         super().__init__(model, **options)
-        for name, neutral in _LOGIT_CHANGES.items():
-            if (value := getattr(self._text_config, name, neutral)) not in (neutral, None):
-                raise UnsupportedModelError(f"{name} is {value}: packed training does not compute it")
+        self._logit_changes = logit_changes(self._text_config)
         self.temperature = temperature
 
     def score(self, samples: MicroBatch, *, entropy_grad: bool = False) -> TokenScores:
@@ -303,6 +313,8 @@ class PackedModel(PackedTransformer[TokenScores]):
             target_ids,
             bias_V=getattr(head, "bias", None),
             temperature=self.temperature,
+            logit_scale=self._logit_changes.scale,
+            softcap=self._logit_changes.softcap,
             entropy_grad=entropy_grad,
         )
         return scores.log_probs, scores.entropies
