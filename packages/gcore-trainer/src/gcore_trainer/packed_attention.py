@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from gcore_trainer.errors import BatchError, UnsupportedModelError
+from gcore_trainer.packed_mask import describe, window_of
 from gcore_trainer.packing import Bucket, PackedBatch
 
 ATTENTION_NAME = "gcore_packed"
@@ -143,7 +144,7 @@ def _forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001 - transformers' signature
+    attention_mask: torch.Tensor | None,
     *,
     packed: AttentionPlan,
     scaling: float | None = None,
@@ -153,9 +154,14 @@ def _forward(
     for name in _UNSUPPORTED_ARGUMENTS:
         if others.get(name) is not None:
             raise UnsupportedModelError(f"the model's attention uses {name!r}: packed training does not compute it")
+    if attention_mask is not None:
+        # Some models have their window in the mask alone; where both have one, transformers' eager attention and SDPA
+        # follow the mask.
+        sliding_window = window_of(attention_mask)
     return packed.attend(query, key, value, scale=scaling, sliding_window=sliding_window), None
 
 
 def register() -> None:
-    """Make ``attn_implementation="gcore_packed"`` known to transformers, through its own extension point."""
+    """Make ``attn_implementation="gcore_packed"`` known to transformers, through its own extension points."""
     AttentionInterface.register(ATTENTION_NAME, _forward)
+    AttentionMaskInterface.register(ATTENTION_NAME, describe)
