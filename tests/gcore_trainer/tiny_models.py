@@ -35,27 +35,75 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("linear_num_key_heads",), 2),
     **dict.fromkeys(("linear_num_value_heads",), 4),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
-    "vocab_size": VOCAB_SIZE,
+    **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_headdim"), 16),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size"), 16),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "encoder_hash_byte_group_vocab", "audio_vocab_size"), VOCAB_SIZE),
+    **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank", "router_hidden_size", "adapter_rank"), 8),
+    **dict.fromkeys(("hidden_size_global", "embedding_size", "word_embed_proj_dim", "emb_dim"), 64),
+    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers", "num_layers_per_stack", "zero_expert_num"), 2),
+    **dict.fromkeys(("num_decoder_attention_heads", "num_encoder_attention_heads", "attention_heads", "mamba_num_heads"), 4),
 }
-_SWITCHES: dict[str, Any] = {"use_sliding_window": True, "pad_token_id": None}
-_OWN: dict[str, dict[str, Any]] = {}
-"""Settings of one type."""
+_SWITCHES: dict[str, Any] = {"use_sliding_window": True, "is_decoder": True, "num_kv_shared_layers": 0}
+_MAMBA_2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_expand": 2}
+_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+_OWN: dict[str, dict[str, Any]] = {
+    "bamba": {**_MAMBA_2, "attn_layer_indices": [1]},
+    "cohere_compass_text": {
+        "head_dim": 128,
+        "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE},
+    },
+    "dbrx": {
+        "d_model": 64,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "falcon_h1": {**_MAMBA_2, "num_hidden_layers": 2},
+    "gemma3n_text": {"intermediate_size": [96, 96], "activation_sparsity_pattern": [0.95, 0.0]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {**_MAMBA_2, "layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 1,
+        "ple_embed_dim": 64,
+        "ngram_vocab_size_base": 96,
+    },
+    "reformer": {"axial_pos_embds": False, "local_attn_chunk_length": 16, "lsh_attn_chunk_length": 16},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "mamba_headdim": 16},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""Settings of single types."""
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """A configuration of a few thousand parameters with the parts that the default one has."""
+    """Return a configuration of a few thousand parameters, with the parts that the default one has."""
     default = CONFIG_MAPPING[model_type]()
-    return CONFIG_MAPPING[model_type](**{**_shrunk(default), **_OWN.get(model_type, {})})
+    return type(default)(**_shrunk(default))
 
 
 def _shrunk(default: PreTrainedConfig) -> dict[str, Any]:
     own = default.to_dict()
     values = {name: value for name, value in {**_SIZES, **_SWITCHES}.items() if name in own}
+    if "qk_rope_head_dim" in own:
+        values |= {"head_dim": 8, "qk_head_dim": 16, "num_key_value_heads": 4}
+    if (own.get("pad_token_id") or 0) >= VOCAB_SIZE:
+        values["pad_token_id"] = 0
     if layer_types := own.get("layer_types"):
         kinds = list(dict.fromkeys(layer_types))
+        if own.get("sliding_window") and set(kinds) <= {"full_attention", "sliding_attention"}:
+            kinds = ["sliding_attention", "full_attention"]
         values["layer_types"] = kinds if len(kinds) > 1 else kinds * 2
         values["num_hidden_layers"] = len(values["layer_types"])
     for name in default.sub_configs:
         if isinstance(part := getattr(default, name, None), PreTrainedConfig):
             values[name] = _shrunk(part)
-    return values
+    return values | _OWN.get(default.model_type, {})

@@ -146,11 +146,16 @@ def _forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packed: AttentionPlan,
+    packed: AttentionPlan | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
+    if packed is None:
+        raise UnsupportedModelError(
+            "the model does not pass the keyword arguments of its forward pass on to its attention: packed training "
+            "needs it to"
+        )
     for name in _UNSUPPORTED_ARGUMENTS:
         if others.get(name) is not None:
             raise UnsupportedModelError(f"the model's attention uses {name!r}: packed training does not compute it")
