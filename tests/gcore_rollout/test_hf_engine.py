@@ -20,17 +20,22 @@ from engine_oracles import (
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    Cohere2Config,
     Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
+    PhimoeConfig,
     PreTrainedConfig,
+    Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
-from gcore_rollout import Request
+from gcore_rollout import Request, slot_attention
 from gcore_rollout.errors import UnsupportedModelError
 from gcore_rollout.hf_engine import HFEngine
 from gcore_rollout.repetition import extend_runs, is_repetitive, runs_at_end
@@ -187,9 +192,47 @@ def test_models_with_other_layers_are_refused(config: PreTrainedConfig, tmp_path
         HFEngine.from_pretrained(tmp_path)
 
 
-async def test_capped_attention_is_refused(tmp_path: Path) -> None:
-    _save(Gemma2Config(**SIZES), tmp_path)
+WINDOW: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_local_experts": 4}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Cohere2Config(**SIZES, **WINDOW, logit_scale=0.5),
+        Gemma2Config(
+            **SIZES, **WINDOW, attn_logit_softcapping=0.5, final_logit_softcapping=3.0, query_pre_attn_scalar=4
+        ),
+        Gemma3TextConfig(**SIZES, **WINDOW),
+        GptOssConfig(**SIZES, **WINDOW, **EXPERTS),
+        MistralConfig(**SIZES, sliding_window=8),
+        PhimoeConfig(**SIZES, **EXPERTS, sliding_window=8),
+        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    ],
+    ids=lambda config: config.model_type,
+)
+async def test_windows_caps_and_sinks(
+    config: PreTrainedConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and samples shorter than the window and longer, with all scores at once and some at a time."""
+    _save(config, tmp_path)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.copy_(torch.linspace(-1, 2, 4))
+    model.save_pretrained(tmp_path)
+    requests = [make_request(f"r{i}", 3 + 10 * i, n=2, temperature=0.7, max_tokens=20) for i in range(4)]
+    for num_scores in (1 << 26, 500):
+        monkeypatch.setattr(slot_attention, "_NUM_PLAIN_SCORES", num_scores)
+        found = await collect(HFEngine.from_pretrained(tmp_path, max_num_seqs=4), *requests)
+        assert max(errors(model, requests, found)) < 1e-5
+
+
+async def test_a_window_that_layers_do_not_pass_on_is_refused(tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES)
+    config.sliding_window = 8
+    _save(config, tmp_path)
     engine = HFEngine.from_pretrained(tmp_path)
-    for _ in range(2):
-        with pytest.raises(UnsupportedModelError, match="caps its attention logits"):
-            await collect(engine, make_request("r", 5))
+    with pytest.raises(UnsupportedModelError, match=r"^sliding_window of 'llama' is 8, and its layers do not pass it"):
+        await collect(engine, make_request("r", 5))

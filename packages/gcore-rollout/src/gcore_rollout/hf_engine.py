@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from gcore_rollout import slot_attention
 from gcore_rollout.calls import Sample, check_request, check_weights
@@ -132,7 +132,7 @@ class HFEngine(InProcessEngine):
         self._model = model.eval().requires_grad_(False)
         self._device: torch.device = model.device
         text_config: Any = model.config.get_text_config()
-        self._max_length = _longest_sequence(text_config)
+        self._max_length = text_config.max_position_embeddings
         self._vocab_size: int = model.get_input_embeddings().num_embeddings
         self._eos = np.asarray(eos_token_ids, dtype=np.int64)
         self._max_num_seqs = max_num_seqs
@@ -406,12 +406,3 @@ def _widened(array: NDArray[Any], num_columns: int) -> NDArray[Any]:
 
 def _round_up(value: int, multiple: int, limit: int) -> int:
     return min(-(-value // multiple) * multiple, limit)
-
-
-def _longest_sequence(config: PreTrainedConfig) -> int:
-    """Longest sequence that full attention computes exactly as the model would."""
-    longest: int = config.max_position_embeddings
-    window: int | None = getattr(config, "sliding_window", None)
-    if window and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        longest = min(longest, window)
-    return longest

@@ -23,6 +23,7 @@ from gcore_trainer.config import LoRAConfig
 from gcore_trainer.context_parallel.groups import ContextParallel
 from gcore_trainer.errors import BatchError, ConfigError, UnsupportedModelError
 from gcore_trainer.length_dependent_rope import freeze_rope
+from gcore_trainer.logit_changes import logit_changes
 from gcore_trainer.lora import add_lora
 from gcore_trainer.model_probe import check_scores, probe_samples
 from gcore_trainer.objectives import ScoresT
@@ -33,8 +34,6 @@ from gcore_trainer.types import NOTHING, MicroBatch, Sample, by_sample
 from gcore_trainer.vision import VISION_MODELS, Vision
 
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_LOGIT_CHANGES: dict[str, Any] = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
-"""Settings that change the logits behind the head, and the value at which each does not."""
 
 
 class PackedTransformer(ABC, Generic[ScoresT]):
@@ -223,7 +222,6 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             entropy_grad: make entropies differentiable too, where there are any.
 
         Raises:
-            BatchError: a sequence is longer than the model's sliding window.
             UnsupportedModelError: the model has layers that did not call packed attention.
         """
 
@@ -269,9 +267,9 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             vision=self.vision,
         )
         [row] = rows.make([samples])
-        if self._longest is not None and (longest := max(s.prompt_ids.size + s.response_ids.size for s in samples)):
-            if longest > self._longest:
-                raise BatchError(f"a sample has {longest} tokens; expected at most max_length = {self._longest}")
+        longest = max(s.prompt_ids.size + s.response_ids.size for s in samples)
+        if self._longest is not None and longest > self._longest:
+            raise BatchError(f"a sample has {longest} tokens; expected at most max_length = {self._longest}")
         self.num_computed_tokens += row.num_tokens
         self._impose(row.routing)
         with self._casting():
@@ -333,13 +331,9 @@ class PackedModel(PackedTransformer[TokenScores]):
     def __init__(self, model: Any, *, temperature: float = 1.0, **options: Any) -> None:
         if not 0 < temperature < np.inf:
             raise ConfigError(f"temperature is {temperature}: a finite number above 0 is needed")
+        self._logit_changes = logit_changes(model.config.get_text_config())
         self.temperature = temperature
         super().__init__(model, **options)
-
-    def _check_head(self, model: Any) -> None:
-        for name, neutral in _LOGIT_CHANGES.items():
-            if (value := getattr(model.config.get_text_config(), name, neutral)) not in (neutral, None):
-                raise UnsupportedModelError(f"{name} is {value}: packed training does not compute it")
 
     def _alone(self, sample: Sample) -> torch.Tensor:
         input_ids, target_ids = _inputs(sample, self.model.device)
@@ -364,6 +358,8 @@ class PackedModel(PackedTransformer[TokenScores]):
             target_ids,
             bias_V=getattr(head, "bias", None),
             temperature=self.temperature,
+            logit_scale=self._logit_changes.scale,
+            softcap=self._logit_changes.softcap,
             entropy_grad=entropy_grad,
         )
         return scores.log_probs, scores.entropies
