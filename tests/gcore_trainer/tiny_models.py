@@ -40,7 +40,7 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "encoder_hash_byte_group_vocab", "audio_vocab_size"), VOCAB_SIZE),
     **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank", "router_hidden_size", "adapter_rank"), 8),
     **dict.fromkeys(("hidden_size_global", "embedding_size", "word_embed_proj_dim", "emb_dim"), 64),
-    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers", "num_layers_per_stack", "zero_expert_num"), 2),
+    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers", "zero_expert_num"), 2),
     **dict.fromkeys(("num_decoder_attention_heads", "num_encoder_attention_heads", "attention_heads", "mamba_num_heads"), 4),
 }
 _SWITCHES: dict[str, Any] = {"use_sliding_window": True, "is_decoder": True, "num_kv_shared_layers": 0}
@@ -82,6 +82,20 @@ _OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 """Settings of single types."""
+
+_NO_FOLDER = "transformers saves a folder that AutoModelForCausalLM does not load"
+_NO_DEFAULT = "transformers has no default configuration"
+_DRAFT = "it drafts tokens for another model, from that model's states"
+UNBUILT = {
+    "emu3": _NO_FOLDER,
+    "gemma3n": "its image encoder needs timm; see gemma3n_text",
+    "gemma4_assistant": _DRAFT,
+    "gemma4_unified_assistant": _DRAFT,
+    "mllama": _NO_FOLDER,
+    "musicgen": _NO_DEFAULT,
+    "musicgen_melody": _NO_DEFAULT,
+}
+"""Types of which there is no tiny model, and why."""
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:

@@ -126,10 +126,13 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         """
         packed_attention.register()
         auto_class, attention = cls._auto_class, packed_attention.ATTENTION_NAME
-        if (model_type := AutoConfig.from_pretrained(path).model_type) in VISION_MODELS:
+        config = AutoConfig.from_pretrained(path)
+        if (model_type := config.model_type) in VISION_MODELS:
             auto_class, attention = cls._vision_class, {"text_config": attention, "vision_config": "sdpa"}
         if auto_class is None:
             raise UnsupportedModelError(f"{path} is a {model_type!r} model: {cls.__name__} takes none that sees images")
+        if type(config) not in auto_class._model_mapping:
+            raise UnsupportedModelError(f"model_type is {model_type!r}: {auto_class.__name__} has no such model")
         load = partial(auto_class.from_pretrained, path, dtype=dtype, attn_implementation=attention)
         try:
             model: Any = load(**cls._load_options())
@@ -157,21 +160,25 @@ class PackedTransformer(ABC, Generic[ScoresT]):
 
     def _probe(self, max_length: int | None) -> None:
         samples = probe_samples(self.model, max_length)
+        lengths = [sample.response_ids.size for sample in samples]
         routing: list[NDArray[np.int16]] = []
 
         def packed() -> list[torch.Tensor]:
-            with self.recording_routing() if self._routers else nullcontext([]) as recorded:
-                scores = named_scores(self.score(samples))
-            routing.extend(experts for pass_ in recorded for experts in pass_)
-            return list(scores.split([s.response_ids.size for s in samples]))
+            return list(named_scores(self.score(samples)).split(lengths))
 
         def alone(i: int) -> torch.Tensor:
-            # Rounding decides between experts of nearly equal scores: both passes take the same.
-            if routing:
-                self._impose(torch.from_numpy(routing[i].astype(np.int64)).to(self.model.device))
+            self._impose(torch.from_numpy(routing[i].astype(np.int64)).to(self.model.device) if routing else None)
             return self._alone(samples[i])
 
         try:
+            check_scores(self.model, samples, packed, alone)
+        except UnsupportedModelError:
+            if not self._routers:
+                raise
+            # Rounding decides between experts of nearly equal scores: now both passes take the same.
+            with torch.no_grad(), self.recording_routing() as recorded:
+                self.score(samples)
+            routing.extend(recorded[0])
             check_scores(self.model, samples, packed, alone)
         finally:
             self._impose(None)
@@ -301,7 +308,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         output = self.model.base_model(**inputs, use_cache=False, packed=row.plan)
         # A layer that mixes tokens in another way would mix those of different sequences, without an error.
         num_layers = self._text_config.num_hidden_layers
-        if row.plan.num_calls != num_layers:
+        if row.plan.num_calls < num_layers:
             raise UnsupportedModelError(
                 f"{row.plan.num_calls} of the {num_layers} layers of {self.model.config.model_type!r} called "
                 "transformers' attention interface: packed training needs all of them to"
