@@ -12,6 +12,8 @@ def test_the_table_has_a_row_for_every_model_type() -> None:
     assert set(UNBUILT) <= set(MODEL_TYPES)
 
 
+# Some of transformers' modules use what torch deprecates.
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("chunk", range(_CHUNKS))
 def test_models_are_scored_or_refused_as_the_table_says(chunk: int) -> None:
     types = MODEL_TYPES[chunk::_CHUNKS]

@@ -274,9 +274,9 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             vision=self.vision,
         )
         [row] = rows.make([samples])
-        longest = max(s.prompt_ids.size + s.response_ids.size for s in samples)
+        longest = max(s.prompt_ids.size + s.response_ids.size - 1 for s in samples)
         if self._longest is not None and longest > self._longest:
-            raise BatchError(f"a sample has {longest} tokens; expected at most max_length = {self._longest}")
+            raise BatchError(f"a sample has {longest} input tokens; expected at most max_length = {self._longest}")
         self.num_computed_tokens += row.num_tokens
         self._impose(row.routing)
         with self._casting():
