@@ -1,4 +1,6 @@
-"""Sliding windows, soft caps and attention sinks of packed rows, against transformers and against dense attention."""
+"""Sliding windows, soft caps, attention sinks and linear attention of packed rows, against transformers and against
+attention written out for one sequence.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -30,15 +32,20 @@ from transformers import (
     MixtralConfig,
     NanoChatConfig,
     Olmo3Config,
+    OlmoHybridConfig,
     PhimoeConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 from gcore_trainer import packed_attention
 from gcore_trainer.context_parallel import block_attention
+from gcore_trainer.context_parallel.groups import ContextParallel
 from gcore_trainer.errors import UnsupportedModelError
 from gcore_trainer.packed_attention import PackedPlan
 from gcore_trainer.packed_model import PackedModel
@@ -48,6 +55,19 @@ from gcore_trainer.router_replay import input_places
 WINDOW = 8
 LAYERS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_local_experts": 4}
+FINE_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 ARCHITECTURES: dict[str, PreTrainedConfig] = {
     "cohere": CohereConfig(**SIZES, logit_scale=0.3),
     "cohere2": Cohere2Config(**SIZES, **LAYERS, logit_scale=0.3),
@@ -66,14 +86,15 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     "qwen2_moe": Qwen2MoeConfig(
         **SIZES,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
+        **FINE_EXPERTS,
         use_sliding_window=True,
         sliding_window=WINDOW,
         max_window_layers=1,
     ),
+    "qwen3_5": Qwen3_5TextConfig(**SIZES, **LINEAR, head_dim=16),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(**SIZES, **LINEAR, **FINE_EXPERTS, head_dim=16),
+    "qwen3_next": Qwen3NextConfig(**SIZES, **LINEAR, **FINE_EXPERTS, head_dim=16),
+    "olmo_hybrid": OlmoHybridConfig(**SIZES, **LINEAR),
     "qwen3": Qwen3Config(**SIZES, head_dim=24, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=0),
 }
 
@@ -109,7 +130,7 @@ def test_scores_and_gradients_are_those_of_transformers(folder: Path, share_pref
 
 
 def test_the_settings_above_change_the_scores(folder: Path, request: pytest.FixtureRequest) -> None:
-    """Without its window, caps, sinks or scale, each model scores the same samples differently."""
+    """Without its window, caps, sinks, scale or linear attention, each model scores the same samples differently."""
     plain, neutral = load_padded(folder), load_padded(folder)
     neutral.config.final_logit_softcapping = None
     neutral.config.logits_scaling = neutral.logit_scale = 1.0
@@ -119,6 +140,8 @@ def test_the_settings_above_change_the_scores(folder: Path, request: pytest.Fixt
             sinks.data.fill_(-100.0)
         if hasattr(module, "attn_logit_softcapping"):
             module.attn_logit_softcapping = None
+        if hasattr(module, "linear_attn"):
+            module.linear_attn.forward = lambda hidden_states, **_: hidden_states
     samples = make_samples(MIXED, seed=0)
     with torch.no_grad():
         assert (padded_scores(plain, samples).log_probs - padded_scores(neutral, samples).log_probs).abs().max() > 0.01
@@ -199,7 +222,7 @@ def test_a_layer_is_dense_attention_of_each_sequence(
         assert (gradient - true).abs().max() < 1e-10 * max(1.0, true.abs().max().item())
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss", "qwen3"])
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss", "qwen3", "qwen3_5"])
 def test_mixed_precision_and_checkpointing(architecture: str, tmp_path: Path) -> None:
     """bfloat16 beside float32 weights, layers computed again: close to float32, and with gradients everywhere."""
     path = save_model(ARCHITECTURES[architecture], tmp_path, seed=0)
@@ -214,6 +237,36 @@ def test_mixed_precision_and_checkpointing(architecture: str, tmp_path: Path) ->
     wanted, found = gradients(exact.model), gradients(mixed.model)
     for name, gradient in wanted.items():
         assert torch.nn.functional.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.8, name
+
+
+@given(lengths=groups, share_prefix=st.booleans())
+def test_a_recurrence_starts_again_with_each_sequence(lengths: list[Group], share_prefix: bool) -> None:
+    samples = make_samples(lengths, seed=0)
+    batch = pack(samples, share_prefix=share_prefix)
+    hidden_1TD = torch.randn(1, batch.input_ids.size, 3, dtype=torch.float64).requires_grad_()
+
+    def mixer(hidden_SLD: torch.Tensor) -> torch.Tensor:
+        return hidden_SLD.cumsum(1) * hidden_SLD.exp()
+
+    plan = PackedPlan(batch, device=torch.device("cpu"), dtype=torch.float64)
+    mixed_1TD = plan.mix(hidden_1TD, mixer)
+    assert plan.num_calls == 1
+    places = [torch.from_numpy(x) for x in input_places(samples, batch)]
+    actual = torch.cat([mixed_1TD[0, x] for x in places])
+    expected = torch.cat([mixer(hidden_1TD[:, x])[0] for x in places])
+    assert (actual - expected).abs().max() < 1e-12
+    weights = torch.randn_like(expected)
+    [found], [wanted] = (torch.autograd.grad((x * weights).sum(), hidden_1TD) for x in (actual, expected))
+    assert (found - wanted).abs().max() < 1e-10
+
+
+def test_ranks_do_not_divide_linear_attention(tmp_path: Path) -> None:
+    class TwoRanks(ContextParallel):
+        size = 2  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType] - no groups needed
+
+    packed = PackedModel.from_pretrained(save_model(ARCHITECTURES["qwen3_next"], tmp_path, seed=0))
+    with pytest.raises(UnsupportedModelError, match=r"'qwen3_next' has linear attention, and 2 ranks are to divide"):
+        packed.divide_tokens(TwoRanks())
 
 
 def test_a_window_that_layers_do_not_pass_on_is_refused(folders: dict[str, Path]) -> None:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from trainer_oracles import SIZES, Group, groups, load_padded, make_samples, padded_scores, save_model
 from transformers import (
     BloomConfig,
+    Lfm2Config,
     MambaConfig,
     PreTrainedConfig,
-    Qwen3NextConfig,
 )
 
 from gcore_trainer import ConfigError, UnsupportedModelError
@@ -102,25 +102,10 @@ def test_a_model_with_ordinary_attention_is_refused(qwen2: Path) -> None:
         PackedModel(load_padded(qwen2))
 
 
-MOE: dict[str, Any] = {"num_experts_per_tok": 2, "head_dim": 16}
 UNSUPPORTED: dict[str, tuple[PreTrainedConfig, str]] = {
     "alibi": (BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=96), "0 of the 2 layers of 'bloom'"),
     "state space": (MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=96), "linear_attention"),
-    "hybrid": (
-        Qwen3NextConfig(
-            **SIZES,
-            **MOE,
-            num_experts=4,
-            moe_intermediate_size=32,
-            shared_expert_intermediate_size=32,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
-            layer_types=["linear_attention", "full_attention"],
-        ),
-        "linear_attention",
-    ),
+    "short convolution": (Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]), "conv"),
 }
 
 

@@ -48,7 +48,7 @@ def gradients(log_probs: torch.Tensor, entropies: torch.Tensor, inputs: list[tor
 @pytest.mark.parametrize("chunk_tokens", [1, 5, N, 100])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("changes", [{}, {"logit_scale": 0.4}, {"softcap": 3.0}, {"logit_scale": 2.5, "softcap": 5.0}])
-def test_scores_and_gradients(chunk_tokens: int, has_bias: bool, changes: dict[str, float]) -> None:
+def test_scores_and_gradients(chunk_tokens: int, has_bias: bool, changes: dict[str, Any]) -> None:
     hidden, weight, bias, targets = make_inputs(torch.float64, has_bias=has_bias)
     inputs = [x for x in (hidden, weight, bias) if x is not None]
     expected = written_out(hidden, weight, bias, targets, 0.7, **changes)

@@ -4,7 +4,7 @@ Shapes: T packed tokens, S segments of a bucket, Lq/Lk padded queries/keys, H qu
 dimension.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from gcore_trainer.context_parallel.block_attention import attention
 from gcore_trainer.errors import UnsupportedModelError
 from gcore_trainer.packed_mask import describe, window_of
-from gcore_trainer.packing import Bucket, PackedBatch
+from gcore_trainer.packing import Bucket, PackedBatch, sequence_rectangles
 
 ATTENTION_NAME = "gcore_packed"
 
@@ -77,9 +77,10 @@ class PackedPlan(AttentionPlan):
 
     def __init__(self, batch: PackedBatch, *, device: torch.device, dtype: torch.dtype) -> None:
         self._unpack_index = torch.from_numpy(batch.unpack_index).to(device)
-        self._buckets = batch.buckets
         self._device = device
         self._dtype = dtype
+        self._batch = batch
+        self._sequences: tuple[list[torch.Tensor], torch.Tensor] | None = None
         self._tiles: dict[int | None, list[list[_Tile]]] = {}
         self.num_calls = 0
 
@@ -129,11 +130,30 @@ class PackedPlan(AttentionPlan):
             outputs.append(torch.cat(rows, dim=1).flatten(0, 1))
         return torch.cat(outputs).index_select(0, self._unpack_index)[None]
 
+    def mix(self, hidden_1TD: torch.Tensor, mixer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Output [1, T, D] of a layer that mixes the tokens of a sequence, from first to last, in a way of its own.
+
+        Linear attention has a state and no mask, so it is given whole sequences: other layers compute a shared prompt
+        once, and such a layer once for each of its responses.
+
+        Args:
+            hidden_1TD: the layer's input.
+            mixer: from [S, L, D] to [S, L, D]; what pads a sequence is at its end.
+        """
+        self.num_calls += 1
+        if self._sequences is None:
+            rectangles, unpack_index = sequence_rectangles(self._batch)
+            on_device = [torch.from_numpy(x).to(self._device) for x in rectangles]
+            self._sequences = on_device, torch.from_numpy(unpack_index).to(self._device)
+        rectangles_SL, unpack_index_T = self._sequences
+        outputs = [mixer(hidden_1TD[0][places_SL]).flatten(0, 1) for places_SL in rectangles_SL]
+        return torch.cat(outputs).index_select(0, unpack_index_T)[None]
+
     def _tiles_of(self, window: int | None) -> list[list[_Tile]]:
         """Those of each bucket; made once, for the layers share them."""
         if window not in self._tiles:
             self._tiles[window] = [
-                list(_tiles(bucket, window, device=self._device, dtype=self._dtype)) for bucket in self._buckets
+                list(_tiles(bucket, window, device=self._device, dtype=self._dtype)) for bucket in self._batch.buckets
             ]
         return self._tiles[window]
 
@@ -225,3 +245,16 @@ def register() -> None:
     """Make ``attn_implementation="gcore_packed"`` known to transformers, through its own extension points."""
     AttentionInterface.register(ATTENTION_NAME, _forward)
     AttentionMaskInterface.register(ATTENTION_NAME, describe)
+
+
+def mix_by_sequence(mixer: Any) -> None:
+    """Make a layer's linear attention compute each sequence of a packed row from the start; see `PackedPlan.mix`."""
+    forward = mixer.forward
+
+    def packed_forward(hidden_states: torch.Tensor, *, packed: PackedPlan | None = None, **others: Any) -> torch.Tensor:
+        if packed is None:
+            return forward(hidden_states=hidden_states, **others)
+        # Others are caches and masks, of which a packed row has none.
+        return packed.mix(hidden_states, lambda hidden_SLD: forward(hidden_states=hidden_SLD))
+
+    mixer.forward = packed_forward

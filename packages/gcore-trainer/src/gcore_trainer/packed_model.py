@@ -34,6 +34,8 @@ from gcore_trainer.types import NOTHING, MicroBatch, Sample, by_sample
 from gcore_trainer.vision import VISION_MODELS, Vision
 
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LINEAR_ATTENTION_MODELS = {"olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+"""Model types whose layers of type ``linear_attention`` are computed too: those layers have a ``linear_attn``."""
 
 
 class PackedTransformer(ABC, Generic[ScoresT]):
@@ -76,7 +78,10 @@ class PackedTransformer(ABC, Generic[ScoresT]):
                 f"the model's attn_implementation is {self._text_config._attn_implementation!r}: "
                 f"{packed_attention.ATTENTION_NAME!r} is needed; {type(self).__name__}.from_pretrained loads it so"
             )
-        layer_types = set(getattr(self._text_config, "layer_types", None) or ())
+        layer_types: set[str] = set(getattr(self._text_config, "layer_types", None) or ())
+        self._has_linear_attention = "linear_attention" in layer_types
+        if self._text_config.model_type in _LINEAR_ATTENTION_MODELS:
+            layer_types.discard("linear_attention")
         if unsupported := sorted(layer_types - _SUPPORTED_LAYER_TYPES):
             raise UnsupportedModelError(
                 f"{model.config.model_type!r} has layers of type {', '.join(unsupported)}: packed training computes "
@@ -99,6 +104,10 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         self._routers = transformers_routers(model)
         self._recorded: list[list[NDArray[np.int16]]] | None = None
         self._context = ContextParallel()
+        if self._has_linear_attention:
+            for layer in self.layers():
+                if hasattr(layer, "linear_attn"):
+                    packed_attention.mix_by_sequence(layer.linear_attn)
         self._casts = False
         self._probe(max_length)
         self.compute_dtype = compute_dtype or model.dtype
@@ -207,8 +216,13 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         Gradients of parameters are then parts, to be summed over these ranks.
 
         Raises:
-            UnsupportedModelError: a model that sees images, among several ranks.
+            UnsupportedModelError: a model that sees images or has linear attention, among several ranks.
         """
+        if self._has_linear_attention and context.size > 1:
+            raise UnsupportedModelError(
+                f"{self.model.config.model_type!r} has linear attention, and {context.size} ranks are to divide its "
+                "rows; expected context and sequence parallel sizes of 1"
+            )
         if self.vision is not None and context.size > 1:
             raise UnsupportedModelError(
                 f"{self.model.config.model_type!r} sees images, and {context.size} ranks are to divide its rows: "
