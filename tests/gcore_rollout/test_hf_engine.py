@@ -245,7 +245,10 @@ def test_a_window_that_layers_do_not_pass_on_is_refused(tmp_path: Path) -> None:
     ("config", "reason"),
     [
         (DogeConfig(**SIZES), "DogeAttention computes an attention mask of its own"),
-        (FalconConfig(vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4), "'falcon' does not load"),
+        (
+            FalconConfig(vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
+            "'falcon' does not load",
+        ),
         (
             Gemma3TextConfig(**SIZES, use_bidirectional_attention=True),
             r"'gemma3_text' in the hf engine differ .* by [\d.]+ on average \(at most 0.001",
@@ -277,5 +280,7 @@ async def test_longrope_is_computed_up_to_the_length_at_which_its_factors_change
     assert max(errors(model, requests, found)) < 1e-5
     with pytest.raises(RequestError, match="33: the model takes at most 32"):
         await collect(engine, make_request("t", 13, max_tokens=20))
-    with pytest.raises(UnsupportedModelError, match=r"^max_model_len is 33; expected at most 32 for rope_type 'longrope'"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"^max_model_len is 33; expected at most 32 for rope_type 'longrope'"
+    ):
         HFEngine.from_pretrained(tmp_path, max_model_len=33)

@@ -21,6 +21,8 @@ from gcore_trainer.megatron.architecture import Architecture
 from gcore_trainer.megatron.weights import Piece
 from gcore_trainer.parallel import ParallelConfig
 
+QUANTIZED: dict[str, Any] = {**SIZES, "quantization_config": {"quant_method": "fp8"}}
+
 
 @pytest.mark.parametrize(
     ("name", "layout", "message"),
@@ -61,11 +63,13 @@ def test_a_layout_that_does_not_divide_says_what_would(name: str, layout: dict[s
             "layer_types of 'qwen2' has sliding_attention; expected full_attention only",
         ),
         (
-            LlamaConfig(**SIZES, quantization_config={"quant_method": "fp8"}),
+            LlamaConfig(**QUANTIZED),
             "quantization_config of 'llama' is {'quant_method': 'fp8'}: None is needed",
         ),
         (
-            LlamaConfig(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+            LlamaConfig(
+                **SIZES, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+            ),
             "partial_rotary_factor of 'llama' is 0.5: 1.0 is needed",
         ),
         (Qwen3MoeConfig(**SIZES, **MOE, mlp_only_layers=[0]), "mlp_only_layers of 'qwen3_moe' is [0]: [] is needed"),

@@ -13,36 +13,47 @@ MODEL_TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 WINDOW = 8
 VOCAB_SIZE = 96
 
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "num_blocks")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
-_SIZES: dict[str, int] = {
-    **dict.fromkeys(_LAYERS, 2),
-    **dict.fromkeys(_HEADS, 4),
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim"), 64),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim"), 96),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), 2),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"), 32),
-    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k_experts"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "n_shared_experts", "num_shared_experts"), 1),
-    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_num_shared_experts", "max_window_layers"), 1),
-    **dict.fromkeys(("sliding_window", "window_size", "attention_window_size", "sliding_window_size", "local_attention"), WINDOW),
-    **dict.fromkeys(("attention_chunk_size", "keep_window_size"), WINDOW),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), 256),
-    **dict.fromkeys(("head_dim", "kv_channels", "attention_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank"), 16),
-    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "rotary_dim", "index_head_dim"), 8),
-    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size", "mamba_dt_rank", "time_step_rank"), 8),
-    **dict.fromkeys(("linear_num_key_heads",), 2),
-    **dict.fromkeys(("linear_num_value_heads",), 4),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
-    **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_headdim"), 16),
-    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size"), 16),
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "encoder_hash_byte_group_vocab", "audio_vocab_size"), VOCAB_SIZE),
-    **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank", "router_hidden_size", "adapter_rank"), 8),
-    **dict.fromkeys(("hidden_size_global", "embedding_size", "word_embed_proj_dim", "emb_dim"), 64),
-    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers", "zero_expert_num"), 2),
-    **dict.fromkeys(("num_decoder_attention_heads", "num_encoder_attention_heads", "attention_heads", "mamba_num_heads"), 4),
-}
+_NAMES_OF_SIZES = (
+    (
+        1,
+        """first_k_dense_replace max_window_layers moe_num_shared_experts n_group n_shared_experts num_dense_layers
+        num_expert_group num_shared_experts topk_group""",
+    ),
+    (
+        2,
+        """decoder_layers encoder_layers linear_num_key_heads moe_k moe_topk multi_query_group_num n_layer n_layers
+        num_blocks num_decoder_layers num_encoder_layers num_experts_per_tok num_experts_per_token num_hidden_layers
+        num_key_value_heads num_kv_heads num_layers top_k_experts zero_expert_num""",
+    ),
+    (
+        4,
+        """attention_heads decoder_attention_heads encoder_attention_heads linear_num_value_heads mamba_num_heads
+        moe_num_experts n_head n_heads n_routed_experts num_attention_heads num_decoder_attention_heads
+        num_encoder_attention_heads num_experts num_heads num_local_experts""",
+    ),
+    (
+        8,
+        """
+        adapter_rank hidden_size_per_layer_input index_head_dim laurel_rank mamba_d_state mamba_dt_rank qk_nope_head_dim
+        qk_rope_head_dim rotary_dim router_hidden_size ssm_state_size state_size time_step_rank""",
+    ),
+    (
+        16,
+        """attention_head_dim block_size chunk_size head_dim kv_channels kv_lora_rank linear_key_head_dim
+        linear_value_head_dim mamba_chunk_size mamba_d_head mamba_headdim mamba_n_heads q_lora_rank v_head_dim""",
+    ),
+    (32, "intermediate_size_mlp moe_intermediate_size shared_expert_intermediate_size"),
+    (64, "d_model emb_dim embed_dim embedding_size hidden_size hidden_size_global n_embd word_embed_proj_dim"),
+    (96, "decoder_ffn_dim encoder_ffn_dim ffn_dim ffn_hidden_size intermediate_size n_inner"),
+    (256, "context_length max_position_embeddings max_seq_len n_ctx n_positions"),
+    (
+        WINDOW,
+        """attention_chunk_size attention_window_size keep_window_size local_attention sliding_window
+        sliding_window_size window_size""",
+    ),
+    (VOCAB_SIZE, "audio_vocab_size encoder_hash_byte_group_vocab vocab_size vocab_size_per_layer_input"),
+)
+_SIZES = {name: size for size, names in _NAMES_OF_SIZES for name in names.split()}
 _SWITCHES: dict[str, Any] = {"use_sliding_window": True, "is_decoder": True, "num_kv_shared_layers": 0}
 _MAMBA_2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_expand": 2}
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}

@@ -93,9 +93,7 @@ def check_engine(settings: EngineConfig, model: Path, *, setting: str, max_lengt
             _check_longrope(settings, url, model, served_length, max_length)
 
 
-def _check_longrope(
-    settings: EngineConfig, url: str, model: Path, served_length: int | None, max_length: int
-) -> None:
+def _check_longrope(settings: EngineConfig, url: str, model: Path, served_length: int | None, max_length: int) -> None:
     """Refuse a server that chooses other factors of ``longrope`` than the trainer, which chooses them by max_length."""
     from transformers import AutoConfig
 
@@ -104,14 +102,14 @@ def _check_longrope(
         return
     if settings.engine == "sglang_server":
         raise UserError(
-            "rollout.engine is 'sglang_server'; expected hf, vllm or vllm_server for rope_type 'longrope', whose factors "
-            "SGLang chooses by the longest sequence of each batch"
+            "rollout.engine is 'sglang_server'; expected hf, vllm or vllm_server for rope_type 'longrope': SGLang "
+            "chooses its factors by the longest sequence of each batch"
         )
     original: int = rope["original_max_position_embeddings"]
     if served_length is not None and (served_length > original) != (max_length > original):
         raise UserError(
-            f"the server at {url} has max_model_len {served_length}; expected at most {original}, as data.max_prompt_length "
-            f"+ data.max_response_length = {max_length} is: rope_type 'longrope' has other factors above"
+            f"the server at {url} has max_model_len {served_length}; expected at most {original}: rope_type 'longrope' "
+            f"has other factors above, and data.max_prompt_length + data.max_response_length = {max_length} is not"
         )
 
 

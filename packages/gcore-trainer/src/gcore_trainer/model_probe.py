@@ -80,7 +80,9 @@ def check_scores(
             if _rounds(model):
                 _set_attention(model, "sdpa" if model._supports_sdpa else "eager")
                 others = [alone(i) for i in range(len(samples))]
-                tolerance = max(_MAX_ROUNDED_DIFFERENCE, *(4 * _largest(a, b) for a, b in zip(others, expected, strict=True)))
+                tolerance = max(
+                    _MAX_ROUNDED_DIFFERENCE, *(4 * _largest(a, b) for a, b in zip(others, expected, strict=True))
+                )
     differences = [_largest(a, b) for a, b in zip(scores, expected, strict=True)]
     worst = int(np.argmax(differences))
     # A comparison with nan is false.

@@ -208,7 +208,7 @@ def _mask(
 
 
 def _forward(
-    module: torch.nn.Module,
+    module: torch.nn.Module,  # noqa: ARG001 - transformers' signature
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

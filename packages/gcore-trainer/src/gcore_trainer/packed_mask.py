@@ -21,7 +21,7 @@ _CONJUNCTION = "and_masks"
 class DescribedMask(torch.Tensor):
     """A mask [B, 1, Lq, Lk] that occupies no memory. The result of any operation on it is an ordinary tensor."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType, reportPrivateUsage]
     hides: frozenset[str]
     """Names of the functions of ``transformers.masking_utils`` that hide tokens, and of any others."""
     window: int | None

@@ -68,8 +68,8 @@ class Architecture:
                 raise UnsupportedModelError(f"{name} of {model_type!r} is {value!r}: {neutral!r} is needed")
         if others := sorted(set(getattr(hf_config, "layer_types", None) or ()) - {"full_attention"}):
             raise UnsupportedModelError(
-                f"layer_types of {model_type!r} has {', '.join(others)}; expected full_attention only: the torch backend "
-                "computes sliding_attention"
+                f"layer_types of {model_type!r} has {', '.join(others)}; expected full_attention only: the torch "
+                "backend computes sliding_attention"
             )
         rope = hf_config.rope_parameters
         if rope["rope_type"] not in _ROPE_TYPES:
