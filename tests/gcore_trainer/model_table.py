@@ -28,8 +28,9 @@ _HEADER = f"""# Models that packed training computes
 
 Every type of `AutoModelForCausalLM` in transformers, as a tiny random model in float32: `exact` means that
 log-probabilities of a packed row (several prompts, some of them shared, of up to {_LONGEST} tokens) are those of
-transformers one sample at a time, within {TOLERANCE:g} nats. Sliding windows are {WINDOW} tokens there, so they are
-computed and not only reached. Every other type is refused when it is loaded, with an `UnsupportedModelError`.
+transformers one sample at a time, within {TOLERANCE:g} nats. Sliding windows are {WINDOW} tokens there, shorter than
+the samples. `refused` models raise an `UnsupportedModelError` when they are loaded; for a few types there is no tiny
+model to try.
 
 Written by `python tests/gcore_trainer/model_table.py`, and compared with the code by `test_models.py`.
 

@@ -119,6 +119,13 @@ def test_a_window_that_only_the_mask_has_is_computed(tmp_path: Path, model_type:
     assert differences(PackedModel.from_pretrained(path), load_padded(path), [*SHORT, *LONG]) < 2e-4
 
 
+def test_a_window_that_the_model_does_not_apply_is_not_applied(tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES)
+    config.sliding_window = 8
+    path = save_model(config, tmp_path, seed=0)
+    assert differences(PackedModel.from_pretrained(path), load_padded(path), [*SHORT, *LONG]) < 2e-4
+
+
 def test_attention_to_later_tokens_is_refused(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {**SIZES, "pad_token_id": 0, "head_dim": 16}
     config = Gemma3TextConfig(**sizes, use_bidirectional_attention=True)

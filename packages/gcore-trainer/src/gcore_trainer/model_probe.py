@@ -16,17 +16,17 @@ from gcore_trainer.errors import TrainerError, UnsupportedModelError
 from gcore_trainer.types import Sample
 
 _LENGTHS = ((5, 4), (5, 7), (1, 3), (5, 2), (30, 12))
-"""Of prompts and responses. Prompts of 5 are one."""
+"""Of prompts and responses; all prompts of 5 tokens are the same."""
 _MAX_DIFFERENCE = 1e-3
 """Of float32, whose rounding is far below."""
 _MAX_ROUNDED_DIFFERENCE = 0.05
-"""Of matrix products in fewer bits, or four times what rounding makes of two attentions of transformers."""
+"""With fewer bits; more where transformers' own eager and SDPA attention differ by more than a quarter of it."""
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Raised by models that are called in a way that they do not know."""
 
 
 def probe_samples(model: Any, max_length: int | None) -> list[Sample]:
-    """Samples of random tokens: several prompts of one row, one of them shared.
+    """Return samples of random tokens: several prompts, one of them shared.
 
     Args:
         model: whose vocabulary and ``max_position_embeddings`` bound the samples.
