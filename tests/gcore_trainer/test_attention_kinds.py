@@ -269,13 +269,6 @@ def test_ranks_do_not_divide_linear_attention(tmp_path: Path) -> None:
         packed.divide_tokens(TwoRanks())
 
 
-def test_a_window_that_layers_do_not_pass_on_is_refused(folders: dict[str, Path]) -> None:
-    packed = PackedModel.from_pretrained(folders["llama"])
-    packed.model.config.sliding_window = 16
-    with pytest.raises(UnsupportedModelError, match=r"^sliding_window of 'llama' is 16, and its layers do not pass it"):
-        packed.log_probs([make_samples(MIXED, seed=0)])
-
-
 def test_logits_changed_in_an_unknown_way_are_refused(folders: dict[str, Path]) -> None:
     model = PackedModel.from_pretrained(folders["llama"]).model
     for name, value in (("final_logit_softcapping", 30.0), ("logits_scaling", 2.0), ("logit_scale", 2.0)):

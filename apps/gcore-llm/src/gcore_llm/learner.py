@@ -203,6 +203,7 @@ def _model_options(config: TrainConfig) -> dict[str, Any]:
         "device": config.device,
         "compute_dtype": getattr(torch, config.dtype),
         "gradient_checkpointing": config.actor.enable_gradient_checkpointing,
+        "max_length": config.data.max_length,
     }
 
 

@@ -90,8 +90,7 @@ def _check_policy_engine(config: TrainConfig) -> None:
     rollout = config.rollout
     if rollout.weights_dir and not Path(rollout.weights_dir).is_dir():
         raise UserError(f"rollout.weights_dir is {rollout.weights_dir!r}: an existing folder is needed")
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    check_engine(rollout, Path(config.model), setting="rollout", max_length=longest)
+    check_engine(rollout, Path(config.model), setting="rollout", max_length=config.data.max_length)
 
 
 def _run_with(inputs: Inputs, runner: asyncio.Runner, display: Display) -> RunFolder:

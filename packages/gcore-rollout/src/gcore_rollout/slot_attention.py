@@ -212,15 +212,26 @@ def _forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001 - transformers' signature
+    attention_mask: torch.Tensor | None,
     *,
-    slots: Prefill | Decode,
+    slots: Prefill | Decode | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
+    if slots is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} is not given the keyword arguments of the model's forward pass: the hf engine "
+            "needs them, the vllm engine may run the model"
+        )
+    # Masks are not asked for: this one is the model's own.
+    if attention_mask is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} computes an attention mask of its own: the hf engine does not apply it, the vllm "
+            "engine may"
+        )
     layer = module.layer_idx
     assert isinstance(layer, int)
     if sliding_window is None:
@@ -248,6 +259,20 @@ def _window_of_mask(module: torch.nn.Module, layer: int) -> int | None:
         f"sliding_window of {config.model_type!r} is {window}, and its layers do not pass it to their attention: "
         "the hf engine cannot tell where it applies, the vllm engine may run the model"
     )
+
+
+def longest_sequence(config: Any) -> int:
+    """Return the tokens of the longest sequence that a model of this config computes alike in every batch.
+
+    transformers chooses the factors of rope_type ``longrope`` (LongRoPE, arXiv 2402.13753) by the largest position of a
+    batch, and the base of ``dynamic`` beyond ``max_position_embeddings``.
+    """
+    longest: int = config.max_position_embeddings
+    rope: Any = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if parameters.get("rope_type") == "longrope":
+            longest = min(longest, parameters["original_max_position_embeddings"])
+    return longest
 
 
 def register() -> None:

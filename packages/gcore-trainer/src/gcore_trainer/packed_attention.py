@@ -12,19 +12,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from gcore_trainer.context_parallel.block_attention import attention
 from gcore_trainer.errors import UnsupportedModelError
+from gcore_trainer.packed_mask import describe, window_of
 from gcore_trainer.packing import Bucket, PackedBatch, sequence_rectangles
 
 ATTENTION_NAME = "gcore_packed"
 
 _UNSUPPORTED_ARGUMENTS = ("position_bias", "indices", "block_indices")
 """What models hand to their attention that changes its result, and that is not computed here."""
-
-_LEAVE_WINDOW_TO_MASK = ("phimoe", "qwen2_moe")
-"""Models whose attention is not given the sliding window that transformers' masks have for it."""
 
 _NUM_WINDOW_ROWS = 512
 """Queries of a tile under a sliding window: its keys are at most so many and the window's."""
@@ -210,24 +208,31 @@ def _mask(
 
 
 def _forward(
-    module: torch.nn.Module,
+    module: torch.nn.Module,  # noqa: ARG001 - transformers' signature
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001 - transformers' signature
+    attention_mask: torch.Tensor | None,
     *,
-    packed: AttentionPlan,
+    packed: AttentionPlan | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
+    if packed is None:
+        raise UnsupportedModelError(
+            "the model does not pass the keyword arguments of its forward pass on to its attention: packed training "
+            "needs it to"
+        )
     for name in _UNSUPPORTED_ARGUMENTS:
         if others.get(name) is not None:
             raise UnsupportedModelError(f"the model's attention uses {name!r}: packed training does not compute it")
-    if sliding_window is None:
-        sliding_window = _window_of_mask(module)
+    if attention_mask is not None:
+        # Some models have their window in the mask alone; where both have one, transformers' eager attention and SDPA
+        # follow the mask.
+        sliding_window = window_of(attention_mask)
     if sliding_window is not None and sliding_window < 1:
         raise UnsupportedModelError(f"sliding_window is {sliding_window}; expected at least 1, or none")
     output = packed.attend(
@@ -236,36 +241,20 @@ def _forward(
     return output, None
 
 
-def _window_of_mask(module: torch.nn.Module) -> int | None:
-    """Return the sliding window that the config gives a layer, for a layer that does not pass one.
-
-    Raises:
-        UnsupportedModelError: there is one, and it is not known whether transformers' masks apply it.
-    """
-    config: Any = getattr(module, "config", None)
-    window: int | None = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if window is None or (layer_types and layer_types[module.layer_idx] != "sliding_attention"):
-        return None
-    if config.model_type in _LEAVE_WINDOW_TO_MASK:
-        return window
-    raise UnsupportedModelError(
-        f"sliding_window of {config.model_type!r} is {window}, and its layers do not pass it to their attention: "
-        "packed training cannot tell where it applies"
-    )
-
-
 def register() -> None:
-    """Make ``attn_implementation="gcore_packed"`` known to transformers, through its own extension point."""
+    """Make ``attn_implementation="gcore_packed"`` known to transformers, through its own extension points."""
     AttentionInterface.register(ATTENTION_NAME, _forward)
+    AttentionMaskInterface.register(ATTENTION_NAME, describe)
 
 
 def mix_by_sequence(mixer: Any) -> None:
     """Make a layer's linear attention compute each sequence of a packed row from the start; see `PackedPlan.mix`."""
     forward = mixer.forward
 
-    def packed_forward(hidden_states: torch.Tensor, *, packed: PackedPlan, **others: Any) -> torch.Tensor:
-        del others  # caches and masks, of which a packed row has none
+    def packed_forward(hidden_states: torch.Tensor, *, packed: PackedPlan | None = None, **others: Any) -> torch.Tensor:
+        if packed is None:
+            return forward(hidden_states=hidden_states, **others)
+        # Others are caches and masks, of which a packed row has none.
         return packed.mix(hidden_states, lambda hidden_SLD: forward(hidden_states=hidden_SLD))
 
     mixer.forward = packed_forward
