@@ -28,6 +28,7 @@ from gcore_rollout.diffusion import (
     Kernel,
 )
 from gcore_rollout.image_rewards import evaluate_images
+from gcore_runs.learning_signal import SIGNAL
 
 State = dict[str, Any]
 
@@ -122,10 +123,13 @@ class Sampling:
         num_stale, self._sampler.surplus = len(self._sampler.surplus), []
         share = await exchange(harvest.groups, self._ctx.group)
         scores = [s for part in await self._ctx.group.all_gather([g.scores for g in share]) for s in part]
+        # Advantages, and pairs of better and worse images, are of a group's own scores; a gradient needs none.
+        differ = any(np.ptp(s) > 0 for s in scores)
+        has_signal = bool(scores) and (differ or self._config.algorithm.name == "reward_gradient")
         return Batch(
             share=share,
             groups_of_all=harvest.num_groups,
-            metrics=await self._metrics(harvest, num_stale),
+            metrics=await self._metrics(harvest, num_stale) | {SIGNAL: float(has_signal)},
             std=float(np.concatenate(scores).std()) if scores else 0.0,
             state={"loader": self._loader.state(), "sampler": self._sampler.state(Group.state)},
         )
@@ -180,8 +184,8 @@ class Sampling:
             versions = sorted({s.weight_version for s in group.samples})
             if versions != [present]:
                 raise RuntimeError(
-                    f"images of prompt {group.ticket} are by weights of versions {versions}; expected version {present}, "
-                    "the present one, alone"
+                    f"images of prompt {group.ticket} are by weights of versions {versions}; expected version "
+                    f"{present}, the present one, alone"
                 )
 
     async def _metrics(self, harvest: Harvest[Group], num_stale: int) -> dict[str, float]:

@@ -2,10 +2,11 @@
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from gcore_llm.prompts import Prompt, PromptSets
 from gcore_llm.roles import Roles
 from gcore_placement import TransformerWorkload
 from gcore_rollout import SamplingParams
+from gcore_rollout.multi_turn import EpisodeEnd
 from gcore_rollout.rewards import part_means
 
 State = dict[str, Any]
@@ -166,7 +168,8 @@ class Sampling:
         versions = [g.oldest_version for g in harvest.groups]
         parts = [r.parts for g in groups for r in g.responses if r.parts]
         counts = np.array([len(groups), self._num_dropped, self._num_stale, len(self._unfinished)])
-        everyones = await self._ctx.group.all_gather((own, versions, parts, counts))
+        ends = Counter(r.end for g in groups for r in g.responses if r.end is not None)
+        everyones = await self._ctx.group.all_gather((own, versions, parts, ends, counts))
         rows = np.concatenate([mine for mine, *_ in everyones])
         oldest = min((v for _, mine, *_ in everyones for v in mine), default=0)
         scored, dropped, stale, unfinished = np.sum([counts for *_, counts in everyones], axis=0).tolist()
@@ -193,7 +196,8 @@ class Sampling:
                 "prompt_length/mean": prompts.mean(),
                 "perf/total_num_tokens": lengths.sum() + prompts.sum(),
             }
-        metrics |= part_means(p for _, _, mine, _ in everyones for p in mine)
+        metrics |= part_means(p for _, _, mine, *_ in everyones for p in mine)
+        metrics |= _episode_ends(sum((mine for *_, mine, _ in everyones), Counter[EpisodeEnd]()))
         return {name: float(value) for name, value in metrics.items()}
 
     def _state(self) -> State:
@@ -202,6 +206,12 @@ class Sampling:
             "sampler": self._sampler.state(Group.state),
             "unfinished": [group.state() for group in self._unfinished],
         }
+
+
+def _episode_ends(ends: Counter[EpisodeEnd]) -> dict[str, float]:
+    """The shares of episodes that ended in each way; nothing for responses of one turn."""
+    total = ends.total()
+    return {f"multi_turn/end/{end}": ends[end] / total for end in get_args(EpisodeEnd)} if total else {}
 
 
 class Batches:

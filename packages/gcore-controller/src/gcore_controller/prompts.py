@@ -18,8 +18,8 @@ RowT = TypeVar("RowT")
 class ShardedSampler(Sampler[int]):
     """An endless, shuffled walk over tickets 0, 1, 2, ... of which one controller yields every ``world_size``-th.
 
-    Ticket t is entry ``t mod num_rows`` of a permutation of the rows drawn anew for epoch ``t // num_rows``, and belongs
-    to controller ``t mod world_size``.
+    Ticket t is entry ``t mod num_rows`` of a permutation of the rows that is drawn for epoch ``t // num_rows``. It
+    belongs to controller ``t mod world_size``.
     """
 
     def __init__(self, num_rows: int, *, seed: int, rank: int, world_size: int, start: int = 0) -> None:
