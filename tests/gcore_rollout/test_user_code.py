@@ -18,8 +18,9 @@ from gcore_rollout.rewards import CompositeReward, Failed, FailureLog, RewardRun
 LONG_S = 600.0
 
 
-def runner_of(reward: Callable[..., Any], **options: Any) -> RewardRunner:
-    return RewardRunner(reward, RewardRunnerConfig(on_error="drop", **{"sync_in_threads": False, **options}))
+def runner_of(reward: Callable[..., Any], *, sync_in_threads: bool = False, timeout_s: float = 60.0) -> RewardRunner:
+    config = RewardRunnerConfig(on_error="drop", sync_in_threads=sync_in_threads, timeout_s=timeout_s)
+    return RewardRunner(reward, config)
 
 
 async def run(runner: RewardRunner) -> object:

@@ -168,7 +168,7 @@ class Sampling:
         versions = [g.oldest_version for g in harvest.groups]
         parts = [r.parts for g in groups for r in g.responses if r.parts]
         counts = np.array([len(groups), self._num_dropped, self._num_stale, len(self._unfinished)])
-        ends = Counter(r.end for g in groups for r in g.responses if r.end is not None)
+        ends = Counter[str](r.end for g in groups for r in g.responses if r.end is not None)
         everyones = await self._ctx.group.all_gather((own, versions, parts, ends, counts))
         rows = np.concatenate([mine for mine, *_ in everyones])
         oldest = min((v for _, mine, *_ in everyones for v in mine), default=0)
@@ -197,7 +197,7 @@ class Sampling:
                 "perf/total_num_tokens": lengths.sum() + prompts.sum(),
             }
         metrics |= part_means(p for _, _, mine, *_ in everyones for p in mine)
-        metrics |= _episode_ends(sum((mine for *_, mine, _ in everyones), Counter[EpisodeEnd]()))
+        metrics |= _episode_ends(sum((mine for *_, mine, _ in everyones), start=Counter[str]()))
         return {name: float(value) for name, value in metrics.items()}
 
     def _state(self) -> State:
@@ -208,7 +208,7 @@ class Sampling:
         }
 
 
-def _episode_ends(ends: Counter[EpisodeEnd]) -> dict[str, float]:
+def _episode_ends(ends: Counter[str]) -> dict[str, float]:
     """The shares of episodes that ended in each way; nothing for responses of one turn."""
     total = ends.total()
     return {f"multi_turn/end/{end}": ends[end] / total for end in get_args(EpisodeEnd)} if total else {}
