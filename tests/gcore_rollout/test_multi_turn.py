@@ -216,8 +216,9 @@ async def test_an_aborted_turn_goes_on() -> None:
     [
         (EpisodeLimits(max_turns=2), 200, [], "max_turns", 2),
         (EpisodeLimits(), 4, [], "length", 1),
-        (EpisodeLimits(), 200, ["stop", "length"], "length", 2),
-        (EpisodeLimits(), 200, ["repetition"], "length", 1),
+        (EpisodeLimits(), 3, ["length"], "length", 1),
+        (EpisodeLimits(max_tokens_per_turn=3), 200, ["stop", "length"], "truncated_turn", 2),
+        (EpisodeLimits(), 200, ["repetition"], "truncated_turn", 1),
     ],
 )
 async def test_episodes_end(limits: EpisodeLimits, max_tokens: int, reasons: list[str], end: str, turns: int) -> None:
@@ -234,6 +235,26 @@ async def test_episodes_end(limits: EpisodeLimits, max_tokens: int, reasons: lis
     assert (episode.end, len(episode.turns), episode.score) == (end, turns, turns)
     assert episode.response_mask[-3:].all()
     assert engine.requests[0].sampling.max_tokens == max_tokens
+
+
+async def test_an_environment_is_notified_of_a_truncated_turn() -> None:
+    """If its step has the parameter."""
+    seen: list[bool] = []
+
+    class Aware(Questions):
+        async def step(self, completion: str, truncated: bool = False) -> Reply:
+            seen.append(truncated)
+            return await super().step(completion)
+
+    await run_episode(
+        ScriptedEngine([[7, 8, 1], [7, 8, 9]], ["stop", "length"]),
+        Aware(["x"] * 4),
+        ChatEncoder(make_tokenizer()),
+        request_id="e",
+        sampling=SamplingParams(max_tokens=200),
+        limits=EpisodeLimits(max_tokens_per_turn=3),
+    )
+    assert seen == [False, True]
 
 
 async def test_broken_environments_are_reported() -> None:

@@ -42,6 +42,7 @@ MAY_CHANGE = (
     "rollout.weights_dir",
     "reward_model.judge.num_processes",
     "reward_model.judge.urls",
+    "reward_calls.max_failed_share",
 )
 """Settings that a resumed run may be given anew."""
 
