@@ -120,10 +120,10 @@ class Cli:
         return finished.out
 
     def refused(self, *args: object) -> str:
-        """Run a command that must end with exit code 2 and one message; that message."""
+        """Run a command that must end with exit code 2 and one line; that line."""
         finished = self(*args)
         assert finished.code == 2, finished
-        assert "Traceback" not in finished.err
+        assert finished.err.count("\n") == 1, finished.err
         return finished.err
 
 

@@ -68,7 +68,7 @@ def test_options(cli: Cli, own_args: list[str], options: list[str], expected: st
     ("toml", "expected"),
     [
         ("[trainer]\nsave_frq = 3", "s.toml: unknown field trainer.save_frq; did you mean trainer.save_freq?"),
-        ("quux = 3", "s.toml: unknown field quux; known here: actor, algorithm"),
+        ("quux = 3", "s.toml: unknown field quux; known here: actor.*, algorithm.*"),
         ("[rollout]\nn = 'many'", "s.toml: rollout.n is 'many'"),
         ("[data]\ntrain_files = 'a.jsonl'", "s.toml: data.train_files is 'a.jsonl'"),
         ("data = 3", "s.toml: data is 3"),

@@ -11,7 +11,7 @@ from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.recipes import RECIPES
 from gcore_runs.command_line import Command, RunArgs, logs_command, run_command
 from gcore_runs.errors import RankError, UserError
-from gcore_runs.options import parse
+from gcore_runs.options import parse, parse_arguments
 
 _USAGE = """usage: gcore-diffusion COMMAND [options]
 
@@ -99,7 +99,7 @@ def _train(args: Sequence[str]) -> None:
 
 
 def _sample(args: Sequence[str]) -> None:
-    parsed = tyro.cli(SampleArgs, args=args, prog="gcore-diffusion sample")
+    parsed = parse_arguments(SampleArgs, args, prog="gcore-diffusion sample")
     import asyncio
 
     from gcore_diffusion.inspect_run import sample_run
@@ -119,7 +119,9 @@ def _sample(args: Sequence[str]) -> None:
 
 
 def _report(args: Sequence[str]) -> None:
-    parsed = tyro.cli(RunArgs, args=args, prog="gcore-diffusion report", description="Write a run's report.html anew.")
+    parsed = parse_arguments(
+        RunArgs, args, prog="gcore-diffusion report", description="Write a run's report.html anew."
+    )
     from gcore_diffusion.report import write_report
     from gcore_runs.run_folder import RunFolder
 

@@ -13,7 +13,7 @@ from gcore_llm.finetune.command import run_fine_tuning
 from gcore_llm.recipes import RECIPES
 from gcore_runs.command_line import Command, RunArgs, logs_command, run_command
 from gcore_runs.errors import RankError, UserError
-from gcore_runs.options import parse
+from gcore_runs.options import parse, parse_arguments
 
 _USAGE = """usage: gcore-llm COMMAND [options]
 
@@ -103,7 +103,7 @@ def _train(args: Sequence[str]) -> None:
 
 
 def _sample(args: Sequence[str]) -> None:
-    parsed = tyro.cli(SampleArgs, args=args, prog="gcore-llm sample")
+    parsed = parse_arguments(SampleArgs, args, prog="gcore-llm sample")
     from gcore_llm.inspect_run import sample_run
 
     for text in asyncio.run(
@@ -120,7 +120,7 @@ def _sample(args: Sequence[str]) -> None:
 
 
 def _eval(args: Sequence[str]) -> None:
-    parsed = tyro.cli(RunArgs, args=args, prog="gcore-llm eval", description="Score a run on its held-out prompts.")
+    parsed = parse_arguments(RunArgs, args, prog="gcore-llm eval", description="Score a run on its held-out prompts.")
     from gcore_llm.inspect_run import evaluate_run
 
     step, result = asyncio.run(evaluate_run(parsed.run))
@@ -128,7 +128,7 @@ def _eval(args: Sequence[str]) -> None:
 
 
 def _report(args: Sequence[str]) -> None:
-    parsed = tyro.cli(RunArgs, args=args, prog="gcore-llm report", description="Write a run's report.html anew.")
+    parsed = parse_arguments(RunArgs, args, prog="gcore-llm report", description="Write a run's report.html anew.")
     from gcore_llm.report import write_report
     from gcore_runs.run_folder import RunFolder
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_llm.rollout_config import RolloutConfig
@@ -52,8 +52,9 @@ class TaskConfig:
 
     name: str = ""
     """Task of reasoning-gym, such as chain_sum; empty: prompts come from data.train-files."""
-    params: dict[str, int] = field(default_factory=dict[str, int])
-    """The task's own settings."""
+    params: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The task's own settings, of the types that reasoning-gym gives them; on the command line --task.params.NAME and a
+    number, true or false, text, several values, or a TOML value such as '{a = [1, 2]}'; None where it is accepted."""
     num_train: int = 10_000
     """Training problems to generate; those that occur among the held-out ones are left out."""
     num_val: int = 256

@@ -25,3 +25,8 @@ def check_at_least(field: str, value: float, lowest: int) -> None:
     """
     if value < lowest:
         raise UserError(f"{field} is {value}: {lowest} or more is needed")
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's message without line breaks, as some libraries put into theirs."""
+    return " ".join(line.strip() for line in str(error).splitlines() if line.strip())

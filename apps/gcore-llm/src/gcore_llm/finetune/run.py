@@ -58,7 +58,7 @@ def fine_tune(config: FineTuneConfig, display: Display) -> Result:
         tokenizer = tiny_tokenizer()
     ends = eos_token_ids(tokenizer, Path(config.model) if config.model else None)
     encoder = Encoder(tokenizer, eos_token_ids=ends, apply_chat_template=config.data.apply_chat_template == "auto")
-    rows = task_rows(config, tokenizer) if config.task.name else None
+    rows = task_rows(config) if config.task.name else None
     sets = load_examples(config, encoder, rows)
     if config.model:
         _check_fits(sets, Path(config.model))
