@@ -23,7 +23,7 @@ def write(cli: Cli, name: str, text: str) -> str:
         (["--trainer.save-frq", "3"], "--trainer.save-freq"),
         (["--rolout.n", "3"], "--rollout.n"),
         (["--rollout.n", "many"], "many"),
-        (["--rollout.n", "1"], "rollout.n is 1: 2 or more is needed"),
+        (["--rollout.n", "1"], "rollout.n is 1; expected at least 2 for algorithm.adv_estimator 'grpo'"),
         (
             ["--rollout.engine", "sglang"],
             "rollout.engine is 'sglang': hf, vllm, vllm_server, sglang_server or",
@@ -72,7 +72,7 @@ def test_options(cli: Cli, own_args: list[str], options: list[str], expected: st
         ("[rollout]\nn = 'many'", "s.toml: rollout.n is 'many'"),
         ("[data]\ntrain_files = 'a.jsonl'", "s.toml: data.train_files is 'a.jsonl'"),
         ("data = 3", "s.toml: data is 3"),
-        ("[rollout]\nn = 1", "rollout.n is 1: 2 or more is needed"),
+        ("[rollout]\nn = 1", "rollout.n is 1; expected at least 2 for algorithm.adv_estimator 'grpo'"),
         ("[actor.optim]\nlr = 0", "lr is 0.0: a finite number above 0 is needed"),
         ("[trainer]\nschedule = 'now'", "s.toml: trainer.schedule is 'now'"),
         ("[rollout\nn = 3", "config is s.toml: not TOML"),
@@ -200,7 +200,10 @@ def bad_data(cli: Cli, own_args: list[str], text: str, *options: str, name: str 
     [
         ('{"prompt": "a"}\n{"prompt": ', "bad.jsonl:2 is not JSON"),
         ('{"prompt": "a"}\n["b"]\n', "bad.jsonl:2 is list: a JSON object is needed"),
-        ('{"prompt": "a"}\n{"question": "b"}\n', "bad.jsonl: prompt of row 2 is None: text, or a list of messages"),
+        (
+            '{"prompt": "a"}\n{"question": "b"}\n',
+            "bad.jsonl: row 2 has no column 'prompt' (data.prompt_key); it has 'question'",
+        ),
         ('{"prompt": ""}\n', "bad.jsonl: prompt of row 1 is empty"),
         ('{"prompt": 7}\n', "bad.jsonl: prompt of row 1 is 7"),
         ('{"prompt": []}\n', "bad.jsonl: prompt of row 1 is []"),
@@ -222,7 +225,9 @@ def test_data_files(cli: Cli, own_args: list[str]) -> None:
     (cli.cwd / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
     assert "latin.jsonl is not UTF-8" in cli.refused(*option_set(own_args, "--data.train-files", "latin.jsonl"))
     pyarrow.parquet.write_table(pyarrow.table({"question": ["a"]}), cli.cwd / "columns.parquet")
-    assert "prompt of row 1 is None" in cli.refused(*option_set(own_args, "--data.train-files", "columns.parquet"))
+    assert "columns.parquet: row 1 has no column 'prompt' (data.prompt_key); it has 'question'" in cli.refused(
+        *option_set(own_args, "--data.train-files", "columns.parquet")
+    )
     assert "data file nowhere.jsonl does not exist" in cli.refused(
         *option_set(own_args, "--data.train-files", "nowhere.jsonl")
     )
@@ -253,8 +258,11 @@ def test_prompts_without_a_model(cli: Cli, own_args: list[str]) -> None:
     ("options", "expected"),
     [
         (["--task.name", "quux"], "task.name is 'quux'"),
-        (["--task.name", "leg_counting"], "warming up needs worked examples, there are some for chain_sum"),
-        (["--task.params.min-term", "2"], "--task.params.min-terms"),
+        (["--task.name", "leg_counting"], "or a model of your own for any task: --model FOLDER"),
+        (
+            ["--task.params.min-term", "2"],
+            "task.params.min_term is not a setting of 'chain_sum'; expected such as min_terms",
+        ),
         (["--task.params.min-terms", "5"], "task.name is 'chain_sum' with task.params {'min_terms': 5"),
         (["--data.max-prompt-length", "1"], "data.max_prompt_length is 1: the problems of chain_sum are longer"),
     ],

@@ -27,7 +27,7 @@ from gcore_runs.display import Display
 from gcore_runs.errors import UserError
 from gcore_runs.logs import log_to
 from gcore_runs.metrics import MetricsWriter, metrics_server
-from gcore_runs.run_folder import Result, RunFolder, open_run, read_jsonl, write_atomically
+from gcore_runs.run_folder import Result, RunFolder, finish_report, open_run, read_jsonl, write_atomically
 from gcore_runs.run_loop import RunLoop, closed, steps_made
 from gcore_runs.services import SavedLearner, Services
 from gcore_runs.settings import resolve
@@ -77,7 +77,7 @@ def train(config: DiffusionConfig, display: Display) -> Result:
                 with closed(services, runner):
                     _train(services, config, prompts, run, first_step, runner, display, prometheus)
                     write_atomically(run.export, partial(_export, services.learner, model))
-    write_report(run.path)
+    finish_report(write_report, run)
     rows = [row for row in read_jsonl(run.metrics) if "val/score/mean" in row]
     return Result(run=run.path, before=rows[0] if rows else {}, after=rows[-1] if rows else {})
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_llm.rollout_config import RolloutConfig
@@ -307,6 +307,7 @@ class TrainConfig:
         check_at_least("controllers", self.controllers, 1)
         check_at_least("threads", self.threads, 0)
         check_run_name(self.name)
+        self._check_group()
         longest = self.data.max_prompt_length + self.data.max_response_length
         if self.actor.ppo_max_token_len < longest:
             raise UserError(
@@ -390,6 +391,25 @@ class TrainConfig:
             trainer=replace(self.trainer, num_processes=sizes.ranks),
             placement=replace(self.placement, strategy="colocated") if sizes.in_turns else self.placement,
         )
+
+    def _check_group(self) -> None:
+        if self.rollout.n > 1:
+            return
+        if self.algorithm.adv_estimator in get_args(GroupEstimator):
+            raise UserError(
+                f"rollout.n is {self.rollout.n}; expected at least 2 for algorithm.adv_estimator "
+                f"{self.algorithm.adv_estimator!r}, which compares the responses of a group"
+            )
+        if self.algorithm.filter_groups:
+            raise UserError(
+                f"rollout.n is {self.rollout.n}; expected at least 2 with algorithm.filter_groups, which drops groups "
+                "whose responses all score alike, or algorithm.filter_groups False"
+            )
+        if self.reward_model.kind == "judge" and self.reward_model.judge.pairwise:
+            raise UserError(
+                f"rollout.n is {self.rollout.n}; expected at least 2 with reward_model.judge.pairwise, which compares "
+                "the responses of a group"
+            )
 
     def _check_ray(self) -> None:
         if self.rollout.is_on_servers:

@@ -11,6 +11,7 @@ from typing import Any
 from gcore_ckpt import load
 from gcore_llm.config import TrainConfig
 from gcore_llm.engine_config import EngineConfig
+from gcore_llm.model_limits import longest_sequence
 from gcore_llm.rollout_config import RolloutConfig
 from gcore_rollout import Engine
 from gcore_rollout.errors import EngineDiedError
@@ -107,6 +108,8 @@ def engine_factory(
         own: Mapping[str, Any] = {}
         if isinstance(settings, RolloutConfig):
             longest = config.data.max_prompt_length + config.data.max_response_length
+            # Prompts that are longer than the model allows were refused before (`check_lengths`).
+            longest = min(longest, longest_sequence(model) or longest)
             own = {"max_model_len": longest, "speculative_config": settings.speculative.as_vllm_takes_it()}
         return partial(VLLMEngine.from_pretrained, model, **options, **own)
     # A process of its own has a GPU of its own.

@@ -60,28 +60,37 @@ def read_rows(path: str) -> list[dict[str, Any]]:
         UserError: missing, unknown ending, unreadable, broken line, no rows.
     """
     file = Path(path)
+    if file.is_dir():
+        raise UserError(f"data file {path} is a folder; expected a .jsonl or .parquet file")
     if not file.is_file():
         raise UserError(f"data file {path} does not exist")
-    match file.suffix:
+    try:
+        rows = _rows_of(file)
+    except OSError as error:
+        raise UserError(f"data file {path} cannot be read: {error.strerror or error}") from None
+    if not rows:
+        raise UserError(f"data file {path} has no rows")
+    return rows
+
+
+def _rows_of(path: Path) -> list[dict[str, Any]]:
+    match path.suffix:
         case ".jsonl":
             try:
                 # Not splitlines: JSON strings may hold the other characters that it takes for line ends.
-                lines = file.read_text("utf-8").split("\n")
+                lines = path.read_text("utf-8").split("\n")
             except UnicodeDecodeError as error:
                 raise UserError(f"data file {path} is not UTF-8: {error}") from None
-            rows = [_parsed(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
+            return [_parsed(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
         case ".parquet":
             import pyarrow.parquet
 
             try:
-                rows = pyarrow.parquet.read_table(file).to_pylist()
+                return pyarrow.parquet.read_table(path).to_pylist()
             except pyarrow.ArrowException as error:
                 raise UserError(f"data file {path} is not Parquet: {error}") from None
         case _:
-            raise UserError(f"data file {path} ends in {file.suffix!r}: .jsonl or .parquet is needed")
-    if not rows:
-        raise UserError(f"data file {path} has no rows")
-    return rows
+            raise UserError(f"data file {path} ends in {path.suffix!r}: .jsonl or .parquet is needed")
 
 
 def _parsed(line: str, where: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tyro
 
-from gcore_runs.errors import check_at_least, one_line
+from gcore_runs.errors import check_at_least, one_line, said
 from gcore_runs.options import parse_arguments
 
 Command = Callable[[Sequence[str]], None]
@@ -57,6 +57,9 @@ def run_command(
         how_to_go_on = "" if command in not_resumed else "; the same command goes on from the last finished step"
         print(f"{app}: interrupted{how_to_go_on}", file=sys.stderr)
         raise SystemExit(130) from None
+    except OSError as error:
+        print(f"{app}: error: {said(error)}", file=sys.stderr)
+        raise SystemExit(2) from None
     except Exception as error:
         if not isinstance(error, expected_errors()):
             raise

@@ -30,3 +30,9 @@ def check_at_least(field: str, value: float, lowest: int) -> None:
 def one_line(error: BaseException) -> str:
     """Return an error's message without line breaks, as some libraries put into theirs."""
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+
+
+def said(error: OSError) -> str:
+    """Return what the operating system says, and of which file."""
+    reason = error.strerror or str(error)
+    return f"{error.filename}: {reason}" if error.filename is not None else reason

@@ -28,7 +28,7 @@ def task_rows(config: FineTuneConfig) -> tuple[list[Row], list[Row]]:
     Raises:
         UserError: there are no worked answers to the task, or see `make_problems`.
     """
-    require_worked_examples(config.task.name)
+    require_worked_examples(config.task.name, instead="or rows of your own: --data.train-files FILE")
     rng = np.random.default_rng(config.seed)
     train, val = (
         [_row(config, problem, rng) for problem in part] for part in make_problems(config.task, seed=config.seed)
