@@ -70,7 +70,7 @@ def _rows(path: Path, lines: Sequence[str], key: str) -> Iterator[Prompt]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"data file {path}, line {number}: not JSON: {error}") from None
         where = f"data file {path}, line {number}"
         if not isinstance(row, dict):

@@ -96,7 +96,7 @@ def _rows_of(path: Path) -> list[dict[str, Any]]:
 def _parsed(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON: {error}") from None
     if not isinstance(row, dict):
         raise UserError(f"{where} is {type(row).__name__}: a JSON object is needed")

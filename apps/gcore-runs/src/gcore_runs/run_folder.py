@@ -78,7 +78,7 @@ class RunFolder:
             lock = (self.path / ".lock").open("w")
         except OSError as error:
             raise UserError(
-                f"run folder {self.path} cannot be written: {said(error)}; choose another --runs-dir"
+                f"run folder {self.path} cannot be made: {said(error)}; choose another --runs-dir"
             ) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,11 +167,23 @@ def finish_report(write: Callable[[Path], object], run: RunFolder) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a JSONL file; a missing file has none, a torn last line is dropped."""
+    """The complete lines of a JSONL file; a missing file has none, a torn last line is dropped.
+
+    Raises:
+        UserError: a complete line is no JSON object.
+    """
     if not path.is_file():
         return []
-    complete = path.read_text().rpartition("\n")[0]
-    return [json.loads(line) for line in complete.splitlines()]
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_text("utf-8", errors="replace").split("\n")[:-1], 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}:{number} is not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{number} is {type(row).__name__}; expected a JSON object")
+        rows.append(row)
+    return rows
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
