@@ -9,6 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from command_line import Cli, option_set, step_rows, write_rows
+from safetensors.torch import load_file, save_file
 
 
 def truncated(model: Path) -> None:
@@ -49,6 +50,23 @@ def test_damaged_weights(
         args = ["sft", "--model", "model", "--data.train-files", args[args.index("--data.train-files") + 1]]
     assert expected in cli.refused(*args)
     assert not (cli.cwd / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "reward-model"])
+def test_a_tensor_that_the_weights_lack(cli: Cli, own_args: list[str], tiny: Path, command: str) -> None:
+    """transformers would draw it at random, and say so only in its log."""
+    shutil.copytree(tiny, cli.cwd / "model")
+    weights = load_file(tiny / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, cli.cwd / "model/model.safetensors", {"format": "pt"})
+    args = option_set(own_args, "--model", "model")
+    if command != "train":
+        rows = write_rows(cli.cwd / "rows.jsonl", [{"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}])
+        if command == "sft":
+            write_rows(rows, [{"prompt": "a", "completion": "b"}])
+        args = [command, "--model", "model", "--data.train-files", rows]
+    error = cli.refused(*args)
+    assert "the weights in model lack 1 of the model's tensors, such as model.layers.1.mlp.up_proj.weight" in error
 
 
 def test_data_files(cli: Cli, own_args: list[str]) -> None:

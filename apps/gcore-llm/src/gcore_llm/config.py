@@ -119,6 +119,9 @@ class WarmupConfig:
         check_at_least("warmup.max_steps", self.max_steps, 0)
         for name in ("batch_size", "test_freq"):
             check_at_least(f"warmup.{name}", getattr(self, name), 1)
+        if not 0 < self.lr < math.inf:
+            raise UserError(f"warmup.lr is {self.lr}; expected a finite number above 0")
+        check_at_least("warmup.target_accuracy", self.target_accuracy, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,6 +309,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_at_least("controllers", self.controllers, 1)
         check_at_least("threads", self.threads, 0)
+        check_at_least("seed", self.seed, 0)
         check_run_name(self.name)
         self._check_group()
         longest = self.data.max_prompt_length + self.data.max_response_length

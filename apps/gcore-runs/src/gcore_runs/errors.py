@@ -27,6 +27,15 @@ def check_at_least(field: str, value: float, lowest: int) -> None:
         raise UserError(f"{field} is {value}: {lowest} or more is needed")
 
 
+def check_port(field: str, port: int) -> None:
+    """
+    Raises:
+        UserError: no such port; 0 is none.
+    """
+    if not 0 <= port <= 65_535:
+        raise UserError(f"{field} is {port}; expected a port from 1 to 65535, or 0 for none")
+
+
 def one_line(error: BaseException) -> str:
     """Return an error's message without line breaks, as some libraries put into theirs."""
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
@@ -34,5 +43,5 @@ def one_line(error: BaseException) -> str:
 
 def said(error: OSError) -> str:
     """Return what the operating system says, and of which file."""
-    reason = error.strerror or str(error)
+    reason = error.strerror or one_line(error)
     return f"{error.filename}: {reason}" if error.filename is not None else reason

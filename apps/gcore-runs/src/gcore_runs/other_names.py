@@ -13,7 +13,7 @@ _STEPS = ("trainer.total_training_steps", "steps")
 _EPOCHS = ("trainer.total_epochs", *_STEPS)
 _WARMUP = ("actor.optim.lr_warmup_steps", "optim.lr_warmup_steps")
 _WARMUP_RATIO = ("optim.lr_warmup_steps_ratio", *_WARMUP)
-_KL = ("actor.loss.kl_loss_coef", "actor.loss.kl_coef", "loss.beta", "kl_loss_coef")
+_KL = ("actor.loss.kl_loss_coef", "loss.beta", "kl_loss_coef")
 _KL_REWARD = ("algorithm.kl_ctrl.kl_coef", *_KL)
 _CHECKPOINTING = ("actor.enable_gradient_checkpointing", "enable_gradient_checkpointing")
 _GROUP = ("rollout.n", "n")
@@ -31,7 +31,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "actor.strategy": ("trainer.backend",),
     "use_kl_loss": _KL,
     "use_kl_in_reward": _KL_REWARD,
-    "clip_ratio": ("actor.loss.clip_ratio_low", "actor.loss.clip_range"),
+    "clip_ratio": ("actor.loss.clip_ratio_low", "actor.loss.clip_ratio"),
     "filter_groups.enable": ("algorithm.filter_groups", "filter_groups"),
     "ppo_micro_batch_size": _MICRO_BATCH,
     "ppo_micro_batch_size_per_gpu": _MICRO_BATCH,
@@ -77,8 +77,8 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "dataset": ("data.train_files",),
     "reward_funcs": _REWARD,
     "num_iterations": ("actor.ppo_epochs", "actor.num_updates"),
-    "epsilon": ("actor.loss.clip_ratio_low", "actor.loss.clip_range"),
-    "epsilon_high": ("actor.loss.clip_ratio_high", "actor.loss.clip_range"),
+    "epsilon": ("actor.loss.clip_ratio_low", "actor.loss.clip_ratio"),
+    "epsilon_high": ("actor.loss.clip_ratio_high", "actor.loss.clip_ratio"),
     "scale_rewards": ("algorithm.norm_adv_by_std_in_grpo", "algorithm.norm_adv_by"),
     "mask_truncated_completions": ("algorithm.overlong.filter",),
     "use_vllm": ("rollout.engine",),

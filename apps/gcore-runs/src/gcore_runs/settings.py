@@ -5,6 +5,7 @@ import math
 import os
 import tomllib
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
@@ -36,6 +37,9 @@ class RunConfig(Protocol):
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
 SettingsT = TypeVar("SettingsT")
 
+_MAX_INT = 2**63 - 1
+_MAX_THREADS = 4096
+
 
 def merge(base: SettingsT, overrides: Mapping[str, Any], *, source: str = "") -> SettingsT:
     """Return ``base``, a dataclass, with nested ``overrides`` on top.
@@ -62,7 +66,9 @@ def validated(kind: type[SettingsT], values: Mapping[str, Any], *, source: str =
     """
     where = f"{source}: " if source else ""
     try:
-        made = TypeAdapter(kind).validate_python(values)
+        made: SettingsT = _adapter(kind).validate_python(values)
+    except UserError as error:
+        raise UserError(f"{where}{error}") from None
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
@@ -75,6 +81,8 @@ def validated(kind: type[SettingsT], values: Mapping[str, Any], *, source: str =
         for number in value if isinstance(value, tuple | list) else (value,):
             if isinstance(number, float) and not math.isfinite(number):
                 raise UserError(f"{where}{name} is {number}; expected a finite number")
+            if isinstance(number, int) and abs(number) > _MAX_INT:
+                raise UserError(f"{where}{name} is {number}; expected at most {_MAX_INT}")
     return made
 
 
@@ -94,6 +102,12 @@ def _expected(error: Mapping[str, Any]) -> str:
     """What pydantic says would be accepted."""
     expected: str = error["msg"].replace("Input should be ", "expected ")
     return expected.partition(",")[0] if error["type"].endswith("_parsing") else expected
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """Making one takes longer than using it."""
+    return TypeAdapter(kind)
 
 
 def _merge_known(
@@ -155,6 +169,8 @@ def resolve(config: ConfigT) -> ConfigT:
     """Replace what depends on the machine (threads, device) by what this machine gives."""
     import torch
 
+    if config.threads > _MAX_THREADS:
+        raise UserError(f"threads is {config.threads}; expected at most {_MAX_THREADS}, or 0 for one a core")
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

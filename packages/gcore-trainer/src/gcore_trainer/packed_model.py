@@ -21,7 +21,7 @@ from transformers import (
 from gcore_trainer import packed_attention
 from gcore_trainer.config import LoRAConfig
 from gcore_trainer.context_parallel.groups import ContextParallel
-from gcore_trainer.errors import BatchError, ConfigError, UnsupportedModelError
+from gcore_trainer.errors import BatchError, ConfigError, StateError, UnsupportedModelError
 from gcore_trainer.lora import add_lora
 from gcore_trainer.objectives import ScoresT
 from gcore_trainer.packed_row import Row, RowMaker
@@ -54,6 +54,8 @@ class PackedTransformer(ABC, Generic[ScoresT]):
     scores: ClassVar[Literal["tokens", "values"]]
     _auto_class: ClassVar[Any]
     _vision_class: ClassVar[Any] = None
+    _new_weights: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the names of tensors that a folder may lack."""
 
     def __init__(
         self,
@@ -113,6 +115,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
 
         Raises:
             UnsupportedModelError: the model has layers that packed attention does not compute.
+            StateError: the folder lacks some of the model's tensors.
         """
         packed_attention.register()
         auto_class, attention = cls._auto_class, packed_attention.ATTENTION_NAME
@@ -120,7 +123,12 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             auto_class, attention = cls._vision_class, {"text_config": attention, "vision_config": "sdpa"}
         if auto_class is None:
             raise UnsupportedModelError(f"{path} is a {model_type!r} model: {cls.__name__} takes none that sees images")
-        model: Any = auto_class.from_pretrained(path, dtype=dtype, attn_implementation=attention, **cls._load_options())
+        model, loaded = auto_class.from_pretrained(
+            path, dtype=dtype, attn_implementation=attention, output_loading_info=True, **cls._load_options()
+        )
+        # transformers draws at random what the files lack.
+        if missing := sorted(n for n in loaded["missing_keys"] if not n.startswith(cls._new_weights)):
+            raise StateError(f"the weights in {path} lack {len(missing)} of the model's tensors, such as {missing[0]}")
         return cls(model.to(device), **options)
 
     @classmethod
@@ -317,6 +325,7 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
 
     scores = "values"
     _auto_class = AutoModelForSequenceClassification
+    _new_weights = ("score.",)
 
     @classmethod
     def _load_options(cls) -> dict[str, Any]:
