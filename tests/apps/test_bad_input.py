@@ -323,3 +323,42 @@ def test_commands(cli: Cli) -> None:
     bare = cli()
     assert (bare.code, bare.out, bare.err) == (2, usage, "")
     assert "--rollout.temperature" in cli.ok("train", "--help")
+
+
+def test_wrong_arguments_of_sample_and_eval(cli: Cli, own_args: list[str]) -> None:
+    cli.ok(*own_args)
+    for options, expected in (
+        (["--n", "0"], "n is 0: 1 or more is needed"),
+        (["--n", "x"], "n is 'x'; expected a valid integer"),
+        (["--temperature", "nan"], "temperature is nan; expected a finite number"),
+        (["--temperature", "-1"], "temperature is -1.0: 0 or more is needed"),
+        (["--max-tokens", "-5"], "max_tokens is -5: 0 or more is needed"),
+        (["--max-tokens", "5000"], "the model takes at most 512"),
+        (["--seed", "-1"], "seed is -1: 0 or more is needed"),
+        (["--top-p", "0.9"], "unknown option --top-p; there is no such setting: responses are sampled from"),
+        (["again"], "unexpected argument 'again'; expected gcore-llm sample RUN PROMPT"),
+    ):
+        assert expected in cli.refused("sample", "runs/default", "1+1=", *options)
+    assert "PROMPT is empty" in cli.refused("sample", "runs/default", "")
+    assert "PROMPT is missing; expected gcore-llm sample RUN PROMPT" in cli.refused("sample", "runs/default")
+    assert "RUN is missing; expected gcore-llm eval RUN" in cli.refused("eval")
+    assert "unknown option --steps; known here: --follow, --lines, --rank, --role" in cli.refused(
+        "logs", "x", "--steps"
+    )
+    Path(cli.cwd / "runs/default/metrics.jsonl").write_text("3\n")
+    assert "report.html" in cli.ok("report", "runs/default")
+
+
+def test_simulate(cli: Cli) -> None:
+    (cli.cwd / "model").mkdir()
+    (cli.cwd / "model/config.json").write_text("{")
+    for options, expected in (
+        (["--json", "nowhere/x.json"], "json is 'nowhere/x.json': a file in an existing folder is needed"),
+        (["--json", "."], ".: Is a directory"),
+        (["--model", "nowhere"], "nowhere"),
+        (["--model", "model"], "model"),
+        (["--max-completion-length", "3"], "did you mean --max-response-length?"),
+    ):
+        assert expected in cli.refused("simulate", "--devices", "8", "--controllers", "1", "--steps", "1", *options)
+    assert "calibrate names no run" in cli.refused("simulate", "--calibrate")
+    assert "nowhere" in cli.refused("simulate", "--calibrate", "nowhere")

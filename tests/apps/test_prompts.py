@@ -1,21 +1,28 @@
 """The token ids of prompts: the same in training, evaluation, `sample` and fine-tuning, and those of transformers."""
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import write_rows
 from tokenizers.processors import TemplateProcessing
+from transformers import BloomConfig, GPT2Config, Qwen3Config
 
 from gcore_llm import inspect_run
-from gcore_llm.config import DataConfig, TaskConfig, TrainConfig
+from gcore_llm.config import AlgorithmConfig, CriticConfig, DataConfig, TaskConfig, TrainConfig
+from gcore_llm.engines import engine_factory
 from gcore_llm.finetune.tokens import Encoder
-from gcore_llm.prompts import load_files
+from gcore_llm.model_limits import check_lengths, longest_sequence
+from gcore_llm.prompts import Prompt, PromptSets, load_files
+from gcore_llm.rollout_config import RolloutConfig
 from gcore_llm.tasks import load_task
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_rollout import Completion, Request
+from gcore_runs.errors import UserError
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>{% endfor %}"
@@ -120,3 +127,45 @@ def test_text_that_has_its_bos_already(tmp_path: Path, monkeypatch: pytest.Monke
     assert tokens.ids[: tokens.num_given].tolist() == expected
     whole = Encoder(tokenizer, eos_token_ids=[1], apply_chat_template=False).text(text, "row 1")
     assert whole.ids.tolist() == [*expected, 1]
+
+
+def test_what_a_model_takes(tmp_path: Path, tiny: Path) -> None:
+    """Prompts and responses within it are asked of vLLM, whatever data.max_prompt_length says."""
+    GPT2Config(n_positions=96).save_pretrained(tmp_path / "gpt2")
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    Qwen3Config(max_position_embeddings=64, rope_parameters=yarn).save_pretrained(tmp_path / "yarn")
+    BloomConfig().save_pretrained(tmp_path / "bloom")
+    assert longest_sequence(tmp_path / "gpt2") == 96
+    assert longest_sequence(tmp_path / "yarn") == 256
+    assert longest_sequence(tmp_path / "bloom") is None
+    assert longest_sequence(tiny) == longest_sequence(None) == 512
+    for max_prompt_length, expected in ((1024, 512), (100, 140)):
+        data = DataConfig(max_prompt_length=max_prompt_length, max_response_length=40)
+        config = TrainConfig(data=data, rollout=RolloutConfig(engine="vllm"))
+        make: Any = engine_factory(config.rollout, config, tiny, eos_token_ids=[1])
+        assert make.keywords["max_model_len"] == expected
+
+
+@pytest.mark.parametrize("model", ["", "gpt2"])
+def test_prompts_that_the_model_does_not_take(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    limit = 96 if model else 512
+    if model:
+        GPT2Config(n_positions=limit).save_pretrained(model)
+    prompt = Prompt(text="", token_ids=(3,) * (limit - 40), row={})
+    prompts = PromptSets(train=[prompt], val=[], num_too_long=0)
+    check_lengths(TrainConfig(model=model, data=DataConfig(max_response_length=40)), prompts)
+    expected = (
+        f"the longest prompt has {limit - 40} tokens and data.max_response_length is 41: the model takes at most "
+        f"{limit} together (model is {model!r}, max_position_embeddings); a lower data.max_prompt_length"
+    )
+    with pytest.raises(UserError, match=re.escape(expected)):
+        check_lengths(TrainConfig(model=model, data=DataConfig(max_response_length=41)), prompts)
+    with pytest.raises(UserError, match="critic.model is 'gpt2'"):
+        GPT2Config(n_positions=32).save_pretrained("gpt2")
+        config = TrainConfig(
+            critic=CriticConfig(model="gpt2"), algorithm=AlgorithmConfig(adv_estimator="gae"), data=DataConfig()
+        )
+        small = Prompt(text="", token_ids=(3,), row={})
+        config = replace(config, data=replace(config.data, max_response_length=40))
+        check_lengths(config, PromptSets(train=[small], val=[], num_too_long=0))

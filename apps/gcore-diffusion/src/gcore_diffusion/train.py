@@ -12,6 +12,7 @@ from gcore_diffusion.demo.pretraining import taught_pipeline
 from gcore_diffusion.engines import start_engines
 from gcore_diffusion.evaluate import Evaluation
 from gcore_diffusion.judge import judge_factory
+from gcore_diffusion.pipeline_files import check_pipeline
 from gcore_diffusion.program import Job
 from gcore_diffusion.prompts import PromptSets, load_prompts
 from gcore_diffusion.recorder import RunRecorder
@@ -50,10 +51,8 @@ def train(config: DiffusionConfig, display: Display) -> Result:
     config = resolve(config)
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    if config.model and not (Path(config.model) / "model_index.json").is_file():
-        raise UserError(
-            f"model is {config.model!r}: a folder of a diffusers pipeline, with model_index.json, is needed"
-        )
+    if config.model:
+        check_pipeline(Path(config.model))
     prompts = load_prompts(config.data, PROMPTS)
     rewards = None
     if config.reward.kind == "judge":

@@ -12,7 +12,7 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.finetune.command import run_fine_tuning
 from gcore_llm.recipes import RECIPES
 from gcore_runs.command_line import Command, RunArgs, logs_command, run_command
-from gcore_runs.errors import RankError, UserError
+from gcore_runs.errors import RankError, UserError, check_at_least
 from gcore_runs.options import parse, parse_arguments
 
 _USAGE = """usage: gcore-llm COMMAND [options]
@@ -50,6 +50,10 @@ class SampleArgs:
     """Longest completion; 0: the run's data.max_response_length."""
     seed: int = 0
     """Seed of the samples."""
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("n", 1), ("temperature", 0), ("max_tokens", 0), ("seed", 0)):
+            check_at_least(name, getattr(self, name), lowest)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

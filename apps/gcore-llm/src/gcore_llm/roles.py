@@ -19,6 +19,7 @@ from gcore_rollout.rewards import Failed, OnError, RewardRunner, Scored, load_fu
 from gcore_runs.devices import DeviceTimers
 from gcore_runs.errors import UserError
 from gcore_runs.watched import UNWATCHED, Watched
+from gcore_runs.weights_files import check_safetensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,31 +78,7 @@ def check_model(path: Path, *, setting: str = "model") -> None:
         raise UserError(f"model folder {path} has a config.json that does not load: {error}") from None
     if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
         raise UserError(f"model folder {path} has no weights: model.safetensors is needed")
-    check_weights_files(path)
-
-
-def check_weights_files(path: Path) -> None:
-    """
-    Raises:
-        UserError: a safetensors file of the folder is damaged, or one that its index names is missing.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{index} is no index of weights: {type(error).__name__}: {error}") from None
-        if missing := [name for name in shards if not (path / name).is_file()]:
-            raise UserError(f"model folder {path} lacks {', '.join(missing)}, which {index.name} names")
-    for file in sorted(path.glob("*.safetensors")):
-        try:
-            # Reads the header alone, which says how long the file is.
-            with safe_open(file, framework="np"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} is damaged, or was not copied to its end: {error}") from None
+    check_safetensors(path)
 
 
 def build_tokenizer(path: Path) -> Any:

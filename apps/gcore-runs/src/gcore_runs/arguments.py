@@ -4,6 +4,7 @@ import tomllib
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from gcore_runs.errors import UserError
@@ -12,7 +13,8 @@ from gcore_runs.other_names import hint
 _FLAG_VALUES = ("true", "false", "1", "0", "yes", "no", "on", "off")
 
 
-def setting_types(kind: type, prefix: str = "") -> dict[str, Any]:
+@cache
+def setting_types(kind: type, prefix: str = "") -> Mapping[str, Any]:
     """Return the type of every setting of a dataclass, by its dotted name: ``{"rollout.n": int, ...}``."""
     hints = get_type_hints(kind)
     found: dict[str, Any] = {}

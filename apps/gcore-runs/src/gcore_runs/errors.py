@@ -44,4 +44,5 @@ def one_line(error: BaseException) -> str:
 def said(error: OSError) -> str:
     """Return what the operating system says, and of which file."""
     reason = error.strerror or one_line(error)
-    return f"{error.filename}: {reason}" if error.filename is not None else reason
+    file = error.filename2 or error.filename
+    return f"{file}: {reason}" if file is not None else reason

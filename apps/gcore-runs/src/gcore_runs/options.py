@@ -75,7 +75,7 @@ def parse_arguments(kind: type[ArgsT], args: Sequence[str], *, prog: str, descri
 
 def _read(args: Sequence[str], kind: type, *, extra: Sequence[str]) -> tuple[Arguments, str]:
     """Read the arguments, and the file that --config names."""
-    known = setting_types(kind) | dict.fromkeys(extra, str)
+    known = {**setting_types(kind), **dict.fromkeys(extra, str)}
     given = read_arguments([a for a in args if a not in _HELP], known)
     check_no_positional(given, known)
     return given, given.options.pop("config", "")

@@ -71,7 +71,11 @@ def validated(kind: type[SettingsT], values: Mapping[str, Any], *, source: str =
         raise UserError(f"{where}{error}") from None
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
+        location = first["loc"]
+        if first["type"] == "missing" and isinstance(location[-1], int):
+            name = ".".join(map(str, location[:-1]))
+            raise UserError(f"{where}{name} is {first['input']!r:.200}; expected more values") from None
+        field = ".".join(map(str, location))
         if first["type"] == "value_error":
             # Raised by the section's own checks, with the name of its field.
             message = first["msg"].removeprefix("Value error, ")
