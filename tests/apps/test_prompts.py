@@ -3,7 +3,6 @@
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def asked_by_sample(tokenizer: Any, config: TrainConfig, prompt: str, monkeypatc
         return config, tokenizer, engine, 0
 
     monkeypatch.setattr(inspect_run, "_latest_policy", latest)
-    options = {"n": 1, "temperature": 0.0, "max_tokens": 1, "seed": 0}
+    options: dict[str, Any] = {"n": 1, "temperature": 0.0, "max_tokens": 1, "seed": 0}
     assert asyncio.run(inspect_run.sample_run(Path(), prompt, **options)) == []
     return list(engine.requests[0].prompt_token_ids)
 
@@ -161,11 +160,15 @@ def test_prompts_that_the_model_does_not_take(model: str, tmp_path: Path, monkey
     )
     with pytest.raises(UserError, match=re.escape(expected)):
         check_lengths(TrainConfig(model=model, data=DataConfig(max_response_length=41)), prompts)
-    with pytest.raises(UserError, match="critic.model is 'gpt2'"):
-        GPT2Config(n_positions=32).save_pretrained("gpt2")
-        config = TrainConfig(
-            critic=CriticConfig(model="gpt2"), algorithm=AlgorithmConfig(adv_estimator="gae"), data=DataConfig()
-        )
-        small = Prompt(text="", token_ids=(3,), row={})
-        config = replace(config, data=replace(config.data, max_response_length=40))
-        check_lengths(config, PromptSets(train=[small], val=[], num_too_long=0))
+
+
+def test_prompts_that_the_critic_does_not_take(tmp_path: Path) -> None:
+    GPT2Config(n_positions=32).save_pretrained(tmp_path)
+    prompts = PromptSets(train=[Prompt(text="", token_ids=(3,), row={})], val=[], num_too_long=0)
+    config = TrainConfig(
+        critic=CriticConfig(model=str(tmp_path)),
+        algorithm=AlgorithmConfig(adv_estimator="gae"),
+        data=DataConfig(max_response_length=40),
+    )
+    with pytest.raises(UserError, match=r"the model takes at most 32 together \(critic.model is "):
+        check_lengths(config, prompts)
