@@ -23,7 +23,7 @@ def write(cli: Cli, name: str, text: str) -> str:
         (["--trainer.save-frq", "3"], "--trainer.save-freq"),
         (["--rolout.n", "3"], "--rollout.n"),
         (["--rollout.n", "many"], "many"),
-        (["--rollout.n", "1"], "rollout.n is 1: 2 or more is needed"),
+        (["--rollout.n", "1"], "rollout.n is 1; expected at least 2 for algorithm.adv_estimator 'grpo'"),
         (
             ["--rollout.engine", "sglang"],
             "rollout.engine is 'sglang': hf, vllm, vllm_server, sglang_server or",
@@ -68,11 +68,11 @@ def test_options(cli: Cli, own_args: list[str], options: list[str], expected: st
     ("toml", "expected"),
     [
         ("[trainer]\nsave_frq = 3", "s.toml: unknown field trainer.save_frq; did you mean trainer.save_freq?"),
-        ("quux = 3", "s.toml: unknown field quux; known here: actor, algorithm"),
+        ("quux = 3", "s.toml: unknown field quux; known here: actor.*, algorithm.*"),
         ("[rollout]\nn = 'many'", "s.toml: rollout.n is 'many'"),
         ("[data]\ntrain_files = 'a.jsonl'", "s.toml: data.train_files is 'a.jsonl'"),
         ("data = 3", "s.toml: data is 3"),
-        ("[rollout]\nn = 1", "rollout.n is 1: 2 or more is needed"),
+        ("[rollout]\nn = 1", "rollout.n is 1; expected at least 2 for algorithm.adv_estimator 'grpo'"),
         ("[actor.optim]\nlr = 0", "lr is 0.0: a finite number above 0 is needed"),
         ("[trainer]\nschedule = 'now'", "s.toml: trainer.schedule is 'now'"),
         ("[rollout\nn = 3", "config is s.toml: not TOML"),
@@ -200,7 +200,10 @@ def bad_data(cli: Cli, own_args: list[str], text: str, *options: str, name: str 
     [
         ('{"prompt": "a"}\n{"prompt": ', "bad.jsonl:2 is not JSON"),
         ('{"prompt": "a"}\n["b"]\n', "bad.jsonl:2 is list: a JSON object is needed"),
-        ('{"prompt": "a"}\n{"question": "b"}\n', "bad.jsonl: prompt of row 2 is None: text, or a list of messages"),
+        (
+            '{"prompt": "a"}\n{"question": "b"}\n',
+            "bad.jsonl: row 2 has no column 'prompt' (data.prompt_key); it has 'question'",
+        ),
         ('{"prompt": ""}\n', "bad.jsonl: prompt of row 1 is empty"),
         ('{"prompt": 7}\n', "bad.jsonl: prompt of row 1 is 7"),
         ('{"prompt": []}\n', "bad.jsonl: prompt of row 1 is []"),
@@ -222,7 +225,9 @@ def test_data_files(cli: Cli, own_args: list[str]) -> None:
     (cli.cwd / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
     assert "latin.jsonl is not UTF-8" in cli.refused(*option_set(own_args, "--data.train-files", "latin.jsonl"))
     pyarrow.parquet.write_table(pyarrow.table({"question": ["a"]}), cli.cwd / "columns.parquet")
-    assert "prompt of row 1 is None" in cli.refused(*option_set(own_args, "--data.train-files", "columns.parquet"))
+    assert "columns.parquet: row 1 has no column 'prompt' (data.prompt_key); it has 'question'" in cli.refused(
+        *option_set(own_args, "--data.train-files", "columns.parquet")
+    )
     assert "data file nowhere.jsonl does not exist" in cli.refused(
         *option_set(own_args, "--data.train-files", "nowhere.jsonl")
     )
@@ -253,8 +258,11 @@ def test_prompts_without_a_model(cli: Cli, own_args: list[str]) -> None:
     ("options", "expected"),
     [
         (["--task.name", "quux"], "task.name is 'quux'"),
-        (["--task.name", "leg_counting"], "warming up needs worked examples, there are some for chain_sum"),
-        (["--task.params.min-term", "2"], "--task.params.min-terms"),
+        (["--task.name", "leg_counting"], "or a model of your own for any task: --model FOLDER"),
+        (
+            ["--task.params.min-term", "2"],
+            "task.params.min_term is not a setting of 'chain_sum'; expected such as min_terms",
+        ),
         (["--task.params.min-terms", "5"], "task.name is 'chain_sum' with task.params {'min_terms': 5"),
         (["--data.max-prompt-length", "1"], "data.max_prompt_length is 1: the problems of chain_sum are longer"),
     ],
@@ -315,3 +323,42 @@ def test_commands(cli: Cli) -> None:
     bare = cli()
     assert (bare.code, bare.out, bare.err) == (2, usage, "")
     assert "--rollout.temperature" in cli.ok("train", "--help")
+
+
+def test_wrong_arguments_of_sample_and_eval(cli: Cli, own_args: list[str]) -> None:
+    cli.ok(*own_args)
+    for options, expected in (
+        (["--n", "0"], "n is 0: 1 or more is needed"),
+        (["--n", "x"], "n is 'x'; expected a valid integer"),
+        (["--temperature", "nan"], "temperature is nan; expected a finite number"),
+        (["--temperature", "-1"], "temperature is -1.0: 0 or more is needed"),
+        (["--max-tokens", "-5"], "max_tokens is -5: 0 or more is needed"),
+        (["--max-tokens", "5000"], "the model takes at most 512"),
+        (["--seed", "-1"], "seed is -1: 0 or more is needed"),
+        (["--top-p", "0.9"], "unknown option --top-p; there is no such setting: responses are sampled from"),
+        (["again"], "unexpected argument 'again'; expected gcore-llm sample RUN PROMPT"),
+    ):
+        assert expected in cli.refused("sample", "runs/default", "1+1=", *options)
+    assert "PROMPT is empty" in cli.refused("sample", "runs/default", "")
+    assert "PROMPT is missing; expected gcore-llm sample RUN PROMPT" in cli.refused("sample", "runs/default")
+    assert "RUN is missing; expected gcore-llm eval RUN" in cli.refused("eval")
+    assert "unknown option --steps; known here: --follow, --lines, --rank, --role" in cli.refused(
+        "logs", "x", "--steps"
+    )
+    Path(cli.cwd / "runs/default/metrics.jsonl").write_text("3\n")
+    assert "report.html" in cli.ok("report", "runs/default")
+
+
+def test_simulate(cli: Cli) -> None:
+    (cli.cwd / "model").mkdir()
+    (cli.cwd / "model/config.json").write_text("{")
+    for options, expected in (
+        (["--json", "nowhere/x.json"], "json is 'nowhere/x.json': a file in an existing folder is needed"),
+        (["--json", "."], ".: Is a directory"),
+        (["--model", "nowhere"], "nowhere"),
+        (["--model", "model"], "model"),
+        (["--max-completion-length", "3"], "did you mean --max-response-length?"),
+    ):
+        assert expected in cli.refused("simulate", "--devices", "8", "--controllers", "1", "--steps", "1", *options)
+    assert "calibrate names no run" in cli.refused("simulate", "--calibrate")
+    assert "nowhere" in cli.refused("simulate", "--calibrate", "nowhere")

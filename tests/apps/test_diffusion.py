@@ -1,6 +1,7 @@
 """`gcore-diffusion`: the embedded model in short, a user's own pipeline, every algorithm, resumption, wrong input."""
 
 import os
+import shutil
 import signal
 import time
 import tomllib
@@ -13,6 +14,7 @@ import pytest
 from command_line import Cli, Server, option_set, read_rows, served, step_rows, write_rows
 from PIL import Image
 from process_tree import descendants
+from safetensors.torch import load_file, save_file
 from tiny_pipelines import ddim_pipeline, flow_pipeline
 from tiny_vision_model import save_vision_model
 
@@ -297,6 +299,19 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
         "placement.strategy is 'dynamic', runtime is 'inline' and reward.kind is",
     ),
     "model": (lambda _: ["--model", "nowhere"], "model is 'nowhere': a folder of a diffusers pipeline"),
+    "ranks by another name": (lambda _: ["--n-gpus-per-node", "2"], "did you mean --trainer.num-processes?"),
+    "one side": (lambda _: ["--rollout.size", "8"], "rollout.size is ['8']; expected more values"),
+    "guidance below none": (lambda _: ["--rollout.guidance-scale", "-1"], "rollout.guidance_scale is -1.0: 0 or more"),
+    "size": (lambda _: ["--rollout.size", "7", "7"], "the pipeline makes no image of 'a 0' with these settings"),
+    "layers to adapt": (lambda _: ["--actor.lora-rank", "2", "--actor.target-modules", "zzz"], "zzz"),
+    "a server that does not answer": (lambda _: ["--reward.kind", "http://127.0.0.1:9"], "127.0.0.1:9"),
+    "a folder of prompts": (lambda _: ["--data.train-files", "."], "data file .: Is a directory"),
+    "prompts of memory": (lambda _: ["--data.train-files", "/proc/self/mem"], "data file /proc/self/mem: "),
+    "column": (
+        lambda _: ["--data.prompt-key", "text"],
+        "line 1 has no column 'text' (data.prompt_key); it has",
+    ),
+    "run folder": (lambda file: ["--runs-dir", file], "cannot be made: "),
     "gradient of a number": (
         lambda _: [
             "--algorithm.name",
@@ -362,6 +377,61 @@ def leaving(images, prompts, rows):
     assert "trying the pipeline and the reward" in finished.out
     message = cli.refused(*own_args, "--reward.kind", "odd.py:leaving")
     assert "reward 'leaving' tried to end the process: SystemExit(3)" in " ".join(message.split())
+
+
+def broken_index(model: Path) -> None:
+    (model / "model_index.json").write_text("{")
+
+
+def lost_tokenizer(model: Path) -> None:
+    shutil.rmtree(next(model.glob("tokenizer*")))
+
+
+def truncated(model: Path) -> None:
+    weights = next(model.glob("transformer/*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def lost_tensor(model: Path) -> None:
+    weights = next(model.glob("transformer/*.safetensors"))
+    tensors = load_file(weights)
+    del tensors["norm_out.linear.weight"]
+    save_file(tensors, weights, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (broken_index, "model/model_index.json is not JSON: "),
+        (lost_tokenizer, "model folder model lacks the folder tokenizer"),
+        (truncated, "model/transformer/diffusion_pytorch_model.safetensors is damaged, or was not copied to its end: "),
+        (lost_tensor, "lack 1 of the model's tensors, such as norm_out.linear.weight"),
+    ],
+)
+def test_damaged_pipeline(cli: Cli, own_args: list[str], damage: Callable[[Path], None], expected: str) -> None:
+    shutil.copytree(own_args[own_args.index("--model") + 1], cli.cwd / "model")
+    damage(cli.cwd / "model")
+    assert expected in cli.refused(*own_args, "--model", "model")
+
+
+def test_wrong_arguments_of_sample_and_report(cli: Cli, own_args: list[str]) -> None:
+    cli.ok(*own_args)
+    for options, expected in (
+        (["--n", "0"], "n is 0: 1 or more is needed"),
+        (["--n", "x"], "n is 'x'; expected a valid integer"),
+        (["--guidance-scale", "nan"], "guidance_scale is nan; expected a finite number"),
+        (["--seed", "-1"], "seed is -1: 0 or more is needed"),
+        (["--out", "x.quux"], "out is 'x.quux'; expected a file that ends in .png"),
+        (["--out", "nowhere/x.png"], "out is 'nowhere/x.png'; expected a file in an existing folder"),
+        (["--num-images", "4"], "unknown option --num-images; known here: "),
+    ):
+        assert expected in cli.refused("sample", "runs/default", "a", *options)
+    assert "PROMPT is missing; expected gcore-diffusion sample RUN PROMPT" in cli.refused("sample", "runs/default")
+    (cli.cwd / "runs/default/report.html").unlink()
+    (cli.cwd / "runs/default/report.html").mkdir()
+    assert "runs/default/report.html: Is a directory" in cli.refused("report", "runs/default")
+    (cli.cwd / "runs/default/config.toml").write_text("[")
+    assert "config.toml: not TOML" in cli.refused("sample", "runs/default", "a")
 
 
 @pytest.mark.parametrize("name", BAD)

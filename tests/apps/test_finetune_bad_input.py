@@ -67,7 +67,7 @@ def test_rows_without_a_model_and_a_model_without_rows(cli: Cli, tiny: Path) -> 
     rows = ("--data.train-files", "rows.jsonl")
     assert "model is not set: a local Hugging Face folder" in cli.refused("sft", "--recipe", "own_data", *rows)
     assert "data.train_files is not set" in cli.refused("sft", "--model", tiny)
-    assert "worked examples, there are some for chain_sum" in cli.refused("dpo", "--task.name", "leg_counting")
+    assert "worked examples (chain_sum), or rows of your own" in cli.refused("dpo", "--task.name", "leg_counting")
 
 
 @pytest.mark.parametrize(

@@ -478,7 +478,7 @@ def test_command_prints_its_table(cli: Cli, model: Path) -> None:
         (["--learner.utilisation", "1.5"], "learner.utilisation is 1.5: a number above 0, at most 1 is needed"),
         (["--prompt-share", "2"], "prompt_share is 2.0: a number from 0 to 1 is needed"),
         (["--controllers", "300"], "controllers is 300 and the engine has 256 replicas: one for each controller"),
-        (["--n", "1"], "rollout.n is 1: 2 or more is needed"),
+        (["--n", "1"], "rollout.n is 1; expected at least 2 for algorithm.adv_estimator"),
         (["--n", "70000"], "n is 70000: 65536 or less is needed"),
     ],
 )

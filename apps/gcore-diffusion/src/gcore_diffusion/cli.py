@@ -10,8 +10,8 @@ import tyro
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.recipes import RECIPES
 from gcore_runs.command_line import NOTHING_LEARNED, Command, RunArgs, logs_command, run_command
-from gcore_runs.errors import RankError, UserError
-from gcore_runs.options import parse
+from gcore_runs.errors import RankError, UserError, check_at_least
+from gcore_runs.options import parse, parse_arguments
 
 _USAGE = """usage: gcore-diffusion COMMAND [options]
 
@@ -45,6 +45,14 @@ class SampleArgs:
     """Seed of the images."""
     out: Path = Path("images.png")
     """The PNG file to write."""
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("n", 1), ("num_inference_steps", 0), ("guidance_scale", 0), ("seed", 0)):
+            check_at_least(name, getattr(self, name), lowest)
+        if self.out.suffix.lower() != ".png":
+            raise UserError(f"out is {str(self.out)!r}; expected a file that ends in .png")
+        if not self.out.absolute().parent.is_dir():
+            raise UserError(f"out is {str(self.out)!r}; expected a file in an existing folder")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -101,7 +109,7 @@ def _train(args: Sequence[str]) -> None:
 
 
 def _sample(args: Sequence[str]) -> None:
-    parsed = tyro.cli(SampleArgs, args=args, prog="gcore-diffusion sample")
+    parsed = parse_arguments(SampleArgs, args, prog="gcore-diffusion sample")
     import asyncio
 
     from gcore_diffusion.inspect_run import sample_run
@@ -121,7 +129,9 @@ def _sample(args: Sequence[str]) -> None:
 
 
 def _report(args: Sequence[str]) -> None:
-    parsed = tyro.cli(RunArgs, args=args, prog="gcore-diffusion report", description="Write a run's report.html anew.")
+    parsed = parse_arguments(
+        RunArgs, args, prog="gcore-diffusion report", description="Write a run's report.html anew."
+    )
     from gcore_diffusion.report import write_report
     from gcore_runs.run_folder import RunFolder
 

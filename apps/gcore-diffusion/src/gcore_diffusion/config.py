@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 from gcore_diffusion.reward_config import RewardConfig
-from gcore_runs.errors import UserError, check_at_least, check_run_name
+from gcore_runs.errors import UserError, check_at_least, check_port, check_run_name
 from gcore_runs.placement_config import PlacementConfig
 from gcore_runs.ray_config import RayConfig
 from gcore_runs.sizes import Sizes, check_engines, check_judges_in_turns
@@ -77,7 +77,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_at_least("data.train_batch_size", self.train_batch_size, 1)
-        check_at_least("data.val_size", self.val_size, 0)
+        for name in ("val_size", "shuffle_seed"):
+            check_at_least(f"data.{name}", getattr(self, name), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,14 @@ class RolloutConfig:
             raise UserError(f"rollout.n is {self.n}: at least 2 is needed, for images of a prompt are compared")
         for name in ("num_inference_steps", "window_steps", "max_num_images", "eval_n"):
             check_at_least(f"rollout.{name}", getattr(self, name), 1)
-        for name in ("window_size", "num_processes", "eval_num_inference_steps", "max_sequence_length"):
+        for name in (
+            "window_size",
+            "num_processes",
+            "eval_num_inference_steps",
+            "max_sequence_length",
+            "guidance_scale",
+            "eval_guidance_scale",
+        ):
             check_at_least(f"rollout.{name}", getattr(self, name), 0)
         if not 0 < self.noise_level < math.inf:
             raise UserError(f"rollout.noise_level is {self.noise_level}: a finite number above 0 is needed")
@@ -249,7 +257,7 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         for name in ("total_training_steps", "test_freq", "save_freq", "max_ckpt_to_keep", "num_processes"):
             check_at_least(f"trainer.{name}", getattr(self, name), 1)
-        check_at_least("trainer.prometheus_port", self.prometheus_port, 0)
+        check_port("trainer.prometheus_port", self.prometheus_port)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,6 +358,7 @@ class DiffusionConfig:
     def __post_init__(self) -> None:
         check_at_least("controllers", self.controllers, 1)
         check_at_least("threads", self.threads, 0)
+        check_at_least("seed", self.seed, 0)
         check_run_name(self.name)
         self._check_runtime()
         name, kernel = self.algorithm.name, self.rollout.kernel

@@ -70,9 +70,15 @@ def _rows(path: Path, lines: Sequence[str], key: str) -> Iterator[Prompt]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"data file {path}, line {number}: not JSON: {error}") from None
-        text = row.get(key) if isinstance(row, dict) else None
+        where = f"data file {path}, line {number}"
+        if not isinstance(row, dict):
+            raise UserError(f"{where} is {type(row).__name__}: a JSON object is needed")
+        if key not in row:
+            columns = ", ".join(map(repr, row)) or "none"
+            raise UserError(f"{where} has no column {key!r} (data.prompt_key); it has {columns}")
+        text = row[key]
         if not isinstance(text, str) or not text.strip():
-            raise UserError(f"data file {path}, line {number}: a text under {key!r} is needed")
+            raise UserError(f"{where}: {key} is {text!r:.80}; expected a text")
         yield Prompt(text=text, row=row)

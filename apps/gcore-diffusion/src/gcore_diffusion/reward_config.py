@@ -42,6 +42,9 @@ class JudgeConfig:
     def __post_init__(self) -> None:
         for name in ("n", "max_response_length", "max_num_seqs"):
             check_at_least(f"reward.judge.{name}", getattr(self, name), 1)
+        check_at_least("reward.judge.temperature", self.temperature, 0)
+        if self.low == self.high:
+            raise UserError(f"reward.judge.low and reward.judge.high are both {self.low}; expected two scores")
         check_at_least("reward.judge.num_processes", self.num_processes, 0)
         if self.engine == "vllm" and not self.num_processes:
             raise UserError("reward.judge.num_processes is 0 and reward.judge.engine is 'vllm': 1 or more is needed")

@@ -12,6 +12,7 @@ from gcore_diffusion.demo.pretraining import taught_pipeline
 from gcore_diffusion.engines import start_engines
 from gcore_diffusion.evaluate import Evaluation
 from gcore_diffusion.judge import judge_factory
+from gcore_diffusion.pipeline_files import check_pipeline
 from gcore_diffusion.program import Job
 from gcore_diffusion.prompts import PromptSets, load_prompts
 from gcore_diffusion.recorder import RunRecorder
@@ -29,7 +30,7 @@ from gcore_runs.interrupt import at_once
 from gcore_runs.learning_signal import check_signal
 from gcore_runs.logs import log_to
 from gcore_runs.metrics import MetricsWriter, metrics_server
-from gcore_runs.run_folder import Result, RunFolder, open_run, read_jsonl, write_atomically
+from gcore_runs.run_folder import Result, RunFolder, finish_report, open_run, read_jsonl, write_atomically
 from gcore_runs.run_loop import RunLoop, closed, steps_made
 from gcore_runs.run_warnings import RunWarnings
 from gcore_runs.services import SavedLearner, Services
@@ -53,10 +54,8 @@ def train(config: DiffusionConfig, display: Display) -> Result:
     config = resolve(config)
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    if config.model and not (Path(config.model) / "model_index.json").is_file():
-        raise UserError(
-            f"model is {config.model!r}: a folder of a diffusers pipeline, with model_index.json, is needed"
-        )
+    if config.model:
+        check_pipeline(Path(config.model))
     prompts = load_prompts(config.data, PROMPTS)
     rewards = None
     if config.reward.kind == "judge":
@@ -82,7 +81,7 @@ def train(config: DiffusionConfig, display: Display) -> Result:
                     _train(services, config, prompts, run, first_step, runner, display, prometheus)
                     write_atomically(run.export, partial(_export, services.learner, model))
     has_signal = check_signal(run, RunWarnings(run, display))
-    write_report(run.path)
+    finish_report(write_report, run)
     rows = [row for row in read_jsonl(run.metrics) if "val/score/mean" in row]
     return Result(run=run.path, before=rows[0] if rows else {}, after=rows[-1] if rows else {}, has_signal=has_signal)
 

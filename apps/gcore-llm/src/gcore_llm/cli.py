@@ -12,8 +12,8 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.finetune.command import run_fine_tuning
 from gcore_llm.recipes import RECIPES
 from gcore_runs.command_line import NOTHING_LEARNED, Command, RunArgs, logs_command, run_command
-from gcore_runs.errors import RankError, UserError
-from gcore_runs.options import parse
+from gcore_runs.errors import RankError, UserError, check_at_least
+from gcore_runs.options import parse, parse_arguments
 
 _USAGE = """usage: gcore-llm COMMAND [options]
 
@@ -50,6 +50,10 @@ class SampleArgs:
     """Longest completion; 0: the run's data.max_response_length."""
     seed: int = 0
     """Seed of the samples."""
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("n", 1), ("temperature", 0), ("max_tokens", 0), ("seed", 0)):
+            check_at_least(name, getattr(self, name), lowest)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -105,7 +109,7 @@ def _train(args: Sequence[str]) -> None:
 
 
 def _sample(args: Sequence[str]) -> None:
-    parsed = tyro.cli(SampleArgs, args=args, prog="gcore-llm sample")
+    parsed = parse_arguments(SampleArgs, args, prog="gcore-llm sample")
     from gcore_llm.inspect_run import sample_run
 
     for text in asyncio.run(
@@ -122,7 +126,7 @@ def _sample(args: Sequence[str]) -> None:
 
 
 def _eval(args: Sequence[str]) -> None:
-    parsed = tyro.cli(RunArgs, args=args, prog="gcore-llm eval", description="Score a run on its held-out prompts.")
+    parsed = parse_arguments(RunArgs, args, prog="gcore-llm eval", description="Score a run on its held-out prompts.")
     from gcore_llm.inspect_run import evaluate_run
 
     step, result = asyncio.run(evaluate_run(parsed.run))
@@ -130,7 +134,7 @@ def _eval(args: Sequence[str]) -> None:
 
 
 def _report(args: Sequence[str]) -> None:
-    parsed = tyro.cli(RunArgs, args=args, prog="gcore-llm report", description="Write a run's report.html anew.")
+    parsed = parse_arguments(RunArgs, args, prog="gcore-llm report", description="Write a run's report.html anew.")
     from gcore_llm.report import write_report
     from gcore_runs.run_folder import RunFolder
 

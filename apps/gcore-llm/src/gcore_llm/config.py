@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_llm.rollout_config import RolloutConfig
@@ -53,8 +53,9 @@ class TaskConfig:
 
     name: str = ""
     """Task of reasoning-gym, such as chain_sum; empty: prompts come from data.train-files."""
-    params: dict[str, int] = field(default_factory=dict[str, int])
-    """The task's own settings."""
+    params: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The task's own settings, of the types that reasoning-gym gives them; on the command line --task.params.NAME and a
+    number, true or false, text, several values, or a TOML value such as '{a = [1, 2]}'; None where it is accepted."""
     num_train: int = 10_000
     """Training problems to generate; those that occur among the held-out ones are left out."""
     num_val: int = 256
@@ -124,6 +125,9 @@ class WarmupConfig:
         check_at_least("warmup.max_steps", self.max_steps, 0)
         for name in ("batch_size", "test_freq"):
             check_at_least(f"warmup.{name}", getattr(self, name), 1)
+        if not 0 < self.lr < math.inf:
+            raise UserError(f"warmup.lr is {self.lr}; expected a finite number above 0")
+        check_at_least("warmup.target_accuracy", self.target_accuracy, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +315,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_at_least("controllers", self.controllers, 1)
         check_at_least("threads", self.threads, 0)
+        check_at_least("seed", self.seed, 0)
         check_run_name(self.name)
+        self._check_group()
         longest = self.data.max_length
         if self.actor.ppo_max_token_len < longest:
             raise UserError(
@@ -395,6 +401,25 @@ class TrainConfig:
             trainer=replace(self.trainer, num_processes=sizes.ranks),
             placement=replace(self.placement, strategy="colocated") if sizes.in_turns else self.placement,
         )
+
+    def _check_group(self) -> None:
+        if self.rollout.n > 1:
+            return
+        if self.algorithm.adv_estimator in get_args(GroupEstimator):
+            raise UserError(
+                f"rollout.n is {self.rollout.n}; expected at least 2 for algorithm.adv_estimator "
+                f"{self.algorithm.adv_estimator!r}, which compares the responses of a group"
+            )
+        if self.algorithm.filter_groups:
+            raise UserError(
+                f"rollout.n is {self.rollout.n}; expected at least 2 with algorithm.filter_groups, which drops groups "
+                "whose responses all score alike, or algorithm.filter_groups False"
+            )
+        if self.reward_model.kind == "judge" and self.reward_model.judge.pairwise:
+            raise UserError(
+                f"rollout.n is {self.rollout.n}; expected at least 2 with reward_model.judge.pairwise, which compares "
+                "the responses of a group"
+            )
 
     def _check_ray(self) -> None:
         if self.rollout.is_on_servers:

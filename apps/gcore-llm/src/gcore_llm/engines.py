@@ -11,6 +11,7 @@ from typing import Any
 from gcore_ckpt import load
 from gcore_llm.config import TrainConfig
 from gcore_llm.engine_config import EngineConfig
+from gcore_llm.model_limits import longest_sequence
 from gcore_llm.rollout_config import RolloutConfig
 from gcore_rollout import Engine
 from gcore_rollout.errors import EngineDiedError
@@ -124,7 +125,10 @@ def engine_factory(
         "max_num_seqs": config.rollout.max_num_seqs,
         "eos_token_ids": eos_token_ids,
     }
-    own: dict[str, Any] = {"max_model_len": config.data.max_length} if isinstance(settings, RolloutConfig) else {}
+    own: dict[str, Any] = {}
+    if isinstance(settings, RolloutConfig):
+        # Prompts that are longer than the model allows were refused before (`check_lengths`).
+        own["max_model_len"] = min(config.data.max_length, longest_sequence(model) or config.data.max_length)
     if settings.engine == "vllm":
         from gcore_rollout.vllm_engine import VLLMEngine
 

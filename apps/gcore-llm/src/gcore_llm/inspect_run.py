@@ -8,7 +8,7 @@ from gcore_ckpt import Checkpointer, load
 from gcore_controller import InlineCollectives, InlineGroup, StageTimer
 from gcore_llm.config import TrainConfig
 from gcore_llm.evaluate import Evaluation, evaluate
-from gcore_llm.prompts import render, tokenize
+from gcore_llm.prompts import Problem, make_prompts
 from gcore_llm.rewards import Rewards
 from gcore_llm.roles import Sampler, build_engine, build_tokenizer, build_world, check_model
 from gcore_llm.train import load_prompts
@@ -51,8 +51,7 @@ async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
 async def sample_run(path: Path, prompt: str, *, n: int, temperature: float, max_tokens: int, seed: int) -> list[str]:
     """Complete a prompt ``n`` times."""
     config, tokenizer, engine, _ = await _latest_policy(path)
-    text = render(prompt, tokenizer, config.data, "prompt")
-    [ready] = tokenize([(text, {})], tokenizer)
+    [ready] = make_prompts([Problem(value=prompt, row={}, where="PROMPT")], tokenizer, config.data)
     request = Request(
         request_id="sample",
         prompt_token_ids=ready.token_ids,

@@ -33,6 +33,17 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A prompt before it is rendered and tokenized."""
+
+    value: object
+    """Text, or a list of chat messages."""
+    row: Mapping[str, Any]
+    where: str
+    """Names the prompt in errors."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PromptSets:
     """What a run trains on and what it is judged by."""
 
@@ -49,38 +60,52 @@ def read_rows(path: str) -> list[dict[str, Any]]:
         UserError: missing, unknown ending, unreadable, broken line, no rows.
     """
     file = Path(path)
+    if file.is_dir():
+        raise UserError(f"data file {path} is a folder; expected a .jsonl or .parquet file")
     if not file.is_file():
         raise UserError(f"data file {path} does not exist")
-    match file.suffix:
-        case ".jsonl":
-            try:
-                # Not splitlines: JSON strings may hold the other characters that it takes for line ends.
-                lines = file.read_text("utf-8").split("\n")
-            except UnicodeDecodeError as error:
-                raise UserError(f"data file {path} is not UTF-8: {error}") from None
-            rows = [_parsed(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
-        case ".parquet":
-            import pyarrow.parquet
-
-            try:
-                rows = pyarrow.parquet.read_table(file).to_pylist()
-            except pyarrow.ArrowException as error:
-                raise UserError(f"data file {path} is not Parquet: {error}") from None
-        case _:
-            raise UserError(f"data file {path} ends in {file.suffix!r}: .jsonl or .parquet is needed")
+    try:
+        rows = _rows_of(file)
+    except OSError as error:
+        raise UserError(f"data file {path} cannot be read: {error.strerror or error}") from None
     if not rows:
         raise UserError(f"data file {path} has no rows")
     return rows
 
 
+def _rows_of(path: Path) -> list[dict[str, Any]]:
+    match path.suffix:
+        case ".jsonl":
+            try:
+                # Not splitlines: JSON strings may hold the other characters that it takes for line ends.
+                lines = path.read_text("utf-8").split("\n")
+            except UnicodeDecodeError as error:
+                raise UserError(f"data file {path} is not UTF-8: {error}") from None
+            return [_parsed(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
+        case ".parquet":
+            import pyarrow.parquet
+
+            try:
+                return pyarrow.parquet.read_table(path).to_pylist()
+            except pyarrow.ArrowException as error:
+                raise UserError(f"data file {path} is not Parquet: {error}") from None
+        case _:
+            raise UserError(f"data file {path} ends in {path.suffix!r}: .jsonl or .parquet is needed")
+
+
 def _parsed(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON: {error}") from None
     if not isinstance(row, dict):
         raise UserError(f"{where} is {type(row).__name__}: a JSON object is needed")
     return row
+
+
+def uses_plain_text(value: object, tokenizer: Any, data: DataConfig) -> bool:
+    """Whether a prompt goes to the model as it is, without a chat template."""
+    return isinstance(value, str) and (data.apply_chat_template == "never" or tokenizer.chat_template is None)
 
 
 def render(value: object, tokenizer: Any, data: DataConfig, where: str) -> str:
@@ -92,7 +117,7 @@ def render(value: object, tokenizer: Any, data: DataConfig, where: str) -> str:
     if isinstance(value, str):
         if not value:
             raise UserError(f"{where} is empty")
-        if data.apply_chat_template == "never" or tokenizer.chat_template is None:
+        if uses_plain_text(value, tokenizer, data):
             return value
         value = [{"role": "user", "content": value}]
     if not are_messages(value):
@@ -100,7 +125,12 @@ def render(value: object, tokenizer: Any, data: DataConfig, where: str) -> str:
     if tokenizer.chat_template is None:
         raise UserError(f"{where} is a list of chat messages: the model's tokenizer has no chat template to render it")
     messages = with_parts(value) if data.image_key else value
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:
+        raise UserError(f"{where}: the model's chat template refuses it: {error}") from None
 
 
 def are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
@@ -112,13 +142,36 @@ def are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
     )
 
 
-def tokenize(texts_and_rows: Iterable[tuple[str, Mapping[str, Any]]], tokenizer: Any) -> list[Prompt]:
-    """Prompts with token ids; a template's own special tokens are not doubled."""
-    pairs = list(texts_and_rows)
-    if not pairs:
-        return []
-    ids = tokenizer([text for text, _ in pairs], add_special_tokens=tokenizer.chat_template is None)["input_ids"]
-    return [Prompt(text=t, token_ids=tuple(i), row=row) for (t, row), i in zip(pairs, ids, strict=True)]
+def takes_special_tokens(text: str, tokenizer: Any) -> bool:
+    """Whether special tokens belong around plain text: not where it begins with the tokenizer's BOS already."""
+    return not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
+
+
+def make_prompts(problems: Iterable[Problem], tokenizer: Any, data: DataConfig) -> list[Prompt]:
+    """Render and tokenize prompts, for training, for evaluation and for `sample`.
+
+    Text that a chat template rendered has the template's special tokens alone, other text the tokenizer's, as
+    ``tokenizer.apply_chat_template`` and ``tokenizer`` of transformers give them.
+
+    Raises:
+        UserError: see `render`.
+    """
+    given = list(problems)
+    texts = [render(p.value, tokenizer, data, p.where) for p in given]
+    adds = [
+        uses_plain_text(p.value, tokenizer, data) and takes_special_tokens(text, tokenizer)
+        for p, text in zip(given, texts, strict=True)
+    ]
+    encoded = {
+        flag: iter(
+            tokenizer([t for t, a in zip(texts, adds, strict=True) if a == flag], add_special_tokens=flag)["input_ids"]
+        )
+        for flag in set(adds)
+    }
+    return [
+        Prompt(text=text, token_ids=tuple(next(encoded[flag])), row=p.row)
+        for p, text, flag in zip(given, texts, adds, strict=True)
+    ]
 
 
 def load_files(data: DataConfig, tokenizer: Any, *, seed: int) -> PromptSets:
@@ -146,18 +199,25 @@ def load_files(data: DataConfig, tokenizer: Any, *, seed: int) -> PromptSets:
 
 
 def _load_file(path: str, data: DataConfig, tokenizer: Any) -> list[Prompt]:
-    rows = read_rows(path)
-    texts = [
-        render(row.get(data.prompt_key), tokenizer, data, f"{path}: {data.prompt_key} of row {n}")
-        for n, row in enumerate(rows, 1)
-    ]
-    prompts = tokenize(zip(texts, rows, strict=True), tokenizer)
+    rows, key = read_rows(path), data.prompt_key
+    for n, row in enumerate(rows, 1):
+        if key not in row:
+            raise UserError(f"{path}: row {n} has no column {key!r} (data.prompt_key); it has {columns(row)}")
+    problems = (Problem(value=row[key], row=row, where=f"{path}: {key} of row {n}") for n, row in enumerate(rows, 1))
+    prompts = make_prompts(problems, tokenizer, data)
     if not data.image_key:
         return prompts
+    if not any(data.image_key in row for row in rows):
+        raise UserError(f"{path} has no column {data.image_key!r} (data.image_key); it has {columns(rows[0])}")
     return [
         _with_images(prompt, data.image_key, tokenizer, Path(path).parent, f"{path}: {data.image_key} of row {n}")
         for n, prompt in enumerate(prompts, 1)
     ]
+
+
+def columns(row: Mapping[str, Any]) -> str:
+    """Name a row's columns, for errors."""
+    return ", ".join(map(repr, row)) or "none"
 
 
 def _with_images(prompt: Prompt, image_key: str, tokenizer: Any, folder: Path, where: str) -> Prompt:

@@ -45,6 +45,9 @@ class JudgeConfig(EngineConfig):
         self.check_engine("reward_model.judge")
         for name in ("n", "max_response_length"):
             check_at_least(f"reward_model.judge.{name}", getattr(self, name), 1)
+        check_at_least("reward_model.judge.temperature", self.temperature, 0)
+        if self.low == self.high:
+            raise UserError(f"reward_model.judge.low and high are both {self.low}; expected two scores")
         if self.pairwise and self.unparsable_score not in (None, 0.5):
             raise UserError(
                 f"reward_model.judge.pairwise is true and reward_model.judge.unparsable_score is "

@@ -19,6 +19,7 @@ from gcore_rollout.rewards import Failed, FailureLog, OnError, RewardRunner, Sco
 from gcore_runs.devices import DeviceTimers
 from gcore_runs.errors import UserError
 from gcore_runs.watched import UNWATCHED, Watched
+from gcore_runs.weights_files import check_safetensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,7 @@ def check_model(path: Path, *, setting: str = "model") -> None:
         raise UserError(f"model folder {path} has a config.json that does not load: {error}") from None
     if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
         raise UserError(f"model folder {path} has no weights: model.safetensors is needed")
+    check_safetensors(path)
 
 
 def build_tokenizer(path: Path) -> Any:

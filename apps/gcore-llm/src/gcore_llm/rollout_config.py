@@ -49,7 +49,7 @@ class RolloutConfig(EngineConfig):
     """Existing folder that this machine and the servers see under the same path: new weights go through it."""
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     n: int = 8
-    """Responses a prompt: the size of a group."""
+    """Responses a prompt: the size of a group; at least 2 where the responses of a group are compared."""
     temperature: float = 1.0
     """Divides the logits when sampling, and when the trainer scores."""
     max_num_seqs: int = 256
@@ -75,7 +75,7 @@ class RolloutConfig(EngineConfig):
                 f"rollout.speculative.num_speculative_tokens is {self.speculative.num_speculative_tokens} and "
                 f"rollout.engine is {self.engine!r}: 'vllm' is needed; a server is told when it is started"
             )
-        check_at_least("rollout.n", self.n, 2)
+        check_at_least("rollout.n", self.n, 1)
         check_at_least("rollout.max_staleness", self.max_staleness, 1)
         if not 0 <= self.over_sample_rate < math.inf:
             raise UserError(

@@ -5,39 +5,59 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gcore_llm.config import DataConfig, TaskConfig
-from gcore_llm.prompts import PromptSets, tokenize
-from gcore_rollout.rewards import import_reasoning_gym
-from gcore_runs.errors import UserError
+from gcore_llm.prompts import Problem, PromptSets, make_prompts
+from gcore_llm.task_params import make_dataset
+from gcore_runs.errors import UserError, one_line
 
 _VAL_SEED = 1_000_003
 
 
 def load_task(task: TaskConfig, data: DataConfig, tokenizer: Any, *, seed: int) -> PromptSets:
-    """Generate a task's problems; no held-out problem is trained on.
+    """Generate a task's problems and make prompts of them; no held-out problem is trained on.
 
     Raises:
-        UserError: reasoning-gym does not know the task or its settings.
+        UserError: see `make_problems`; or all problems are longer than data.max_prompt_length.
     """
-    held_out = dict(_problems(task, size=task.num_val, seed=_VAL_SEED))
-    training = ((t, r) for t, r in _problems(task, size=task.num_train, seed=seed) if t not in held_out)
-    train, val = tokenize(training, tokenizer), tokenize(held_out.items(), tokenizer)
+    train, val = (make_prompts(problems, tokenizer, data) for problems in make_problems(task, seed=seed))
     kept_train, kept_val = ([p for p in ps if len(p.token_ids) <= data.max_prompt_length] for ps in (train, val))
     num_too_long = len(train) + len(val) - len(kept_train) - len(kept_val)
     if not kept_train or not kept_val:
-        raise UserError(f"data.max_prompt_length is {data.max_prompt_length}: the problems of {task.name} are longer")
+        lengths = [len(p.token_ids) for p in (*train, *val)]
+        raise UserError(
+            f"data.max_prompt_length is {data.max_prompt_length}: the problems of {task.name} are longer, they have "
+            f"{min(lengths)} to {max(lengths)} tokens"
+        )
     return PromptSets(train=kept_train, val=kept_val, num_too_long=num_too_long)
 
 
-def _problems(task: TaskConfig, *, size: int, seed: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    gym = import_reasoning_gym()
-    try:
-        dataset = gym.create_dataset(task.name, size=size, seed=seed, **task.params)
-    except (ValueError, TypeError, AssertionError) as error:
-        raise UserError(f"task.name is {task.name!r} with task.params {task.params}: {error}") from None
+def make_problems(task: TaskConfig, *, seed: int) -> tuple[list[Problem], list[Problem]]:
+    """Generate a task's training and held-out problems; none is among both.
+
+    Raises:
+        UserError: see `make_dataset`; or no problem is left to train on.
+    """
+    held_out = {p.value: p for p in _problems(task, size=task.num_val, seed=_VAL_SEED)}
+    training = [p for p in _problems(task, size=task.num_train, seed=seed) if p.value not in held_out]
+    if not training:
+        raise UserError(
+            f"task.name is {task.name!r}: all of its training problems are held out, too; expected task.params that "
+            "give more different problems, or a lower task.num_val"
+        )
+    return training, list(held_out.values())
+
+
+def _problems(task: TaskConfig, *, size: int, seed: int) -> Iterator[Problem]:
+    dataset = make_dataset(task, size=size, seed=seed)
     phrase = _PHRASES.get(task.name, _question)
     for index in range(size):
-        entry = dataset[index]
-        yield phrase(entry), {"entry": entry, "answer": entry["answer"]}
+        try:
+            entry = dataset[index]
+        except Exception as error:
+            # A generator raises whatever its settings lead it to.
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            raise UserError(f"task.name is {task.name!r}: its problem {index} cannot be made: {reason}") from error
+        row = {"entry": entry, "answer": entry["answer"]}
+        yield Problem(value=phrase(entry), row=row, where=f"task {task.name}")
 
 
 def _question(entry: Mapping[str, Any]) -> str:

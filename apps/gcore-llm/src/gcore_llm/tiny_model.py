@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+MAX_POSITION_EMBEDDINGS = 512
+"""Tokens that the embedded model takes."""
+
 
 def tiny_tokenizer() -> "PreTrainedTokenizerFast":
     """One token per printable character."""
@@ -37,7 +40,7 @@ def make_tiny_model(path: Path, *, seed: int) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=512,
+        max_position_embeddings=MAX_POSITION_EMBEDDINGS,
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=1,

@@ -10,6 +10,7 @@ from gcore_llm.config import MAY_CHANGE, TrainConfig
 from gcore_llm.engines import check_engine
 from gcore_llm.evaluate import Evaluation
 from gcore_llm.exchange import workload_of
+from gcore_llm.model_limits import check_lengths
 from gcore_llm.program import Job, is_evaluation_due
 from gcore_llm.prompts import PromptSets, load_files
 from gcore_llm.recorder import RunRecorder
@@ -28,7 +29,7 @@ from gcore_runs.interrupt import at_once
 from gcore_runs.learning_signal import check_signal
 from gcore_runs.logs import log_to
 from gcore_runs.metrics import MetricsWriter, metrics_server
-from gcore_runs.run_folder import Result, RunFolder, open_run, read_jsonl, write_atomically
+from gcore_runs.run_folder import Result, RunFolder, finish_report, open_run, read_jsonl, write_atomically
 from gcore_runs.run_loop import RunLoop, closed, steps_made
 from gcore_runs.run_warnings import RunWarnings
 from gcore_runs.services import SavedLearner, Services
@@ -55,13 +56,21 @@ def train(config: TrainConfig, display: Display) -> Result:
         check_model(Path(config.model))
     elif config.rollout.is_on_servers:
         raise UserError(f"rollout.engine is {config.rollout.engine!r} and model is not set: servers need a model")
+    if config.critic.model and config.algorithm.adv_estimator == "gae":
+        check_model(Path(config.critic.model), setting="critic.model")
+    if config.rollout.speculative.model:
+        check_model(Path(config.rollout.speculative.model), setting="rollout.speculative.model")
     _check_policy_engine(config)
     if config.model:
         tokenizer = build_tokenizer(Path(config.model))
     else:
-        require_worked_examples(config.task.name)
+        require_worked_examples(
+            config.task.name,
+            instead="on which the embedded model is warmed up, or a model of your own for any task: --model FOLDER",
+        )
         tokenizer = tiny_tokenizer()
     prompts = load_prompts(config, tokenizer)
+    check_lengths(config, prompts)
     if config.runtime == "ray":
         from gcore_runs.on_ray.cluster import check_cluster
 
@@ -195,6 +204,6 @@ def _export(learner: SavedLearner, tokenizer: Any, path: Path) -> None:
 
 def _finish(run: RunFolder, display: Display) -> Result:
     has_signal = check_signal(run, RunWarnings(run, display))
-    write_report(run.path)
+    finish_report(write_report, run)
     rows = [r for r in read_jsonl(run.metrics) if "val/greedy/score/mean" in r]
     return Result(run=run.path, before=rows[0] if rows else {}, after=rows[-1] if rows else {}, has_signal=has_signal)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gcore_runs.errors import UserError, check_at_least
+from gcore_runs.errors import UserError, check_at_least, check_port
 from gcore_trainer.errors import ConfigError
 from gcore_trainer.parallel import ParallelConfig
 
@@ -40,7 +40,7 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         for name in ("num_processes", "total_training_steps", "save_freq", "max_ckpt_to_keep", "test_freq"):
             check_at_least(f"trainer.{name}", getattr(self, name), 1)
-        check_at_least("trainer.prometheus_port", self.prometheus_port, 0)
+        check_port("trainer.prometheus_port", self.prometheus_port)
         try:
             if self.backend == "torch":
                 self.parallel.check_torch()

@@ -22,14 +22,17 @@ from gcore_trainer.packed_model import PackedModel
 from gcore_trainer.torch_trainer import TorchTrainer
 
 
-def require_worked_examples(task: str) -> None:
+def require_worked_examples(task: str, *, instead: str) -> None:
     """
+    Args:
+        instead: what to do with other tasks, for the error.
+
     Raises:
-        UserError: the embedded model cannot be warmed up on this task.
+        UserError: the task has none.
     """
     if task not in WORKED_EXAMPLES:
         known = ", ".join(WORKED_EXAMPLES)
-        raise UserError(f"task.name is {task!r}: warming up needs worked examples, there are some for {known}")
+        raise UserError(f"task.name is {task!r}; expected a task with worked examples ({known}), {instead}")
 
 
 async def warm_up(

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import tyro
 
-from gcore_runs.errors import check_at_least
+from gcore_runs.errors import check_at_least, one_line, said
+from gcore_runs.options import parse_arguments
 
 Command = Callable[[Sequence[str]], None]
 """Given the arguments behind its name."""
@@ -67,10 +68,13 @@ def run_command(
         how_to_go_on = "" if command in not_resumed else "; the same command goes on from the last finished step"
         print(f"{app}: interrupted{how_to_go_on}", file=sys.stderr)
         raise SystemExit(130) from None
+    except OSError as error:
+        print(f"{app}: error: {said(error)}", file=sys.stderr)
+        raise SystemExit(2) from None
     except Exception as error:
         if not isinstance(error, expected_errors()):
             raise
-        print(f"{app}: error: {error}", file=sys.stderr)
+        print(f"{app}: error: {one_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
@@ -103,7 +107,7 @@ class LogsArgs:
 
 def logs_command(app: str, args: Sequence[str]) -> None:
     """What the processes of a run have logged, by time."""
-    parsed = tyro.cli(LogsArgs, args=args, prog=f"{app} logs", config=(tyro.conf.FlagCreatePairsOff,))
+    parsed = parse_arguments(LogsArgs, args, prog=f"{app} logs")
     from gcore_runs.merged_logs import merged_lines
     from gcore_runs.run_folder import RunFolder
 

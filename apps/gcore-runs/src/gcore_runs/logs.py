@@ -124,6 +124,11 @@ class _File(RotatingFileHandler):
         super().emit(record)
         self._dated_bytes = self._status().st_size
 
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Drop a record for which there is no space: what the run itself cannot write ends it, with an error."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
     def take_output(self) -> None:
         """Write what goes to standard output and standard error into the file."""
         for descriptor in (1, 2):

@@ -1,13 +1,16 @@
 """A command's settings from its recipe, a TOML file and options."""
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar
 
-import tyro
+from gcore_runs.arguments import Arguments, check_no_positional, nested, read_arguments, setting_types
+from gcore_runs.errors import UserError
+from gcore_runs.settings import ConfigT, SettingsT, merge, read_toml, validated
 
-from gcore_runs.settings import ConfigT, merge, read_toml
+ArgsT = TypeVar("ArgsT")
+
+_HELP = ("-h", "--help")
 
 
 def parse(args: Sequence[str], *, prog: str, recipes: Mapping[str, Callable[[], ConfigT]], description: str) -> ConfigT:
@@ -22,25 +25,76 @@ def parse(args: Sequence[str], *, prog: str, recipes: Mapping[str, Callable[[], 
     Raises:
         UserError: see `merge`.
     """
-    first = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
-    first.add_argument("--config", type=Path)
-    first.add_argument("--recipe", choices=sorted(recipes))
-    chosen, rest = first.parse_known_args(args)
-    from_file: dict[str, Any] = read_toml(chosen.config) if chosen.config else {}
-    own = from_file.get("model") or any(a.split("=")[0] == "--model" for a in rest)
-    base = recipes[chosen.recipe or ("own_data" if own else "embedded")]()
-    base = merge(base, from_file, source=str(chosen.config))
+    given, config = _read(args, type(recipes["embedded"]()), extra=("config", "recipe"))
+    recipe = given.options.pop("recipe", "")
+    if recipe and recipe not in recipes:
+        raise UserError(f"recipe is {recipe!r}; expected one of {', '.join(sorted(recipes))}")
+    from_file: dict[str, Any] = read_toml(config) if config else {}
+    own = from_file.get("model") or given.options.get("model")
+    base = recipes[recipe or ("own_data" if own else "embedded")]()
+    base = merge(base, from_file, source=config)
     description = (
         f"{description}\n\n"
         f"--recipe {{{','.join(sorted(recipes))}}}: settings to begin with; default: own_data with --model, else "
         "embedded. --config FILE.toml: settings over these, under the same names ([actor.optim] lr = 1e-6). "
         "Options go over both."
     )
-    return tyro.cli(
-        type(base),
-        default=base,
-        args=rest,
-        prog=prog,
-        description=description,
-        config=(tyro.conf.FlagConversionOff,),
-    )
+    return _over(base, args, given, prog=prog, description=description)
+
+
+def parse_over(base: SettingsT, args: Sequence[str], *, prog: str, description: str) -> SettingsT:
+    """A TOML file (``--config``), then the command line, over ``base``.
+
+    Raises:
+        UserError: see `merge`.
+    """
+    given, config = _read(args, type(base), extra=("config",))
+    if config:
+        base = merge(base, read_toml(config), source=config)
+    return _over(base, args, given, prog=prog, description=description)
+
+
+def parse_arguments(kind: type[ArgsT], args: Sequence[str], *, prog: str, description: str = "") -> ArgsT:
+    """The fields of the dataclass ``kind`` from the command line; those without a default are positional.
+
+    Raises:
+        UserError: an unknown option, a wrong value, too many or too few positional arguments.
+    """
+    if _asks_for_help(args):
+        _print_help(kind, MISSING, prog=prog, description=description)
+    wanted = [f.name for f in fields(kind) if f.default is MISSING]  # pyright: ignore[reportArgumentType]
+    types_by_name = {n: t for n, t in setting_types(kind).items() if n not in wanted}
+    given = read_arguments(args, types_by_name)
+    usage = f"{prog} {' '.join(name.upper() for name in wanted)}"
+    if len(given.positional) < len(wanted):
+        raise UserError(f"{wanted[len(given.positional)].upper()} is missing; expected {usage}")
+    if len(given.positional) > len(wanted):
+        raise UserError(f"unexpected argument {given.positional[len(wanted)]!r}; expected {usage}")
+    return validated(kind, given.options | dict(zip(wanted, given.positional, strict=True)))
+
+
+def _read(args: Sequence[str], kind: type, *, extra: Sequence[str]) -> tuple[Arguments, str]:
+    """Read the arguments, and the file that --config names."""
+    known = {**setting_types(kind), **dict.fromkeys(extra, str)}
+    given = read_arguments([a for a in args if a not in _HELP], known)
+    check_no_positional(given, known)
+    return given, given.options.pop("config", "")
+
+
+def _over(base: SettingsT, args: Sequence[str], given: Arguments, *, prog: str, description: str) -> SettingsT:
+    if _asks_for_help(args):
+        _print_help(type(base), base, prog=prog, description=description)
+    return merge(base, nested(given.options))
+
+
+def _asks_for_help(args: Sequence[str]) -> bool:
+    return any(argument in _HELP for argument in args)
+
+
+def _print_help(kind: type, default: Any, *, prog: str, description: str) -> None:
+    """Print every option with its documentation and default, and exit."""
+    import tyro
+
+    defaults = {} if default is MISSING else {"default": default}
+    options = (tyro.conf.FlagConversionOff,)
+    tyro.cli(kind, args=["--help"], prog=prog, description=description or None, config=options, **defaults)

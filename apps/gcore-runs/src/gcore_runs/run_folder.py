@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gcore_ckpt import Checkpointer
-from gcore_runs.errors import UserError
+from gcore_runs.errors import UserError, said
 from gcore_runs.settings import ConfigT, RunConfig, differences, merge, read_toml, to_toml
 
 
@@ -76,8 +76,13 @@ class RunFolder:
         Raises:
             UserError: another process has it.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        lock = (self.path / ".lock").open("w")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise UserError(
+                f"run folder {self.path} cannot be made: {said(error)}; choose another --runs-dir"
+            ) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -114,28 +119,74 @@ def open_run(config: RunConfig, *, may_change: Sequence[str]) -> RunFolder:
 
 
 def write_atomically(target: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a file or folder beside ``target``, then put it in place in one step."""
+    """Let ``write`` fill a file or folder beside ``target``, then put it in place in one step.
+
+    Raises:
+        OSError: it cannot be written; ``target`` is its file name, and is as it was.
+    """
     partial = target.with_name(f".{target.name}.partial")
-    if partial.is_dir():
-        shutil.rmtree(partial)
-    write(partial)
-    if target.is_dir():
-        shutil.rmtree(target)
-    partial.replace(target)
+    try:
+        if partial.is_dir():
+            shutil.rmtree(partial)
+        write(partial)
+        if target.is_dir():
+            shutil.rmtree(target)
+        partial.replace(target)
+    except OSError as error:
+        raise _named(error, target) from error
 
 
 def append_json(path: Path, row: dict[str, Any]) -> None:
-    """Add one line to a JSONL file."""
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    """Add one line to a JSONL file.
+
+    Raises:
+        OSError: it cannot be written; ``path`` is its file name.
+    """
+    try:
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise _named(error, path) from error
+
+
+def _named(error: OSError, path: Path) -> OSError:
+    """The same error with a file name: one of a full disk has none."""
+    return error if error.filename is not None else OSError(error.errno, error.strerror, str(path))
+
+
+def finish_report(write: Callable[[Path], object], run: RunFolder) -> None:
+    """Write the report of a run that is complete.
+
+    Raises:
+        UserError: it cannot be written; all else is there.
+    """
+    try:
+        write(run.path)
+    except OSError as error:
+        raise UserError(
+            f"the run is complete, with its export at {run.export}, but its report cannot be written: {said(error)}; "
+            f"the command report {run.path} writes it"
+        ) from error
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a JSONL file; a missing file has none, a torn last line is dropped."""
+    """The complete lines of a JSONL file; a missing file has none, a torn last line is dropped.
+
+    Raises:
+        UserError: a complete line is no JSON object.
+    """
     if not path.is_file():
         return []
-    complete = path.read_text().rpartition("\n")[0]
-    return [json.loads(line) for line in complete.splitlines()]
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_text("utf-8", errors="replace").split("\n")[:-1], 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}:{number} is not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{number} is {type(row).__name__}; expected a JSON object")
+        rows.append(row)
+    return rows
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:

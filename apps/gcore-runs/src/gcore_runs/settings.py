@@ -1,17 +1,20 @@
 """From TOML and command line to a command's checked settings, and back."""
 
 import dataclasses
-import difflib
+import math
 import os
 import tomllib
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
+from gcore_runs.arguments import setting_types
 from gcore_runs.errors import UserError
+from gcore_runs.other_names import hint
 
 
 class RunConfig(Protocol):
@@ -32,46 +35,121 @@ class RunConfig(Protocol):
 
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
+SettingsT = TypeVar("SettingsT")
+
+_MAX_INT = 2**63 - 1
+_MAX_THREADS = 4096
 
 
-def merge(base: ConfigT, overrides: Mapping[str, Any], *, source: str) -> ConfigT:
-    """``base`` with nested ``overrides`` on top.
+def merge(base: SettingsT, overrides: Mapping[str, Any], *, source: str = "") -> SettingsT:
+    """Return ``base``, a dataclass, with nested ``overrides`` on top.
+
+    Args:
+        base: settings to start from.
+        overrides: as a TOML file has them.
+        source: the file that they are from, for errors; empty: options.
 
     Raises:
         UserError: an unknown field (with the nearest known one), a wrong type, a value out of bounds.
     """
-    values = dataclasses.asdict(base)
-    _merge_known(values, overrides, prefix="", source=source)
+    values: dict[str, Any] = dataclasses.asdict(cast(Any, base))
+    known = setting_types(type(base))
+    _merge_known(values, overrides, prefix="", known=known, source=f"{source}: " if source else "")
+    return validated(type(base), values, source=source)
+
+
+def validated(kind: type[SettingsT], values: Mapping[str, Any], *, source: str = "") -> SettingsT:
+    """Make a dataclass from nested values; text is converted where another type is wanted.
+
+    Raises:
+        UserError: a wrong type, a number that is not finite, a value out of bounds.
+    """
+    where = f"{source}: " if source else ""
     try:
-        return TypeAdapter(type(base)).validate_python(values)
+        made: SettingsT = _adapter(kind).validate_python(values)
+    except UserError as error:
+        raise UserError(f"{where}{error}") from None
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        where = f"{field} is {first['input']!r}: " if field and first["type"] != "value_error" else ""
-        raise UserError(f"{source}: {where}{message}") from None
+        location = first["loc"]
+        if first["type"] == "missing" and isinstance(location[-1], int):
+            name = ".".join(map(str, location[:-1]))
+            raise UserError(f"{where}{name} is {first['input']!r:.200}; expected more values") from None
+        field = ".".join(map(str, location))
+        if first["type"] == "value_error":
+            # Raised by the section's own checks, with the name of its field.
+            message = first["msg"].removeprefix("Value error, ")
+            raise UserError(f"{where}{field}{'.' if field else ''}{message}") from None
+        raise UserError(f"{where}{field} is {first['input']!r:.200}; {_expected(first)}") from None
+    for name, value in _flat(dataclasses.asdict(cast(Any, made)), ""):
+        for number in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise UserError(f"{where}{name} is {number}; expected a finite number")
+            if isinstance(number, int) and abs(number) > _MAX_INT:
+                raise UserError(f"{where}{name} is {number}; expected at most {_MAX_INT}")
+    return made
 
 
-def _merge_known(values: dict[str, Any], overrides: Mapping[str, Any], *, prefix: str, source: str) -> None:
+def converted(field: str, value: object, kind: Any) -> Any:
+    """Return a value as the type ``kind``: lists as tuples, text as enumerations or dates, and so on.
+
+    Raises:
+        UserError: it cannot be one; ``field`` names it.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        raise UserError(f"{field} is {value!r:.200}; {_expected(error.errors()[0])}") from None
+
+
+def _expected(error: Mapping[str, Any]) -> str:
+    """What pydantic says would be accepted."""
+    expected: str = error["msg"].replace("Input should be ", "expected ")
+    return expected.partition(",")[0] if error["type"].endswith("_parsing") else expected
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """Making one takes longer than using it."""
+    return TypeAdapter(kind)
+
+
+def _merge_known(
+    values: dict[str, Any], overrides: Mapping[str, Any], *, prefix: str, known: Mapping[str, Any], source: str
+) -> None:
     for key, value in overrides.items():
         if key not in values:
-            near = difflib.get_close_matches(key, values, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(sorted(values))}"
-            raise UserError(f"{source}: unknown field {prefix}{key}; {hint}")
-        if isinstance(values[key], dict) and isinstance(value, Mapping) and key != "params":
-            _merge_known(values[key], value, prefix=f"{prefix}{key}.", source=source)
+            name = prefix + _innermost(key, value)
+            raise UserError(f"{source}unknown field {name}; {hint(name, known)}")
+        is_section = isinstance(values[key], dict) and prefix + key not in known
+        if is_section and isinstance(value, Mapping):
+            _merge_known(values[key], value, prefix=f"{prefix}{key}.", known=known, source=source)
+        elif is_section:
+            raise UserError(f"{source}{prefix}{key} is {value!r:.200}; expected a table")
+        elif isinstance(value, bool) and isinstance(values[key], int | float) and not isinstance(values[key], bool):
+            raise UserError(f"{source}{prefix}{key} is {value}; expected a number")
+        elif isinstance(values[key], dict) and isinstance(value, Mapping):
+            values[key] = {**values[key], **value}
         else:
             values[key] = value
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def _innermost(key: str, value: object) -> str:
+    """The name of an unknown field, or of the first one in an unknown section."""
+    while isinstance(value, Mapping) and value:
+        inner, value = next(iter(value.items()))
+        key = f"{key}.{inner}"
+    return key
+
+
+def read_toml(path: Path | str) -> dict[str, Any]:
     """A TOML file's content.
 
     Raises:
         UserError: missing, or not TOML.
     """
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(Path(path).read_text())
     except OSError as error:
         raise UserError(f"config is {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -95,6 +173,8 @@ def resolve(config: ConfigT) -> ConfigT:
     """Replace what depends on the machine (threads, device) by what this machine gives."""
     import torch
 
+    if config.threads > _MAX_THREADS:
+        raise UserError(f"threads is {config.threads}; expected at most {_MAX_THREADS}, or 0 for one a core")
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -38,7 +38,11 @@ class BatchTotals:
 
 
 def aggregation_weights(
-    masks: Sequence[NDArray[np.bool_]], mode: LossAggMode, *, totals: BatchTotals, max_response_length: int | None = None
+    masks: Sequence[NDArray[np.bool_]],
+    mode: LossAggMode,
+    *,
+    totals: BatchTotals,
+    max_response_length: int | None = None,
 ) -> list[NDArray[np.float32]]:
     """The weight of every token, such that the batch's loss is the plain sum of weight times token loss.
 

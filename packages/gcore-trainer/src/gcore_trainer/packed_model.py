@@ -21,7 +21,7 @@ from transformers import (
 from gcore_trainer import packed_attention
 from gcore_trainer.config import LoRAConfig
 from gcore_trainer.context_parallel.groups import ContextParallel
-from gcore_trainer.errors import BatchError, ConfigError, UnsupportedModelError
+from gcore_trainer.errors import BatchError, ConfigError, StateError, UnsupportedModelError
 from gcore_trainer.length_dependent_rope import freeze_rope
 from gcore_trainer.logit_changes import logit_changes
 from gcore_trainer.lora import add_lora
@@ -60,6 +60,8 @@ class PackedTransformer(ABC, Generic[ScoresT]):
     scores: ClassVar[Literal["tokens", "values"]]
     _auto_class: ClassVar[Any]
     _vision_class: ClassVar[Any] = None
+    _new_weights: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the names of tensors that a folder may lack."""
 
     def __init__(
         self,
@@ -132,6 +134,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
 
         Raises:
             UnsupportedModelError: the model has layers that packed attention does not compute.
+            StateError: the folder lacks some of the model's tensors.
         """
         packed_attention.register()
         auto_class, attention = cls._auto_class, packed_attention.ATTENTION_NAME
@@ -144,13 +147,16 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             raise UnsupportedModelError(f"model_type is {model_type!r}: {auto_class.__name__} has no such model")
         load = partial(auto_class.from_pretrained, path, dtype=dtype, attn_implementation=attention)
         try:
-            model: Any = load(**cls._load_options())
+            model, loaded = load(output_loading_info=True, **cls._load_options())
         except (AttributeError, KeyError, TypeError) as error:
             # Of models that have classes of their own for every attention that they know.
             raise UnsupportedModelError(
                 f"{model_type!r} does not load with an attention that is not transformers' own "
                 f"({type(error).__name__}: {error})"
             ) from error
+        # transformers draws at random what the files lack.
+        if missing := sorted(n for n in loaded["missing_keys"] if not n.startswith(cls._new_weights)):
+            raise StateError(f"the weights in {path} lack {len(missing)} of the model's tensors, such as {missing[0]}")
         return cls(model.to(device), **options)
 
     @classmethod
@@ -395,6 +401,7 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
 
     scores = "values"
     _auto_class = AutoModelForSequenceClassification
+    _new_weights = ("score.",)
 
     @classmethod
     def _load_options(cls) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from gcore_llm.config import TaskConfig
-from gcore_runs.errors import UserError, check_at_least, check_run_name
+from gcore_runs.errors import UserError, check_at_least, check_port, check_run_name
 from gcore_trainer import OptimizerConfig
 from gcore_trainer.config import DPOConfig, LRSchedulerType, RewardModelConfig
 
@@ -112,7 +112,7 @@ class LengthConfig:
         if not 0 < self.total_epochs < float("inf"):
             raise UserError(f"trainer.total_epochs is {self.total_epochs}: a finite number above 0 is needed")
         check_at_least("trainer.total_training_steps", self.total_training_steps, 0)
-        check_at_least("trainer.prometheus_port", self.prometheus_port, 0)
+        check_port("trainer.prometheus_port", self.prometheus_port)
         for name in ("save_freq", "max_ckpt_to_keep", "test_freq"):
             check_at_least(f"trainer.{name}", getattr(self, name), 1)
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from gcore_llm.config import DataConfig
 from gcore_llm.finetune.config import FineTuneConfig, PairsConfig
 from gcore_llm.finetune.data import Row
-from gcore_llm.prompts import Prompt
-from gcore_llm.tasks import WORKED_EXAMPLES, load_task
+from gcore_llm.prompts import Problem
+from gcore_llm.tasks import WORKED_EXAMPLES, make_problems
 from gcore_llm.tiny_model import make_tiny_model
 from gcore_llm.warmup import require_worked_examples
 from gcore_runs.display import Display
@@ -23,24 +22,25 @@ _WARMUP_BATCH_SIZE = 64
 _WARMUP_TEST_FREQ = 25
 
 
-def task_rows(config: FineTuneConfig, tokenizer: Any) -> tuple[list[Row], list[Row]]:
+def task_rows(config: FineTuneConfig) -> tuple[list[Row], list[Row]]:
     """A task's training and held-out problems with their worked answers, beside wrong ones where pairs are wanted.
 
     Raises:
-        UserError: there are no worked answers to the task, or see `load_task`.
+        UserError: there are no worked answers to the task, or see `make_problems`.
     """
-    require_worked_examples(config.task.name)
-    prompts = load_task(config.task, DataConfig(max_prompt_length=config.data.max_length), tokenizer, seed=config.seed)
+    require_worked_examples(config.task.name, instead="or rows of your own: --data.train-files FILE")
     rng = np.random.default_rng(config.seed)
-    train, val = ([_row(config, prompt, rng) for prompt in part] for part in (prompts.train, prompts.val))
+    train, val = (
+        [_row(config, problem, rng) for problem in part] for part in make_problems(config.task, seed=config.seed)
+    )
     return train, val
 
 
-def _row(config: FineTuneConfig, prompt: Prompt, rng: np.random.Generator) -> Row:
-    answer = WORKED_EXAMPLES[config.task.name](prompt.row)
+def _row(config: FineTuneConfig, problem: Problem, rng: np.random.Generator) -> Row:
+    answer = WORKED_EXAMPLES[config.task.name](problem.row)
     if not config.rows_are_pairs:
-        return {"prompt": prompt.text, "completion": answer}, f"task {config.task.name}"
-    return {"prompt": prompt.text, "chosen": answer, "rejected": _miscounted(answer, rng)}, f"task {config.task.name}"
+        return {"prompt": problem.value, "completion": answer}, f"task {config.task.name}"
+    return {"prompt": problem.value, "chosen": answer, "rejected": _miscounted(answer, rng)}, f"task {config.task.name}"
 
 
 def _miscounted(answer: str, rng: np.random.Generator) -> str:

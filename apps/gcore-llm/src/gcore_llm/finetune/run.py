@@ -20,6 +20,7 @@ from gcore_llm.finetune.demo import make_model, task_rows
 from gcore_llm.finetune.reference import with_reference_log_probs
 from gcore_llm.finetune.tokens import Encoder
 from gcore_llm.finetune.trainee import Trainee
+from gcore_llm.model_limits import longest_sequence
 from gcore_llm.report import write_report
 from gcore_llm.roles import build_tokenizer, check_model, eos_token_ids
 from gcore_llm.tiny_model import tiny_tokenizer
@@ -29,7 +30,7 @@ from gcore_runs.errors import UserError
 from gcore_runs.interrupt import Stop
 from gcore_runs.logs import log_to
 from gcore_runs.metrics import MetricsWriter, metrics_server
-from gcore_runs.run_folder import Result, RunFolder, open_run, read_jsonl, write_atomically
+from gcore_runs.run_folder import Result, RunFolder, finish_report, open_run, read_jsonl, write_atomically
 from gcore_runs.settings import resolve
 
 if TYPE_CHECKING:
@@ -58,10 +59,9 @@ def fine_tune(config: FineTuneConfig, display: Display) -> Result:
         tokenizer = tiny_tokenizer()
     ends = eos_token_ids(tokenizer, Path(config.model) if config.model else None)
     encoder = Encoder(tokenizer, eos_token_ids=ends, apply_chat_template=config.data.apply_chat_template == "auto")
-    rows = task_rows(config, tokenizer) if config.task.name else None
+    rows = task_rows(config) if config.task.name else None
     sets = load_examples(config, encoder, rows)
-    if config.model:
-        _check_fits(sets, Path(config.model))
+    _check_fits(sets, Path(config.model) if config.model else None)
     host, port = config.trainer.prometheus_host, config.trainer.prometheus_port
     with metrics_server(run=config.name, port=port, host=host, app="gcore-llm") as prometheus:
         run = open_run(config, may_change=MAY_CHANGE)
@@ -74,7 +74,7 @@ def fine_tune(config: FineTuneConfig, display: Display) -> Result:
                 make_model(config, run, tokenizer, rows[0], display)
             model = Path(config.model) if config.model else run.model
             _Run(config, run, model, tokenizer, sets, display, prometheus).go()
-    write_report(run.path)
+    finish_report(write_report, run)
     evaluations = [r for r in read_jsonl(run.metrics) if _is_evaluation(r)]
     return Result(
         run=run.path,
@@ -83,10 +83,8 @@ def fine_tune(config: FineTuneConfig, display: Display) -> Result:
     )
 
 
-def _check_fits(sets: ExampleSets, model: Path) -> None:
-    from transformers import AutoConfig
-
-    limit = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
+def _check_fits(sets: ExampleSets, model: Path | None) -> None:
+    limit = longest_sequence(model)
     longest = max(s.prompt_ids.size + s.response_ids.size for e in (*sets.train, *sets.val) for s in e)
     if limit and longest > limit:
         raise UserError(

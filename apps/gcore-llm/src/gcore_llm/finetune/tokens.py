@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gcore_llm.prompts import takes_special_tokens
 from gcore_runs.errors import UserError
 
 Messages = Sequence[dict[str, Any]]
@@ -64,7 +65,7 @@ class Encoder:
         """
         if not text:
             raise UserError(f"{where} is empty")
-        ids, _ = self._encode(text, add_special_tokens=True)
+        ids, _ = self._encode(text, add_special_tokens=takes_special_tokens(text, self._tokenizer))
         return self._ended(ids, np.ones(ids.shape, np.bool_))
 
     def completion(self, prompt: str, completion: str) -> Tokens:
@@ -72,7 +73,8 @@ class Encoder:
 
         A token that reaches from one into the other belongs to the completion.
         """
-        ids, ends = self._encode(prompt + completion, add_special_tokens=True)
+        adds = takes_special_tokens(prompt, self._tokenizer)
+        ids, ends = self._encode(prompt + completion, add_special_tokens=adds)
         return self._ended(ids, ends > len(prompt))
 
     def conversation(self, messages: Messages, where: str, *, num_given: int = 0) -> Tokens:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import tomli_w
-import tyro
 from numpy.typing import NDArray
 
 from gcore_runs.errors import UserError, check_at_least
+from gcore_runs.options import parse_over
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,7 +43,7 @@ _UNITS = {
 class CalibrateConfig:
     """Which steps are used, and how."""
 
-    calibrate: tuple[str, ...]
+    calibrate: tuple[str, ...] = ()
     """Folders of runs to fit to."""
     check: tuple[str, ...] = ()
     """Folders of further runs, of which all steps are held out."""
@@ -57,8 +57,6 @@ class CalibrateConfig:
     """Share of the steps, the last ones, that are not fitted to."""
 
     def __post_init__(self) -> None:
-        if not self.calibrate:
-            raise UserError("calibrate names no run: one or more folders of runs are needed")
         check_at_least("warmup_steps", self.warmup_steps, 0)
         check_at_least("max_steps", self.max_steps, 2)
         if not 0 <= self.held_out < 1:
@@ -71,13 +69,10 @@ def parse_calibrate(args: Sequence[str]) -> CalibrateConfig:
     Raises:
         UserError: a value is out of bounds.
     """
-    return tyro.cli(
-        CalibrateConfig,
-        args=args,
-        prog="gcore-llm simulate",
-        description=_DESCRIPTION,
-        config=(tyro.conf.FlagConversionOff,),
-    )
+    config = parse_over(CalibrateConfig(), args, prog="gcore-llm simulate", description=_DESCRIPTION)
+    if not config.calibrate:
+        raise UserError("calibrate names no run: one or more folders of runs are needed")
+    return config
 
 
 def run_calibrate(args: Sequence[str]) -> None:

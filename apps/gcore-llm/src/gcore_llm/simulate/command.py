@@ -1,19 +1,16 @@
 """`gcore-llm simulate`: what it parses, prints and writes."""
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import tyro
 
 from gcore_llm.simulate.calibrate import run_calibrate
 from gcore_llm.simulate.config import SimulateConfig
 from gcore_runs.errors import UserError
-from gcore_runs.settings import merge, read_toml
+from gcore_runs.options import parse_over
 
 _DESCRIPTION = """Run the program of train in simulated time, on modelled devices.
 
@@ -44,20 +41,7 @@ def parse_simulate(args: Sequence[str]) -> SimulateConfig:
     Raises:
         UserError: see `merge`.
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--config", type=Path)
-    chosen, rest = first.parse_known_args(args)
-    base: Any = SimulateConfig()
-    if chosen.config:
-        base = merge(base, read_toml(chosen.config), source=str(chosen.config))
-    return tyro.cli(
-        SimulateConfig,
-        default=base,
-        args=rest,
-        prog="gcore-llm simulate",
-        description=_DESCRIPTION,
-        config=(tyro.conf.FlagConversionOff,),
-    )
+    return parse_over(SimulateConfig(), args, prog="gcore-llm simulate", description=_DESCRIPTION)
 
 
 def run_simulate(args: Sequence[str]) -> None:

@@ -295,7 +295,8 @@ def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> An
         dtype: of the weights.
 
     Raises:
-        UnsupportedModelError: it is no pipeline's folder, or one that diffusers does not know.
+        UnsupportedModelError: it is no pipeline's folder, one that diffusers does not know, or one whose weights lack
+            tensors.
     """
     index = Path(path) / "model_index.json"
     if not index.is_file():
@@ -309,12 +310,20 @@ def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> An
     has_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        return kind.from_pretrained(path, dtype=dtype, local_files_only=True, **absent)
+        pipeline = kind.from_pretrained(path, dtype=dtype, local_files_only=True, **absent)
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModelError(f"{path} does not load: {error}") from error
     finally:
         if has_bar:
             logging.enable_progress_bar()
+    for name, component in pipeline.components.items():
+        # diffusers leaves on the meta device what the files lack.
+        tensors = component.named_parameters() if isinstance(component, torch.nn.Module) else ()
+        if missing := [tensor for tensor, parameter in tensors if parameter.is_meta]:
+            raise UnsupportedModelError(
+                f"the weights in {Path(path) / name} lack {len(missing)} of the model's tensors, such as {missing[0]}"
+            )
+    return pipeline
 
 
 def denoiser_of(pipeline: Any) -> torch.nn.Module:

@@ -1,0 +1,199 @@
+"""Every setting of every command with wrong values, and names that other libraries have for them."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from command_line import Cli
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gcore_diffusion.cli import parse_train as parse_diffusion
+from gcore_diffusion.config import DiffusionConfig
+from gcore_llm.cli import parse_train
+from gcore_llm.config import TrainConfig
+from gcore_llm.finetune.command import parse_fine_tuning
+from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
+from gcore_llm.simulate.command import parse_simulate
+from gcore_llm.simulate.config import SimulateConfig
+from gcore_runs.arguments import as_option, setting_types
+from gcore_runs.errors import UserError
+from gcore_runs.other_names import NOT_HERE, OTHER_NAMES, hint
+from gcore_runs.settings import merge
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], Any], type]] = {
+    "train": (parse_train, TrainConfig),
+    "sft": (partial(parse_fine_tuning, "sft"), SFTRunConfig),
+    "dpo": (partial(parse_fine_tuning, "dpo"), DPORunConfig),
+    "reward-model": (partial(parse_fine_tuning, "reward-model"), RewardModelRunConfig),
+    "simulate": (parse_simulate, SimulateConfig),
+    "diffusion": (parse_diffusion, DiffusionConfig),
+}
+TEXTS = (str, tuple[str, ...])
+ANY_SIGN = ("good_enough", "low", "high", "unparsable_score", "reward_model.weight")
+"""Settings that may be below 0."""
+
+
+def outcome(parse: Callable[[list[str]], Any], args: list[str]) -> str | None:
+    """The error; None: the settings are accepted. Anything but a `UserError` is raised."""
+    try:
+        parse(args)
+    except UserError as refused:
+        error = str(refused)
+    else:
+        return None
+    assert "\n" not in error
+    return error
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_setting_takes_what_is_no_number(command: str) -> None:
+    parse, kind = COMMANDS[command]
+    for name, type_ in setting_types(kind).items():
+        if type_ in TEXTS or name == "task.params":
+            continue
+        for value in ("", "x", "nan", "inf", "-inf", "1e400", "9" * 30):
+            if value == "9" * 30 and "float" in str(type_):
+                continue
+            error = outcome(parse, [f"{as_option(name)}={value}"])
+            assert error is not None, (name, value)
+            assert value.startswith("9") or name.rpartition(".")[2] in error, (name, value, error)
+        if name.endswith(ANY_SIGN):
+            continue
+        assert outcome(parse, [as_option(name), "-1"]) is not None, name
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_setting_of_a_file_takes_another_type(command: str) -> None:
+    _, kind = COMMANDS[command]
+    for name, type_ in setting_types(kind).items():
+        wrong: list[Any] = [math.nan, {"a": 1}, [[1]]] if type_ not in TEXTS else [{"a": 1}, [[1]], True, 3]
+        if type_ in (int, float):
+            wrong.append(True)
+        if name == "task.params":
+            wrong = ["x", 3, [1]]
+        for value in wrong:
+            table: Any = value
+            for section in reversed(name.split(".")):
+                table = {section: table}
+            with pytest.raises(UserError, match=r"^s\.toml: ") as error:
+                merge(kind(), table, source="s.toml")
+            assert "\n" not in str(error.value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    command=st.sampled_from(sorted(COMMANDS)),
+    args=st.lists(
+        st.one_of(
+            st.sampled_from(
+                ["--rollout.n", "--", "-", "=", "--=", "--data", "--config", "--recipe", "a=b", "+a.b=c", "4"]
+            ),
+            st.text(max_size=8),
+        ),
+        max_size=4,
+    ),
+)
+def test_any_arguments_are_read_or_refused(command: str, args: list[str]) -> None:
+    if not {"-h", "--help"} & set(args):
+        outcome(COMMANDS[command][0], args)
+
+
+@pytest.mark.parametrize(
+    ("command", "args", "expected"),
+    [
+        (
+            "train",
+            ["--rollout.top-p", "0.9"],
+            "unknown option --rollout.top-p; there is no such setting: responses are",
+        ),
+        ("train", ["--rollout.top-p", "0.9"], "known here: --rollout.engine, "),
+        ("train", ["rollout.n=4"], "unexpected argument 'rollout.n=4'; did you mean --rollout.n 4?"),
+        ("train", ["+rollout.n=4"], "did you mean --rollout.n 4?"),
+        ("train", ["actor_rollout_ref.rollout.n=4"], "did you mean --rollout.n 4?"),
+        ("train", ["actor_rollout_ref.actor.optim.lr=1e-6"], "did you mean --actor.optim.lr 1e-6?"),
+        ("train", ["--actor_rollout_ref.actor.kl_loss_coef", "0.1"], "did you mean --actor.loss.kl-loss-coef?"),
+        ("train", ["--actor-rollout-ref.model.path", "x"], "did you mean --model?"),
+        ("train", ["--rolout.n", "4"], "did you mean --rollout.n?"),
+        ("train", ["--num-generations", "4"], "did you mean --rollout.n?"),
+        ("train", ["--num_generations=4"], "did you mean --rollout.n?"),
+        ("train", ["--beta", "0.1"], "did you mean --actor.loss.kl-loss-coef?"),
+        ("dpo", ["--beta", "0.1"], "did you mean --loss.beta?"),
+        ("train", ["--per_device_train_batch_size", "4"], "did you mean --data.train-batch-size?"),
+        ("train", ["--learning_rate", "1"], "did you mean --actor.optim.lr?"),
+        ("sft", ["--learning_rate", "1"], "did you mean --optim.lr?"),
+        ("diffusion", ["--learning_rate", "1"], "did you mean --actor.optim.lr?"),
+        ("train", ["--max_completion_length", "1"], "did you mean --data.max-response-length?"),
+        ("train", ["--max_steps", "1"], "did you mean --trainer.total-training-steps?"),
+        ("sft", ["--num_train_epochs", "1"], "did you mean --trainer.total-epochs?"),
+        ("train", ["--quux", "3"], "unknown option --quux; known here: --actor.*, --algorithm.*"),
+        ("train", ["--rollout.n"], "--rollout.n has no value"),
+        ("train", ["--rollout.n", "4", "5"], "unexpected argument '5'"),
+        ("train", ["--task.params", "min_terms", "3"], "--task.params is a table; expected --task.params.NAME VALUE"),
+        ("train", ["--recipe", "x"], "recipe is 'x'; expected one of embedded, own_data"),
+    ],
+)
+def test_unknown_names(command: str, args: list[str], expected: str) -> None:
+    error = outcome(COMMANDS[command][0], args)
+    assert error is not None
+    assert expected in error
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"num_generations": 4}, "s.toml: unknown field num_generations; did you mean rollout.n?"),
+        ({"data": {"max_completion_length": 4}}, "unknown field data.max_completion_length; did you mean data.max_res"),
+        ({"actor_rollout_ref": {"rollout": {"n": 4}}}, "actor_rollout_ref.rollout.n; did you mean rollout.n?"),
+        ({"rollout": {"top_k": 4}}, "unknown field rollout.top_k; there is no such setting: "),
+        ({"rollout": 4}, "s.toml: rollout is 4; expected a table"),
+    ],
+)
+def test_unknown_fields_of_files(values: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError) as error:
+        merge(TrainConfig(), values, source="s.toml")
+    assert expected in str(error.value)
+
+
+def test_every_other_name_leads_to_a_setting() -> None:
+    """Each of a command's settings that the table names is one, and no name of ours is taken for another's."""
+    known = {command: set(setting_types(kind)) for command, (_, kind) in COMMANDS.items()}
+    everything = set[str]().union(*known.values())
+    assert {name for names in OTHER_NAMES.values() for name in names} <= everything
+    for name in OTHER_NAMES:
+        assert "did you mean" in hint(name, known["train"]) or "did you mean" in hint(name, known["sft"]), name
+    for name in NOT_HERE:
+        assert "there is no such setting" in hint(name, known["train"])
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--seed", "-1"], "seed is -1: 0 or more is needed"),
+        (["--seed", "9" * 30], "seed is " + "9" * 30 + "; expected at most 9223372036854775807"),
+        (["--threads", "100000"], "threads is 100000; expected at most 4096"),
+        (["--trainer.prometheus-port", "70000"], "trainer.prometheus_port is 70000; expected a port from 1 to 65535"),
+        (["--actor.lora-rank", "2", "--actor.target-modules", "x"], "x"),
+        (["--device", ""], "device is ''"),
+        (["--name", "a" * 300], "run folder runs/aaa"),
+        (["--data.prompt-key", ""], "has no column ''"),
+        (["--data.val-files", ""], "data file "),
+        (["--critic.model", "nowhere", "--algorithm.adv-estimator", "gae"], "critic.model is 'nowhere'"),
+        (["--reward-model.kind", "classifier", "--reward-model.path", "nowhere"], "nowhere"),
+        (
+            ["--rollout.n", "1", "--algorithm.adv-estimator", "gae"],
+            "rollout.n is 1; expected at least 2 with algo",
+        ),
+        (["--rollout.n", "0"], "rollout.n is 0: 1 or more is needed"),
+    ],
+)
+def test_values_found_later(cli: Cli, own_args: list[str], args: list[str], expected: str) -> None:
+    assert expected in cli.refused(*own_args, *args)
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "remax"])
+def test_one_response_where_no_group_is_compared(cli: Cli, own_args: list[str], estimator: str) -> None:
+    options = ["--rollout.n", "1", "--algorithm.adv-estimator", estimator, "--algorithm.filter-groups", "False"]
+    assert "step 1: reward" in cli.ok(*own_args, *options, "--trainer.total-training-steps", "1")
