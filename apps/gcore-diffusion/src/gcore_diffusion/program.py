@@ -51,6 +51,8 @@ class _Controller:
         ctx, job, trainer = self._ctx, self._job, self._config.trainer
         if job.is_policy_behind:
             await self._update_policy(averaged=False)
+        else:
+            await ctx.roles.learner.check_policy(ctx.roles.policy)
         if not job.is_evaluated:
             await self.evaluate(job.first_step)
         ctx.roles.devices.drain()

@@ -73,6 +73,8 @@ class _Controller:
         ctx, job = self._ctx, self._job
         if job.is_policy_behind:
             await ctx.roles.learner.update_policy(ctx.roles.policy, version=job.first_step)
+        else:
+            await ctx.roles.learner.check_policy(ctx.roles.policy)
         if not job.is_evaluated:
             await self.evaluate(job.first_step)
         # What came before the first step is no part of it.

@@ -2,12 +2,13 @@
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from gcore_rollout import Engine
+from gcore_rollout.checked_engine import CheckedEngine, WeightRecord
 from gcore_rollout.forwarding import WrappedEngine
 from gcore_rollout.types import RequestT, SampleT
 from gcore_runs.devices import DeviceTimers
@@ -30,9 +31,13 @@ class Watched:
     """Folder of the files that those log to which are processes of their own."""
     device: Literal["engine", "judge"] | None = None
     """Whose device they are on, if not their own."""
+    record: WeightRecord = field(default_factory=WeightRecord)
+    """Of the weights that the replicas of a policy are to have."""
 
     def timed(self, engine: Engine[RequestT, SampleT], number: int) -> Engine[RequestT, SampleT]:
-        """The replica of this number, or what notes its work in front of it."""
+        """The replica of this number, behind what compares a policy's weights and what notes its work."""
+        if self.role == "engine":
+            engine = CheckedEngine(engine, name=f"engine {number}", record=self.record)
         if self.devices is None:
             return engine
         stage = "gen" if self.role == "engine" else "reward"
@@ -61,12 +66,12 @@ class TimedEngine(WrappedEngine[RequestT, SampleT]):
     ) -> None:
         super().__init__(engine)
         self._devices = devices
-        self._name = name
+        self.name = name
         self._stage = stage
 
     async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
         """See `Engine.generate`."""
-        with self._devices.stage(self._stage, self._name):
+        with self._devices.stage(self._stage, self.name):
             async with aclosing(super().generate(requests)) as samples:
                 async for sample in samples:
                     self._devices.generated[self._stage] += sample.work
@@ -74,15 +79,15 @@ class TimedEngine(WrappedEngine[RequestT, SampleT]):
 
     async def update_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int) -> None:
         """See `Engine.update_weights`."""
-        with self._devices.stage("sync", self._name):
+        with self._devices.stage("sync", self.name):
             await super().update_weights(weights, version=version)
 
     async def sleep(self) -> None:
         """See `Engine.sleep`."""
-        with self._devices.stage("swap", self._name):
+        with self._devices.stage("swap", self.name):
             await super().sleep()
 
     async def wake(self) -> None:
         """See `Engine.wake`."""
-        with self._devices.stage("swap", self._name):
+        with self._devices.stage("swap", self.name):
             await super().wake()

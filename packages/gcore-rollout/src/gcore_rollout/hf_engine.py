@@ -23,6 +23,8 @@ from gcore_rollout.repetition import extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.sampling import sample_seeds, sample_tokens, uniforms
 from gcore_rollout.slot_attention import Decode, Prefill, SlotCache
 from gcore_rollout.types import FinishReason, Request
+from gcore_rollout.weight_digests import held
+from gcore_rollout.weight_report import HeldWeights
 
 
 class _Rows:
@@ -144,6 +146,7 @@ class HFEngine(InProcessEngine):
         # transformers has names of its own for parameters of these models.
         names: list[str] = [] if vision is None else list(model.state_dict())
         self._hub_names = {name: checkpoint_name(model, name) for name in names}
+        self._sources = _sources(model)
         # Whether the parameters are memory of somebody else, which is not to be written to.
         self._is_borrowing = False
 
@@ -218,6 +221,20 @@ class HFEngine(InProcessEngine):
         self._is_borrowing = True
         self._version = version
         return True
+
+    async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
+        """See `ReportsWeights.held_weights`."""
+        self._check_open()
+        own = {
+            self._hub_names.get(name, name): (parameter, self._hub_names.get(source, source))
+            for name, parameter in self._model.named_parameters(remove_duplicate=False)
+            for source in [self._sources[name]]
+        }
+        wanted = own if names is None else names
+        return HeldWeights(
+            version=self._version,
+            tensors=[held(name, own[name][0].detach, source=own[name][1]) for name in wanted],
+        )
 
     def _checked_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], version: int
@@ -397,6 +414,12 @@ class HFEngine(InProcessEngine):
 
     def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+def _sources(model: Any) -> dict[str, str]:
+    """For each parameter's name the first name of the same parameter: a tied head is the embedding."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def _widened(array: NDArray[Any], num_columns: int) -> NDArray[Any]:
