@@ -24,7 +24,7 @@ from gcore_rollout.sampling import sample_seeds, sample_tokens, uniforms
 from gcore_rollout.slot_attention import Decode, Prefill, SlotCache
 from gcore_rollout.types import FinishReason, Request
 from gcore_rollout.weight_digests import held
-from gcore_rollout.weight_report import HeldWeights
+from gcore_rollout.weight_report import HeldTensor, HeldWeights
 
 
 class _Rows:
@@ -225,16 +225,14 @@ class HFEngine(InProcessEngine):
     async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
         """See `ReportsWeights.held_weights`."""
         self._check_open()
-        own = {
-            self._hub_names.get(name, name): (parameter, self._hub_names.get(source, source))
-            for name, parameter in self._model.named_parameters(remove_duplicate=False)
-            for source in [self._sources[name]]
-        }
-        wanted = own if names is None else names
-        return HeldWeights(
-            version=self._version,
-            tensors=[held(name, own[name][0].detach, source=own[name][1]) for name in wanted],
-        )
+        names_here = {self._hub_names.get(name, name): name for name in self._sources}
+        own: dict[str, torch.Tensor] = dict(self._model.named_parameters(remove_duplicate=False))
+        tensors: list[HeldTensor] = []
+        for name in names_here if names is None else names:
+            source = self._sources[names_here[name]]
+            published = self._hub_names.get(source, source)
+            tensors.append(held(name, own[names_here[name]].detach, source=published))
+        return HeldWeights(version=self._version, tensors=tensors)
 
     def _checked_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], version: int
