@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import option_set, step_rows
+from command_line import Cli, option_set, step_rows
 
 # The faults are those that the engines themselves are tested with.
 sys.path.append(str(Path(__file__).parents[1] / "gcore_rollout"))
@@ -49,3 +49,32 @@ def error_of(args: list[str]) -> str:
     with pytest.raises(WrongWeightsError) as error:
         train(parse_train(args), Display(Console(quiet=True)))
     return str(error.value)
+
+
+BLURRED = """
+from gcore_rollout.hf_engine import HFEngine
+
+
+def make(model, **options):
+    engine = HFEngine.from_pretrained(model, **options)
+    for module in engine._model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 100.0
+    return engine
+"""
+
+
+def test_what_the_weights_do_not_show(cli: Cli, own_args: list[str]) -> None:
+    """An engine with the right weights and another forward: one line, once; and the curve in the report."""
+    (cli.cwd / "blurred.py").write_text(BLURRED)
+    four = option_set(own_args, "--trainer.total-training-steps", "4")
+    out = cli.ok(*four, "--rollout.engine", "blurred.py:make")
+    lines = [line for line in out.splitlines() if "disagree" in line]
+    assert len(lines) == 1
+    assert ": engine and trainer disagree on the policy by 0.0" in lines[0]
+    assert lines[0].endswith("algorithm.max_rollout_kl = 0.01: compare dtype, temperature and attention of both")
+    assert sum(row["training/rollout_k3_kl"] > 0.01 for row in step_rows(cli.cwd / "runs/default")) > 1
+    assert "Engine-trainer mismatch" in (cli.cwd / "runs/default/report.html").read_text()
+    assert "disagree" not in cli.ok(*own_args, "--name", "sound")
+    refused = cli.refused(*own_args, "--algorithm.max-rollout-kl", "-1")
+    assert "algorithm.max_rollout_kl is -1.0; expected a finite number, 0 or more" in " ".join(refused.split())
