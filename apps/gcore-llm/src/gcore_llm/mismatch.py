@@ -84,8 +84,8 @@ async def mismatch(
         response = groups[g].responses[i]
         compared = comparable(response, version, keeps_cache=keeps_cache)
         differences.append(ours[compared].astype(np.float64) - response.log_probs[compared])
-    limits = {"nan": _MAX_LOG_RATIO, "posinf": _MAX_LOG_RATIO, "neginf": -_MAX_LOG_RATIO}
-    log_ratio = np.nan_to_num(np.concatenate(differences), **limits).clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    joined = np.concatenate(differences)
+    log_ratio = np.where(np.isnan(joined), _MAX_LOG_RATIO, joined).clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     size = np.abs(log_ratio)
     own = (log_ratio.size, size.sum(), size.max(initial=0.0), (np.expm1(log_ratio) - log_ratio).sum())
     counts, sums, highest, k3 = zip(*await group.all_gather(own), strict=True)

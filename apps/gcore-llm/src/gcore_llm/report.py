@@ -23,7 +23,6 @@ _TRAIN = Kind(
         ("Entropy of the policy", "actor/entropy", "nats per token"),
         ("KL to the sampling policy", "actor/ppo_kl", "nats per token"),
         ("Engine-trainer mismatch", "training/rollout_k3_kl", "nats per token, both with the same weights"),
-        ("Difference from sampling", "training/rollout_probs_diff_mean", "mean difference of probabilities"),
         ("Response length", "response_length/mean", "tokens"),
         ("Acceptance of sampling", "sampling/acceptance", "share of groups kept"),
         ("Waves of sampling", "sampling/waves", "waves per step"),

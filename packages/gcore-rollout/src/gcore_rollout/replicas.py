@@ -414,8 +414,8 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         if self._restart is not None and is_replaced:
             self._keep(self._restarts, self._replace(self._restart, name))
         if not self._closed:
-            done = "a replacement is being started" if is_replaced else f"{len(self._replicas)} engines are left"
-            self._announce(f"{name} is gone: {reason}; {done}")
+            others = f"not replaced, {len(self._replicas)} of its kind are left"
+            self._announce(f"{name} is gone: {reason}; {'a replacement is being started' if is_replaced else others}")
 
     def _keep(self, tasks: "set[asyncio.Task[None]]", work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Run something whether or not its caller waits for it."""
