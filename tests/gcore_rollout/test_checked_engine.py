@@ -13,7 +13,7 @@ from faulty_engines import EXPECTED, FAULTS, TENSOR, make_faulty
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore_rollout import vllm_engine
+from gcore_rollout import vllm_engine, weight_digests
 from gcore_rollout.checked_engine import CheckedEngine, Rotation
 from gcore_rollout.engine_process import PRELOAD_HF, PRELOAD_VLLM, EngineProcess
 from gcore_rollout.errors import WrongWeightsError
@@ -185,6 +185,15 @@ def test_a_digest_depends_on_every_value_and_on_its_place(size: int, dtype: torc
         others = swapped.clone()
         others[0], others[-1] = 2, 1
         assert digest(swapped) != digest(others)
+
+
+def test_a_digest_does_not_depend_on_how_much_is_read_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices with more memory bandwidth read several blocks at once."""
+    tensors = [torch.randn(size) for size in (5, 2**17, 2**17 + 3, 9 * 2**17 + 3)]
+    expected = [digest(tensor) for tensor in tensors]
+    for num_blocks in (2, 128):
+        monkeypatch.setattr(weight_digests, "_BLOCKS_AT_ONCE", {"cpu": num_blocks})
+        assert [digest(tensor) for tensor in tensors] == expected
 
 
 def test_a_digest_of_equal_values() -> None:
