@@ -33,6 +33,8 @@ LONGEST_FIRST = (
     "gcore_rollout/test_vllm_server.py",
     "apps/test_policy_engines.py",
     "gcore_controller/test_ray_runtime.py",
+    "gcore_controller/test_collectives.py",
+    "apps/test_ray_token.py",
     "gcore_rollout/test_ray_engine.py",
     "apps/test_images.py",
     "gcore_rollout/test_engines_behind_engines.py",

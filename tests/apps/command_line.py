@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import pytest
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)

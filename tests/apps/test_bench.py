@@ -229,7 +229,7 @@ def test_a_program_is_watched_with_what_it_starts_and_leaves_nothing(tmp_path: P
     with pytest.raises(BenchError, match=r"it failed: .*TimeoutExpired.* \(see "):
         run_program(program, name="it", log=tmp_path / "log")
     pid = int((tmp_path / "log").read_text().split()[0])
-    assert left_after([pid], timeout_s=5) == []
+    assert left_after([pid], timeout_s=300) == []
 
     footprint = run_program(
         replace(program, command=[sys.executable, "-c", code.replace("p.wait(2.5)", "import time; time.sleep(2.5)")]),
@@ -252,7 +252,7 @@ def test_bench_measures_gcore_and_trl(tmp_path: Path) -> None:
     options = ["--workload", "short", "--contenders", "gcore", "trl", "--rounds", "1", "--steps", "2"]
     options += ["--warmup-steps", "1", "--threads", "1", "--work-dir", str(tmp_path / "work")]
     command = [sys.executable, "-m", "gcore_bench.cli", "grpo", *options, "--json", str(tmp_path / "figures.json")]
-    done = subprocess.run(command, env=os.environ.copy(), capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=os.environ.copy(), capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     assert "gcore / trl" in done.stdout
 

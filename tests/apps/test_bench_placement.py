@@ -91,7 +91,7 @@ def bench(tmp_path: Path, part: str) -> tuple[dict[str, Any], str]:
         env=os.environ.copy(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

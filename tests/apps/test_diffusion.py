@@ -312,6 +312,59 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
 }
 
 
+@pytest.mark.parametrize("filters", [True, False])
+def test_a_reward_that_says_nothing(cli: Cli, own_args: list[str], filters: bool) -> None:
+    (cli.cwd / "constant.py").write_text("def half(images, prompts, rows):\n    return [0.5] * len(images)\n")
+    options = ["--reward.kind", "constant.py:half", "--algorithm.filter-groups", str(filters)]
+    finished = cli(*own_args, *options, "--data.train-batch-size", "1", "--algorithm.max-num-gen-batches", "1")
+    assert (finished.code, finished.err) == (3, "")
+    expected = "no step had anything to learn from: every response scored 0.5"
+    assert expected in " ".join(finished.out.split())
+    assert "nan" not in finished.out
+    assert expected in (cli.cwd / "runs/default/report.html").read_text()
+
+
+def test_batches_of_any_size(cli: Cli, own_args: list[str]) -> None:
+    """A batch is by the present weights, and the same for any number of controllers."""
+    args = [*own_args, "--data.train-batch-size", "3", "--trainer.total-training-steps", "3"]
+    cli.ok(*args, "--name", "one")
+    cli.ok(*args, "--name", "four", "--controllers", "4")
+    rows = [row for row in read_rows(cli.cwd / "runs/one/metrics.jsonl") if "sampling/waves" in row]
+    assert [row["perf/num_images"] for row in rows] == [12, 12, 12]
+    assert all((row["sampling/waves"], row["sampling/stale_groups"]) == (1, 0) for row in rows)
+    assert all("critic/score/mean" in row for row in rows)
+    for row, other in zip(reproducible(cli.cwd / "runs/four"), reproducible(cli.cwd / "runs/one"), strict=True):
+        for name in ("critic/score/mean", "sampling/epoch", "val/score/mean"):
+            assert row.get(name, 0.0) == pytest.approx(other.get(name, 0.0), rel=1e-4)
+
+
+def test_one_ctrl_c_ends_a_reward_that_blocks(cli: Cli, own_args: list[str]) -> None:
+    """And one that leaves is named."""
+    (cli.cwd / "odd.py").write_text("""
+import sys
+import time
+from pathlib import Path
+
+
+def blocking(images, prompts, rows):
+    Path("blocked").touch()
+    time.sleep(600)
+
+
+def leaving(images, prompts, rows):
+    sys.exit(3)
+""")
+    command = cli.start(*own_args, "--reward.kind", "odd.py:blocking")
+    while not (cli.cwd / "blocked").exists():
+        assert not command.has_ended(timeout_s=0.05), command.wait()
+    command.send(signal.SIGINT)
+    finished = command.wait()
+    assert finished.code == 130
+    assert "trying the pipeline and the reward" in finished.out
+    message = cli.refused(*own_args, "--reward.kind", "odd.py:leaving")
+    assert "reward 'leaving' tried to end the process: SystemExit(3)" in " ".join(message.split())
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_refused(cli: Cli, own_args: list[str], name: str) -> None:
     options, expected = BAD[name]

@@ -45,7 +45,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def wait_for(command: Command, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 600
     while not condition():
         assert not command.has_ended(), command.wait()
         assert time.monotonic() < deadline, command.out

@@ -179,7 +179,8 @@ def test_math_verify(cli: Cli, job: list[str]) -> None:
     write_rows(cli.cwd / "train.jsonl", [{"prompt": f"{i}+1=", "answer": f"{i + 1}"} for i in range(20)])
     args = option_set(job, "--reward", "math-verify")
     finished = cli(*args, "--algorithm.filter-groups", "False")
-    assert finished.code == 0, finished
+    # A random model is never right.
+    assert (finished.code, finished.err) == (3, "")
     assert "held-out score" in finished.out
     write_rows(cli.cwd / "train.jsonl", [{"prompt": f"{i}+1="} for i in range(20)])
     assert "the row has no 'answer' for math-verify to compare with" in cli.refused(*args, "--name", "without")

@@ -192,7 +192,7 @@ def url(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "TORCH_COMPILE_DISABLE": "1",
     }
     log = tmp_path_factory.mktemp("vllm") / "log"
-    with served(command, port=port, env=env, log=log, timeout_s=600) as address:
+    with served(command, port=port, env=env, log=log, timeout_s=1800) as address:
         yield address
 
 

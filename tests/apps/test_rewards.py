@@ -107,7 +107,9 @@ def test_comparison_of_responses_that_took_several_steps(
 def test_groups_that_cannot_be_compared(cli: Cli, own_args: list[str], tiny: Path) -> None:
     """A random model never says who wins: no group is left."""
     options = ["--reward-model.path", str(tiny), "--algorithm.max-num-gen-batches", "1"]
-    cli.ok(*own_args, *PAIRWISE[:4], *PAIRWISE[6:8], *options)
+    finished = cli(*own_args, *PAIRWISE[:4], *PAIRWISE[6:8], *options)
+    assert (finished.code, finished.err) == (3, "")
+    assert "the run trained nothing" in finished.out
     for row in step_rows(cli.cwd / "runs/default"):
         assert row["sampling/groups"] == 0
         assert row["sampling/dropped_groups"] > 0
@@ -178,7 +180,8 @@ def test_programs_are_run(cli: Cli, own_args: list[str]) -> None:
     """A model that writes no programs scores 0, and no step finds anything to learn."""
     data = write_rows(cli.cwd / "code.jsonl", ({"prompt": f"{i}", "tests": ["assert True"]} for i in range(20)))
     args = option_set(option_set(own_args, "--data.train-files", str(data)), "--reward", "code")
-    cli.ok(*args, "--algorithm.max-num-gen-batches", "1")
+    finished = cli(*args, "--algorithm.max-num-gen-batches", "1")
+    assert (finished.code, finished.err) == (3, "")
     for row in step_rows(cli.cwd / "runs/default"):
         assert row["critic/score/mean"] == row["reward/has_code/mean"] == 0
         assert row["sampling/groups"] == 0

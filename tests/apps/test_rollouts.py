@@ -97,6 +97,18 @@ def test_an_environment(cli: Cli, own_args: list[str], chatty: Path, has_reward:
             assert row["critic/score/mean"] == pytest.approx(row["reward/environment/mean"])
 
 
+def test_turns_that_are_cut_off(cli: Cli, own_args: list[str], chatty: Path) -> None:
+    """The shares of how episodes ended are metrics, and a large share of episodes that were cut off is a warning."""
+    args = multi_turn_args(cli, own_args, chatty, "Guessing")
+    out = cli.ok(*args, "--rollout.multi-turn.max-tokens-per-turn", "2")
+    for row in step_rows(cli.cwd / "runs/default"):
+        shares = {name.rpartition("/")[2]: share for name, share in row.items() if name.startswith("multi_turn/end/")}
+        assert shares.keys() == {"done", "truncated_turn", "length", "max_turns"}
+        assert sum(shares.values()) == pytest.approx(1)
+        assert shares["truncated_turn"] > 0.5
+    assert " ".join(out.split()).count("of the episodes ended because a turn was cut off before its end") == 1
+
+
 def test_a_judge_whose_verdict_is_read(cli: Cli, own_args: list[str], chatty: Path) -> None:
     """Responses are handed back with the judge's words, and the last one's score counts."""
     args = option_set(option_set(own_args, "--model", str(chatty)), "--data.max-response-length", "96")
@@ -117,7 +129,10 @@ def test_a_broken_environment(cli: Cli, own_args: list[str], chatty: Path) -> No
     finished = cli(*args)
     assert finished.code == 2
     assert "step 1: RuntimeError: the board fell over" in " ".join(finished.err.split())
-    cli.ok(*args, "--reward-calls.on-error", "drop", "--name", "dropped")
+    args += ["--reward-calls.on-error", "drop"]
+    assert "The most frequent error: RuntimeError at world.py:" in " ".join(cli.refused(*args).split())
+    finished = cli(*args, "--reward-calls.max-failed-share", "1", "--name", "dropped")
+    assert (finished.code, finished.err) == (3, "")
     assert all(row["sampling/groups"] == 0 for row in step_rows(cli.cwd / "runs/dropped"))
     assert all(row["sampling/dropped_groups"] > 0 for row in step_rows(cli.cwd / "runs/dropped"))
 

@@ -211,7 +211,7 @@ def test_parquet_is_the_same_as_jsonl_and_long_rows_are_counted(cli: Cli, job: l
 def scraped(url: str) -> dict[str, float]:
     """The values of what a run serves; nothing before it does."""
     try:
-        with urllib.request.urlopen(url, timeout=30) as reply:
+        with urllib.request.urlopen(url, timeout=300) as reply:
             families = text_string_to_metric_families(reply.read().decode())
     except urllib.error.URLError:
         return {}

@@ -30,7 +30,9 @@ class Child:
         self.join()
 
     def join(self) -> None:
-        ended, _, _ = select.select([self._pidfd], [], [], 20)
+        ended, _, _ = select.select([self._pidfd], [], [], 60)
+        if not ended:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         os.close(self._pidfd)
         assert ended, f"process {self.pid} did not end"
 

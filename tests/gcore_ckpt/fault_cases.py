@@ -2,15 +2,23 @@
 
 import os
 import resource
+import signal
+import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from rank import Rank
 
+import gcore_ckpt.pipeline
 from gcore_ckpt import Checkpointer, CheckpointError, CheckpointNotFoundError, PerRank, Shard
+from gcore_ckpt.group import TorchGroup
+from gcore_ckpt.reader import StepReader
+from gcore_ckpt.staging import Stager
 
 TIMEOUT_S = 60.0
 """Longer than any test waits: a rank that learns of a death only by this has hung."""
@@ -55,6 +63,126 @@ def save_steps(rank: Rank, path: str, steps: list[int], options: dict[str, Any])
     with Checkpointer(path, timeout_s=TIMEOUT_S, **options) as checkpointer:
         for step in steps:
             checkpointer.save(step, state_of(step, rank.number, dist.get_world_size())).wait()
+
+
+def save_after_loading(rank: Rank, path: str, loaded: int, saved: int, goes_back: bool) -> list[int]:
+    size = dist.get_world_size()
+    with Checkpointer(path, timeout_s=TIMEOUT_S) as checkpointer:
+        checkpointer.load(state_of(loaded, rank.number, size), step=loaded)
+        later = checkpointer.rollback(loaded) if goes_back else []
+        checkpointer.save(saved, state_of(saved, rank.number, size)).wait()
+    return later
+
+
+def roll_back(rank: Rank, path: str, step: int) -> None:
+    with Checkpointer(path, timeout_s=TIMEOUT_S) as checkpointer:
+        checkpointer.rollback(step)
+
+
+def _interrupted_at(owner: Any, name: str) -> AbstractContextManager[object]:
+    """Raises KeyboardInterrupt in the main thread, where SIGTERM does, at the first call of a method."""
+    function = getattr(owner, name)
+    handled = threading.Event()
+
+    def handle(*_: object) -> None:
+        handled.set()
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, handle)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not handled.is_set():
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+            assert handled.wait(TIMEOUT_S)
+        return function(*args, **kwargs)
+
+    return patch.object(owner, name, wrapped)
+
+
+def save_while_one_is_interrupted(rank: Rank, path: str, moment: str, interrupted: int) -> str:
+    """Saves steps 1, 2 and 3; what this rank heard of step 2."""
+    size = dist.get_world_size()
+    owner, name = {"planning": (gcore_ckpt.pipeline, "collect"), "copying": (Stager, "_copy")}[moment]
+    heard = ""
+    with Checkpointer(path, timeout_s=TIMEOUT_S) as checkpointer:
+        checkpointer.save(1, state_of(1, rank.number, size)).wait()
+        try:
+            with _interrupted_at(owner, name) if rank.number == interrupted else nullcontext():
+                checkpointer.save(2, state_of(2, rank.number, size)).wait()
+        except (CheckpointError, KeyboardInterrupt) as error:
+            heard = str(error) or type(error).__name__
+        checkpointer.save(3, state_of(3, rank.number, size)).wait()
+    return heard
+
+
+def load_while_one_is_interrupted(rank: Rank, path: str, interrupted: int) -> str:
+    size = dist.get_world_size()
+    heard = ""
+    with Checkpointer(path, timeout_s=TIMEOUT_S) as checkpointer:
+        checkpointer.save(1, state_of(1, rank.number, size)).wait()
+        try:
+            with _interrupted_at(StepReader, "read") if rank.number == interrupted else nullcontext():
+                checkpointer.load(state_of(1, rank.number, size) | {"rows": None, "step": None})
+        except (CheckpointError, KeyboardInterrupt) as error:
+            heard = str(error) or type(error).__name__
+        assert checkpointer.load(state_of(1, rank.number, size))["step"] == 1
+        checkpointer.save(2, state_of(2, rank.number, size))
+    return heard
+
+
+def save_while_one_is_late(rank: Rank, path: str, late: int) -> list[str]:
+    """One rank comes to the second save after the others have given up on it; the errors of two saves of each."""
+    size = dist.get_world_size()
+    heard: list[str] = []
+    with Checkpointer(path, timeout_s=5.0) as checkpointer:
+        checkpointer.save(1, state_of(1, rank.number, size)).wait()
+        if rank.number == late:
+            dist.barrier()
+        for _ in range(2):
+            try:
+                checkpointer.save(2, state_of(2, rank.number, size)).wait()
+            except CheckpointError as error:
+                heard.append(f"{type(error).__name__}: {error}")
+        if rank.number != late:
+            dist.barrier()
+    dist.barrier()
+    save_steps(rank, path, [3], {})
+    return heard
+
+
+def leave_while_waiting(rank: Rank, path: str, interrupted: int) -> str:
+    """One rank is interrupted in a save that the others have not come to, and closes; then they come to it."""
+    size = dist.get_world_size()
+    checkpointer = Checkpointer(path, timeout_s=5.0)
+    checkpointer.save(1, state_of(1, rank.number, size)).wait()
+    if rank.number == interrupted:
+        try:
+            with _interrupted_at(TorchGroup, "gather"):
+                checkpointer.save(2, state_of(2, rank.number, size))
+        except KeyboardInterrupt:
+            checkpointer.close()
+        dist.barrier()
+        dist.barrier()
+        return "left"
+    dist.barrier()
+    heard = ""
+    try:
+        with checkpointer:
+            checkpointer.save(2, state_of(2, rank.number, size)).wait()
+    except CheckpointError as error:
+        heard = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    return heard
+
+
+def exit_while_saving(rank: Rank, path: str, interrupted: int) -> None:
+    """One rank is stopped in its second save and exits, as after a signal of the scheduler."""
+    size = dist.get_world_size()
+    with Checkpointer(path, timeout_s=TIMEOUT_S) as checkpointer:
+        checkpointer.save(1, state_of(1, rank.number, size)).wait()
+        with _interrupted_at(Stager, "_copy") if rank.number == interrupted else nullcontext():
+            checkpointer.save(2, state_of(2, rank.number, size)).wait()
+        checkpointer.save(3, state_of(3, rank.number, size)).wait()
 
 
 def save_once_connected(rank: Rank, path: str, timeout_s: float) -> None:

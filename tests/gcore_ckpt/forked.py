@@ -1,5 +1,6 @@
 """Run by the `fork_server` fixture: forks a process per request line, `[function, path, log]`, and answers its pid."""
 
+import atexit
 import json
 import os
 import resource
@@ -7,7 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 import torch
 
@@ -31,6 +32,43 @@ def save_for_ever(path: Path, log: IO[str]) -> None:
                 previous.wait()
                 print(step - 1, file=log, flush=True)
             previous = handle
+
+
+def save_until_stopped(path: Path, log: IO[str]) -> None:
+    """Saves until a signal; logs `exited` when the interpreter has ended all threads that it waits for."""
+    _log_exit(log)
+    try:
+        save_for_ever(path, log)
+    except KeyboardInterrupt:
+        sys.exit(0)
+
+
+def save_until_stopped_and_leave_open(path: Path, log: IO[str]) -> None:
+    """The same without closing the Checkpointer."""
+    _log_exit(log)
+    checkpointer = Checkpointer(path, keep=2, max_in_flight=2)
+    step = (checkpointer.steps() or [0])[-1]
+    try:
+        while True:
+            step += 1
+            tensors = [torch.full((size,), step) for size in (60_000, 5)]
+            handle = checkpointer.save(step, {"step": step, "sizes": [60_000, 5], "tensors": tensors})
+            if step % 3 == 0:
+                handle.wait()
+                print(step, file=log, flush=True)
+    except KeyboardInterrupt:
+        sys.exit(0)
+
+
+def _log_exit(log: IO[str]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: sys.exit(0) if number == signal.SIGTERM else _interrupt())
+    copy = os.fdopen(os.dup(log.fileno()), "w")
+    atexit.register(lambda: print("exited", file=copy, flush=True))
+
+
+def _interrupt() -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def hold_the_lock(path: Path, log: IO[str]) -> None:

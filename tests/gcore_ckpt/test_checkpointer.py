@@ -196,7 +196,7 @@ def test_steps_that_are_not_there(tmp_path: Path) -> None:
 
 
 def test_opening_for_saving_removes_leftovers_and_reading_does_not(tmp_path: Path) -> None:
-    leftover = tmp_path / ".tmp-step-00000001-abc"
+    leftover = tmp_path / ".tmp-step-00000001-0123456789ab"
     leftover.mkdir()
     (leftover / "data-00000.safetensors").write_bytes(b"half")
     with Checkpointer(tmp_path) as checkpointer:
@@ -231,13 +231,37 @@ def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
         Checkpointer(tmp_path / "file" / "checkpoints").save(1, {})
 
 
-def test_leftover_that_cannot_be_removed_does_not_keep_the_lock(tmp_path: Path) -> None:
-    (tmp_path / ".tmp-file").touch()
+def test_leftover_that_cannot_be_removed_does_not_keep_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".tmp-step-00000001-0123456789ab").mkdir()
+
+    def fail(path: Path) -> None:
+        raise PermissionError(f"no way to remove {path.name}")
+
     with Checkpointer(tmp_path) as checkpointer:
-        with pytest.raises(CheckpointWriteError, match=r"cannot be opened for saving: .*Not a directory"):
+        monkeypatch.setattr("gcore_ckpt.local_storage.shutil.rmtree", fail)
+        with pytest.raises(CheckpointWriteError, match=r"cannot be opened for saving: no way to remove \.tmp-step"):
             checkpointer.save(1, {})
-        (tmp_path / ".tmp-file").unlink()
+        monkeypatch.undo()
         checkpointer.save(1, {}).wait()
+
+
+def test_opening_for_saving_leaves_what_others_have_put_there(tmp_path: Path) -> None:
+    hexes = "0123456789ab"
+    foreign = [".tmp-mine", ".tmp-step-1", f".tmp-hf-{hexes}", f".tmp-step-00000001-{hexes}.bak", f".tmp-STEP-{hexes}"]
+    for name in foreign:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").touch()
+    files = [".tmp-file", f".tmp-step-00000002-{hexes}"]  # the second could be ours, were it a folder
+    for name in files:
+        (tmp_path / name).touch()
+    (tmp_path / f".tmp-step-00000003-{hexes}").symlink_to(tmp_path / ".tmp-mine")
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {}).wait()
+    assert all((tmp_path / name / "precious").exists() for name in foreign)
+    assert all((tmp_path / name).exists() for name in files)
+    assert (tmp_path / f".tmp-step-00000003-{hexes}").is_symlink()
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:

@@ -196,6 +196,38 @@ def test_prune(capsys: Captured, tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+def test_prune_above_and_rm(capsys: Captured, tmp_path: Path) -> None:
+    path = save(tmp_path / "ckpt", 1, 2, 3, 4, 5)
+    assert assert_fine(capsys, "prune", path, "--above", 3, "--dry-run") == "would delete step(s) 4, 5\n"
+    assert assert_fine(capsys, "prune", path, "--above", 3) == "deleted step(s) 4, 5\n"
+    assert assert_fine(capsys, "prune", path, "--above", 3) == "deleted nothing\n"
+    assert_error(capsys, "holds no step 7; its committed steps are [1, 2, 3]", "rm", path, 1, 7)
+    assert Checkpointer(path).steps() == [1, 2, 3]
+    with Checkpointer(path) as checkpointer:
+        checkpointer.save(6, {}).wait()
+        assert_error(capsys, "is being written to by process", "rm", path, 1)
+        assert_error(capsys, "is being written to by process", "rollback", path, 1)
+    assert assert_fine(capsys, "rm", path, 3, 1, 3) == "deleted step(s) 1, 3\n"
+    assert Checkpointer(path).steps() == [2, 6]
+    assert_error(capsys, "--keep-every is 2 without --keep; expected both", "prune", path, "--above", 3,
+                 "--keep-every", 2)  # fmt: skip
+
+
+def test_rollback(capsys: Captured, tmp_path: Path) -> None:
+    path = save(tmp_path / "ckpt", 1, 2, 3)
+    assert_error(capsys, "holds no step 9", "rollback", path, 9)
+    assert assert_fine(capsys, "rollback", path, 1) == "set aside step(s) 2, 3; the latest step is 1\n"
+    assert assert_fine(capsys, "rollback", path, 1) == "set aside nothing; the latest step is 1\n"
+    out = assert_fine(capsys, "ls", path)
+    assert [row[0] for row in table(out)] == ["1"]
+    assert out.endswith("\nset aside by rollback: step(s) 2, 3\n")
+    assert assert_fine(capsys, "prune", path, "--set-aside", "--dry-run") == "would delete step(s) 2, 3\n"
+    assert assert_fine(capsys, "prune", path, "--set-aside") == "deleted step(s) 2, 3\n"
+    assert assert_fine(capsys, "prune", path, "--set-aside") == "deleted nothing\n"
+    assert "set aside" not in assert_fine(capsys, "ls", path)
+    assert not list(path.glob("set-aside-*"))
+
+
 def test_an_object_store(capsys: Captured) -> None:
     url = "memory://cli/ckpt"
     with Checkpointer(url) as checkpointer:
@@ -205,10 +237,19 @@ def test_an_object_store(capsys: Captured) -> None:
     assert table(assert_fine(capsys, "show", f"{url}"))[0][0] == "w"
     assert assert_fine(capsys, "verify", url, "--all") == "step 1: fine\nstep 2: fine\n"
     assert "hold the same" in assert_fine(capsys, "diff", f"{url}@1", url)
+    assert assert_fine(capsys, "rollback", url, 1) == "set aside step(s) 2; the latest step is 1\n"
+    assert assert_fine(capsys, "ls", url).endswith("\nset aside by rollback: step(s) 2\n")
+    save_again = Checkpointer(url)
+    save_again.save(2, {})
+    save_again.close()
     assert assert_fine(capsys, "prune", url, "--keep", 1) == "deleted step(s) 1\n"
+    assert assert_fine(capsys, "prune", url, "--set-aside") == "deleted step(s) 2\n"
+    assert assert_fine(capsys, "rm", url, 2) == "deleted step(s) 2\n"
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify", "diff", "export-hf", "import-dcp", "prune"])
+@pytest.mark.parametrize(
+    "command", ["ls", "show", "verify", "diff", "export-hf", "import-dcp", "prune", "rm", "rollback"]
+)
 def test_help_of_each_command_has_an_example(capsys: Captured, command: str) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
@@ -216,7 +257,19 @@ def test_help_of_each_command_has_an_example(capsys: Captured, command: str) -> 
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["fly"], ["ls"], ["show", "x", "--step", "-1"], ["show", "x", "--step", "1.5"], ["prune", "x"]]
+    "arguments",
+    [
+        [],
+        ["fly"],
+        ["ls"],
+        ["show", "x", "--step", "-1"],
+        ["show", "x", "--step", "1.5"],
+        ["prune", "x"],
+        ["rm", "x"],
+        ["prune", "x", "--keep", "1", "--above", "1"],
+        ["rollback", "x"],
+        ["rm", "x", "latest"],
+    ],
 )
 def test_wrong_use(capsys: Captured, arguments: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -247,12 +300,12 @@ def test_a_process_of_its_own_prints_dtypes_without_torch(tmp_path: Path) -> Non
     program += "assert not {'torch', 'numpy', 'tensorstore'} & set(sys.modules); sys.exit(code)"
     for command in ("ls", "show"):
         shown = subprocess.run(
-            [sys.executable, "-c", program, command, path], capture_output=True, text=True, check=True, timeout=60
+            [sys.executable, "-c", program, command, path], capture_output=True, text=True, check=True, timeout=600
         )
         assert shown.stderr == ""
     assert [row[0] for row in table(shown.stdout)] == ["model.w", "model.b", *(f"all.{name}" for name in names)]
     failed = subprocess.run(
-        [sys.executable, "-m", "gcore_ckpt.cli", "ls", tmp_path], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-m", "gcore_ckpt.cli", "ls", tmp_path], capture_output=True, text=True, timeout=600,
         env=os.environ | {"COLUMNS": "40"}, check=False,
     )  # fmt: skip
     assert (failed.returncode, failed.stdout) == (2, "")

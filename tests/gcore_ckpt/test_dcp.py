@@ -79,7 +79,7 @@ def test_what_dcp_saved_in_one_process(tmp_path: Path) -> None:
 def test_what_two_ranks_saved(tmp_path: Path) -> None:
     script = Path(__file__).with_name("save_with_dcp.py")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, script, tmp_path], env=environment, check=True, timeout=60, stderr=subprocess.PIPE)
+    subprocess.run([sys.executable, script, tmp_path], env=environment, check=True, timeout=600, stderr=subprocess.PIPE)
     assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 2
     import_dcp(tmp_path / "dcp", tmp_path / "ckpt")
     found = Checkpointer(tmp_path / "ckpt").load()

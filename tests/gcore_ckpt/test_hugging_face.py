@@ -197,6 +197,22 @@ def test_a_folder_that_holds_something_stays_as_it_is(tmp_path: Path) -> None:
     assert (tmp_path / "hf" / WEIGHTS).stat() == before
 
 
+def test_an_export_into_the_folder_of_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(2)})
+    for name in ("step-00000002", "set-aside-00000002-0123456789ab", ".tmp-step-00000002-0123456789ab"):
+        with pytest.raises(CheckpointWriteError, match=f"{name} has a name that {tmp_path} keeps for itself"):
+            export_hf(tmp_path, tmp_path / name)
+
+    def save_meanwhile(progress: int) -> None:
+        with Checkpointer(tmp_path, keep=1) as other:
+            other.save(2, {})
+
+    export_hf(tmp_path, tmp_path / "hf", progress=save_meanwhile)
+    assert torch.equal(load_file(tmp_path / "hf" / "model.safetensors")["w"], torch.ones(2))
+    assert Checkpointer(tmp_path).steps() == [2]
+
+
 def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
     save(tmp_path / "ckpt", {"a": torch.ones(2), "w": torch.arange(2)})
     data = tmp_path / "ckpt" / "step-00000001" / "data-00000.safetensors"

@@ -1,5 +1,6 @@
 """What a load can ask for in one process: templates, parts, other dtypes, views of the file, older formats."""
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,26 @@ def test_an_incremental_save_builds_on_no_damaged_step(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, incremental=True) as checkpointer:
         checkpointer.save(2, state).wait()
     verify(tmp_path)
+
+
+def test_a_step_of_more_files_than_a_process_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gcore_ckpt.data_file._FILE_BYTES", 1)
+    monkeypatch.setattr("gcore_ckpt.data_file._MAX_FILES", 10_000)
+    state = {f"x{i}": torch.tensor([i]) for i in range(450)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+    assert len(list((tmp_path / "step-00000001").glob("*.safetensors"))) == 450
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, limits[1]))
+    try:
+        found = checkpointer.load()
+        template = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+        checkpointer.load(template)
+        verify(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found == state
+    assert template == state
 
 
 def test_format_version_1() -> None:

@@ -2,6 +2,7 @@
 
 import enum
 import math
+import re
 import struct
 import tempfile
 from collections import OrderedDict
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from gcore_ckpt import Checkpointer, verify
+from gcore_ckpt import Checkpointer, Shard, verify
 from gcore_ckpt.dtypes import DTYPES
 
 NUMPY_DTYPES = [name for name, dtype in DTYPES.items() if dtype.in_numpy]
@@ -33,7 +34,7 @@ def assert_same(found: Any, expected: Any) -> None:
     assert type(found) is type(expected)
     match expected:
         case dict():
-            assert list(found) == list(expected)
+            assert [(type(key), key) for key in found] == [(type(key), key) for key in expected]
             for key in found:
                 assert_same(found[key], expected[key])
         case list() | tuple():
@@ -93,6 +94,13 @@ def arrays(draw: st.DrawFn) -> np.ndarray[Any, np.dtype[Any]]:
     return array
 
 
+SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+
+
+def texts(max_size: int | None = None) -> st.SearchStrategy[str]:
+    return st.text(st.characters(), max_size=max_size).filter(lambda text: not SURROGATE_PAIR.search(text))
+
+
 leaves = st.one_of(
     tensors(),
     arrays(),
@@ -101,9 +109,9 @@ leaves = st.one_of(
     st.integers(),
     st.integers(min_value=2**50, max_value=2**200),
     st.floats(allow_nan=True, allow_infinity=True),
-    st.text(st.characters()),
+    texts(),
 )
-keys = st.one_of(st.text(st.characters(), max_size=4), st.sampled_from(["a", "b", "a.b"]), st.integers())
+keys = st.one_of(texts(4), st.sampled_from(["a", "b", "a.b", "1", 1, "-1", -1, "0x1", "None"]), st.integers())
 states = st.recursive(
     leaves,
     lambda children: st.one_of(
@@ -122,7 +130,7 @@ def test_random_states(state: Any) -> None:
 
 
 @settings(max_examples=50)
-@given(st.dictionaries(st.text(st.characters(), max_size=4), st.one_of(tensors(), arrays()), min_size=1, max_size=6))
+@given(st.dictionaries(texts(4), st.one_of(tensors(), arrays()), min_size=1, max_size=6))
 def test_random_tensors_open_in_safetensors(state: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as path:
         with Checkpointer(path) as checkpointer:
@@ -211,6 +219,72 @@ def test_mutation_after_save_changes_nothing(tmp_path: Path) -> None:
             assert (loaded["tensor"] == step).all()
             assert (loaded["array"] == step).all()
             assert loaded["numbers"] == [step, 2, *[-1] * step]
+
+
+class Name(str, enum.Enum):  # noqa: UP042  # its str() is not its value
+    WEIGHT = "weight"
+
+
+class PlainName(enum.StrEnum):
+    WEIGHT = "weight"
+
+
+class Text(str):
+    __slots__ = ()
+
+
+class Same(str):
+    """Equals nothing but itself: two of them are two keys of a dict, and one text."""
+
+    __slots__ = ()
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        Name.WEIGHT, PlainName.WEIGHT, Text("weight"), Same("weight"), np.str_("weight"), Color.RED, True, False,
+        np.int64(1), np.bool_(True), 1.0, None, b"weight", (1,), "\ud800\udc00",
+    ],
+    ids=lambda key: f"{type(key).__name__}",
+)  # fmt: skip
+@pytest.mark.parametrize("other", [{}, {"w": 2, 7: 3}, {Same("weight"): 2, 7: 3}], ids=["alone", "more", "same"])
+def test_a_key_that_would_not_come_back_as_it_is_is_refused(tmp_path: Path, key: Any, other: dict[Any, Any]) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises((TypeError, ValueError), match=r"^state\['model'\] (has the key|is or has a key with)"):
+            checkpointer.save(1, {"model": {**other, key: torch.ones(1)}})
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_keys_that_look_alike_stay_apart() -> None:
+    state = {1: torch.ones(1), "1": torch.zeros(1), "01": 2, -1: "x", "-1": "y", 2**60: 1, "0x1": 3, "": 4, "True": 5}
+    assert_same(round_trip(state), state)
+
+
+def shard(value: float, name: str | None = None) -> Shard:
+    return Shard(global_shape=(1,), offset=(0,), tensor=torch.tensor([value]), name=name)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a": shard(1.0, "w"), "w": torch.zeros(1)},
+        {"w": torch.zeros(1), "a": shard(1.0, "w")},
+        {"w": 3, "a": shard(1.0, "w")},
+        {"a": shard(1.0, "w"), "w": 3},
+        {"w": torch.zeros(1), "deeper": {"a": shard(1.0, "w")}},
+    ],
+)
+def test_a_shard_whose_name_is_that_of_another_entry_is_refused(tmp_path: Path, state: Any) -> None:
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match=r"keys 'a' and 'w'|'w' and 'a'|name"):
+        checkpointer.save(1, state)
+
+
+def test_a_tensor_is_not_given_the_name_of_a_shard(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"deeper": {"a": shard(1.0, "w")}, "w": torch.zeros(1)})
+    assert_same(checkpointer.load(), {"deeper": {"w": torch.ones(1)}, "w": torch.zeros(1)})
 
 
 cyclic: list[Any] = []

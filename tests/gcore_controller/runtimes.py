@@ -3,20 +3,45 @@
 import asyncio
 import pickle
 import random
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
-from gcore_controller import Context, run_inline
+from gcore_controller import Context, VirtualTimeLoop, run_inline, run_simulated
 from gcore_controller.collectives import TicketCounters
+from gcore_controller.errors import UnpicklableValueError
 from gcore_controller.peer_collectives import Message, PeerCollectives
+from gcore_controller.programs import run_program
 
 Ctx = Context[list[str]]
 AnyProgram = Callable[[Ctx], Awaitable[Any]]
-Run = Callable[[AnyProgram, int], Coroutine[Any, Any, list[Any]]]
+
+HANG_S = 120
+"""A guard against hangs, in real seconds."""
 
 
-async def run_here(program: AnyProgram, world_size: int) -> list[Any]:
-    return await run_inline(program, roles=[], world_size=world_size)
+class Run(Protocol):
+    """Run a program on so many controllers, to its end."""
+
+    def __call__(self, program: AnyProgram, world_size: int, *, timeout_s: float | None = None) -> list[Any]: ...
+
+
+def inline(program: AnyProgram, world_size: int, *, timeout_s: float | None = None) -> list[Any]:
+    async def guarded() -> list[Any]:
+        async with asyncio.timeout(HANG_S):
+            return await run_inline(program, roles=[], world_size=world_size, timeout_s=timeout_s)
+
+    return asyncio.run(guarded())
+
+
+def simulated(program: AnyProgram, world_size: int, *, timeout_s: float | None = None) -> list[Any]:
+    return run_simulated(program, roles=[], world_size=world_size, timeout_s=timeout_s)
+
+
+def over_messages(program: AnyProgram, world_size: int, *, timeout_s: float | None = None) -> list[Any]:
+    """What Ray's controllers do, in one process and without Ray; it has no deadline."""
+    assert timeout_s is None
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(run_over_messages(program, world_size))
 
 
 async def run_over_messages(program: AnyProgram, world_size: int) -> list[Any]:
@@ -26,10 +51,17 @@ async def run_over_messages(program: AnyProgram, world_size: int) -> list[Any]:
     peers: list[PeerCollectives] = []
 
     async def send(rank: int, message: Message) -> None:
-        packed = pickle.dumps(message)
+        try:
+            packed = pickle.dumps(message)
+        except Exception as error:
+            raise UnpicklableValueError(f"{type(error).__name__}: {error}") from error
         for _ in range(rng.randrange(4)):
             await asyncio.sleep(0)
-        peers[rank].deliver(pickle.loads(packed))
+        try:
+            received = pickle.loads(packed)
+        except Exception as error:
+            raise UnpicklableValueError(f"rank {rank} cannot unpickle it: {type(error).__name__}: {error}") from error
+        peers[rank].deliver(received)
 
     async def take_tickets(rank: int, count: int, counter: str, limit: int | None) -> range:
         await asyncio.sleep(0)
@@ -38,11 +70,16 @@ async def run_over_messages(program: AnyProgram, world_size: int) -> list[Any]:
     peers += [PeerCollectives(rank, world_size, send=send, take_tickets=take_tickets) for rank in range(world_size)]
 
     async def run(peer: PeerCollectives) -> Any:
-        return await program(Context(group=peer, roles=[]))
+        result = await run_program(program, Context(group=peer, roles=[]))
+        peer.finish()
+        return result
 
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(run(peer)) for peer in peers]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+    finally:
+        for peer in peers:
+            await peer.close()
     return [task.result() for task in running]

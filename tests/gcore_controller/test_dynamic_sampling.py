@@ -31,14 +31,14 @@ async def sample(
     """Harvest a step for each quota; a ticket carries a signal as ``accepted`` says, over and over."""
 
     async def program(ctx: Context[None]) -> Steps:
-        next_ticket = ctx.rank
+        next_ticket = 0
         sampler: DynamicSampler[Group] = DynamicSampler(group=ctx.group, max_waves=max_waves)
 
         async def wave(count: int) -> list[Group]:
             nonlocal next_ticket
-            tickets = range(next_ticket, next_ticket + count * world_size, world_size)
-            next_ticket += count * world_size
-            return [Group(t) for t in tickets if accepted[t % len(accepted)]]
+            tickets = range(next_ticket, next_ticket + count)
+            next_ticket += count
+            return [Group(t) for t in tickets if t % world_size == ctx.rank and accepted[t % len(accepted)]]
 
         seen = Steps(harvests=[], surplus=[], states=[])
         for quota in quotas:
@@ -112,12 +112,23 @@ async def test_state_round_trip(accepted: list[bool], quotas: list[int], world_s
     assert [seen.states for seen in resumed] == [seen.states for seen in whole]
 
 
+@given(st.integers(1, 40), st.sampled_from([1, 3, 4, 8]))
+@settings(max_examples=40)
+async def test_where_all_are_kept_a_wave_is_the_batch(quota: int, world_size: int) -> None:
+    """Nothing is left over for a later step, which has other weights."""
+    for seen in await sample([True], [quota] * 3, world_size=world_size, max_waves=1):
+        assert all((h.num_waves, h.num_sampled, h.num_groups) == (1, quota, quota) for h in seen.harvests)
+        assert seen.surplus == [[], [], []]
+
+
 async def test_surplus_is_used_before_anything_is_sampled() -> None:
-    [seen] = await sample([True], [3, 5], world_size=1)
+    """The wave that makes up for three rejected prompts finds more than it needs."""
+    [seen] = await sample([False] * 3 + [True] * 9, [4, 2], world_size=1)
     first, second = seen.harvests
-    assert ([g.ticket for g in first.groups], seen.surplus[0]) == ([0, 1, 2], [3, 4, 5, 6, 7])
-    assert [g.ticket for g in second.groups] == [3, 4, 5, 6, 7]
-    assert (second.num_waves, second.num_sampled) == (0, 0)
+    assert ([g.ticket for g in first.groups], seen.surplus[0]) == ([3, 4, 5, 6], [7])
+    assert [g.ticket for g in second.groups] == [7, 8]
+    assert (second.num_waves, second.num_sampled, second.num_kept) == (1, 2, 2)
+    assert seen.surplus[1] == [9]
 
 
 async def test_nothing_has_a_signal() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from runtimes import Ctx, Run, run_here, run_over_messages
+from runtimes import Ctx, Run, inline, over_messages
 
 from gcore_controller.prompt_stealing import SharedPrompts
 from gcore_controller.prompts import PromptLoader
@@ -11,7 +11,7 @@ from gcore_controller.prompts import PromptLoader
 ROWS = [f"row {i}" for i in range(23)]
 
 
-@pytest.fixture(params=[run_here, run_over_messages], ids=["inline", "messages"])
+@pytest.fixture(params=[inline, over_messages], ids=["inline", "messages"])
 def run(request: pytest.FixtureRequest) -> Run:
     return request.param
 
@@ -20,15 +20,15 @@ def loader_of(ctx: Ctx) -> PromptLoader[str]:
     return PromptLoader(ROWS, seed=1, rank=ctx.rank, world_size=ctx.world_size)
 
 
-def drawn(world_size: int, sizes: list[int]) -> list[list[tuple[int, str]]]:
+def drawn(sizes: list[int]) -> list[list[tuple[int, str]]]:
     """The prompts of each wave, as one controller alone would have them."""
     alone = PromptLoader(ROWS, seed=1)
-    return [alone.take(size * world_size) for size in sizes]
+    return [alone.take(size) for size in sizes]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
-async def test_a_wave_has_the_same_prompts_whoever_takes_them(run: Run, world_size: int) -> None:
-    sizes = [8, 3, 16]
+def test_a_wave_has_the_same_prompts_whoever_takes_them(run: Run, world_size: int) -> None:
+    sizes = [8, 3, 1, 16]
 
     async def program(ctx: Ctx) -> list[list[tuple[int, str]]]:
         prompts = SharedPrompts(loader_of(ctx), ctx.group)
@@ -42,17 +42,17 @@ async def test_a_wave_has_the_same_prompts_whoever_takes_them(run: Run, world_si
             await ctx.group.barrier()
         return waves
 
-    waves = zip(*await run(program, world_size), strict=True)
-    assert [sorted(entry for mine in wave for entry in mine) for wave in waves] == drawn(world_size, sizes)
+    waves = zip(*run(program, world_size), strict=True)
+    assert [sorted(entry for mine in wave for entry in mine) for wave in waves] == drawn(sizes)
 
 
-async def test_the_idle_take_from_the_loaded(run: Run) -> None:
+def test_the_idle_take_from_the_loaded(run: Run) -> None:
     """Rank 0 takes a prompt, and no more until the others have had all the rest."""
     others_are_done = asyncio.Event()
 
     async def program(ctx: Ctx) -> list[int]:
         prompts = SharedPrompts(loader_of(ctx), ctx.group)
-        prompts.open(6)
+        prompts.open(18)
         mine = [ticket for ticket, _ in await prompts.take(1)]
         await ctx.group.barrier()
         if ctx.rank == 0:
@@ -64,18 +64,18 @@ async def test_the_idle_take_from_the_loaded(run: Run) -> None:
             others_are_done.set()
         return mine
 
-    loaded, *idle = await run(program, 3)
+    loaded, *idle = run(program, 3)
     assert loaded == [0]
     assert sorted(ticket for mine in idle for ticket in mine) == list(range(1, 18))
 
 
-async def test_own_prompts_come_first(run: Run) -> None:
+def test_own_prompts_come_first(run: Run) -> None:
     async def program(ctx: Ctx) -> list[int]:
         prompts = SharedPrompts(loader_of(ctx), ctx.group)
-        prompts.open(4)
+        prompts.open(12)
         taken = await prompts.take(4)
         await ctx.group.barrier()
         assert await prompts.take(4) == []
         return [ticket for ticket, _ in taken]
 
-    assert await run(program, 3) == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+    assert run(program, 3) == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]

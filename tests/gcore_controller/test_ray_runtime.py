@@ -3,60 +3,32 @@
 import asyncio
 import os
 import signal
-import sys
+import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
-import ray.cloudpickle as cloudpickle
-import runtimes
-import test_collectives
 from ray.cluster_utils import Cluster
-from runtimes import AnyProgram, Ctx, Run
-from test_collectives import OneOfUsFailedError
+from ray.exceptions import RayActorError
+from runtimes import AnyProgram, Ctx
 
 from gcore_controller.errors import ClusterError, ControllerDiedError, DeadlineError
-from gcore_controller.ray_runtime import RayControllers, run_ray
+from gcore_controller.ray_runtime import RayControllers, check_token, run_ray
 
 NUM_NODES = 2
 
-ON_RAY = (
-    "test_collectives_keep_their_order_however_late_a_controller_is",
-    "test_sums_are_added_in_rank_order",
-    "test_programs_that_go_different_ways",
-    "test_tickets_go_to_one_controller_each",
-    "test_channels_keep_their_own_order",
-)
-globals().update({name: getattr(test_collectives, name) for name in ON_RAY})
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*:FutureWarning"), pytest.mark.usefixtures("cluster")]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[Cluster]:
-    """Test modules are in no place where a node would find them: what is in these travels with the programs."""
-    for module in (sys.modules[__name__], test_collectives, runtimes):
-        cloudpickle.register_pickle_by_value(module)
-    cluster = Cluster()
-    for _ in range(NUM_NODES):
-        cluster.add_node(num_cpus=4, object_store_memory=100 << 20, include_dashboard=False)
-    ray.init(address=cluster.address, log_to_driver=False)
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+class OneOfUsFailedError(Exception):
+    pass
 
 
 async def on_ray(program: AnyProgram, world_size: int) -> list[Any]:
     return await run_ray(program, roles=list[str](), world_size=world_size)
-
-
-@pytest.fixture
-def run() -> Run:
-    return on_ray
 
 
 async def test_controllers_are_processes_on_all_nodes() -> None:
@@ -70,8 +42,11 @@ async def test_controllers_are_processes_on_all_nodes() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-async def test_every_collective(run: Run, world_size: int) -> None:
-    await test_collectives.test_every_collective(run, world_size)
+async def test_controllers_meet(world_size: int) -> None:
+    async def program(ctx: Ctx) -> list[int]:
+        return await ctx.group.all_gather(await ctx.group.broadcast(ctx.rank, src=world_size - 1))
+
+    assert await on_ray(program, world_size) == [[world_size - 1] * world_size] * world_size
 
 
 async def test_large_parts_arrive_whole() -> None:
@@ -190,14 +165,89 @@ async def test_a_lost_node_is_named(cluster: Cluster, tmp_path: Path) -> None:
         await asyncio.sleep(0.1)
 
 
-async def test_deadline() -> None:
+async def test_deadline_when_a_controller_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that blocks its event loop neither keeps a run from ending nor a later one from starting."""
+    monkeypatch.setattr("gcore_controller.ray_runtime.controllers._END_TIMEOUT_S", 1.0)
+
     async def program(ctx: Ctx) -> None:
-        with ctx.timer.stage("gen"):
-            await asyncio.sleep(0.0 if ctx.rank else 600)
+        if ctx.rank:
+            time.sleep(600)
         await ctx.group.barrier()
 
-    with pytest.raises(DeadlineError, match="not done after 1 s: controller 0 in gen, controller 1 in no stage"):
-        await run_ray(program, roles=list[str](), world_size=2, timeout_s=1)
+    async def later(ctx: Ctx) -> list[int]:
+        return await ctx.group.all_gather(ctx.rank)
+
+    controllers = await RayControllers.start(world_size=2)
+    try:
+        expected = (
+            r"not done after 1 s: controller 0 in no stage, controller 1 does not answer; "
+            r"rank 0 in barrier \(collective 0\) waiting for rank 1$"
+        )
+        with pytest.raises(DeadlineError, match=expected):
+            await controllers.run(program, roles=list[str](), timeout_s=1)
+        assert await controllers.run(later, roles=list[str]()) == [[0, 1]] * 2
+    finally:
+        await controllers.close()
+
+
+@pytest.mark.parametrize("code", [0, 3])
+async def test_a_process_that_ends_is_named(code: int) -> None:
+    """The others find it gone, and may be first to say so."""
+
+    async def program(ctx: Ctx) -> None:
+        await ctx.group.barrier()
+        if ctx.rank == 1:
+            os._exit(code)
+        while True:
+            await ctx.group.barrier()
+
+    with pytest.raises(ControllerDiedError, match=r"^controller 1, process \d+ on [\d.]+, died: "):
+        await on_ray(program, 4)
+
+
+class Service:
+    """An actor of a program's own."""
+
+    def end(self) -> None:
+        os._exit(1)
+
+
+async def test_the_death_of_a_service_is_not_that_of_a_controller() -> None:
+    """Its error surfaces at once, while others wait for the controller that found it."""
+
+    async def program(ctx: Ctx) -> None:
+        if ctx.rank == 1:
+            remote: Any = ray.remote(Service)
+            await remote.options(num_cpus=0).remote().end.remote()
+        await ctx.group.barrier()
+
+    with pytest.raises(RayActorError) as raised:
+        await on_ray(program, 2)
+    assert raised.value.__notes__[0].startswith("raised by controller 1, process ")
+
+
+async def test_no_cluster_answers() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    with pytest.raises(ConnectionError, match=rf"no Ray cluster answers at '127.0.0.1:{port}': .*refused"):
+        check_token(f"127.0.0.1:{port}")
+
+
+async def test_one_program_at_a_time() -> None:
+    async def program(ctx: Ctx) -> list[int]:
+        await asyncio.sleep(0.2)
+        return await ctx.group.all_gather(ctx.rank)
+
+    controllers = await RayControllers.start(world_size=2)
+    try:
+        first = asyncio.create_task(controllers.run(program, roles=list[str]()))
+        await asyncio.sleep(0)
+        with pytest.raises(ClusterError, match="these controllers run another program; wait for it, or start others"):
+            await controllers.run(program, roles=list[str]())
+        assert await first == [[0, 1]] * 2
+    finally:
+        await controllers.close()
 
 
 async def test_cancellation_reaches_every_controller(tmp_path: Path) -> None:
@@ -225,7 +275,7 @@ async def test_too_few_resources_are_told_before_anything_starts() -> None:
         await on_ray(program, 99)
     with pytest.raises(ClusterError, match="2 controllers need 2 TPU: the cluster has 0"):
         await run_ray(program, roles=list[str](), world_size=2, resources={"TPU": 1})
-    with pytest.raises(ValueError, match="world_size is 0: at least 1 is needed"):
+    with pytest.raises(ValueError, match="world_size is 0; expected at least 1"):
         await on_ray(program, 0)
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +11,9 @@ import numpy as np
 import pytest
 import ray
 import ray.cloudpickle as cloudpickle
-import runtimes
 from ray.cluster_utils import Cluster
 from ray.experimental import get_object_locations
-from runtimes import AnyProgram, Ctx, run_here, run_over_messages
+from runtimes import AnyProgram, Ctx, Run, inline, over_messages
 
 from gcore_controller import Context, Reference, run_simulated
 from gcore_controller.errors import ReferenceLostError
@@ -26,20 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning")
 
 LARGE = 1 << 22
 """Elements of an array that no message would hold."""
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """Controllers have a node of their own, and so have services."""
-    for module in (sys.modules[__name__], runtimes):
-        cloudpickle.register_pickle_by_value(module)
-    cluster = Cluster()
-    for name in ("controllers", "services"):
-        cluster.add_node(num_cpus=4, resources={name: 4}, object_store_memory=150 << 20, include_dashboard=False)
-    ray.init(address=cluster.address, log_to_driver=False)
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
 
 
 async def on_ray(program: AnyProgram, world_size: int) -> list[Any]:
@@ -63,9 +47,9 @@ def exchanged(world_size: int) -> list[tuple[list[int], list[int], float]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("run", [run_here, run_over_messages])
-async def test_references_are_exchanged(run: Any, world_size: int) -> None:
-    assert await run(exchange, world_size) == exchanged(world_size)
+@pytest.mark.parametrize("run", [inline, over_messages])
+def test_references_are_exchanged(run: Run, world_size: int) -> None:
+    assert run(exchange, world_size) == exchanged(world_size)
 
 
 def test_references_are_exchanged_in_simulated_time() -> None:
@@ -77,13 +61,13 @@ async def test_references_are_exchanged_on_ray() -> None:
     assert await on_ray(exchange, 3) == exchanged(3)
 
 
-async def test_in_one_process_a_reference_is_the_value() -> None:
+def test_in_one_process_a_reference_is_the_value() -> None:
     value = {"pixels": np.zeros(3)}
 
     async def program(ctx: Ctx) -> bool:
         return await ctx.put(value).get() is value
 
-    assert await run_here(program, 2) == [True, True]
+    assert inline(program, 2) == [True, True]
 
 
 @dataclass(frozen=True)

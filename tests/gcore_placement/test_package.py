@@ -11,7 +11,7 @@ README = Path(__file__).parents[2] / "packages" / "gcore-placement" / "README.md
 
 
 def run(program: str) -> str:
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

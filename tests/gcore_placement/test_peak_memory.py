@@ -52,7 +52,7 @@ def measured(lengths: tuple[list[int], list[list[int]]]) -> list[float]:
     cases = json.dumps([[*case, *lengths] for case in CASES])
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), cases]
-    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert output.returncode == 0, output.stderr
     return [json.loads(line) for line in output.stdout.splitlines()]
 

@@ -99,7 +99,7 @@ async def collect(engine: Engine, *requests: Request) -> Found:
 
 async def until(condition: Callable[[], object]) -> None:
     """Give way until it is true."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         while not condition():
             await asyncio.sleep(0)
 

@@ -33,7 +33,7 @@ def served(command: Sequence[str], *, port: int, env: Mapping[str, str], log: Pa
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=20)
+            process.wait(timeout=300)
         # What it has started is in its session, too, and must not outlive it.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -44,7 +44,7 @@ def served(command: Sequence[str], *, port: int, env: Mapping[str, str], log: Pa
 def served_by_sglang(python: str, model: Path, *, log: Path) -> Generator[str]:
     """SGLang in an environment of its own."""
     port = free_port()
-    with served([str(_SERVE_SGLANG), python, str(model), str(port)], port=port, env={}, log=log, timeout_s=600) as url:
+    with served([str(_SERVE_SGLANG), python, str(model), str(port)], port=port, env={}, log=log, timeout_s=1800) as url:
         yield url
 
 

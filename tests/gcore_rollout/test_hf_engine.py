@@ -20,18 +20,27 @@ from engine_oracles import (
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    Cohere2Config,
+    DogeConfig,
+    FalconConfig,
     Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
+    NemotronConfig,
+    Phi3Config,
+    PhimoeConfig,
     PreTrainedConfig,
+    Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
-from gcore_rollout import Request
-from gcore_rollout.errors import UnsupportedModelError
+from gcore_rollout import Request, slot_attention
+from gcore_rollout.errors import RequestError, UnsupportedModelError
 from gcore_rollout.hf_engine import HFEngine
 from gcore_rollout.repetition import extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.types import RepetitionDetection
@@ -187,9 +196,91 @@ def test_models_with_other_layers_are_refused(config: PreTrainedConfig, tmp_path
         HFEngine.from_pretrained(tmp_path)
 
 
-async def test_capped_attention_is_refused(tmp_path: Path) -> None:
-    _save(Gemma2Config(**SIZES), tmp_path)
-    engine = HFEngine.from_pretrained(tmp_path)
-    for _ in range(2):
-        with pytest.raises(UnsupportedModelError, match="caps its attention logits"):
-            await collect(engine, make_request("r", 5))
+WINDOW: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_local_experts": 4}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Cohere2Config(**SIZES, **WINDOW, logit_scale=0.5),
+        Gemma2Config(
+            **SIZES, **WINDOW, attn_logit_softcapping=0.5, final_logit_softcapping=3.0, query_pre_attn_scalar=4
+        ),
+        Gemma3TextConfig(**SIZES, **WINDOW),
+        GptOssConfig(**SIZES, **WINDOW, **EXPERTS),
+        MistralConfig(**SIZES, sliding_window=8),
+        PhimoeConfig(**SIZES, **EXPERTS, sliding_window=8),
+        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    ],
+    ids=lambda config: config.model_type,
+)
+async def test_windows_caps_and_sinks(
+    config: PreTrainedConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and samples shorter than the window and longer, with all scores at once and some at a time."""
+    _save(config, tmp_path)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.copy_(torch.linspace(-1, 2, 4))
+    model.save_pretrained(tmp_path)
+    requests = [make_request(f"r{i}", 3 + 10 * i, n=2, temperature=0.7, max_tokens=20) for i in range(4)]
+    for num_scores in (1 << 26, 500):
+        monkeypatch.setattr(slot_attention, "_NUM_PLAIN_SCORES", num_scores)
+        found = await collect(HFEngine.from_pretrained(tmp_path, max_num_seqs=4), *requests)
+        assert max(errors(model, requests, found)) < 1e-5
+
+
+def test_a_window_that_layers_do_not_pass_on_is_refused(tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES)
+    config.sliding_window = 8
+    _save(config, tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"^sliding_window of 'llama' is 8, and its layers do not pass it"):
+        HFEngine.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (DogeConfig(**SIZES), "DogeAttention computes an attention mask of its own"),
+        (
+            FalconConfig(vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
+            "'falcon' does not load",
+        ),
+        (
+            Gemma3TextConfig(**SIZES, use_bidirectional_attention=True),
+            r"'gemma3_text' in the hf engine differ .* by [\d.]+ on average \(at most 0.001",
+        ),
+        (NemotronConfig(**SIZES), "NemotronAttention is not given the keyword arguments"),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_what_the_engine_does_not_compute_is_refused_when_it_starts(
+    config: PreTrainedConfig, reason: str, tmp_path: Path
+) -> None:
+    _save(config, tmp_path)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        HFEngine.from_pretrained(tmp_path)
+
+
+async def test_longrope_is_computed_up_to_the_length_at_which_its_factors_change(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 32,
+    }
+    model = _save(Phi3Config(**SIZES, rope_parameters=rope, original_max_position_embeddings=32), tmp_path)
+    engine = HFEngine.from_pretrained(tmp_path, max_model_len=32)
+    requests = [make_request("r", 12, n=2, max_tokens=20), make_request("s", 5, n=2, max_tokens=9)]
+    found = await collect(engine, *requests)
+    assert max(errors(model, requests, found)) < 1e-5
+    with pytest.raises(RequestError, match="33: the model takes at most 32"):
+        await collect(engine, make_request("t", 13, max_tokens=20))
+    with pytest.raises(
+        UnsupportedModelError, match=r"^max_model_len is 33; expected at most 32 for rope_type 'longrope'"
+    ):
+        HFEngine.from_pretrained(tmp_path, max_model_len=33)

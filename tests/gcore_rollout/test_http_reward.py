@@ -110,9 +110,9 @@ async def test_retries_are_bounded_and_a_runner_adds_none(failure: Answer, messa
 
 
 async def test_a_slow_server() -> None:
-    server = Server((200, {"score": 1}), delay_s=1.0)
-    async with serving(server, timeout_s=0.1) as reward:
-        with pytest.raises(RewardError, match=r"did not answer within timeout_s=0.1, in each of 3 attempts"):
+    server = Server((200, {"score": 1}), delay_s=5.0)
+    async with serving(server, timeout_s=0.5) as reward:
+        with pytest.raises(RewardError, match=r"did not answer within timeout_s=0.5, in each of 3 attempts"):
             await ask(reward)
     assert len(server.requests) == 3
 
@@ -155,8 +155,8 @@ async def test_rows_that_are_not_json(value: object) -> None:
 
 
 async def test_connections_are_bounded_and_waiting_costs_no_time() -> None:
-    server = Server((200, {"score": 1}), delay_s=0.1)
-    async with serving(server, max_connections=2, timeout_s=0.35, retry=RetryPolicy(max_retries=0)) as reward:
+    server = Server((200, {"score": 1}), delay_s=0.5)
+    async with serving(server, max_connections=2, timeout_s=1.9, retry=RetryPolicy(max_retries=0)) as reward:
         assert len(await asyncio.gather(*(ask(reward) for _ in range(8)))) == 8
     assert server.most_at_once == 2
 

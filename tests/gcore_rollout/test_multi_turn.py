@@ -216,8 +216,9 @@ async def test_an_aborted_turn_goes_on() -> None:
     [
         (EpisodeLimits(max_turns=2), 200, [], "max_turns", 2),
         (EpisodeLimits(), 4, [], "length", 1),
-        (EpisodeLimits(), 200, ["stop", "length"], "length", 2),
-        (EpisodeLimits(), 200, ["repetition"], "length", 1),
+        (EpisodeLimits(), 3, ["length"], "length", 1),
+        (EpisodeLimits(max_tokens_per_turn=3), 200, ["stop", "length"], "truncated_turn", 2),
+        (EpisodeLimits(), 200, ["repetition"], "truncated_turn", 1),
     ],
 )
 async def test_episodes_end(limits: EpisodeLimits, max_tokens: int, reasons: list[str], end: str, turns: int) -> None:
@@ -236,6 +237,26 @@ async def test_episodes_end(limits: EpisodeLimits, max_tokens: int, reasons: lis
     assert engine.requests[0].sampling.max_tokens == max_tokens
 
 
+async def test_an_environment_is_notified_of_a_truncated_turn() -> None:
+    """If its step has the parameter."""
+    seen: list[bool] = []
+
+    class Aware(Questions):
+        async def step(self, completion: str, truncated: bool = False) -> Reply:
+            seen.append(truncated)
+            return await super().step(completion)
+
+    await run_episode(
+        ScriptedEngine([[7, 8, 1], [7, 8, 9]], ["stop", "length"]),
+        Aware(["x"] * 4),
+        ChatEncoder(make_tokenizer()),
+        request_id="e",
+        sampling=SamplingParams(max_tokens=200),
+        limits=EpisodeLimits(max_tokens_per_turn=3),
+    )
+    assert seen == [False, True]
+
+
 async def test_broken_environments_are_reported() -> None:
     class Broken(Questions):
         async def step(self, completion: str) -> Reply:
@@ -248,7 +269,7 @@ async def test_broken_environments_are_reported() -> None:
 
     for text, message in {
         "broken": "episode 'e': step 1: KeyError: 'board'",
-        "slow": "episode 'e': step 1 took longer than 0.05 s",
+        "slow": "episode 'e': step 1 took longer than 0.5 s",
         "nan": "episode 'e': step 1: the reward is nan, a finite number is needed",
     }.items():
         with pytest.raises(EpisodeError, match=re.escape(message)):
@@ -258,7 +279,7 @@ async def test_broken_environments_are_reported() -> None:
                 ChatEncoder(make_tokenizer()),
                 request_id="e",
                 sampling=SAMPLING,
-                limits=EpisodeLimits(step_timeout_s=0.05),
+                limits=EpisodeLimits(step_timeout_s=0.5),
             )
 
 
@@ -282,7 +303,7 @@ async def sleep(seconds: float) -> None:
 INTEGERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 TOOLS = [
     Tool(name="add", description="Adds.", function=add, parameters=INTEGERS),
-    Tool(name="sleep", description="Sleeps.", function=sleep, parameters={"type": "object"}, timeout_s=0.05),
+    Tool(name="sleep", description="Sleeps.", function=sleep, parameters={"type": "object"}, timeout_s=0.5),
 ]
 
 
@@ -302,7 +323,7 @@ async def test_tools_answer_the_calls_of_a_turn() -> None:
     )
     reply = await world.step(turn)
     answers = [m["content"] for m in reply.messages]
-    assert answers[:2] == ["5", "error: sleep took longer than 0.05 s"]
+    assert answers[:2] == ["5", "error: sleep took longer than 0.5 s"]
     assert answers[2].startswith("error: TypeError: add() missing 1 required positional argument: 'b'")
     assert answers[3] == "error: there is no tool 'mul': there are add, sleep"
     assert answers[4].startswith("error: the call is not JSON: ")

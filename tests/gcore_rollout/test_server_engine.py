@@ -285,17 +285,17 @@ async def test_an_error_in_the_stream(server: SmallServer, url: str) -> None:
 
 async def test_silence(server: SmallServer, url: str) -> None:
     """It ends the engine, unless the server is paused."""
-    engine = await connect(url, timeout_s=0.3)
+    engine = await connect(url, timeout_s=1.5)
     running = asyncio.create_task(collect(engine, make_request("r", 3, max_tokens=100)))
     while not engine.stats().completion_tokens:
         await asyncio.sleep(0.01)
     await engine.pause()
-    await asyncio.sleep(0.8)
+    await asyncio.sleep(2.5)
     assert not running.done()
     await engine.resume()
     assert len(await running) == 1
     server.token_interval_s = 60.0
-    with pytest.raises(EngineDiedError, match=f"the server at {url} said nothing for 0.3 s; unfinished samples: 1"):
+    with pytest.raises(EngineDiedError, match=f"the server at {url} said nothing for 1.5 s; unfinished samples: 1"):
         await collect(engine, make_request("r", 3))
 
 
@@ -321,7 +321,7 @@ async def test_an_abort_that_overtakes_its_request(server: SmallServer, url: str
 
 
 async def test_an_abort_without_effect_is_not_waited_for_for_ever(server: SmallServer, url: str) -> None:
-    engine = await connect(url, timeout_s=0.5)
+    engine = await connect(url, timeout_s=1.5)
     server.answers["/abort_requests"] = says(200)
     server.token_interval_s = 0.05
     running = asyncio.create_task(collect(engine, make_request("r", 3, max_tokens=400)))
@@ -338,7 +338,7 @@ async def test_the_server_is_told_what_nobody_waits_for(server: SmallServer, url
     requests = [make_request("short", 3, max_tokens=1), make_request("long", 3, n=3, max_tokens=400)]
     await first_then_abandon(engine, requests)
     await until_idle(engine)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         while server.num_streams or len(server.aborted) < 3:
             await asyncio.sleep(0.01)
 

@@ -46,7 +46,7 @@ globals().update({name: test for name, test in PROMISES.items() if name not in N
 def url(tied: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with served_by_sglang(PYTHON, tied.path, log=tmp_path_factory.mktemp("sglang") / "log") as address:
         body = {"forward_sleep_time": STEP_S}
-        ServerClient(address, timeout_s=60).call_blocking("POST", "/slow_down", body=body)
+        ServerClient(address, timeout_s=600).call_blocking("POST", "/slow_down", body=body)
         yield address
 
 

@@ -43,8 +43,8 @@ def url(tied: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
         "TORCH_COMPILE_DISABLE": "1",
     }
     log = tmp_path_factory.mktemp("vllm") / "log"
-    with served(command, port=port, env=env, log=log, timeout_s=600) as address:
-        client = ServerClient(address, timeout_s=60)
+    with served(command, port=port, env=env, log=log, timeout_s=1800) as address:
+        client = ServerClient(address, timeout_s=600)
         client.call_blocking("POST", "/collective_rpc", body={"method": "slow_down", "args": [STEP_S]})
         yield address
 

@@ -59,6 +59,18 @@ def test_merged_as_peft_does(tied: TinyModel) -> None:
         torch.testing.assert_close(ours[name], tensor.detach(), rtol=0, atol=1e-6)
 
 
+def test_bfloat16_weights_are_merged_to_the_nearest() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, a, b = (torch.randn(*shape, generator=generator) for shape in ((64, 96), (4, 96), (64, 4)))
+    base = {f"{LAYER}.weight": weight.bfloat16()}
+    tensors = {LAYER + A_OF: 0.1 * a, LAYER + B_OF: 0.1 * b}
+    found = dict(merged(base, AdapterWeights(base_version=0, version=1, scaling=2.0, tensors=tensors)))
+    expected = base[f"{LAYER}.weight"].double() + 2.0 * (
+        tensors[LAYER + B_OF].double() @ tensors[LAYER + A_OF].double()
+    )
+    assert (found[f"{LAYER}.weight"] == expected.bfloat16()).double().mean() > 0.999
+
+
 async def test_an_engine_follows_a_trainer_by_adapters(tied: TinyModel) -> None:
     """Every version is merged onto the frozen weights, not onto the version before."""
     engine, trainer = HFEngine.from_pretrained(tied.path), make_trainer(tied.path, lora=LORA)

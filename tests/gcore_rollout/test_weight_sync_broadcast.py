@@ -100,10 +100,10 @@ def test_a_buffer_is_reused_if_asked_for(ranks: RankPool) -> None:
 def test_a_sender_that_dies_is_noticed(rank_server: RankServer, tmp_path: Path) -> None:
     with rank_server.pool(3) as pool:
         pool.start("be_killed", str(tmp_path), ranks=range(3))
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 300
         while not (tmp_path / "sent").exists():
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
         pool.kill(0)
-        outcomes = pool.collect([1, 2], timeout_s=30)
+        outcomes = pool.collect([1, 2], timeout_s=300)
     assert [outcome["value"] for outcome in outcomes] == [["PeerLostError"] * 2] * 2

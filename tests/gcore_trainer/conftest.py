@@ -1,8 +1,13 @@
 """Tiny models on disk, and one torch thread: two of them beside busy neighbours can be thirty times slower."""
 
+import logging
+import os
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +43,24 @@ def qwen2(folders: dict[str, Path]) -> Path:
 @pytest.fixture(scope="session")
 def llama(folders: dict[str, Path]) -> Path:
     return folders["llama"]
+
+
+@pytest.fixture(scope="session")
+def verl() -> Any:
+    """verl's algorithms. Their import needs one name of ray; what it does to the environment and the log is undone."""
+    ray = ModuleType("ray")
+    ray.__dict__["ObjectRef"] = object
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "ray", ray)
+        patch.setattr(os, "environ", os.environ.copy())
+        patch.setattr(logging.root, "handlers", logging.root.handlers[:])
+        patch.setattr(logging.root, "level", logging.root.level)
+        return SimpleNamespace(
+            algos=import_module("verl.trainer.ppo.core_algos"),
+            helper=import_module("verl.trainer.ppo.rollout_corr_helper"),
+            metrics=import_module("verl.trainer.ppo.metric_utils"),
+            ActorConfig=import_module("verl.workers.config.actor").ActorConfig,
+        )
 
 
 @pytest.fixture(scope="session")

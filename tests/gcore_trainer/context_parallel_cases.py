@@ -46,6 +46,9 @@ class AttentionCase:
     value_dim: int = 8
     dtype: torch.dtype = torch.float32
     scale: float | None = None
+    sliding_window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
 
     def batch(self) -> PackedBatch:
         return padded(self.groups, self.layout, share_prefix=self.share_prefix)
@@ -71,6 +74,8 @@ class Attended:
 
     places: torch.Tensor
     tensors: list[torch.Tensor]
+    grad_sinks: torch.Tensor
+    """[H], this rank's part; 0 where there are none."""
     time_s: float
 
 
@@ -138,11 +143,11 @@ def footprint(rank: Rank, case: AttentionCase) -> tuple[int, int, float]:
     return sum(saved.values()), seen.largest, seen.num_scores
 
 
-def attended_with(rank: Rank, case: AttentionCase, num_missing: int, sliding_window: int | None) -> None:
-    """Calls a plan with fewer tokens than the rank has, or with a window."""
+def attended_without(rank: Rank, case: AttentionCase, num_missing: int) -> None:
+    """Calls a plan with fewer tokens than the rank has."""
     plan, places = _plan(case)
     q, k, v, _ = (x[:, :, places[num_missing:]] for x in case.inputs())
-    plan.attend(q, k, v, scale=None, sliding_window=sliding_window)
+    plan.attend(q, k, v, scale=None, sliding_window=None)
 
 
 def plan_of(rank: Rank, groups: list[Group], packed_for: Layout, share_prefix: bool, divided_by: Layout) -> None:
@@ -220,12 +225,25 @@ def _model_gradients(
 def _attended(case: AttentionCase, plan: AttentionPlan, places: torch.Tensor) -> Attended:
     q, k, v, grad = (x[:, :, places].clone() for x in case.inputs())
     inputs = [x.requires_grad_() for x in (q, k, v)]
+    sinks = torch.linspace(-1, 2, case.num_heads, dtype=case.dtype).requires_grad_()
     start = time.perf_counter()
-    out = plan.attend(q, k, v, scale=case.scale, sliding_window=None)
-    gradients = torch.autograd.grad(out, inputs, grad.transpose(1, 2))
+    out = plan.attend(
+        q,
+        k,
+        v,
+        scale=case.scale,
+        sliding_window=case.sliding_window,
+        softcap=case.softcap,
+        sinks_H=sinks if case.has_sinks else None,
+    )
+    out.backward(grad.transpose(1, 2))
     time_s = time.perf_counter() - start
     assert plan.num_calls == 1
-    return Attended(places=places, tensors=[out.detach().transpose(1, 2), *gradients], time_s=time_s)
+    gradients = [x.grad for x in inputs if x.grad is not None]
+    grad_sinks = torch.zeros_like(sinks) if sinks.grad is None else sinks.grad
+    return Attended(
+        places=places, tensors=[out.detach().transpose(1, 2), *gradients], grad_sinks=grad_sinks, time_s=time_s
+    )
 
 
 def _plan(case: AttentionCase) -> tuple[ContextParallelPlan, torch.Tensor]:

@@ -40,8 +40,14 @@ def test_dr_grpo_only_centres(scores: list[float]) -> None:
 
 
 def test_a_group_without_a_signal_has_none() -> None:
-    assert grpo_advantages([0.5]).tolist() == [0.0]
-    assert grpo_advantages([1.0, 1.0, 1.0]).tolist() == [0.0, 0.0, 0.0]
+    for score in (1.0, 0.1):  # the mean of three times 0.1 is not 0.1
+        assert grpo_advantages([score] * 3).tolist() == rloo_advantages([score] * 3).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_single_response_keeps_its_score() -> None:
+    assert_allclose(grpo_advantages([0.5]), [0.5], rtol=1e-5)
+    for estimator in ("dr_grpo", "reinforce_plus_plus_baseline", "rloo"):
+        assert group_advantages([0.5], estimator).tolist() == [0.5]
 
 
 @pytest.mark.parametrize("bad", [[], [[1.0, 2.0]], [1.0, math.nan], [1.0, math.inf], 1.0])
@@ -55,7 +61,6 @@ def test_rloo_compares_with_the_others(scores: list[float]) -> None:
     n = len(scores)
     expected = [score - (math.fsum(scores) - score) / (n - 1) for score in scores]
     assert_allclose(rloo_advantages(scores), expected, rtol=1e-5, atol=1e-4)
-    assert rloo_advantages([0.5]).tolist() == [0.0]
 
 
 def test_remax_compares_with_the_greedy_response() -> None:

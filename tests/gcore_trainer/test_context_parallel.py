@@ -39,6 +39,8 @@ def assert_same(shares: list[Attended], expected: Attended, tolerance: float) ->
     for i, whole in enumerate(expected.tensors):
         actual = torch.cat([share.tensors[i] for share in shares], dim=2).double()
         assert (actual - whole.double()[:, :, places]).abs().max() < tolerance * whole.abs().max()
+    grad_sinks = torch.stack([share.grad_sinks for share in shares]).double().sum(0)
+    assert (grad_sinks - expected.grad_sinks).abs().max() <= tolerance * expected.grad_sinks.abs().max()
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
@@ -76,6 +78,31 @@ def test_attention_of_other_shapes(ranks: RankPool, layout: Layout, options: dic
     arguments: dict[str, Any] = {"groups": UNEVEN, "dtype": torch.float64} | options
     case = AttentionCase(layout=layout, **arguments)
     assert_same(ranks.run("attended", case, size=4), attended_at_once(case), TOLERANCES[case.dtype])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sliding_window": 1, "has_sinks": True},
+        {"sliding_window": 13, "scale": 0.7},
+        {"sliding_window": 25, "has_sinks": True},
+        {"sliding_window": 26, "softcap": 0.8},
+        {"sliding_window": 150, "softcap": 0.8, "has_sinks": True},
+        {"sliding_window": 1000, "has_sinks": True, "num_heads": 8, "num_kv_heads": 4},
+        {"has_sinks": True, "dtype": torch.bfloat16},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_windows_caps_and_sinks(ranks: RankPool, layout: Layout, options: dict[str, Any]) -> None:
+    """A ring of two cuts the sequences of 100 and 200 tokens in chunks of 25 and 50."""
+    arguments: dict[str, Any] = {"groups": [*UNEVEN, Group(30, [71])], "dtype": torch.float64} | options
+    case = AttentionCase(layout=layout, **arguments)
+    size = layout.ring_size * layout.ulysses_size
+    shares: list[Attended] = ranks.run("attended", case, size=4)
+    expected = attended_at_once(case)
+    for first in range(0, 4, size):
+        assert_same(shares[first : first + size], expected, TOLERANCES[case.dtype])
 
 
 def test_a_long_sequence(ranks: RankPool) -> None:
@@ -133,17 +160,9 @@ def test_query_heads_that_do_not_divide_are_refused(ranks: RankPool) -> None:
         assert re.match("ConfigError: ulysses_size is 4: a divisor of the 6 query heads", error)
 
 
-def test_sequences_beyond_the_sliding_window_are_refused(ranks: RankPool) -> None:
-    for layout in (ULYSSES_2, RING_2):
-        case = AttentionCase(groups=[Group(5, [5]), Group(5, [6])], layout=layout)
-        ranks.run("attended_with", case, 0, 10, size=4)
-        for error in ranks.errors("attended_with", case, 0, 9, size=4):
-            assert re.match("BatchError: a sequence of 10 tokens exceeds the model's sliding_window of 9", error)
-
-
 def test_tokens_that_are_not_the_ranks_own_are_refused(ranks: RankPool) -> None:
     case = AttentionCase(groups=[Group(5, [6])], layout=RING_2)
-    for error in ranks.errors("attended_with", case, 1, None, size=4):
+    for error in ranks.errors("attended_without", case, 1, size=4):
         assert error == "BatchError: attention was called with 5 tokens: this rank holds 6"
 
 

@@ -136,3 +136,12 @@ def test_ddpm_process_is_diffusers(prediction_type: Any) -> None:
 def test_settings_are_bounded(make: Any, field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         make()
+
+
+@pytest.mark.parametrize("log_ratio", [-1000.0, 100.0, 1000.0])
+def test_ratios_beyond_all_bounds_have_a_finite_loss_and_gradient(log_ratio: float) -> None:
+    log_probs = torch.full((3,), log_ratio, requires_grad=True)
+    found = clipped_step_loss(log_probs, torch.zeros(3), torch.tensor([1.0, -1.0, 0.0]), clip_ratio=0.1)
+    (gradient,) = torch.autograd.grad(found.loss.sum(), log_probs)
+    assert found.loss.isfinite().all()
+    assert gradient.isfinite().all()

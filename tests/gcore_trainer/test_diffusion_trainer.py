@@ -251,3 +251,24 @@ def test_a_batch_that_lacks_something_is_refused(pipeline: Path, tmp_path: Path)
         Denoiser.from_pretrained(tmp_path)
     with pytest.raises(BatchError, match="levels has 3 steps"):
         replace(samples[0], levels=LEVELS[:3])
+
+
+def test_numbers_that_are_not_finite_are_named_before_anything_is_learned(pipeline: Path) -> None:
+    samples = sampled(Denoiser.from_pretrained(pipeline), 4, seed=0)
+    trainer = trainer_of(pipeline, POLICY["ddpo"]())
+    before = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+    bad = samples[3].old_log_probs
+    assert bad is not None
+    for field, place, value in (
+        ("advantage", "", np.nan),
+        ("old_log_probs", r"\[2\]", np.where(np.arange(STEPS) == 2, np.inf, bad)),
+        ("next_latents", r"\[0\]\[0\]\[0\]\[0\]", np.full_like(samples[3].next_latents, np.nan)),
+        ("conditions", r"\['x'\]\[1\]", {**samples[3].conditions, "x": np.array([0.0, -np.inf])}),
+    ):
+        broken: Any = replace(samples[3], **{field: value})
+        with pytest.raises(
+            BatchError, match=rf"^micro_batches\[1\]\[1\]\.{field}{place} is .*; expected a finite float32"
+        ):
+            trainer.train_step([samples[:2], [samples[2], broken]])
+    assert trainer.step == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.export_weights())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron_oracles import save_megatron_model
 from rank_pool import RankServer
-from trainer_oracles import Group, load_padded, make_samples, padded_scores
+from trainer_oracles import Group, load_padded, make_samples, nearest_merge_share, padded_scores
 
 from gcore_trainer import ConfigError, OptimizerConfig, PolicyLossConfig
 from gcore_trainer.config import LoRAConfig
@@ -58,6 +58,17 @@ def test_adapters_alone_are_enough_to_resume_and_to_merge(qwen2: Path) -> None:
     offline = dict(merged(((n, p.detach()) for n, p in base), second.state()["model"], LORA))
     for name, tensor in second.export_weights():
         torch.testing.assert_close(offline[name], tensor, rtol=0, atol=1e-7)
+
+
+def test_bfloat16_weights_are_merged_to_the_nearest(qwen2: Path) -> None:
+    packed = PackedModel.from_pretrained(qwen2, lora=LORA, dtype=torch.bfloat16)
+    trainer = TorchTrainer(packed, optimizer=OPTIMIZER, objective=PolicyObjective(PolicyLossConfig()))
+    base = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+    for seed in range(3):
+        trainer.train_step([make_samples(GROUPS, seed=seed)])
+    exported = dict(trainer.export_weights())
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+    assert nearest_merge_share(exported, base, trainer.state()["model"], LORA.alpha / LORA.rank) > 0.999
 
 
 def test_adapters_are_sharded_too(rank_server: RankServer, llama: Path) -> None:

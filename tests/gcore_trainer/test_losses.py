@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from numpy.typing import NDArray
 
-from gcore_trainer import KLPenalty, LossAggMode
+from gcore_trainer import ConfigError, KLPenalty, LossAggMode
 from gcore_trainer.losses import BatchTotals, aggregation_weights, kl_penalty
 from gcore_trainer.policy_losses import ppo_clip_loss
 
@@ -85,7 +85,7 @@ def test_kl_penalties(rows: list[tuple[float, float, float]]) -> None:
     expected: dict[KLPenalty, Array] = {
         "k1": p - q,
         "k2": 0.5 * (p - q) ** 2,
-        "k3": np.exp(q) / np.exp(p) - 1 - np.log(np.exp(q) / np.exp(p)),
+        "k3": np.minimum(np.exp(q) / np.exp(p) - 1 - np.log(np.exp(q) / np.exp(p)), 10.0),
     }
     for kind, values in expected.items():
         result = kl_penalty(torch.from_numpy(p), torch.from_numpy(q), kind)
@@ -94,11 +94,13 @@ def test_kl_penalties(rows: list[tuple[float, float, float]]) -> None:
 
 @given(rows=tokens)
 def test_the_gradient_of_k3(rows: list[tuple[float, float, float]]) -> None:
-    """d/d log p of q/p - 1 - log(q/p) is 1 - q/p."""
+    """d/d log p of q/p - 1 - log(q/p) is 1 - q/p, and 0 where the bound holds."""
     p, q, _ = columns(rows)
+    k3 = np.exp(q - p) - 1 - (q - p)
+    assume((np.abs(k3 - 10.0) > 1e-9).all())
     log_probs = torch.from_numpy(p).requires_grad_()
     (gradient,) = torch.autograd.grad(kl_penalty(log_probs, torch.from_numpy(q), "k3").sum(), log_probs)
-    assert_allclose(gradient.numpy(), 1 - np.exp(q - p), rtol=1e-10, atol=1e-12)
+    assert_allclose(gradient.numpy(), np.where(k3 > 10.0, 0.0, 1 - np.exp(q - p)), rtol=1e-10, atol=1e-12)
 
 
 @given(rows=tokens)
@@ -115,8 +117,9 @@ def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(rows: list[tuple[fl
 
 
 def test_k1_and_k3_are_unbiased() -> None:
-    """Their mean over p is KL(p || q)."""
-    p, q = torch.randn(2, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    """Their mean over p is KL(p || q), where no token reaches the bound of k3."""
+    logits = 0.5 * torch.randn(2, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    p, q = logits.log_softmax(-1)
     exact = (p.exp() * (p - q)).sum()
     for kind in ("k1", "k3"):
         torch.testing.assert_close((p.exp() * kl_penalty(p, q, kind)).sum(), exact, rtol=1e-12, atol=0.0)
@@ -153,3 +156,9 @@ def test_aggregation(mode: LossAggMode, masks: list[list[bool]], seed: int) -> N
     assert all(w.dtype == np.float32 for w in weights)
     total = sum((w * loss).sum() for w, loss in zip(weights, losses, strict=True))
     assert_allclose(total, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_norm_needs_its_divisor() -> None:
+    masks = [np.ones(3, np.bool_)]
+    with pytest.raises(ConfigError, match="max_response_length is None; expected 1 or more for loss_agg_mode"):
+        aggregation_weights(masks, "seq-mean-token-sum-norm", totals=BatchTotals.of(masks))

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron_oracles import CONFIGS, EP, LLAMA3_ROPE, MOE, PP, SP, TP, VPP, save_megatron_model
 from rank_pool import RankPool
+from safetensors.torch import load_file, save_file
 from trainer_oracles import SIZES
 from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
@@ -19,6 +20,8 @@ from gcore_trainer.errors import ConfigError, UnsupportedModelError
 from gcore_trainer.megatron.architecture import Architecture
 from gcore_trainer.megatron.weights import Piece
 from gcore_trainer.parallel import ParallelConfig
+
+QUANTIZED: dict[str, Any] = {**SIZES, "quantization_config": {"quant_method": "fp8"}}
 
 
 @pytest.mark.parametrize(
@@ -55,6 +58,20 @@ def test_a_layout_that_does_not_divide_says_what_would(name: str, layout: dict[s
         (LlamaConfig(**SIZES, mlp_bias=True), "mlp_bias of 'llama' is True: False is needed"),
         (LlamaConfig(**SIZES, hidden_act="gelu"), "hidden_act of 'llama' is 'gelu': 'silu' is needed"),
         (Qwen2Config(**SIZES, use_sliding_window=True), "use_sliding_window of 'qwen2' is True: False is needed"),
+        (
+            Qwen2Config(**SIZES, layer_types=["sliding_attention", "full_attention"]),
+            "layer_types of 'qwen2' has sliding_attention; expected full_attention only",
+        ),
+        (
+            LlamaConfig(**QUANTIZED),
+            "quantization_config of 'llama' is {'quant_method': 'fp8'}: None is needed",
+        ),
+        (
+            LlamaConfig(
+                **SIZES, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+            ),
+            "partial_rotary_factor of 'llama' is 0.5: 1.0 is needed",
+        ),
         (Qwen3MoeConfig(**SIZES, **MOE, mlp_only_layers=[0]), "mlp_only_layers of 'qwen3_moe' is [0]: [] is needed"),
         (
             LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
@@ -87,6 +104,19 @@ def test_a_folder_without_a_tensor_is_refused(ranks: RankPool, tmp_path: Path) -
     )
     [error, *_] = ranks.errors("megatron_is_made", str(path), {}, size=4)
     assert error == f"UnsupportedModelError: {path} has no tensor 'lm_head.weight'"
+
+
+def test_a_folder_with_tensors_that_are_not_converted_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    path = save_megatron_model("qwen3_tied", tmp_path)
+    weights = load_file(path / "model.safetensors")
+    old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(8) for i in range(4)}
+    scales = {f"model.layers.{i}.mlp.up_proj.weight_scale_inv": torch.ones(1) for i in range(4)}
+    save_file(weights | old | scales, path / "model.safetensors", metadata={"format": "pt"})
+    [error, *_] = ranks.errors("megatron_is_made", str(path), {}, size=4)
+    assert error == (
+        f"UnsupportedModelError: {path} has tensors model.layers.*.mlp.up_proj.weight_scale_inv, which the Megatron "
+        "backend does not convert"
+    )
 
 
 def test_without_the_extra_the_error_holds_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:

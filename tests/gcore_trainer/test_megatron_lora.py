@@ -26,7 +26,7 @@ from megatron_oracles import (
     uneven,
 )
 from rank_pool import RankServer
-from trainer_oracles import load_padded, make_samples, off_policy
+from trainer_oracles import load_padded, make_samples, nearest_merge_share, off_policy
 
 from gcore_trainer.config import LoRAConfig, OptimizerConfig, ValueLossConfig
 from gcore_trainer.objectives import PolicyObjective, SFTObjective, ValueObjective
@@ -204,6 +204,10 @@ def test_bfloat16_learns(rank_server: RankServer, root: Path) -> None:
     assert metrics[-1]["sft/loss"] < metrics[0]["sft/loss"] - 0.5
     assert {w.dtype for w in weights.values()} == {torch.bfloat16}
     assert {tensor.dtype for *_, tensor in boxes} == {torch.float32}
+    state = assembled(box for *_, boxes in results for box in boxes)["model"]
+    adapters = {name: tensor.bfloat16() for name, tensor in state.items()}  # the model computes with the rounded ones
+    base = {name: p.detach().bfloat16() for name, p in load_padded(path).named_parameters()}
+    assert nearest_merge_share(weights, base, adapters, LORA.alpha / LORA.rank) > 0.999
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_a_step_of_idle_samples_alone_has_no_gradient(rank_server: RankServer, r
 def test_a_step_without_a_finite_gradient_is_skipped(rank_server: RankServer, root: Path) -> None:
     path = save_megatron_model("qwen3_tied", root)
     samples = [
-        replace(s, advantages=np.full(s.response_ids.size, np.nan, np.float32)) for s in make_samples(GROUPS, seed=0)
+        replace(s, advantages=np.full(s.response_ids.size, 3e38, np.float32)) for s in make_samples(GROUPS, seed=0)
     ]
     layout = {TP: 2, PP: 2}
     results = rank_server.shared().run("megatron_trains", str(path), layout, {}, [[[samples]]], size=4)

@@ -11,15 +11,12 @@ from hypothesis import strategies as st
 from trainer_oracles import SIZES, Group, groups, load_padded, make_samples, padded_scores, save_model
 from transformers import (
     BloomConfig,
-    Gemma2Config,
-    GptOssConfig,
+    Lfm2Config,
     MambaConfig,
-    MistralConfig,
     PreTrainedConfig,
-    Qwen3NextConfig,
 )
 
-from gcore_trainer import BatchError, ConfigError, UnsupportedModelError
+from gcore_trainer import ConfigError, UnsupportedModelError
 from gcore_trainer.packed_model import PackedModel
 
 _loaded: dict[Path, tuple[PackedModel, Any]] = {}
@@ -105,40 +102,10 @@ def test_a_model_with_ordinary_attention_is_refused(qwen2: Path) -> None:
         PackedModel(load_padded(qwen2))
 
 
-def test_a_window_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
-    config = MistralConfig(**SIZES, sliding_window=16)
-    path = save_model(config, tmp_path, seed=0)
-    packed, plain = load(path)
-    fits = make_samples([Group(8, [9, 5])], seed=0)  # the last token is no input: 8 + 9 - 1 fit
-    with torch.no_grad():
-        expected = padded_scores(plain, fits)
-        actual = packed.score(fits)
-    torch.testing.assert_close(actual.log_probs.sum(), expected.log_probs.sum(), rtol=1e-5, atol=1e-5)
-    with pytest.raises(BatchError, match=r"17 tokens.*sliding_window of 16"):
-        packed.log_probs([make_samples([Group(8, [10])], seed=0)])
-
-
-MOE: dict[str, Any] = {"num_experts_per_tok": 2, "head_dim": 16}
 UNSUPPORTED: dict[str, tuple[PreTrainedConfig, str]] = {
     "alibi": (BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=96), "0 of the 2 layers of 'bloom'"),
     "state space": (MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=96), "linear_attention"),
-    "hybrid": (
-        Qwen3NextConfig(
-            **SIZES,
-            **MOE,
-            num_experts=4,
-            moe_intermediate_size=32,
-            shared_expert_intermediate_size=32,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
-            layer_types=["linear_attention", "full_attention"],
-        ),
-        "linear_attention",
-    ),
-    "sinks": (GptOssConfig(**SIZES, **MOE, num_local_experts=4), "'s_aux'"),
-    "soft cap": (Gemma2Config.from_dict({**SIZES, "pad_token_id": 0, "head_dim": 16}), "softcap"),
+    "short convolution": (Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]), "conv"),
 }
 
 

@@ -23,10 +23,18 @@ def make_inputs(dtype: torch.dtype, *, has_bias: bool) -> tuple[torch.Tensor, to
 
 
 def written_out(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, temperature: float
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    temperature: float,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = torch.nn.functional.linear(hidden, weight, bias) / temperature
-    distribution = torch.distributions.Categorical(logits=logits)
+    logits = torch.nn.functional.linear(hidden, weight, bias) * logit_scale
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    distribution = torch.distributions.Categorical(logits=logits / temperature)
     return distribution.log_prob(targets), distribution.entropy()
 
 
@@ -39,12 +47,20 @@ def gradients(log_probs: torch.Tensor, entropies: torch.Tensor, inputs: list[tor
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, N, 100])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_scores_and_gradients(chunk_tokens: int, has_bias: bool) -> None:
+@pytest.mark.parametrize("changes", [{}, {"logit_scale": 0.4}, {"softcap": 3.0}, {"logit_scale": 2.5, "softcap": 5.0}])
+def test_scores_and_gradients(chunk_tokens: int, has_bias: bool, changes: dict[str, Any]) -> None:
     hidden, weight, bias, targets = make_inputs(torch.float64, has_bias=has_bias)
     inputs = [x for x in (hidden, weight, bias) if x is not None]
-    expected = written_out(hidden, weight, bias, targets, 0.7)
+    expected = written_out(hidden, weight, bias, targets, 0.7, **changes)
     scores = token_scores(
-        hidden, weight, targets, bias_V=bias, temperature=0.7, entropy_grad=True, max_logits=chunk_tokens * V
+        hidden,
+        weight,
+        targets,
+        bias_V=bias,
+        temperature=0.7,
+        entropy_grad=True,
+        max_logits=chunk_tokens * V,
+        **changes,
     )
     torch.testing.assert_close((scores.log_probs, scores.entropies), expected, rtol=1e-12, atol=1e-12)
     actual_grads = gradients(scores.log_probs, scores.entropies, inputs)
@@ -72,14 +88,15 @@ def test_bfloat16_sums_in_float32() -> None:
     torch.testing.assert_close(actual, wanted, rtol=2e-2, atol=2e-2)
 
 
-def test_a_vocabulary_divided_among_ranks(ranks: RankPool) -> None:
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_a_vocabulary_divided_among_ranks(ranks: RankPool, softcap: float | None) -> None:
     """Four ranks of ten rows each: the last three rows are padding, and hold rubbish."""
     hidden, weight, _, targets = make_inputs(torch.float64, has_bias=False)
-    expected = written_out(hidden, weight, None, targets, 1.3)
+    expected = written_out(hidden, weight, None, targets, 1.3, softcap=softcap)
     grad_hidden, grad_weight = gradients(*expected, [hidden, weight])
     padded = torch.cat([weight.detach(), torch.full((3, D), 50.0, dtype=torch.float64)])
     parts = [padded[a:b] for a, b in pairwise([0, 10, 20, 30, 40])]
-    found = ranks.run("score_part_of_vocabulary", hidden.detach(), parts, targets, V, 1.3, size=4)
+    found = ranks.run("score_part_of_vocabulary", hidden.detach(), parts, targets, V, 1.3, softcap, size=4)
     for rank, (log_probs, entropies, own_hidden, own_weight) in enumerate(found):
         torch.testing.assert_close((log_probs, entropies), expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(own_hidden, grad_hidden, rtol=1e-11, atol=1e-12)

@@ -39,8 +39,9 @@ def weights(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.export_weights()}
 
 
-def poisoned(samples: list[Sample]) -> list[Sample]:
-    return [replace(s, advantages=np.full(s.response_ids.size, np.nan, np.float32)) for s in samples]
+def exploding(samples: list[Sample]) -> list[Sample]:
+    """The samples with advantages that are finite, and whose gradient is not."""
+    return [replace(s, advantages=np.full(s.response_ids.size, 3e38, np.float32)) for s in samples]
 
 
 def test_five_steps_are_those_of_plain_adamw(llama: Path) -> None:
@@ -119,16 +120,18 @@ def test_a_batch_without_a_signal_computes_nothing(qwen2: Path) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.export_weights())
 
 
-def test_a_step_with_a_gradient_of_nan_is_skipped(qwen2: Path) -> None:
+def test_a_step_without_a_finite_gradient_is_skipped(qwen2: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make_trainer(qwen2, lr=1e-3, max_nonfinite_steps=3)
     good = make_samples(GROUPS, seed=0)
     trainer.train_step([good])
     before = weights(trainer)
     moments = {name: tensor.clone() for name, tensor in trainer.state()["exp_avg"].items()}
     for count in (1, 2):
-        metrics = trainer.train_step([good[:3], poisoned(good[3:])])
-        assert np.isnan(metrics["actor/grad_norm"])
+        metrics = trainer.train_step([good[:3], exploding(good[3:])])
+        assert not np.isfinite(metrics["actor/grad_norm"])
         assert metrics["actor/nonfinite_steps"] == count
+        assert f"step {count}: the gradient norm is " in caplog.text
+        assert f"the update is skipped ({count} in a row, max_nonfinite_steps=3)" in caplog.text
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.export_weights())
     assert all(torch.equal(moments[name], tensor) for name, tensor in trainer.state()["exp_avg"].items())
     assert trainer.train_step([good])["actor/nonfinite_steps"] == 0
@@ -138,7 +141,7 @@ def test_a_step_with_a_gradient_of_nan_is_skipped(qwen2: Path) -> None:
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(qwen2: Path) -> None:
     trainer = make_trainer(qwen2, max_nonfinite_steps=2)
-    bad = poisoned(make_samples(GROUPS, seed=0))
+    bad = exploding(make_samples(GROUPS, seed=0))
     trainer.train_step([bad])
     with pytest.raises(NonFiniteGradientError, match=r"2 steps in a row \(max_nonfinite_steps=2\)"):
         trainer.train_step([bad])

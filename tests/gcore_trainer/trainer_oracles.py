@@ -3,7 +3,7 @@
 Shapes: B sequences, L padded tokens of prompt and response, R padded response tokens, V vocabulary.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from gcore_trainer import MicroBatch, OptimizerConfig, PolicyLossConfig, Sample
+from gcore_trainer.lora import A_OF, B_OF
 from gcore_trainer.objectives import PolicyObjective
 from gcore_trainer.packed_model import PackedModel
 from gcore_trainer.torch_trainer import TorchTrainer
@@ -207,6 +208,29 @@ def deviation(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
     assert actual.keys() == expected.keys()
     scale = max(1e-4, *(g.abs().max().item() for g in expected.values()))
     return max((actual[name] - g).abs().max().item() for name, g in expected.items()) / scale
+
+
+def nearest_merge_share(
+    exported: Mapping[str, torch.Tensor],
+    base: Mapping[str, torch.Tensor],
+    adapters: Mapping[str, torch.Tensor],
+    scale: float,
+) -> float:
+    """Share of the entries of adapted weights that are W + scale B A in float64, rounded once.
+
+    Args:
+        exported: weights with the adapters in them.
+        base: the weights beneath, in the same data type.
+        adapters: by peft's names.
+        scale: alpha / rank.
+    """
+    are_nearest: list[torch.Tensor] = []
+    for name, tensor in exported.items():
+        layer = name.removesuffix(".weight")
+        if layer + A_OF in adapters:
+            a, b = (adapters[layer + end].double() for end in (A_OF, B_OF))
+            are_nearest.append((tensor == (base[name].double() + scale * (b @ a)).to(tensor.dtype)).flatten())
+    return torch.cat(are_nearest).double().mean().item()
 
 
 def _mask(sample: Sample) -> np.ndarray[Any, Any]:

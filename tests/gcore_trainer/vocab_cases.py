@@ -13,13 +13,21 @@ def score_part_of_vocabulary(
     targets: torch.Tensor,
     vocab_size: int,
     temperature: float,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, ...]:
     """Log-probs, entropies, and the gradients of the hidden states and this rank's rows."""
     weight = parts[rank.number].clone().requires_grad_()
     hidden = hidden.clone().requires_grad_()
     vocab = VocabShard(group=rank.groups[len(parts)], start=rank.number * parts[0].shape[0], vocab_size=vocab_size)
     scores = token_scores(
-        hidden, weight, targets, temperature=temperature, entropy_grad=True, vocab=vocab, max_logits=70
+        hidden,
+        weight,
+        targets,
+        temperature=temperature,
+        softcap=softcap,
+        entropy_grad=True,
+        vocab=vocab,
+        max_logits=70,
     )
     n = targets.shape[0]
     weights = torch.arange(1, n + 1, dtype=hidden.dtype) / n

@@ -55,7 +55,7 @@ class RankPool:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(self._folder / "socket"))
             listener.listen()
-            listener.settimeout(30)
+            listener.settimeout(300)
             print(json.dumps([str(self._folder), self._store.port, size]), file=requests, flush=True)
             self.pids: list[int] = json.loads(replies.readline())
             self._pidfds = [os.pidfd_open(pid) for pid in self.pids]
@@ -63,14 +63,14 @@ class RankPool:
         self._connections = [connection for _, connection in sorted((c.recv(), c) for c in accepted)]
         self.alive = True
 
-    def run(self, function: str, *arguments: object, size: int, timeout_s: float = 60) -> list[Any]:
+    def run(self, function: str, *arguments: object, size: int, timeout_s: float = 300) -> list[Any]:
         """What the function returns on each of the first `size` ranks, none of which may fail."""
         outcomes = self.outcomes(function, *arguments, size=size, timeout_s=timeout_s)
         for rank, outcome in enumerate(outcomes):
             assert "value" in outcome, f"rank {rank}: {outcome.get('traceback', 'died')}"
         return [outcome["value"] for outcome in outcomes]
 
-    def errors(self, function: str, *arguments: object, size: int, timeout_s: float = 60) -> list[str]:
+    def errors(self, function: str, *arguments: object, size: int, timeout_s: float = 300) -> list[str]:
         """What the function raises on each of the first `size` ranks, as `TypeName: message`; all must."""
         outcomes = self.outcomes(function, *arguments, size=size, timeout_s=timeout_s)
         for rank, outcome in enumerate(outcomes):

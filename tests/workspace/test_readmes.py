@@ -163,7 +163,7 @@ def test_python_examples_run(example: Example, tmp_path: Path) -> None:
     folder = tmp_path / "empty"
     folder.mkdir()
     result = subprocess.run(
-        [sys.executable, "-W", "default", script], cwd=folder, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-W", "default", script], cwd=folder, capture_output=True, text=True, timeout=900, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "Warning" not in result.stderr

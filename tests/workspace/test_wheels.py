@@ -57,7 +57,7 @@ def run(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
     # PYTHONPATH could bring the sources back in, VIRTUAL_ENV the workspace's own environment.
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
 
 

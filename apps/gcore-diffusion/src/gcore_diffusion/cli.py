@@ -9,7 +9,7 @@ import tyro
 
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.recipes import RECIPES
-from gcore_runs.command_line import Command, RunArgs, logs_command, run_command
+from gcore_runs.command_line import NOTHING_LEARNED, Command, RunArgs, logs_command, run_command
 from gcore_runs.errors import RankError, UserError
 from gcore_runs.options import parse
 
@@ -96,6 +96,8 @@ def _train(args: Sequence[str]) -> None:
                 table.add_row(label, f"{result.before[key]:.3f}", f"{result.after[key]:.3f}")
         display.console.print(table)
     display.say(f"report:  {result.run / 'report.html'}\nexport:  {result.run / 'export'}")
+    if not result.has_signal:
+        raise SystemExit(NOTHING_LEARNED)
 
 
 def _sample(args: Sequence[str]) -> None:

@@ -1,7 +1,6 @@
 """What a run leaves behind as it goes: metrics, images, checkpoints, and what a person sees."""
 
 import logging
-import math
 
 from gcore_controller import Span
 from gcore_diffusion.evaluate import Evaluation
@@ -12,6 +11,7 @@ from gcore_runs.metrics import MetricsWriter
 from gcore_runs.recording import Saving
 from gcore_runs.report.ledger import ledger
 from gcore_runs.run_folder import RunFolder
+from gcore_runs.run_warnings import RunWarnings
 from gcore_runs.services import SavedLearner
 from gcore_runs.spans import SpanWriter, StepSpans
 
@@ -31,7 +31,9 @@ class RunRecorder(Saving[Evaluation]):
         spans: SpanWriter,
         display: Display,
     ) -> None:
-        super().__init__(job, learner, spans, save_freq=job.config.trainer.save_freq)
+        super().__init__(
+            job, learner, spans, save_freq=job.config.trainer.save_freq, warnings=RunWarnings(run, display)
+        )
         self._eval_n = job.config.rollout.eval_n
         self._run = run
         self._writer = writer
@@ -57,11 +59,15 @@ class RunRecorder(Saving[Evaluation]):
         self.spans.write(step, spans, spans_by_device=devices)
         _logger.info("step %d: %.2f s", step, metrics["timing_s/step"])
         cells = [
-            ("reward", f"{metrics.get('critic/score/mean', math.nan):.3f}"),
-            ("not trained on", f"{metrics.get('held_out/score/mean', math.nan):.3f}"),
+            *(
+                (label, f"{metrics[name]:.3f}")
+                for label, name in (("reward", "critic/score/mean"), ("not trained on", "held_out/score/mean"))
+                if name in metrics
+            ),
             ("accepted", f"{metrics.get('sampling/acceptance', 0.0):.0%}"),
             ("images/s", f"{metrics.get('perf/throughput', 0.0):,.1f}"),
             ("step", f"{metrics['timing_s/step']:.2f} s"),
             *((s, f"{metrics.get(f'timing_s/{s}', 0.0):.2f} s") for s in ("gen", "reward", "prepare", "train", "sync")),
         ]
         self._display.progressed(step, cells)
+        self.signal.stepped(step, metrics)

@@ -28,6 +28,7 @@ from gcore_rollout.diffusion import (
     Kernel,
 )
 from gcore_rollout.image_rewards import evaluate_images
+from gcore_runs.learning_signal import SIGNAL
 
 State = dict[str, Any]
 
@@ -106,17 +107,29 @@ class Sampling:
         if state is not None:
             self._loader.load_state(state["loader"])
             self._sampler.load_state(state["sampler"], Group.from_state)
+            # Checkpoints of earlier releases hold groups by weights that are not the present ones any more.
+            self._sampler.surplus = []
 
     async def next(self, step: int) -> Batch:
-        """Sample until the step has its groups, and give every controller an even share of them."""
+        """Sample until the step has its groups, and give every controller an even share of them.
+
+        Raises:
+            RuntimeError: the engine answered with other weights than those that are trained.
+        """
         self._step, self._wave_groups = step, []
         harvest = await self._sampler.harvest(self._config.data.train_batch_size, self._sample_wave)
+        self._check_versions(harvest.groups)
+        # The next step has other weights.
+        num_stale, self._sampler.surplus = len(self._sampler.surplus), []
         share = await exchange(harvest.groups, self._ctx.group)
         scores = [s for part in await self._ctx.group.all_gather([g.scores for g in share]) for s in part]
+        # Advantages, and pairs of better and worse images, are of a group's own scores; a gradient needs none.
+        differ = any(np.ptp(s) > 0 for s in scores)
+        has_signal = bool(scores) and (differ or self._config.algorithm.name == "reward_gradient")
         return Batch(
             share=share,
             groups_of_all=harvest.num_groups,
-            metrics=await self._metrics(harvest),
+            metrics=await self._metrics(harvest, num_stale) | {SIGNAL: float(has_signal)},
             std=float(np.concatenate(scores).std()) if scores else 0.0,
             state={"loader": self._loader.state(), "sampler": self._sampler.state(Group.state)},
         )
@@ -165,7 +178,17 @@ class Sampling:
             found += await self._ctx.roles.learner.reference_means(told[start : start + size])
         return found
 
-    async def _metrics(self, harvest: Harvest[Group]) -> dict[str, float]:
+    def _check_versions(self, groups: list[Group]) -> None:
+        present = self._ctx.roles.policy.weight_version
+        for group in groups:
+            versions = sorted({s.weight_version for s in group.samples})
+            if versions != [present]:
+                raise RuntimeError(
+                    f"images of prompt {group.ticket} are by weights of versions {versions}; expected version "
+                    f"{present}, the present one, alone"
+                )
+
+    async def _metrics(self, harvest: Harvest[Group], num_stale: int) -> dict[str, float]:
         """What was sampled for this batch, over all controllers, kept or not."""
         own = [float(score) for g in self._wave_groups for score in g.scores]
         held_out = self._ctx.roles.rewards.held_out
@@ -173,12 +196,13 @@ class Sampling:
         if held_out is not None:
             for g in self._wave_groups[:1]:
                 others += await scored(self._ctx, held_out, g.samples, [g.prompt] * len(g.samples))
-        everyones = await self._ctx.group.all_gather((own, others))
-        scores = np.array([score for mine, _ in everyones for score in mine])
+        everyones = await self._ctx.group.all_gather((own, others, num_stale))
+        scores = np.array([score for mine, *_ in everyones for score in mine])
         metrics = {
             "sampling/waves": float(harvest.num_waves),
             "sampling/acceptance": harvest.num_kept / max(harvest.num_sampled, 1),
             "sampling/groups": float(harvest.num_groups),
+            "sampling/stale_groups": float(sum(stale for *_, stale in everyones)),
             "sampling/epoch": self._loader.epoch,
             "perf/num_images": float(len(scores)),
         }
@@ -189,7 +213,7 @@ class Sampling:
                 "critic/score/min": float(scores.min()),
                 "critic/score/std": float(scores.std()),
             }
-        if seen := [score for _, mine in everyones for score in mine]:
+        if seen := [score for _, mine, _ in everyones for score in mine]:
             metrics["held_out/score/mean"] = float(np.mean(seen))
         return metrics
 

@@ -25,10 +25,13 @@ from gcore_rollout.errors import RolloutError
 from gcore_runs.devices import DeviceTimers
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
+from gcore_runs.interrupt import at_once
+from gcore_runs.learning_signal import check_signal
 from gcore_runs.logs import log_to
 from gcore_runs.metrics import MetricsWriter, metrics_server
 from gcore_runs.run_folder import Result, RunFolder, open_run, read_jsonl, write_atomically
 from gcore_runs.run_loop import RunLoop, closed, steps_made
+from gcore_runs.run_warnings import RunWarnings
 from gcore_runs.services import SavedLearner, Services
 from gcore_runs.settings import resolve
 from gcore_runs.spans import SpanWriter
@@ -66,20 +69,22 @@ def train(config: DiffusionConfig, display: Display) -> Result:
         check_cluster(config)
     host, port = config.trainer.prometheus_host, config.trainer.prometheus_port
     server = metrics_server(run=config.name, port=port, host=host, app="gcore-diffusion")
-    with server as prometheus, asyncio.Runner() as runner:
+    with at_once(), server as prometheus, asyncio.Runner() as runner:
         run = open_run(config, may_change=MAY_CHANGE)
         display.say(f"run folder: {run.path}")
         with log_to(run.logs, "main"):
             first_step = steps_made(run, config.trainer.total_training_steps, display)
             if first_step is not None:
                 model = Path(config.model) if config.model else taught_pipeline(config.demo, seed=0, display=display)
+                display.say("trying the pipeline and the reward on an image")
                 services = runner.run(_start(config, model, prompts, rewards, run, display))
                 with closed(services, runner):
                     _train(services, config, prompts, run, first_step, runner, display, prometheus)
                     write_atomically(run.export, partial(_export, services.learner, model))
+    has_signal = check_signal(run, RunWarnings(run, display))
     write_report(run.path)
     rows = [row for row in read_jsonl(run.metrics) if "val/score/mean" in row]
-    return Result(run=run.path, before=rows[0] if rows else {}, after=rows[-1] if rows else {})
+    return Result(run=run.path, before=rows[0] if rows else {}, after=rows[-1] if rows else {}, has_signal=has_signal)
 
 
 async def _start(

@@ -16,10 +16,13 @@ class Comparison:
     Args:
         runner: of what compares them.
         weight: the second score counts so many times.
+
+    Attributes:
+        runner: The same.
     """
 
     def __init__(self, runner: GroupRewardRunner, *, weight: float) -> None:
-        self._runner = runner
+        self.runner = runner
         self._weight = weight
 
     async def run(self, groups: Sequence[tuple[Group, Prompt]], tokenizer: Any) -> list[Group]:
@@ -41,11 +44,11 @@ class Comparison:
         Raises:
             RewardError: it failed, and failures are not dropped.
         """
-        await self._runner.score(prompt=prompt.text, completions=["", ""], row=prompt.row)
+        await self.runner.score(prompt=prompt.text, completions=["", ""], row=prompt.row)
 
     async def _compared(self, group: Group, prompt: Prompt, tokenizer: Any) -> Group | None:
         texts = [tokenizer.decode(r.token_ids, skip_special_tokens=True) for r in group.responses]
-        scored = await self._runner.score(prompt=prompt.text, completions=texts, row=prompt.row)
+        scored = await self.runner.score(prompt=prompt.text, completions=texts, row=prompt.row)
         if isinstance(scored, Failed):
             return None
         return replace(group, responses=[self._added(r, s) for r, s in zip(group.responses, scored, strict=True)])

@@ -42,6 +42,7 @@ MAY_CHANGE = (
     "rollout.weights_dir",
     "reward_model.judge.num_processes",
     "reward_model.judge.urls",
+    "reward_calls.max_failed_share",
 )
 """Settings that a resumed run may be given anew."""
 
@@ -97,6 +98,11 @@ class DataConfig:
             check_at_least(f"data.{name}", getattr(self, name), 1)
         for name in ("val_size", "num_workers", "shuffle_seed"):
             check_at_least(f"data.{name}", getattr(self, name), 0)
+
+    @property
+    def max_length(self) -> int:
+        """Longest prompt and response together, in tokens."""
+        return self.max_prompt_length + self.max_response_length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +317,7 @@ class TrainConfig:
         check_at_least("controllers", self.controllers, 1)
         check_at_least("threads", self.threads, 0)
         check_run_name(self.name)
-        longest = self.data.max_prompt_length + self.data.max_response_length
+        longest = self.data.max_length
         if self.actor.ppo_max_token_len < longest:
             raise UserError(
                 f"actor.ppo_max_token_len is {self.actor.ppo_max_token_len}: at least data.max_prompt_length + "

@@ -65,7 +65,8 @@ def check_engine(settings: EngineConfig, model: Path, *, setting: str, max_lengt
 
     Raises:
         RewardError: there is no such function.
-        UserError: a server does not answer, or runs another model or one that takes fewer tokens.
+        UserError: a server does not answer, or runs another model, one that takes fewer tokens, or one whose rotary
+            embeddings (rope_type ``longrope``) it computes for another length than the trainer does.
     """
     if settings.is_own:
         load_function(settings.engine, setting=f"{setting}.engine")
@@ -88,6 +89,28 @@ def check_engine(settings: EngineConfig, model: Path, *, setting: str, max_lengt
                 f"the server at {url} takes {served_length} tokens: data.max_prompt_length + "
                 f"data.max_response_length = {max_length} are needed"
             )
+        if max_length is not None:
+            _check_longrope(settings, url, model, served_length, max_length)
+
+
+def _check_longrope(settings: EngineConfig, url: str, model: Path, served_length: int | None, max_length: int) -> None:
+    """Refuse a server that chooses other factors of ``longrope`` than the trainer, which chooses them by max_length."""
+    from transformers import AutoConfig
+
+    rope: Any = getattr(AutoConfig.from_pretrained(model).get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return
+    if settings.engine == "sglang_server":
+        raise UserError(
+            "rollout.engine is 'sglang_server'; expected hf, vllm or vllm_server for rope_type 'longrope': SGLang "
+            "chooses its factors by the longest sequence of each batch"
+        )
+    original: int = rope["original_max_position_embeddings"]
+    if served_length is not None and (served_length > original) != (max_length > original):
+        raise UserError(
+            f"the server at {url} has max_model_len {served_length}; expected at most {original}: rope_type 'longrope' "
+            f"has other factors above, and data.max_prompt_length + data.max_response_length = {max_length} is not"
+        )
 
 
 def engine_factory(
@@ -101,13 +124,12 @@ def engine_factory(
         "max_num_seqs": config.rollout.max_num_seqs,
         "eos_token_ids": eos_token_ids,
     }
+    own: dict[str, Any] = {"max_model_len": config.data.max_length} if isinstance(settings, RolloutConfig) else {}
     if settings.engine == "vllm":
         from gcore_rollout.vllm_engine import VLLMEngine
 
-        own: Mapping[str, Any] = {}
         if isinstance(settings, RolloutConfig):
-            longest = config.data.max_prompt_length + config.data.max_response_length
-            own = {"max_model_len": longest, "speculative_config": settings.speculative.as_vllm_takes_it()}
+            own["speculative_config"] = settings.speculative.as_vllm_takes_it()
         return partial(VLLMEngine.from_pretrained, model, **options, **own)
     # A process of its own has a GPU of its own.
     has_process = settings.num_processes > 0 or config.runtime == "ray"
@@ -116,7 +138,7 @@ def engine_factory(
         return partial(_engine_of_file, str(Path(settings.engine).absolute()), model, device=device, **options)
     from gcore_rollout.hf_engine import HFEngine
 
-    return partial(HFEngine.from_pretrained, model, device=device, **options)
+    return partial(HFEngine.from_pretrained, model, device=device, **options, **own)
 
 
 def _engine_of_file(spec: str, model: Path, **options: Any) -> Engine:

@@ -13,7 +13,7 @@ from gcore_llm.groups import Group, Response, UnfinishedGroup
 from gcore_llm.prompts import Prompt
 from gcore_llm.roles import Sampler, World
 from gcore_rollout import Completion, Request, SamplingParams
-from gcore_rollout.errors import EpisodeError
+from gcore_rollout.errors import EpisodeError, RewardError
 from gcore_rollout.multi_turn import run_episode
 from gcore_rollout.rewards import Failed
 from gcore_runs.errors import UserError
@@ -176,15 +176,20 @@ class Generation:
                 limits=world.limits,
                 seed=hash((self.seed, draft.ticket, index)),
             )
-        except EpisodeError:
+        except EpisodeError as error:
             if world.on_error == "raise":
                 raise
+            # A failure of the run's reward, inside of a revision, is counted there.
+            if not isinstance(error.__cause__, RewardError):
+                world.failures.failed(error)
             draft.num_failed += 1
             return
         finally:
             under_way.generated()
         score, parts = episode.score, {"turns": float(len(episode.turns)), "environment": episode.score}
-        if not world.has_reward:
+        if world.has_reward:
+            world.failures.succeeded()
+        else:
             scored = await self.sampler.reward.score(prompt=prompt.text, completion=episode.turns[-1], row=prompt.row)
             if isinstance(scored, Failed):
                 draft.num_failed += 1
@@ -199,6 +204,7 @@ class Generation:
             log_probs=episode.log_probs,
             weight_versions=episode.weight_versions,
             truncated=episode.end != "done",
+            end=episode.end,
             score=score,
             mask=episode.response_mask,
             parts=parts,

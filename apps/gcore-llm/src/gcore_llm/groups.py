@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from gcore_llm.config import AlgorithmConfig
 from gcore_llm.images import PromptImages
 from gcore_rollout import Completion
+from gcore_rollout.multi_turn import EpisodeEnd
 from gcore_trainer import Sample
 
 
@@ -24,6 +25,8 @@ class Response:
     score: float
     mask: NDArray[np.bool_] | None = None
     """Where the policy wrote the token; None: everywhere."""
+    end: EpisodeEnd | None = None
+    """How an episode of several turns ended; None: there is one turn."""
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     """Numbers that explain the score, by name."""
 
@@ -41,6 +44,7 @@ class Response:
             truncated=state["truncated"],
             score=state["score"],
             mask=None if mask is None else np.asarray(mask),
+            end=state.get("end"),
             parts=state.get("parts", {}),
         )
 

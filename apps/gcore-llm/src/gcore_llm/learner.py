@@ -211,6 +211,7 @@ def _model_options(config: TrainConfig) -> dict[str, Any]:
         "device": config.device,
         "compute_dtype": getattr(torch, config.dtype),
         "gradient_checkpointing": config.actor.enable_gradient_checkpointing,
+        "max_length": config.data.max_length,
     }
 
 
@@ -226,8 +227,8 @@ def _scheduled(optimizer: OptimizerConfig, config: TrainConfig) -> OptimizerConf
 def _build_actor(config: TrainConfig, model: Path, parallel: "TorchParallel | None") -> "Trainer":
     from gcore_trainer.objectives import PolicyObjective
 
-    loss = replace(config.actor.loss, max_response_length=config.data.max_response_length)
-    objective = PolicyObjective(loss)
+    longest = config.actor.loss.max_response_length or config.data.max_response_length
+    objective = PolicyObjective(replace(config.actor.loss, max_response_length=longest))
     if config.trainer.backend == "megatron":
         optimizer = _scheduled(config.actor.optim, config)
         return _build_megatron(config, model, optimizer, objective, lora=config.actor.lora)
@@ -245,8 +246,8 @@ def _build_actor(config: TrainConfig, model: Path, parallel: "TorchParallel | No
 def _build_critic(config: TrainConfig, model: Path, parallel: "TorchParallel | None") -> "Trainer":
     from gcore_trainer.objectives import ValueObjective
 
-    loss = replace(config.critic.loss, max_response_length=config.data.max_response_length)
-    objective = ValueObjective(loss)
+    longest = config.critic.loss.max_response_length or config.data.max_response_length
+    objective = ValueObjective(replace(config.critic.loss, max_response_length=longest))
     if config.trainer.backend == "megatron":
         return _build_megatron(config, model, _scheduled(config.critic.optim, config), objective)
     from gcore_trainer.packed_model import PackedValueModel

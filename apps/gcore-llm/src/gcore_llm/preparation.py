@@ -32,6 +32,8 @@ from gcore_trainer.rollout_correction import rollout_correction, weight_moments
 KLController = FixedKLController | AdaptiveKLController
 _WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
 """Estimators whose advantages are whitened over the batch."""
+_READ = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values")
+"""Arrays of a sample that advantages and corrections are made of."""
 
 
 def kl_controller(config: KLControlConfig) -> KLController:
@@ -61,7 +63,13 @@ async def prepare(
 
     Returns:
         the samples of each group, and metrics of all controllers' samples, under verl's names.
+
+    Raises:
+        BatchError: a log-probability or a value of a token that counts is not finite, or a score.
     """
+    for g, own in zip(groups, samples, strict=True):
+        for i, sample in enumerate(own):
+            sample.check_finite(f"response {i} to prompt {g.ticket}", *_READ)
     rewards = [
         [_rewards(g, i, s, algorithm, kl.value, max_response_length) for i, s in enumerate(own)]
         for g, own in zip(groups, samples, strict=True)
@@ -99,7 +107,8 @@ def _rewards(
         kind = algorithm.kl_ctrl.kl_penalty
         return kl_rewards(score, *_policy_and_reference(sample), sample.mask, coef=kl_coef, kind=kind)
     rewards = np.zeros(sample.mask.shape, np.float64)
-    rewards[-1] = score
+    # A response may end in tokens that the policy did not write; rewards there are not read.
+    rewards[np.flatnonzero(sample.mask)[-1] if sample.mask.any() else -1] = score
     return rewards
 
 

@@ -20,11 +20,14 @@ from gcore_llm.mismatch import alone, choose, mismatch, probe
 from gcore_llm.performance import speed
 from gcore_llm.preparation import kl_controller, prepare
 from gcore_llm.prompts import PromptSets
+from gcore_llm.reward_watch import RewardWatch
 from gcore_llm.roles import Roles
 from gcore_llm.sampling import Batch, Batches, Sampling, State
 from gcore_placement import TransformerWorkload
 from gcore_rollout import SamplingParams
+from gcore_rollout.rewards import Failure
 from gcore_runs.devices import generation_metrics, merged
+from gcore_runs.learning_signal import SIGNAL
 from gcore_runs.recording import Recorder
 from gcore_runs.services import RunJob
 from gcore_runs.spans import on_wall_clock
@@ -67,6 +70,7 @@ class _Controller:
         state = None if job.controllers is None else _share(job.controllers, ctx.rank, ctx.world_size)
         if state is not None:
             self._kl.load_state(state["kl"])
+        self._rewards = RewardWatch(ctx.roles, config.reward_calls)
         num_batches = config.trainer.total_training_steps - job.first_step
         self._batches = Batches(ctx, config, num_batches=num_batches)
         self._sampling = Sampling(self._batches.ctx, config, job.prompts, job.workload, state)
@@ -100,8 +104,11 @@ class _Controller:
             max_tokens=self._config.data.max_response_length,
             temperature=self._config.rollout.temperature,
         )
+        failures, _ = self._rewards.merged(await self._ctx.group.all_gather(self._rewards.drain()))
         if self._ctx.rank == 0:
+            await self._report(step, failures)
             await self._recorder.evaluated(step, result)
+        self._rewards.check()
         self._ctx.timer.drain()
         self._ctx.roles.devices.drain()
 
@@ -110,7 +117,7 @@ class _Controller:
         ctx = self._ctx
         start_s = ctx.clock()
         batch = await self._batches.next()
-        metrics = dict(batch.metrics)
+        metrics = {**batch.metrics, SIGNAL: 0.0}
         if ctx.rank == 0:
             await self._recorder.updating()
         if batch.num_groups:
@@ -122,14 +129,22 @@ class _Controller:
         now_s = ctx.clock()
         ahead = {f"sampling {ctx.rank}": on_wall_clock(batch.spans, now_s)} if batch.spans else {}
         generated = Counter(ctx.roles.devices.generated)
-        own = (state, on_wall_clock(spans, now_s), ahead | ctx.roles.devices.drain(), generated, self._load(step_s))
-        states, trained, devices, generated, loads = zip(*await ctx.group.all_gather(own), strict=True)
-        metrics |= generation_metrics(generated)
+        own_devices = ahead | ctx.roles.devices.drain()
+        own = (state, on_wall_clock(spans, now_s), own_devices, generated, self._load(step_s), self._rewards.drain())
+        states, trained, devices, generated, loads, rewards = zip(*await ctx.group.all_gather(own), strict=True)
+        failures, failed = self._rewards.merged(rewards)
+        metrics |= generation_metrics(generated) | failed
         if loads[0] is not None:
             metrics |= {"controller/load/max": max(loads), "controller/load/mean": sum(loads) / len(loads)}
         if ctx.rank == 0:
+            await self._report(step, failures)
             await self._recorder.stepped(step, metrics, list(trained), merged(devices))
             await self._recorder.reached(step, list(states))
+        self._rewards.check()
+
+    async def _report(self, step: int, failures: list[Failure]) -> None:
+        if failures:
+            await self._recorder.rewards_failed(step, failures)
 
     async def _train(self, step: int, batch: Batch) -> dict[str, float]:
         """Every update of the step, on all controllers' shares together."""
@@ -152,6 +167,7 @@ class _Controller:
                 group=ctx.group,
             )
             metrics |= compared
+            metrics[SIGNAL] = float(_has_signal(batch.metrics | metrics))
             prepared = list(zip(share, samples, strict=True))
             updates = [
                 self._micro_batches([(g, s) for g, s in prepared if update_of[g.ticket] == u])
@@ -276,6 +292,13 @@ class _Controller:
 def _needs_old(config: TrainConfig, *, is_on_policy: bool) -> bool:
     """Whether the trainer scores every response before its first update of a step."""
     return config.algorithm.old_log_probs == "trainer" and (not is_on_policy or needs_old_log_probs(config))
+
+
+def _has_signal(metrics: dict[str, float]) -> bool:
+    """Whether a batch's scores differ, and lead to advantages other than 0 beyond rounding errors."""
+    advantages = [abs(metrics.get(f"critic/advantages/{name}", 0.0)) for name in ("min", "max")]
+    low, high = metrics.get("critic/score/min", 0.0), metrics.get("critic/score/max", 1.0)
+    return low < high and max(advantages) > 1e-6
 
 
 def _timings(step_s: float, spans: list[Span], metrics: dict[str, float]) -> dict[str, float]:

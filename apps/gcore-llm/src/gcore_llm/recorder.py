@@ -16,10 +16,21 @@ from gcore_runs.metrics import MetricsWriter
 from gcore_runs.recording import Saving
 from gcore_runs.report.ledger import ledger
 from gcore_runs.run_folder import RunFolder, write_jsonl
+from gcore_runs.run_warnings import RunWarnings
 from gcore_runs.services import SavedLearner
 from gcore_runs.spans import SpanWriter, StepSpans
 
 _logger = logging.getLogger(__name__)
+
+_MANY = 0.5
+"""Share of a step's episodes that is reported if they were cut off."""
+
+_CUT_OFF = {
+    "truncated_turn": "a turn was cut off before its end, so the environment could not answer it; a higher "
+    "rollout.multi_turn.max_tokens_per_turn, or 0, lets turns end",
+    "length": "the tokens of all turns were used up; a higher data.max_response_length gives them more",
+}
+"""By how an episode ended: the cause, and what helps."""
 
 
 class RunRecorder(Saving[Evaluation]):
@@ -35,7 +46,9 @@ class RunRecorder(Saving[Evaluation]):
         spans: SpanWriter,
         display: Display,
     ) -> None:
-        super().__init__(job, learner, spans, save_freq=job.config.trainer.save_freq)
+        super().__init__(
+            job, learner, spans, save_freq=job.config.trainer.save_freq, warnings=RunWarnings(run, display)
+        )
         self._run = run
         self._writer = writer
         self._display = display
@@ -65,8 +78,17 @@ class RunRecorder(Saving[Evaluation]):
         if not self._has_warned and self._bound and (line := warning(step, metrics, self._bound)):
             self._has_warned = True
             self._display.say(line)
+        self.signal.stepped(step, metrics)
+        self._check_episodes(step, metrics)
         if not all(math.isfinite(v) for v in metrics.values()):
             self._display.say(f"step {step}: the gradient is not finite, the update was skipped")
+
+    def _check_episodes(self, step: int, metrics: dict[str, float]) -> None:
+        for end, cause in _CUT_OFF.items():
+            share = metrics.get(f"multi_turn/end/{end}", 0.0)
+            if share > _MANY:
+                message = f"{share:.0%} of the episodes ended because {cause}"
+                self.warnings.warn(step, message, key=f"episodes ended by {end}")
 
 
 def _forecast(config: TrainConfig, run: RunFolder) -> Forecast | None:

@@ -91,16 +91,21 @@ class RewardCallsConfig:
     max_concurrency: int = 1024
     """Most calls at one time."""
     timeout_s: float = 300.0
-    """For one call of an asynchronous reward."""
+    """For one call of an asynchronous reward, and for the trial call of any reward before the run starts."""
     max_retries: int = 2
     """After a time-out or a broken connection."""
     on_error: OnError = "raise"
     """A reward that fails ends the run, or takes its group out of training."""
+    max_failed_share: float = 0.5
+    """With on_error drop, the largest share of the rewards of a step that may fail, of small steps together 32 rewards;
+    more end the run. 1: any."""
     in_threads: bool = False
     """Call a synchronous reward in a thread, so that generation goes on meanwhile: for one that takes long."""
 
     def __post_init__(self) -> None:
         check_at_least("reward_calls.max_concurrency", self.max_concurrency, 1)
         check_at_least("reward_calls.max_retries", self.max_retries, 0)
+        if not 0 <= self.max_failed_share <= 1:
+            raise UserError(f"reward_calls.max_failed_share is {self.max_failed_share}; expected a number from 0 to 1")
         if not self.timeout_s > 0:
             raise UserError(f"reward_calls.timeout_s is {self.timeout_s}: above 0 is needed")

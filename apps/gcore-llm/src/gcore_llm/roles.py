@@ -15,7 +15,7 @@ from gcore_llm.learner import Learner, LocalLearner
 from gcore_llm.learner_part import LearnerPart
 from gcore_rollout import Engine
 from gcore_rollout.multi_turn import ChatEncoder, Environment, EpisodeLimits, RevisionEnvironment
-from gcore_rollout.rewards import Failed, OnError, RewardRunner, Scored, load_function
+from gcore_rollout.rewards import Failed, FailureLog, OnError, RewardRunner, Scored, load_function
 from gcore_runs.devices import DeviceTimers
 from gcore_runs.errors import UserError
 from gcore_runs.watched import UNWATCHED, Watched
@@ -33,6 +33,8 @@ class World:
     limits: EpisodeLimits
     on_error: OnError
     """Of an environment that fails."""
+    failures: FailureLog = field(default_factory=FailureLog)
+    """Of environments, where ``on_error`` is "drop"."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,10 +2,11 @@
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from gcore_llm.prompts import Prompt, PromptSets
 from gcore_llm.roles import Roles
 from gcore_placement import TransformerWorkload
 from gcore_rollout import SamplingParams
+from gcore_rollout.multi_turn import EpisodeEnd
 from gcore_rollout.rewards import part_means
 
 State = dict[str, Any]
@@ -75,18 +77,31 @@ class Sampling:
         )
         self._unfinished: list[UnfinishedGroup] = []
         self._wave_groups: list[Group] = []
-        self._num_dropped = 0
+        self._num_dropped = self._num_stale = 0
+        is_on_policy = config.trainer.schedule == "sync" and not config.rollout.partial_rollout
+        self._max_staleness = 0 if is_on_policy else config.rollout.max_staleness
         if state is not None:
             self._unfinished = [UnfinishedGroup.from_state(g) for g in state.get("unfinished", [])]
             self._loader.load_state(state["loader"])
             self._sampler.load_state(state["sampler"], Group.from_state)
 
     async def next(self) -> Batch:
-        """Sample until the step has its groups, and give every controller an even share of the work."""
+        """Sample until the step has its groups, and give every controller an even share of the work.
+
+        Raises:
+            RuntimeError: the engine answered with other weights than those that are trained.
+        """
         self._wave_groups = []
         self._num_dropped = 0
-        self._sampler.surplus = [g for g in self._sampler.surplus if self._is_fresh(g.oldest_version)]
+        fresh = [g for g in self._sampler.surplus if self._is_fresh(g.oldest_version)]
+        self._num_stale = len(self._sampler.surplus) - len(fresh)
+        self._sampler.surplus = fresh
         harvest = await self._sampler.harvest(self._config.data.train_batch_size, self._sample_wave)
+        if not self._max_staleness:
+            self._check_versions(harvest.groups)
+            # The next step has other weights.
+            self._num_stale += len(self._sampler.surplus)
+            self._sampler.surplus = []
         metrics = await self._metrics(harvest)
         with self._ctx.timer.stage("prepare"):
             share = await exchange(harvest.groups, workload=self._workload, group=self._ctx.group)
@@ -96,20 +111,23 @@ class Sampling:
         rollout = self._config.rollout
         if rollout.partial_rollout:
             begun = [(self._fresh(group), self._loader.row(group.ticket)) for group in self._unfinished]
-            # As many new ones for each controller, so that all are at the same place in the data.
-            mean_begun = await self._ctx.group.all_reduce(len(begun)) / self._ctx.world_size
-            prompts = self._loader.take(max(0, math.ceil(count * (1 + rollout.over_sample_rate) - mean_begun)))
-            generated = await self._generation.run(prompts, begun=begun, quota=count)
-            count = len(begun) + len(prompts)
+            num_begun = int(await self._ctx.group.all_reduce(len(begun)))
+            prompts = self._loader.take(max(0, math.ceil(count * (1 + rollout.over_sample_rate)) - num_begun))
+            quota = math.ceil(count / self._ctx.world_size)
+            generated = await self._generation.run(prompts, begun=begun, quota=quota)
+            own_count = len(begun) + len(prompts)
         elif self._ctx.roles.policy_slots is None:
-            generated = await self._generation.run(self._loader.take(count))
+            prompts = self._loader.take(count)
+            generated = await self._generation.run(prompts)
+            own_count = len(prompts)
         else:
-            # Over all controllers these are as many.
             self._shared.open(count)
             generated = await self._generation.run(take=self._shared.take)
+            # It does not matter which controller counts the prompts that any of them took.
+            own_count = count if self._ctx.rank == 0 else 0
         groups, self._unfinished = await self._compared(generated.groups), generated.unfinished
         self._wave_groups += groups
-        self._num_dropped += count - len(groups) - len(self._unfinished)
+        self._num_dropped += own_count - len(groups) - len(self._unfinished)
         return [g for g in groups if g.has_signal] if self._config.algorithm.filter_groups else groups
 
     async def _compared(self, groups: list[Group]) -> list[Group]:
@@ -127,30 +145,43 @@ class Sampling:
         return UnfinishedGroup(ticket=group.ticket, responses={}, begun=[])
 
     def _is_fresh(self, version: int) -> bool:
-        return self._ctx.roles.policy.weight_version - version <= self._config.rollout.max_staleness
+        return self._ctx.roles.policy.weight_version - version <= self._max_staleness
+
+    def _check_versions(self, groups: list[Group]) -> None:
+        present = self._ctx.roles.policy.weight_version
+        for group in groups:
+            if group.oldest_version != present:
+                raise RuntimeError(
+                    f"a response to prompt {group.ticket} has tokens by weights of version {group.oldest_version}; "
+                    f"expected version {present}, the present one, alone: trainer.schedule is 'sync' and "
+                    "rollout.partial_rollout is false"
+                )
 
     async def _metrics(self, harvest: Harvest[Group]) -> dict[str, float]:
         """What was sampled for this batch, over all controllers, kept or not."""
+        # A batch that was in the surplus of those before it has had no wave.
+        groups = self._wave_groups if harvest.num_waves else harvest.groups
         own = np.array(
-            [
-                (r.score, r.token_ids.size, r.truncated, g.prompt_ids.size)
-                for g in self._wave_groups
-                for r in g.responses
-            ],
+            [(r.score, r.token_ids.size, r.truncated, g.prompt_ids.size) for g in groups for r in g.responses],
             np.float64,
         ).reshape(-1, 4)
         versions = [g.oldest_version for g in harvest.groups]
-        parts = [r.parts for g in self._wave_groups for r in g.responses if r.parts]
-        everyones = await self._ctx.group.all_gather((own, versions, parts, self._num_dropped, len(self._unfinished)))
+        parts = [r.parts for g in groups for r in g.responses if r.parts]
+        counts = np.array([len(groups), self._num_dropped, self._num_stale, len(self._unfinished)])
+        ends = Counter[str](r.end for g in groups for r in g.responses if r.end is not None)
+        everyones = await self._ctx.group.all_gather((own, versions, parts, ends, counts))
         rows = np.concatenate([mine for mine, *_ in everyones])
         oldest = min((v for _, mine, *_ in everyones for v in mine), default=0)
+        scored, dropped, stale, unfinished = np.sum([counts for *_, counts in everyones], axis=0).tolist()
+        acceptance = harvest.num_kept / max(scored + dropped, 1) if harvest.num_waves else self._sampler.acceptance
         metrics = {
             "sampling/waves": float(harvest.num_waves),
-            "sampling/acceptance": harvest.num_kept / max(harvest.num_sampled, 1),
+            "sampling/acceptance": acceptance,
             "sampling/groups": float(harvest.num_groups),
             "sampling/oldest_version": float(oldest),
-            "sampling/dropped_groups": float(sum(dropped for *_, dropped, _ in everyones)),
-            "sampling/unfinished_groups": float(sum(unfinished for *_, unfinished in everyones)),
+            "sampling/dropped_groups": float(dropped),
+            "sampling/stale_groups": float(stale),
+            "sampling/unfinished_groups": float(unfinished),
             "sampling/epoch": self._loader.epoch,
         }
         if len(rows):
@@ -166,6 +197,7 @@ class Sampling:
                 "perf/total_num_tokens": lengths.sum() + prompts.sum(),
             }
         metrics |= part_means(p for _, _, mine, *_ in everyones for p in mine)
+        metrics |= _episode_ends(sum((mine for *_, mine, _ in everyones), start=Counter[str]()))
         return {name: float(value) for name, value in metrics.items()}
 
     def _state(self) -> State:
@@ -174,6 +206,12 @@ class Sampling:
             "sampler": self._sampler.state(Group.state),
             "unfinished": [group.state() for group in self._unfinished],
         }
+
+
+def _episode_ends(ends: Counter[str]) -> dict[str, float]:
+    """The shares of episodes that ended in each way; nothing for responses of one turn."""
+    total = ends.total()
+    return {f"multi_turn/end/{end}": ends[end] / total for end in get_args(EpisodeEnd)} if total else {}
 
 
 class Batches:

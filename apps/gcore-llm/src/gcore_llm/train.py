@@ -20,13 +20,17 @@ from gcore_llm.services import Inputs, LocalServices
 from gcore_llm.tasks import load_task
 from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
 from gcore_llm.warmup import require_worked_examples, warm_up
+from gcore_rollout.rewards import Failed
 from gcore_runs.devices import DeviceTimers
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
+from gcore_runs.interrupt import at_once
+from gcore_runs.learning_signal import check_signal
 from gcore_runs.logs import log_to
 from gcore_runs.metrics import MetricsWriter, metrics_server
 from gcore_runs.run_folder import Result, RunFolder, open_run, read_jsonl, write_atomically
 from gcore_runs.run_loop import RunLoop, closed, steps_made
+from gcore_runs.run_warnings import RunWarnings
 from gcore_runs.services import SavedLearner, Services
 from gcore_runs.settings import resolve
 from gcore_runs.spans import SpanWriter
@@ -65,11 +69,11 @@ def train(config: TrainConfig, display: Display) -> Result:
     # One event loop for all of it: a user's async reward may keep what belongs to the loop of its first call.
     host, port = config.trainer.prometheus_host, config.trainer.prometheus_port
     server = metrics_server(run=config.name, port=port, host=host, app="gcore-llm")
-    with server as prometheus, asyncio.Runner() as runner:
+    with at_once(), server as prometheus, asyncio.Runner() as runner:
         devices = DeviceTimers()
         rewards = runner.run(Rewards.start(config, watched=Watched(devices=devices, announce=display.say)))
         try:
-            runner.run(_try_rewards(rewards, prompts))
+            runner.run(_try_rewards(rewards, prompts, display, timeout_s=config.reward_calls.timeout_s))
             world = build_world(config, tokenizer, rewards.runner)
             inputs = Inputs(
                 config=config,
@@ -84,15 +88,14 @@ def train(config: TrainConfig, display: Display) -> Result:
             run = _run_with(inputs, runner, display)
         finally:
             runner.run(rewards.close())
-    return _finish(run)
+    return _finish(run, display)
 
 
 def _check_policy_engine(config: TrainConfig) -> None:
     rollout = config.rollout
     if rollout.weights_dir and not Path(rollout.weights_dir).is_dir():
         raise UserError(f"rollout.weights_dir is {rollout.weights_dir!r}: an existing folder is needed")
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    check_engine(rollout, Path(config.model), setting="rollout", max_length=longest)
+    check_engine(rollout, Path(config.model), setting="rollout", max_length=config.data.max_length)
 
 
 def _run_with(inputs: Inputs, runner: asyncio.Runner, display: Display) -> RunFolder:
@@ -119,10 +122,13 @@ def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptSets:
     return load_files(config.data, tokenizer, seed=config.data.shuffle_seed)
 
 
-async def _try_rewards(rewards: Rewards, prompts: PromptSets) -> None:
+async def _try_rewards(rewards: Rewards, prompts: PromptSets, display: Display, *, timeout_s: float) -> None:
     """Call each once, so that a broken one is found before the model is loaded."""
     first = prompts.train[0]
-    await rewards.runner.score(prompt=first.text, completion="", row=first.row)
+    display.say(f"trying the reward on an empty response, for at most {timeout_s:g} s")
+    scored = await rewards.runner.try_on(prompt=first.text, completion="", row=first.row)
+    if isinstance(scored, Failed):
+        display.say(f"warning: the trial gave no score: {scored.error}")
     if rewards.comparison is not None:
         await rewards.comparison.try_on(first)
 
@@ -188,7 +194,8 @@ def _export(learner: SavedLearner, tokenizer: Any, path: Path) -> None:
     tokenizer.save_pretrained(path)
 
 
-def _finish(run: RunFolder) -> Result:
+def _finish(run: RunFolder, display: Display) -> Result:
+    has_signal = check_signal(run, RunWarnings(run, display))
     write_report(run.path)
     rows = [r for r in read_jsonl(run.metrics) if "val/greedy/score/mean" in r]
-    return Result(run=run.path, before=rows[0] if rows else {}, after=rows[-1] if rows else {})
+    return Result(run=run.path, before=rows[0] if rows else {}, after=rows[-1] if rows else {}, has_signal=has_signal)

@@ -45,7 +45,9 @@ async def warm_up(
     worked = WORKED_EXAMPLES[config.task.name]
     samples = [_example(tokenizer, p.token_ids, worked(p.row)) for p in prompts.train]
     optimizer = OptimizerConfig(lr=config.warmup.lr, betas=(0.9, 0.95), lr_warmup_steps=50)
-    packed = PackedModel.from_pretrained(initial, device=config.device, temperature=config.rollout.temperature)
+    packed = PackedModel.from_pretrained(
+        initial, device=config.device, temperature=config.rollout.temperature, max_length=config.data.max_length
+    )
     trainer = TorchTrainer(packed, optimizer=optimizer, objective=SFTObjective())
     policy = await build_engine(config, initial, tokenizer, watched=Watched(logs=run.logs))
     sampler = Sampler(policy=policy, reward=reward, tokenizer=tokenizer)

@@ -13,6 +13,17 @@ from gcore_runs.errors import check_at_least
 Command = Callable[[Sequence[str]], None]
 """Given the arguments behind its name."""
 
+NOTHING_LEARNED = 3
+"""Exit code of a run that was completed without one step that had anything to learn from."""
+
+EXIT_CODES = """exit codes:
+  0    success
+  1    an unexpected error, with a traceback
+  2    wrong input, or a reward, engine or training process that failed; one message
+  3    the run was completed, but no step had anything to learn from: all rewards alike, or none
+  130  interrupted by Ctrl-C
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunArgs:
@@ -43,7 +54,7 @@ def run_command(
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
-        print(usage, end="")
+        print(f"{usage}\n{EXIT_CODES}", end="")
         raise SystemExit(0 if args else 2)
     command, rest = args[0], args[1:]
     if command not in commands:

@@ -86,7 +86,7 @@ class Display:
     def stepped(self, step: int, metrics: dict[str, float]) -> None:
         """A training step, under its metrics' names in metrics.jsonl."""
         cells = [
-            ("reward", f"{metrics.get('critic/score/mean', float('nan')):.3f}"),
+            ("reward", f"{metrics['critic/score/mean']:.3f}" if "critic/score/mean" in metrics else "none"),
             ("held-out", self._held_out),
             ("accepted", f"{metrics.get('sampling/acceptance', 0.0):.0%}"),
             ("length", f"{metrics.get('response_length/mean', 0.0):.1f}"),

@@ -2,9 +2,34 @@
 
 import asyncio
 import signal
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
+
+
+@contextmanager
+def at_once() -> Generator[None]:
+    """Let Ctrl-C raise `KeyboardInterrupt` at any time inside the block, in coroutines of an `asyncio.Runner`, too.
+
+    The runner's own handler waits until its task awaits something, which a model that loads or a reward that blocks may
+    do late, or never.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield
+        return
+    # The runner replaces Python's default handler, and no other.
+    signal.signal(signal.SIGINT, _raise)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    raise KeyboardInterrupt
 
 
 class Interrupt:

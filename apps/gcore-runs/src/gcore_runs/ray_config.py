@@ -11,7 +11,8 @@ class RayConfig:
     """The cluster, where runtime is ray. All its nodes see the files of this machine under the same paths."""
 
     address: str = ""
-    """HOST:PORT of its head; empty: what RAY_ADDRESS names, or a new one on this machine, for this run."""
+    """HOST:PORT of its head; empty: what RAY_ADDRESS names, or a new one on this machine, for this run. Its token
+    is taken from RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token."""
     cpus_per_process: float = 1.0
     """That each controller, engine and training rank reserves."""
     gpus_per_engine: float = 1.0

@@ -5,8 +5,11 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from gcore_controller import Span
+from gcore_rollout.rewards import Failure
 from gcore_runs.errors import RankError
 from gcore_runs.interrupt import Interrupt
+from gcore_runs.learning_signal import LearningSignal
+from gcore_runs.run_warnings import RunWarnings
 from gcore_runs.spans import SpanWriter
 
 if TYPE_CHECKING:
@@ -33,6 +36,10 @@ class Recorder(Protocol[EvaluationT_contra]):
         """A step's metrics, and where its time went: on each controller, by rank, and on each device, by name."""
         ...
 
+    async def rewards_failed(self, step: int, failures: list[Failure]) -> None:
+        """Report rewards that failed since the last call, and were dropped."""
+        ...
+
     async def reached(self, step: int, controllers: list[dict[str, Any]]) -> None:
         """All controllers are at the end of ``step`` with these states; the place to take a checkpoint."""
         ...
@@ -46,13 +53,26 @@ class Saving(ABC, Generic[EvaluationT_contra]):
         learner: what is saved.
         spans: where it is told how long that took.
         save_freq: steps between checkpoints; the last step has one, too.
+        warnings: where failures are reported.
 
     Attributes:
         interrupt: Held back while the models are between two steps.
         spans: Where it is told how long things took.
+        signal: To be given the metrics of every step.
+        warnings: Where what is wrong is reported.
     """
 
-    def __init__(self, job: "RunJob[Any]", learner: "SavedLearner", spans: SpanWriter, *, save_freq: int) -> None:
+    def __init__(
+        self,
+        job: "RunJob[Any]",
+        learner: "SavedLearner",
+        spans: SpanWriter,
+        *,
+        save_freq: int,
+        warnings: RunWarnings,
+    ) -> None:
+        self.warnings = warnings
+        self.signal = LearningSignal(warnings)
         self.interrupt = Interrupt()
         self._learner = learner
         self.spans = spans
@@ -76,6 +96,10 @@ class Saving(ABC, Generic[EvaluationT_contra]):
     async def updating(self) -> None:
         """See `Recorder`."""
         self.interrupt.hold_back()
+
+    async def rewards_failed(self, step: int, failures: list[Failure]) -> None:
+        """See `Recorder`."""
+        self.warnings.rewards_failed(step, failures)
 
     async def reached(self, step: int, controllers: list[dict[str, Any]]) -> None:
         """See `Recorder`."""

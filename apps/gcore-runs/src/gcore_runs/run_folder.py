@@ -20,6 +20,8 @@ class Result:
     run: Path
     before: dict[str, float]
     after: dict[str, float]
+    has_signal: bool = True
+    """Whether any step had something to learn from."""
 
 
 class RunFolder:
@@ -31,6 +33,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.spans = path / "spans.jsonl"
         self.placement = path / "placement.json"
+        self.warnings = path / "warnings.jsonl"
         self.logs = path / "logs"
         self.warmup = path / "warmup.jsonl"
         self.samples = path / "samples"

@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
-from gcore_ckpt.agreement import all_succeed, root_decides
+from gcore_ckpt.agreement import all_succeed, attempt, root_decides
+from gcore_ckpt.calls import Call, Calls
 from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
 from gcore_ckpt.group import Group, ProcessGroupArgument, open_group
 from gcore_ckpt.handle import SaveHandle
@@ -77,9 +79,11 @@ class Checkpointer:
         self._timeout_s = timeout_s
         self._group: Group | None = None
         self._pipeline: SavePipeline | None = None
-        self._handles: list[SaveHandle] = []
+        self._handles: dict[SaveHandle, None] = {}  # its operations are atomic, and two threads use it
         self._closed = False
         self._pid: int | None = None
+        self._calls = Calls()
+        self._inside: str | None = None
 
     def save(self, step: int, state: State) -> SaveHandle:
         """Starts to save `state`; on return it is copied out of live memory, and the caller may change it.
@@ -96,20 +100,40 @@ class Checkpointer:
             CheckpointWriteError: The step exists; or an earlier save failed and nobody has waited for its handle, in
                 which case this step was not saved and `save` may be called again; or another rank refused.
             CheckpointLockedError: Another writer has the path open for saving.
-            CheckpointError: The checkpointer is closed, or was used before a fork.
+            CheckpointError: The checkpointer is closed, was used before a fork, or is saving or loading already (a
+                signal handler called this).
         """
-        pipeline = self._open_pipeline()
-        while len(in_flight := [handle for handle in self._handles if not handle.done()]) >= self._max_in_flight:
+        self._check_usable("save")
+        self._inside = "save"
+        try:
+            return self._save(step, state)
+        finally:
+            self._inside = None
+
+    def _save(self, step: int, state: State) -> SaveHandle:
+        for handle in [handle for handle in list(self._handles) if handle.abandoned]:
+            handle.join()
+        while len(in_flight := [handle for handle in list(self._handles) if not handle.done()]) >= self._max_in_flight:
             in_flight[0].join()
+        outcome: Future[None] = Future()
+        handle = SaveHandle(step, outcome)
 
         def check() -> None:
             _check_step(step)
             self._raise_uncollected()
-            if step in (handle.step for handle in self._handles):
+            if step in (other.step for other in list(self._handles) if other is not handle):
                 raise CheckpointWriteError(f"step {step} is being saved to {self._storage} already")
 
-        handle = SaveHandle(step, pipeline.save(step, state, check))
-        self._handles.append(handle)
+        def save(call: Call) -> None:
+            pipeline = self._open_pipeline(call)
+            self._handles[handle] = None
+            pipeline.save(call, step, state, outcome, check)
+
+        try:
+            self._calls.run(save)
+        except BaseException:
+            handle.abandoned = True
+            raise
         return handle
 
     def load(
@@ -138,22 +162,70 @@ class Checkpointer:
             CheckpointMismatchError: It does not hold what is asked for; nothing was filled.
             CorruptCheckpointError: It is not what was saved, with the file and the tensor. A template that was being
                 filled then holds rubbish.
-            CheckpointError: Another rank failed.
+            CheckpointError: Another rank failed; or this is saving or loading already (a signal handler called this).
         """
-        from gcore_ckpt.loader import load_step
-
         if template is not None and (only is not None or mmap):
             raise ValueError("only and mmap are for loading without a template; expected one or the other")
         if isinstance(template, bool | int | float | str):
             raise TypeError(f"template is {template!r}; expected a tree of tensors (a step is given as step=...)")
-        group = self._open_group()
+        self._check_usable("load")
+        self._inside = "load"
+        try:
+            return self._calls.run(lambda call: self._load(call, template, step, only, device, mmap=mmap))
+        finally:
+            self._inside = None
+
+    def _load(
+        self,
+        call: Call,
+        template: State,
+        step: Step,
+        only: Sequence[str] | None,
+        device: "str | torch.device",
+        *,
+        mmap: bool,
+    ) -> State:
+        from gcore_ckpt.loader import load_step
+
+        group = self._open_group(call)
         found = root_decides(group, lambda: find_step(self._storage, step))
 
         def load() -> State:
-            with open_step(self._storage, found) as reader:
-                return load_step(reader, group, template, only=only, device=device, mmap=mmap)
+            with call.working(), open_step(self._storage, found) as reader:
+                return load_step(reader, group, template, only=only, device=device, mmap=mmap, check=call.check)
 
-        return all_succeed(group, load)
+        state = all_succeed(group, load)
+        if found is not None and step != "latest" and self._pipeline is not None:
+            self._pipeline.went_back(found)
+        return state
+
+    def rollback(self, step: int) -> list[int]:
+        """Makes a committed step the latest: all steps above it are set aside, after the saves in flight.
+
+        What is set aside is no step any more: it is not loaded, does not count for `keep`, and its numbers may be
+        saved again. It stays on disk until `gcore-ckpt prune --set-aside`. The change is atomic. In a group, all ranks
+        call this.
+
+        Args:
+            step: The step to continue from; it is not loaded.
+
+        Returns:
+            The steps that were set aside, ascending; none if `step` is the latest.
+
+        Raises:
+            CheckpointNotFoundError: The step is not committed; nothing has changed.
+            CheckpointWriteError: Steps could not be set aside, or an earlier save failed.
+            CheckpointLockedError: Another writer has the path open for saving.
+            CheckpointError: As in `save`.
+        """
+        _check_step(step)
+        self._check_usable("rollback")
+        self._inside = "rollback"
+        try:
+            self.wait()
+            return self._calls.run(lambda call: self._open_pipeline(call).roll_back(call, step))
+        finally:
+            self._inside = None
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
@@ -165,7 +237,7 @@ class Checkpointer:
         Raises:
             CheckpointWriteError: A save failed, and nobody has waited for its handle, or a deletion did. Raised once.
         """
-        for handle in self._handles:
+        for handle in [handle for handle in list(self._handles) if not handle.abandoned]:
             handle.join()
         self._raise_uncollected()
         if self._pipeline is not None:
@@ -174,20 +246,33 @@ class Checkpointer:
     def close(self) -> None:
         """Waits until all saves have ended and lets the next writer in. Loading goes on; closing again does nothing.
 
+        If this is interrupted, the saves in flight are still finished; closing again waits for them again.
+
         Raises:
             CheckpointWriteError: A save failed, and nobody has waited for its handle; it is closed all the same.
+            CheckpointError: A save or a load is in progress (a signal handler called this).
         """
-        if not self._closed and self._pid in (None, os.getpid()):
-            self._closed = True
-            pipeline, self._pipeline = self._pipeline, None
-            group, self._group = self._group, None
+        if self._pid in (None, os.getpid()):
+            self._check_free("close")
+            self._inside = "close"
             try:
-                if pipeline is not None:
-                    pipeline.close()
+                self._close()
             finally:
-                if group is not None:
-                    group.close()
+                self._inside = None
         self._raise_uncollected()
+
+    def _close(self) -> None:
+        self._closed = True
+        is_idle = self._calls.close()
+        failure = None
+        if self._pipeline is not None:
+            _, failure = attempt(self._pipeline.close)
+            self._pipeline = None
+        if self._group is not None and is_idle:
+            self._group.close()
+        self._group = None
+        if failure is not None:
+            raise failure
 
     def __enter__(self) -> Self:
         return self
@@ -202,18 +287,32 @@ class Checkpointer:
                 raise
             exc.add_note(f"and a checkpoint was lost: {error}")
 
-    def _open_group(self) -> Group:
+    def _check_usable(self, method: str) -> None:
         if self._pid not in (None, os.getpid()):
             raise CheckpointError("this Checkpointer was used before a fork: make a new one in the child process")
+        if self._closed and method != "load":
+            raise CheckpointError(f"the Checkpointer of {self._storage} is closed")
+        self._check_free(method)
+
+    def _check_free(self, method: str) -> None:
+        if self._inside is not None:
+            raise CheckpointError(
+                f"{method} was called while {self._inside} is running on the same Checkpointer; expected one call at a "
+                f"time: a signal handler should set a flag for the training loop to read, or raise"
+            )
+
+    def _open_group(self, call: Call) -> Group:
         if self._group is None:
             self._pid = os.getpid()
-            self._group = open_group(self._process_group, self._timeout_s)
+            group = open_group(self._process_group, self._timeout_s)
+            if call.dropped:
+                group.close()
+                raise CheckpointError(f"the Checkpointer of {self._storage} is closed")
+            self._group = group
         return self._group
 
-    def _open_pipeline(self) -> "SavePipeline":
-        if self._closed:
-            raise CheckpointError(f"the Checkpointer of {self._storage} is closed")
-        group = self._open_group()
+    def _open_pipeline(self, call: Call) -> "SavePipeline":
+        group = self._open_group(call)
         if self._pipeline is None:
             from gcore_ckpt.pipeline import SaveOptions, SavePipeline
 
@@ -226,12 +325,16 @@ class Checkpointer:
             )
             # Two threads must not share the messages of a group.
             writing = open_group(self._process_group, self._timeout_s)
+            if call.dropped:
+                writing.close()
+                raise CheckpointError(f"the Checkpointer of {self._storage} is closed")
             self._pipeline = SavePipeline(self._storage, group, writing, options)
         return self._pipeline
 
     def _raise_uncollected(self) -> None:
-        ended = [handle for handle in self._handles if handle.done()]
-        self._handles = [handle for handle in self._handles if handle not in ended]
+        ended = [handle for handle in list(self._handles) if handle.done()]
+        for handle in ended:
+            self._handles.pop(handle, None)
         errors = [error for handle in ended if (error := handle.uncollected_error()) is not None]
         if errors:
             for error in errors[1:]:

@@ -6,7 +6,8 @@ Exit code 0: fine. 1: `diff` found a difference, `verify` damage. 2: wrong use, 
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from gcore_ckpt.cli_tables import (
@@ -22,7 +23,7 @@ from gcore_ckpt.cli_tables import (
 )
 from gcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from gcore_ckpt.reader import Step, find_step, open_step
-from gcore_ckpt.storage import open_storage
+from gcore_ckpt.storage import Storage, open_storage
 
 _STEP_IN_PATH = re.compile(r"(.+)@(\d+)", re.ASCII | re.DOTALL)
 _EXIT_FOUND, _EXIT_ERROR, _EXIT_INTERRUPTED = 1, 2, 130
@@ -52,6 +53,9 @@ def _ls(arguments: argparse.Namespace) -> int:
         except CheckpointNotFoundError:  # a writer has just deleted it
             continue
     print_steps(rows)
+    if set_aside := storage.steps_set_aside():
+        say("")
+        say(f"set aside by rollback: {_listed(set_aside)}")
     return 0
 
 
@@ -149,19 +153,65 @@ def _import_dcp(arguments: argparse.Namespace) -> int:
 def _prune(arguments: argparse.Namespace) -> int:
     from gcore_ckpt.retention import Retention
 
+    if arguments.keep is None and arguments.keep_every is not None:
+        raise ValueError(f"--keep-every is {arguments.keep_every} without --keep; expected both")
     retention = Retention(keep=arguments.keep, keep_every=arguments.keep_every)
     storage = open_storage(arguments.path)
-    if not storage.steps():
+    if not storage.steps() and not storage.steps_set_aside():
         raise CheckpointNotFoundError(f"{storage} holds no committed step")
+
+    def superfluous() -> list[int]:
+        if arguments.set_aside:
+            return storage.steps_set_aside()
+        steps = storage.steps()
+        return retention.superfluous(steps) if arguments.above is None else [s for s in steps if s > arguments.above]
+
     if arguments.dry_run:
-        say(f"would delete {_listed(retention.superfluous(storage.steps()))}")
+        say(f"would delete {_listed(superfluous())}")
         return 0
+    with _writing_to(storage):
+        steps = superfluous()
+        if arguments.set_aside:
+            storage.remove_set_aside()
+        else:
+            _remove(storage, steps)
+    say(f"deleted {_listed(steps)}")
+    return 0
+
+
+def _rm(arguments: argparse.Namespace) -> int:
+    storage = open_storage(arguments.path)
+    steps = sorted(set(arguments.steps))
+    for step in steps:
+        find_step(storage, step)
+    with _writing_to(storage):
+        _remove(storage, steps)
+    say(f"deleted {_listed(steps)}")
+    return 0
+
+
+def _rollback(arguments: argparse.Namespace) -> int:
+    storage = open_storage(arguments.path)
+    find_step(storage, arguments.step)
+    with _writing_to(storage):
+        later = [step for step in storage.steps() if step > arguments.step]
+        storage.set_aside(later)
+    say(f"set aside {_listed(later)}; the latest step is {arguments.step}")
+    return 0
+
+
+@contextmanager
+def _writing_to(storage: Storage) -> Generator[None]:
     storage.acquire()
     try:
-        say(f"deleted {_listed(retention.apply(storage))}")
+        yield
     finally:
         storage.release()
-    return 0
+
+
+def _remove(storage: Storage, steps: Sequence[int]) -> None:
+    for step in reversed(steps):  # an interruption never leaves a later step without those before it
+        storage.remove(step)
 
 
 def _listed(steps: Sequence[int]) -> str:
@@ -171,8 +221,8 @@ def _listed(steps: Sequence[int]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gcore-ckpt",
-        description="Looks into checkpoints, checks, compares, converts and prunes them. PATH is a folder or a URL "
-        "such as s3://bucket/folder; ls, show, verify, diff and export-hf read a Hugging Face folder too.",
+        description="Looks into checkpoints, checks, compares, converts, rolls back and prunes them. PATH is a folder "
+        "or a URL such as s3://bucket/folder; ls, show, verify, diff and export-hf read a Hugging Face folder too.",
         epilog="gcore-ckpt COMMAND --help shows its options and an example. Exit codes: 0 fine, 1 different or "
         "damaged, 2 an error, 130 interrupted.",
     )
@@ -225,12 +275,31 @@ def _parser() -> argparse.ArgumentParser:
     dcp.add_argument("path", metavar="PATH")
     dcp.add_argument("--step", type=_number, metavar="N", default=0, help="number of the step (default: %(default)s)")
 
-    text = "Deletes all but the latest steps; refused while a writer has the path open."
+    text = (
+        "Deletes steps: all but the latest, all above one, or those that were set aside. It does not ask; refused "
+        "while a writer has the path open."
+    )
     prune = command("prune", _prune, text, "prune runs/a --keep 3 --keep-every 1000 --dry-run")
     prune.add_argument("path", metavar="PATH")
-    prune.add_argument("--keep", type=int, required=True, metavar="N", help="how many of the latest stay")
-    prune.add_argument("--keep-every", type=int, metavar="M", help="steps that are multiples of this stay too")
-    prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    which = prune.add_mutually_exclusive_group(required=True)
+    which.add_argument("--keep", type=int, metavar="N", help="how many of the latest stay")
+    which.add_argument("--above", type=_number, metavar="N", help="delete the steps above this one")
+    which.add_argument("--set-aside", action="store_true", help="delete the steps that were set aside by rollback")
+    prune.add_argument("--keep-every", type=int, metavar="M", help="with --keep: multiples of this stay too")
+    prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+
+    text = "Deletes the given steps. It does not ask; refused while a writer has the path open."
+    rm = command("rm", _rm, text, "rm runs/a 300 400")
+    rm.add_argument("path", metavar="PATH")
+    rm.add_argument("steps", metavar="STEP", type=_number, nargs="+", help="number of a step to delete")
+
+    text = (
+        "Makes a step the latest: the steps above it are set aside. They are kept until prune --set-aside, but never "
+        "loaded and not counted by --keep. Refused while a writer has the path open."
+    )
+    rollback = command("rollback", _rollback, text, "rollback runs/a 200")
+    rollback.add_argument("path", metavar="PATH")
+    rollback.add_argument("step", metavar="STEP", type=_number, help="number of the step to continue from")
     return parser
 
 

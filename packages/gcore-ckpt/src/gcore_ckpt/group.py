@@ -77,6 +77,7 @@ class TorchGroup:
         from torch.distributed.distributed_c10d import _get_default_store  # pyright: ignore[reportPrivateUsage]
 
         self._timeout_s = timeout_s
+        self._broken: str | None = None
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
         # Not dist.new_group: without the ranks outside, its name depends on how many groups a rank is in, which differs
@@ -107,6 +108,8 @@ class TorchGroup:
                 received.append(self._receive(rank))
             except LostRankError as error:
                 lost.append(str(error))
+                if self._broken is not None:  # the others would seem to be lost too
+                    break
         if lost:
             raise LostRankError("; ".join(lost))
         return received
@@ -124,7 +127,7 @@ class TorchGroup:
 
     def close(self) -> None:
         """Closes the connections."""
-        del self._group
+        self._group = None
 
     def _send(self, payload: bytes, rank: int) -> None:
         import torch
@@ -149,12 +152,25 @@ class TorchGroup:
         work.wait()
 
     def _checked(self, rank: int, transfer: Callable[[], None]) -> None:
+        if self._broken is not None:
+            raise LostRankError(
+                f"this Checkpointer has lost the other ranks ({self._broken}); expected that all ranks close it and "
+                "make a new one"
+            )
         try:
             transfer()
         except RuntimeError as error:
-            raise LostRankError(
-                f"rank {rank} of {self.size} died or did not answer within {self._timeout_s:g} s"
-            ) from error
+            is_late = "timed out" in str(error).lower()
+            if is_late:
+                reason = f"did not answer within {self._timeout_s:g} s"
+            elif rank == 0:
+                reason = "died, or stopped waiting for another rank that its own error names"
+            else:
+                reason = "died"
+            message = f"rank {rank} of {self.size} {reason}"
+            if is_late or rank == 0:  # gloo closes all connections of a process in which one times out
+                self._broken = message
+            raise LostRankError(message) from error
 
 
 def open_group(process_group: ProcessGroupArgument, timeout_s: float) -> Group:

@@ -1,6 +1,8 @@
 """What a save returns: its outcome, once there is one."""
 
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+
+from gcore_ckpt.workers import wait_for
 
 
 class SaveHandle:
@@ -8,12 +10,14 @@ class SaveHandle:
 
     Attributes:
         step: The step that is being saved.
+        abandoned: Whether the call of `save` was interrupted or refused, so that its caller has no handle.
     """
 
     def __init__(self, step: int, future: Future[None]) -> None:
         self.step = step
         self._future = future
         self._collected = False
+        self.abandoned = False
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
@@ -32,11 +36,11 @@ class SaveHandle:
 
     def join(self, timeout_s: float | None = None) -> None:
         """Waits until the save has ended, well or not."""
-        if not wait([self._future], timeout_s).done:
+        if not wait_for([self._future], timeout_s):
             raise TimeoutError(f"step {self.step} is still being written after {timeout_s} s")
 
     def uncollected_error(self) -> BaseException | None:
         """The error of a save that has ended and that nobody has waited for."""
-        if self._collected or not self._future.done():
+        if self._collected or self.abandoned or not self._future.done():
             return None
         return self._future.exception()

@@ -17,11 +17,12 @@ from gcore_ckpt.dtypes import DTYPES
 from gcore_ckpt.errors import CheckpointMismatchError, CheckpointWriteError
 from gcore_ckpt.leaves import TORCH_DTYPES
 from gcore_ckpt.listing import step_leaves
+from gcore_ckpt.local_storage import LocalStorage
 from gcore_ckpt.plan import HeldBox
 from gcore_ckpt.reader import Step, StepReader, find_step, open_step
 from gcore_ckpt.restore import Request, fill
 from gcore_ckpt.safetensors_folder import WEIGHTS_FILE, WEIGHTS_INDEX_FILE
-from gcore_ckpt.storage import open_storage
+from gcore_ckpt.storage import STEP_NAME, open_storage
 from gcore_ckpt.workers import Workers
 
 _THREADS = 4
@@ -84,7 +85,7 @@ def export_hf(
         ValueError: An argument is out of its range.
         CheckpointNotFoundError: The step is not committed.
         CheckpointMismatchError: It holds no tensors there, or one that safetensors cannot hold.
-        CheckpointWriteError: `folder` holds something.
+        CheckpointWriteError: `folder` holds something, or has a name that the folder of the checkpoints uses.
         CorruptCheckpointError: The step is not what was saved.
     """
     if max_shard_bytes < 1:
@@ -95,10 +96,13 @@ def export_hf(
     if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
         raise CheckpointWriteError(f"{target} is there already; expected a new folder, or an empty one")
     storage = open_storage(path)
+    inside = isinstance(storage, LocalStorage) and target.parent.resolve() == storage.path.resolve()
+    if inside and (STEP_NAME.fullmatch(target.name) or target.name.startswith((".", "set-aside-"))):
+        raise CheckpointWriteError(f"{target} has a name that {storage} keeps for itself; expected another one")
     with open_step(storage, find_step(storage, step)) as reader:
         files = _split(_weights(reader, prefix, float_dtype), max_shard_bytes)
         target.parent.mkdir(parents=True, exist_ok=True)
-        temp = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:12]}")
+        temp = target.with_name(f".export-{target.name}-{uuid.uuid4().hex[:12]}")
         temp.mkdir()
         try:
             _write_all(reader, temp, files, copied, progress or (lambda _: None))

@@ -58,13 +58,17 @@ def torch_dtype_name(dtype: torch.dtype) -> str:
 
 
 class _Leaves:
-    """Collects boxes under names that are unique unless their owner chose them."""
+    """Collects boxes under names that are unique unless their owner chose them.
+
+    A name that an owner chose is never given to a tensor that has none.
+    """
 
     def __init__(self) -> None:
         self.boxes: list[HeldBox] = []
         self.data: list[torch.Tensor | NumpyArray] = []
         self._names: set[str] = set()
         self._name_of_view: dict[tuple[object, ...], str] = {}
+        self._chosen: set[str] = set()
 
     def add(self, leaf: object, path: StatePath) -> Leaf | None:
         """Encodes a tensor or an array; None for anything else."""
@@ -83,6 +87,13 @@ class _Leaves:
             raise ValueError(f"{describe(path)} {error}") from None
         if shard is None:
             return None
+        if shard.name is not None:
+            if shard.name in self._names:
+                raise ValueError(
+                    f"{describe(path)} is a shard of the name {shard.name!r}, which another tensor of this state has "
+                    "by its place; expected another name"
+                )
+            self._chosen.add(shard.name)
         return Leaf(node={"tensor": self._add_shard(shard, path)}, key=shard.name)
 
     def _add_shard(self, shard: Shard, path: StatePath) -> str:
@@ -141,7 +152,8 @@ class _Leaves:
         if not plain.isascii():
             plain = plain.encode("utf-8", "backslashreplace").decode()
         name, count = plain, 1
-        while name in self._names or name == "__metadata__":  # {"a.b": x, "a": {"b": y}}, and safetensors' own name
+        # {"a.b": x, "a": {"b": y}}, the name of a shard, and safetensors' own name
+        while name in self._names or name in self._chosen or name == "__metadata__":
             count += 1
             name = f"{plain}#{count}"
         self._names.add(name)

@@ -1,6 +1,6 @@
 """Turns an open step into a state: a fresh one, or a template whose memory is filled."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -41,15 +41,18 @@ def load_step(
     only: Sequence[str] | None,
     device: str | torch.device,
     mmap: bool,
+    check: Callable[[], None] = lambda: None,
 ) -> State:
-    """Loads from an open step, as `Checkpointer.load` says.
+    """Loads from an open step, as `Checkpointer.load` says; `check` is called before each read and may raise.
 
     Raises:
         CheckpointMismatchError: It does not hold what is asked for; nothing was filled.
         CorruptCheckpointError: It is not what was saved.
         CheckpointNotFoundError: It was deleted meanwhile.
     """
-    loader = Loader(reader=reader, rank=group.rank, size=group.size, device=torch.device(device), mmap=mmap)
+    loader = Loader(
+        reader=reader, rank=group.rank, size=group.size, device=torch.device(device), mmap=mmap, check=check
+    )
     workers = Workers(_THREADS, "gcore-ckpt-read")
     try:
         return loader.whole(only, workers) if template is None else loader.into(template, workers)
@@ -67,6 +70,7 @@ class Loader:
         size: Of the group.
         device: Where fresh tensors are made.
         mmap: Whether fresh tensors are views of the files where a file holds them whole.
+        check: Is called before each read; what it raises ends the load.
     """
 
     reader: StepReader
@@ -74,6 +78,7 @@ class Loader:
     size: int
     device: torch.device
     mmap: bool = False
+    check: Callable[[], None] = lambda: None
     _requests: list[Request] = field(default_factory=list[Request])
     _fresh: dict[tuple[ArrayKind, str], object] = field(default_factory=dict[tuple[ArrayKind, str], object])
     _filled: set[tuple[object, ...]] = field(default_factory=set[tuple[object, ...]])
@@ -87,7 +92,7 @@ class Loader:
         """
         node = self.reader.index.tree if only is None else _pruned(self.reader.index.tree, only, self.reader.where)
         state = self._decoded(node)
-        fill(self.reader, self._requests, workers)
+        fill(self.reader, self._requests, workers, self.check)
         return state
 
     def into(self, template: State, workers: Workers) -> State:
@@ -101,7 +106,7 @@ class Loader:
         if missing:
             more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
             raise CheckpointMismatchError(f"{self.reader.where} does not hold {', '.join(missing[:_NAMED])}{more}")
-        fill(self.reader, self._requests, workers)
+        fill(self.reader, self._requests, workers, self.check)
         return state
 
     def _decoded(self, node: Node) -> State:

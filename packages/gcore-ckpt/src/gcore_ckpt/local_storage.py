@@ -1,11 +1,13 @@
 """Steps in a folder of a local or shared file system.
 
 A committed step is a folder of its canonical name, `step-00000012`, and nothing else is. Folders that are being written
-or deleted have temporary names, so that one rename is what commits a step and what takes it back.
+or deleted have temporary names, so that one rename is what commits a step and what takes it back. Steps that were set
+aside are folders `set-aside-00000012-<id>`; `journal.py` says how several become that at once.
 """
 
 import errno
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Generator, Mapping, Sequence
@@ -13,16 +15,20 @@ from contextlib import ExitStack, contextmanager
 from io import FileIO
 from pathlib import Path
 
+from gcore_ckpt.journal import JOURNAL_FILE, Journal, decode_journal
 from gcore_ckpt.lock import WriterLock
 from gcore_ckpt.storage import STEP_NAME, step_name
 from gcore_ckpt.workers import Workers
 
 INDEX_FILE = "index.json"
 
-_TEMP_PREFIX = ".tmp-"
+_TEMP_FOLDER = re.compile(r"\.tmp-step-\d{8,}-[0-9a-f]{12}", re.ASCII)
+_TEMP_JOURNAL = re.compile(r"\.tmp-rollback-[0-9a-f]{12}", re.ASCII)
+_SET_ASIDE = re.compile(r"set-aside-(\d{8,})-[0-9a-f]{12}", re.ASCII)
 _PAGE_BYTES = 4096
 _CHUNK_BYTES = 16 << 20
 _WRITE_THREADS = 4
+_MAX_OPEN_FILES = 256
 
 
 class LocalStorage:
@@ -50,8 +56,14 @@ class LocalStorage:
         """The committed steps, ascending; none if there is no such folder."""
         if not self._path.is_dir():
             return []
-        matches = (STEP_NAME.fullmatch(entry.name) for entry in self._path.iterdir())
-        steps = (int(match[1]) for match in matches if match)
+        data = self._journal_bytes()
+        while True:
+            matches = [STEP_NAME.fullmatch(entry.name) for entry in self._path.iterdir()]
+            steps = {int(match[1]) for match in matches if match}
+            before, data = data, self._journal_bytes()
+            if data == before:  # else steps were set aside meanwhile, and this is a mixture
+                break
+        steps -= set(self._decode_journal(data).pending)
         return sorted(step for step in steps if (self._path / step_name(step)).is_dir())
 
     @contextmanager
@@ -65,9 +77,8 @@ class LocalStorage:
         _create_directory(self._path)
         self._lock = WriterLock(self._path)
         try:
-            for entry in self._path.iterdir():
-                if entry.name.startswith(_TEMP_PREFIX):
-                    shutil.rmtree(entry)
+            self._remove_leftovers()
+            self._finish_setting_aside()
         except BaseException:
             self.release()
             raise
@@ -122,9 +133,71 @@ class LocalStorage:
 
     def remove(self, step: int) -> None:
         """Renames a step away, then deletes it."""
+        self._remove_folder(step_name(step), step)
+
+    def set_aside(self, steps: Sequence[int]) -> None:
+        """Records the steps, which is the atomic act, then renames them."""
+        self._finish_setting_aside()  # of an earlier call that failed halfway
+        if steps:
+            self._write_journal(Journal(pending=tuple(steps)))
+            self._finish_setting_aside()
+
+    def steps_set_aside(self) -> list[int]:
+        """The numbers in the names of the folders, and what is about to be one."""
+        if not self._path.is_dir():
+            return []
+        matches = (_SET_ASIDE.fullmatch(entry.name) for entry in self._path.iterdir())
+        pending = self._decode_journal(self._journal_bytes()).pending
+        waiting = (step for step in pending if (self._path / step_name(step)).is_dir())
+        return sorted([*(int(match[1]) for match in matches if match), *waiting])
+
+    def remove_set_aside(self) -> None:
+        """Deletes the folders."""
+        for entry in list(self._path.iterdir()):
+            if match := _SET_ASIDE.fullmatch(entry.name):
+                self._remove_folder(entry.name, int(match[1]))
+
+    def _remove_folder(self, name: str, step: int) -> None:
         temp = self._path / _temp_name(step)
-        (self._path / step_name(step)).rename(temp)
+        (self._path / name).rename(temp)
         shutil.rmtree(temp)
+
+    def _remove_leftovers(self) -> None:
+        """Removes what dead writers left: exactly what this class names so, and nothing else that is hidden here."""
+        for entry in self._path.iterdir():
+            if _TEMP_FOLDER.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif _TEMP_JOURNAL.fullmatch(entry.name) and entry.is_file():
+                entry.unlink()
+
+    def _finish_setting_aside(self) -> None:
+        pending = self._decode_journal(self._journal_bytes()).pending
+        if not pending:
+            return
+        for step in pending:
+            folder = self._path / step_name(step)
+            if folder.is_dir():
+                folder.rename(self._path / f"set-aside-{step:08d}-{_new_id()}")
+        _sync_directory(self._path)
+        self._write_journal(Journal())
+
+    def _journal_bytes(self) -> bytes | None:
+        try:
+            return (self._path / JOURNAL_FILE).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def _decode_journal(self, data: bytes | None) -> Journal:
+        return decode_journal(data, str(self._path / JOURNAL_FILE))
+
+    def _write_journal(self, journal: Journal) -> None:
+        temp = self._path / f".tmp-rollback-{_new_id()}"
+        with temp.open("xb") as file:
+            file.write(journal.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        temp.replace(self._path / JOURNAL_FILE)
+        _sync_directory(self._path)
 
     def _write_direct(self, path: Path, data: memoryview) -> bool:
         """Writes and syncs whole pages with O_DIRECT and the rest without; False if the file system cannot."""
@@ -156,18 +229,24 @@ class LocalStorage:
 
 
 class LocalFiles:
-    """The open files of one step's folder, or of any folder that holds plain data files."""
+    """The open files of one step's folder, or of any folder that holds plain data files.
+
+    At most `_MAX_OPEN_FILES` are kept open, since processes may open few; the others are opened for each read, by the
+    folder, which may be renamed meanwhile.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._open = ExitStack()
         self._files: dict[str, FileIO] = {}
+        self._folder: int | None = None
 
     def __enter__(self) -> "LocalFiles":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
+        self._folder = None
 
     def read_index(self) -> bytes:
         """The bytes of `index.json`."""
@@ -182,24 +261,43 @@ class LocalFiles:
         path = self._directory / name
         if path.exists() and not path.is_file():  # opening a pipe would wait for ever
             raise ValueError("is no regular file")
-        self._files[name] = self._open.enter_context(path.open("rb", buffering=0))
-        return os.fstat(self._files[name].fileno()).st_size
+        if name in self._files or len(self._files) < _MAX_OPEN_FILES:
+            self._files[name] = self._open.enter_context(path.open("rb", buffering=0))
+            return os.fstat(self._files[name].fileno()).st_size
+        if self._folder is None:
+            self._folder = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+            self._open.callback(os.close, self._folder)
+        return os.stat(name, dir_fd=self._folder).st_size
 
     def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> int:
-        """Fills `buffer` from an open file."""
-        fd, size_bytes = self._files[name].fileno(), 0
-        # Else the kernel reads ahead by so little that a disk with any latency is mostly idle.
-        os.posix_fadvise(fd, offset_bytes, len(buffer), os.POSIX_FADV_WILLNEED)
-        while size_bytes < len(buffer):
-            count = os.preadv(fd, [buffer[size_bytes:]], offset_bytes + size_bytes)
-            if not count:
-                break
-            size_bytes += count
-        return size_bytes
+        """Fills `buffer` from a file that `open` has found."""
+        if name in self._files:
+            return _read_fully(self._files[name].fileno(), offset_bytes, buffer)
+        fd = os.open(name, os.O_RDONLY, dir_fd=self._folder)
+        try:
+            return _read_fully(fd, offset_bytes, buffer)
+        finally:
+            os.close(fd)
+
+
+def _read_fully(fd: int, offset_bytes: int, buffer: memoryview) -> int:
+    size_bytes = 0
+    # Else the kernel reads ahead by so little that a disk with any latency is mostly idle.
+    os.posix_fadvise(fd, offset_bytes, len(buffer), os.POSIX_FADV_WILLNEED)
+    while size_bytes < len(buffer):
+        count = os.preadv(fd, [buffer[size_bytes:]], offset_bytes + size_bytes)
+        if not count:
+            break
+        size_bytes += count
+    return size_bytes
 
 
 def _temp_name(step: int) -> str:
-    return f"{_TEMP_PREFIX}{step_name(step)}-{uuid.uuid4().hex[:12]}"
+    return f".tmp-{step_name(step)}-{_new_id()}"
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:12]
 
 
 def _create_directory(path: Path) -> None:

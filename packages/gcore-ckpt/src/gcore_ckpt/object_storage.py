@@ -3,6 +3,7 @@
     step-00000012/<attempt id>/<data file>
     step-00000012/<attempt id>/index.json
     step-00000012/committed                 JSON: the id of the attempt that is the step, the sizes of its data files
+    rollback.json                           the attempts that were set aside; see `journal.py`
 
 `committed` is created only where there is none, which the store decides: of two writers of a step, one gets it.
 """
@@ -12,8 +13,10 @@ import re
 import uuid
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from gcore_ckpt.errors import CheckpointError, CorruptCheckpointError
+from gcore_ckpt.journal import JOURNAL_FILE, Journal, decode_journal
 from gcore_ckpt.objects import Objects
 from gcore_ckpt.storage import STEP_NAME, StepFiles, step_name
 from gcore_ckpt.workers import Workers
@@ -54,7 +57,15 @@ class ObjectStorage:
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
-        return sorted(self._scan()[0])
+        committed, _, has_journal = self._scan()
+        if not has_journal:
+            return sorted(committed)
+        journal = self._read_journal()
+        while True:
+            committed = self._scan()[0]
+            before, journal = journal, self._read_journal()
+            if journal.generation == before.generation:  # else steps were set aside meanwhile, and this is a mixture
+                return sorted(committed - set(journal.content.pending))
 
     @contextmanager
     def open_step(self, step: int) -> Generator[StepFiles]:
@@ -64,7 +75,8 @@ class ObjectStorage:
 
     def acquire(self) -> None:
         """Checks that the place can be listed. Takes no lock: the class docstring says why that is safe."""
-        self._scan()
+        if self._scan()[2]:
+            self._finish_setting_aside(self._read_journal())
 
     def release(self) -> None:
         """Does nothing: there is no lock."""
@@ -116,15 +128,66 @@ class ObjectStorage:
                 self._objects.delete_folder(attempt)
 
     def remove(self, step: int) -> None:
-        """Deletes a committed step."""
+        """Deletes a committed step, but not what was set aside under its number."""
         self._objects.write(f"{step_name(step)}/{_COMMITTED}", None)
-        self._objects.delete_folder(step_name(step))
+        kept = self._set_aside_attempts()
+        if not any(attempt.startswith(f"{step_name(step)}/") for attempt in kept):
+            self._objects.delete_folder(step_name(step))
+            return
+        for attempt in self._scan()[1].get(step, set[str]()) - kept:
+            self._objects.delete_folder(attempt)
 
-    def _scan(self) -> tuple[set[int], dict[int, set[str]]]:
-        """The committed steps, and the attempts of each step that has any."""
+    def set_aside(self, steps: Sequence[int]) -> None:
+        """Records the attempts, which is the atomic act, then takes back their commits."""
+        journal = self._finish_setting_aside(self._read_journal())  # of an earlier call that failed halfway
+        if not steps:
+            return
+        attempts = [(step, self._read_commit(step_name(step))[0].partition("/")[2]) for step in steps]
+        set_aside = (*journal.content.set_aside, *attempts)
+        self._finish_setting_aside(self._replace(journal, Journal(pending=tuple(steps), set_aside=set_aside)))
+
+    def steps_set_aside(self) -> list[int]:
+        """The steps in the record."""
+        return sorted(step for step, _ in self._read_journal().content.set_aside)
+
+    def remove_set_aside(self) -> None:
+        """Deletes the attempts, then forgets them."""
+        journal = self._read_journal()
+        for attempt in _attempts(journal.content):
+            self._objects.delete_folder(attempt)
+        if journal.content.set_aside:
+            self._replace(journal, Journal())
+
+    def _finish_setting_aside(self, journal: "_StoredJournal") -> "_StoredJournal":
+        if not journal.content.pending:
+            return journal
+        for step in journal.content.pending:
+            self._objects.write(f"{step_name(step)}/{_COMMITTED}", None)
+        return self._replace(journal, Journal(set_aside=journal.content.set_aside))
+
+    def _read_journal(self) -> "_StoredJournal":
+        found = self._objects.read(JOURNAL_FILE)
+        data = found.value if found.state == "value" else None
+        return _StoredJournal(decode_journal(data, f"{self}/{JOURNAL_FILE}"), found.stamp.generation)
+
+    def _replace(self, journal: "_StoredJournal", content: Journal) -> "_StoredJournal":
+        data = content.encode()
+        written = self._objects.write(JOURNAL_FILE, data, if_equal=journal.generation)
+        found = self._objects.read(JOURNAL_FILE)
+        if not written and found.value != data:  # a second try, after an answer that was lost, is refused too
+            raise OSError(f"{self}/{JOURNAL_FILE} was changed by another writer meanwhile; nothing was set aside here")
+        return _StoredJournal(content, found.stamp.generation)
+
+    def _set_aside_attempts(self) -> set[str]:
+        return _attempts(self._read_journal().content)
+
+    def _scan(self) -> tuple[set[int], dict[int, set[str]], bool]:
+        """The committed steps, the attempts of each step that has any, and whether there is a record of rollbacks."""
         committed: set[int] = set()
         attempts: dict[int, set[str]] = {}
+        has_journal = False
         for key in self._objects.list_keys():
+            has_journal = has_journal or key == JOURNAL_FILE
             folder, _, name = key.partition("/")
             match = STEP_NAME.fullmatch(folder)
             if match is None or step_name(step := int(match[1])) != folder:
@@ -134,7 +197,7 @@ class ObjectStorage:
                 committed.add(step)
             elif slash and _ATTEMPT_ID.fullmatch(attempt_id):
                 attempts.setdefault(step, set()).add(f"{folder}/{attempt_id}")
-        return committed, attempts
+        return committed, attempts, has_journal
 
     def _read_commit(self, folder: str) -> tuple[str, dict[str, int]]:
         """The attempt that is a committed step, and the sizes of its data files."""
@@ -171,14 +234,27 @@ class ObjectStorage:
         return None
 
     def _remove_dead_attempts(self) -> None:
-        committed, attempts = self._scan()
+        committed, attempts, has_journal = self._scan()
+        kept = self._live | (self._set_aside_attempts() if has_journal else set())
         newest = max(committed, default=-1)
         for step, names in attempts.items():
             if step > newest or (step in committed and len(names) == 1):
                 continue
             # Read now: since the listing, a writer that is behind may have committed.
-            for attempt in names - self._live - {self._committed_attempt(step_name(step))}:
+            for attempt in names - kept - {self._committed_attempt(step_name(step))}:
                 self._objects.delete_folder(attempt)
+
+
+@dataclass(frozen=True)
+class _StoredJournal:
+    """The record of rollbacks, and the generation of its object."""
+
+    content: Journal
+    generation: bytes
+
+
+def _attempts(journal: Journal) -> set[str]:
+    return {f"{step_name(step)}/{attempt_id}" for step, attempt_id in journal.set_aside}
 
 
 class _ObjectFiles:

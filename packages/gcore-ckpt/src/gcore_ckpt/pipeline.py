@@ -1,13 +1,14 @@
 """What a process keeps from its first save to its last: lock, plan, staging memory, background thread."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
-from gcore_ckpt.agreement import SavePlanner
-from gcore_ckpt.errors import CheckpointWriteError
+from gcore_ckpt.agreement import SavePlanner, root_decides
+from gcore_ckpt.calls import Call
+from gcore_ckpt.errors import CheckpointNotFoundError, CheckpointWriteError
 from gcore_ckpt.group import Group
 from gcore_ckpt.leaves import Holdings, collect
 from gcore_ckpt.plan import HeldBox
@@ -15,8 +16,11 @@ from gcore_ckpt.retention import Retention
 from gcore_ckpt.saver import Saver
 from gcore_ckpt.staging import StagedFile, Stager, Staging
 from gcore_ckpt.storage import Storage
-from gcore_ckpt.tree import State
-from gcore_ckpt.workers import Workers
+from gcore_ckpt.tree import Node, State
+from gcore_ckpt.workers import Workers, wait_for
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _Staged: TypeAlias = "StagedFile | Exception | None"
 
@@ -33,11 +37,11 @@ class SaveOptions:
 
 
 class SavePipeline:
-    """Copies states in the calling thread and writes them, in order, in another.
+    """Copies states in the thread of the calls and writes them, in order, in another.
 
     Args:
         storage: Where to.
-        planning: The ranks that save together, for the calling thread.
+        planning: The ranks that save together, for the thread of the calls.
         writing: The same ranks, for the background thread.
         options: How.
     """
@@ -55,39 +59,70 @@ class SavePipeline:
         self._retention = options.retention
         self._deletions: list[Future[None]] = []
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gcore-ckpt")  # so steps commit in order
+        self._last: Future[Any] | None = None
         self._acquired = False
+        self._newest = -1
 
-    def save(self, step: int, state: State, check: Callable[[], None]) -> Future[None]:
-        """Copies `state` and starts to write it; the future's outcome is that of the save.
+    def save(self, call: Call, step: int, state: State, outcome: Future[None], check: Callable[[], None]) -> None:
+        """Copies `state` and starts to write it.
 
         Args:
+            call: The call that this is.
             step: Number of the step.
             state: What to save.
+            outcome: Is completed when the save has ended, also if this raises.
             check: Raises why this rank cannot save now.
         """
         held: list[Holdings] = []
 
         def prepare() -> tuple[HeldBox, ...]:
-            check()
-            self._raise_failed_deletion()
-            if self._planning.rank == 0:
-                self._acquire(step)
-            held.append(collect(state, self._planning.rank))
-            return held[0].boxes
+            with call.working():
+                check()
+                self._raise_failed_deletion()
+                if self._planning.rank == 0:
+                    self._acquire()
+                    self._check_order(step)
+                held.append(collect(state, self._planning.rank))
+                return held[0].boxes
 
-        files = self._planner.plan(step, prepare)
         staged: SimpleQueue[_Staged] = SimpleQueue()
-        future = self._executor.submit(self._saver.save, step, held[0].tree, _taken_from(staged))
         try:
-            for file in self._stager.stage(files, held[0]):
+            files = self._planner.plan(step, prepare)
+            self._newest = max(self._newest, step)
+            self._submit(self._write, outcome, step, held[0].tree, _taken_from(staged))
+        except Exception as error:
+            outcome.set_exception(error)
+            raise
+        try:
+            for file in self._stager.stage(files, held[0], call.working):
                 staged.put(file)
         except Exception as error:
             staged.put(error)
             raise
         staged.put(None)
         if self._planning.rank == 0:
-            self._deletions.append(self._executor.submit(self._delete_old_steps, step, future))
-        return future
+            self._deletions.append(self._submit(self._delete_old_steps, step, outcome))
+
+    def roll_back(self, call: Call, step: int) -> list[int]:
+        """Sets the steps above a committed one aside, after what is in flight; returns them.
+
+        Raises:
+            CheckpointNotFoundError: The step is not committed.
+            CheckpointWriteError: Setting them aside failed; calling this again completes it.
+        """
+
+        def set_aside() -> list[int]:
+            with call.working():
+                self._acquire()
+                return self._submit(self._set_aside_above, step).result()
+
+        later = root_decides(self._planning, set_aside)
+        self._newest = step
+        return later
+
+    def went_back(self, step: int) -> None:
+        """Takes note that a step was loaded: what was saved above it is not this run's past any more."""
+        self._newest = min(self._newest, step)
 
     def wait(self) -> None:
         """Waits until the steps that retention does not keep are deleted.
@@ -95,7 +130,7 @@ class SavePipeline:
         Raises:
             CheckpointWriteError: They could not be.
         """
-        wait(self._deletions)
+        wait_for(self._deletions)
         self._raise_failed_deletion()
 
     def close(self) -> None:
@@ -104,13 +139,41 @@ class SavePipeline:
         Raises:
             CheckpointWriteError: Old steps could not be deleted; it is closed all the same.
         """
+        if self._last is not None:
+            wait_for([self._last])
         self._executor.shutdown()
         self._copiers.close()
         self._hashers.close()
         if self._acquired:
             self._storage.release()
+            self._acquired = False
         self._writing.close()
         self._raise_failed_deletion()
+
+    def _submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        self._last = future = self._executor.submit(function, *args, **kwargs)
+        return future
+
+    def _write(self, outcome: Future[None], step: int, tree: Node, staged: Iterator[StagedFile]) -> None:
+        try:
+            self._saver.save(step, tree, staged)
+        except Exception as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(None)
+
+    def _set_aside_above(self, step: int) -> list[int]:
+        steps = self._storage.steps()
+        if step not in steps:
+            raise CheckpointNotFoundError(
+                f"{self._storage} holds no step {step!r} to roll back to; its committed steps are {steps}"
+            )
+        later = [other for other in steps if other > step]
+        try:
+            self._storage.set_aside(later)
+        except OSError as error:
+            raise CheckpointWriteError(f"rolling {self._storage} back to step {step} failed: {error}") from error
+        return later
 
     def _delete_old_steps(self, step: int, saved: Future[None]) -> None:
         if saved.exception() is None:
@@ -127,16 +190,26 @@ class SavePipeline:
         for deletion in ended:
             deletion.result()
 
-    def _acquire(self, step: int) -> None:
+    def _acquire(self) -> None:
         if not self._acquired:
             try:
                 self._storage.acquire()
             except OSError as error:
                 raise CheckpointWriteError(f"{self._storage} cannot be opened for saving: {error}") from error
             self._acquired = True
-        if step in self._storage.steps():
+
+    def _check_order(self, step: int) -> None:
+        """Refuses a step that exists, or that lies below one which is not in the past of this run."""
+        steps = self._storage.steps()
+        remedy = "to continue from an earlier step, first call rollback with it, which sets the later ones aside"
+        if step in steps:
             raise CheckpointWriteError(
-                f"{self._storage} already holds step {step}; a committed step is never overwritten"
+                f"{self._storage} already holds step {step}; a committed step is never overwritten ({remedy})"
+            )
+        if steps and step < steps[-1] and self._newest < steps[-1]:
+            raise CheckpointWriteError(
+                f"step is {step}; expected more than {steps[-1]}, the latest step that {self._storage} holds, which "
+                f"this run has neither saved nor continued from ({remedy})"
             )
 
 

@@ -1,7 +1,7 @@
 """Fills tensors from an open step: any sharding, any dtype, any device, from any that was saved."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -37,17 +37,25 @@ class Request:
     target: torch.Tensor
 
 
-def fill(reader: StepReader, requests: Sequence[Request], workers: Workers) -> None:
+def fill(
+    reader: StepReader, requests: Sequence[Request], workers: Workers, check: Callable[[], None] = lambda: None
+) -> None:
     """Fills every request, reading only the blocks that hold something of it.
+
+    Args:
+        reader: The step.
+        requests: What to fill.
+        workers: Threads that read.
+        check: Is called by them before each read; what it raises ends the filling.
 
     Raises:
         CorruptCheckpointError: What is stored is not what was saved; targets then hold rubbish.
         CheckpointNotFoundError: The step was deleted meanwhile.
     """
-    workers.run(_batches(job for request in requests for job in _jobs(reader, request)))
+    workers.run(_batches((job for request in requests for job in _jobs(reader, request)), check))
 
 
-def _batches(jobs: Iterable[_SizedJob]) -> Iterator[Job]:
+def _batches(jobs: Iterable[_SizedJob], check: Callable[[], None]) -> Iterator[Job]:
     """Small jobs many together: handing a job to a thread costs as much as reading a few kilobytes."""
     batch: list[Job] = []
     size_bytes = 0
@@ -55,14 +63,15 @@ def _batches(jobs: Iterable[_SizedJob]) -> Iterator[Job]:
         batch.append(job)
         size_bytes += job_bytes
         if size_bytes >= _BATCH_BYTES:
-            yield lambda batch=batch: _run_all(batch)
+            yield lambda batch=batch: _run_all(batch, check)
             batch, size_bytes = [], 0
     if batch:
-        yield lambda: _run_all(batch)
+        yield lambda: _run_all(batch, check)
 
 
-def _run_all(jobs: Sequence[Job]) -> None:
+def _run_all(jobs: Sequence[Job], check: Callable[[], None]) -> None:
     for job in jobs:
+        check()
         job()
 
 

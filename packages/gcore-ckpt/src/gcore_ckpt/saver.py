@@ -95,7 +95,7 @@ class Saver:
         report = _Report(tree=tree)
         try:
             attempt = self._begin(step)
-        except (OSError, LostRankError, CheckpointWriteError) as error:
+        except Exception as error:
             for file in _quietly(staged):
                 file.release()
             raise self._failure(step, error) from error
@@ -112,8 +112,8 @@ class Saver:
             try:
                 base = self._storage.steps()[-1:] if self._incremental else []
                 message = {"attempt": self._storage.begin(step), "base": base[0] if base else None}
-            except OSError as error:
-                message = {"error": str(error)}
+            except Exception as error:  # raised below, on all ranks
+                message = {"error": str(error) or repr(error)}
         message = json.loads(self._group.scatter([json.dumps(message).encode()] * self._group.size))
         if "error" in message:
             raise CheckpointWriteError(message["error"])

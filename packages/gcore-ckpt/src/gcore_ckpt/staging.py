@@ -1,6 +1,7 @@
 """Copies live memory into host memory, the only part of a save that its caller waits for."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Event
@@ -25,6 +26,7 @@ _JOB_BYTES = 16 << 20
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Copy: TypeAlias = tuple[NumpyArray, NumpyArray]
+Working: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,17 +69,24 @@ class Stager:
         """Largest data file that fits into a buffer."""
         return CHUNK_BYTES if self._staging == "chunked" else None
 
-    def stage(self, files: Sequence[FileLayout], holdings: Holdings) -> Iterator[StagedFile]:
+    def stage(self, files: Sequence[FileLayout], holdings: Holdings, working: Working) -> Iterator[StagedFile]:
         """Copies the boxes of each file, in order; waits where no memory is free.
 
         Once the iterator has ended, `holdings` are not needed any more.
+
+        Args:
+            files: The files.
+            holdings: What to copy.
+            working: Is entered for each copy; what it raises ends the iterator.
         """
         groups = [files] if self._staging == "full" else [[file] for file in files]
         for group in groups:
             if group:
-                yield from self._stage_together(group, holdings)
+                yield from self._stage_together(group, holdings, working)
 
-    def _stage_together(self, files: Sequence[FileLayout], holdings: Holdings) -> Iterator[StagedFile]:
+    def _stage_together(
+        self, files: Sequence[FileLayout], holdings: Holdings, working: Working
+    ) -> Iterator[StagedFile]:
         """Copies files into one arena; each is handed out, to be written, before the next is copied."""
         starts = [0]
         for file in files:
@@ -94,10 +103,12 @@ class Stager:
         copied, settled = 0, Event()
         try:
             on_cuda = any(isinstance(data, torch.Tensor) and data.is_cuda for data in holdings.data)
-            memory = arena.reserve(starts[-1], pinned=on_cuda)
+            with working():
+                memory = arena.reserve(starts[-1], pinned=on_cuda)
             for start, file in zip(starts, files, strict=False):
                 piece = memory[start : start + file.size_bytes]
-                self._copy(file, piece, holdings)
+                with working():
+                    self._copy(file, piece, holdings)
                 copied += 1
                 if copied == len(files):
                     settled.set()

@@ -105,6 +105,24 @@ class Storage(Protocol):
         """Deletes a committed step; it stops being one before its first byte goes (root)."""
         ...
 
+    def set_aside(self, steps: Sequence[int]) -> None:
+        """Makes committed steps no steps any more, all in one atomic act, but keeps what they hold (root).
+
+        A crash leaves either all of them or none; `acquire` completes what a dead writer has started.
+
+        Raises:
+            OSError: It failed; whether before or after the act, `steps` tells.
+        """
+        ...
+
+    def steps_set_aside(self) -> list[int]:
+        """The steps that were set aside, ascending; one that was set aside twice is there twice."""
+        ...
+
+    def remove_set_aside(self) -> None:
+        """Deletes what was set aside (root)."""
+        ...
+
 
 def open_storage(path: str | os.PathLike[str]) -> Storage:
     """The storage of a path: a folder, or a URL such as `s3://bucket/folder` or `gs://bucket/folder`.

@@ -10,9 +10,11 @@ A node of the encoded tree is JSON null, true, false, a string, a finite float, 
 """
 
 import math
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Literal, TypeAlias, cast
 
 State: TypeAlias = Any
@@ -26,6 +28,7 @@ ArrayKind: TypeAlias = Literal["tensor", "array"]
 StatePath: TypeAlias = tuple[str | int, ...]
 
 MAX_DEPTH = 100
+_SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _MAX_PLAIN_INT = 2**53  # what every JSON reader holds exactly
 
 
@@ -60,11 +63,13 @@ def encode(
 ) -> Node:
     """Encodes `state`; what is no container and no small value goes to `encode_leaf`, which returns None to refuse it.
 
-    Subclasses (OrderedDict, named tuples, IntEnum, ...) are encoded as the plain type they compare equal to.
+    Values of subclasses (OrderedDict, named tuples, IntEnum, ...) are encoded as the plain type they compare equal to;
+    keys of subclasses are refused, so that each key comes back as it was.
 
     Raises:
         TypeError: A leaf or a dict key of an unsupported type, with its path.
-        ValueError: More than `MAX_DEPTH` containers inside each other, as in one that contains itself.
+        ValueError: More than `MAX_DEPTH` containers inside each other, as in one that contains itself; or two entries
+            of a dict that would be stored under one key.
     """
     return _encode(state, encode_leaf, rank, path).node
 
@@ -73,7 +78,10 @@ def _encode(state: State, encode_leaf: Callable[[object, StatePath], Leaf | None
     if len(path) > MAX_DEPTH:
         raise ValueError(f"{describe(path[:3])}... nests more than {MAX_DEPTH} containers, or contains itself")
     match state:
-        case None | bool() | str():
+        case None | bool():
+            return Leaf(node=state)
+        case str():
+            _check_text(state, path)
             return Leaf(node=state)
         case int():
             return Leaf(node=_encode_int(state))
@@ -105,10 +113,18 @@ def _encode_dict(
     state: dict[object, State], encode_leaf: Callable[[object, StatePath], Leaf | None], rank: int, path: StatePath
 ) -> Node:
     fields: dict[str | int, Node] = {}
+    owners: dict[str | int, tuple[str | int, bool]] = {}
     for key, value in state.items():
-        plain = _plain_key(key, path)
+        plain = _checked_key(key, path)
         leaf = _encode(value, encode_leaf, rank, (*path, plain))
-        fields[plain if leaf.key is None else leaf.key] = leaf.node
+        stored, is_named = (plain, False) if leaf.key is None else (leaf.key, True)
+        # Shards of one tensor may be entries of one dict (Megatron's layers): they are one entry in all processes.
+        if stored in fields and not (is_named and owners[stored][1] and fields[stored] == leaf.node):
+            raise ValueError(
+                f"{describe(path)} has the keys {owners[stored][0]!r} and {plain!r}, of which both would be stored as "
+                f"{stored!r}; expected names of shards that are no other entry's key"
+            )
+        fields[stored], owners[stored] = leaf.node, (plain, is_named)
     if all(isinstance(key, str) for key in fields):
         return {"dict": fields}
     return {"items": [[_encode_int(key) if isinstance(key, int) else key, node] for key, node in fields.items()]}
@@ -252,12 +268,24 @@ def references(node: Node) -> Iterator[str]:
         yield from references(child)
 
 
-def _plain_key(key: object, path: StatePath) -> str | int:
-    if isinstance(key, str):
-        return str(key)
-    if isinstance(key, int) and not isinstance(key, bool):
-        return int(key)
-    raise TypeError(f"{describe(path)} has the key {key!r} of type {type(key).__name__}; dict keys must be str or int")
+def _checked_key(key: object, path: StatePath) -> str | int:
+    if type(key) is str:
+        _check_text(key, path)
+        return key
+    if type(key) is int:
+        return key
+    hint = ", or its value" if isinstance(key, Enum) else ""
+    raise TypeError(
+        f"{describe(path)} has the key {key!r} of type {type(key).__name__}; dict keys must be str or int themselves, "
+        f"no other or derived type; expected str(key) or int(key){hint}"
+    )
+
+
+def _check_text(text: str, path: StatePath) -> None:
+    if not text.isascii() and _SURROGATE_PAIR.search(text):
+        raise ValueError(
+            f"{describe(path)} is or has a key with two surrogates that JSON reads as one character: {text!r}"
+        )
 
 
 def _item(item: Node) -> tuple[str | int, Node]:

@@ -1,12 +1,31 @@
 """A few threads for work that leaves the GIL alone: copying, hashing, reading and writing of large blocks."""
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Job: TypeAlias = Callable[[], object]
+
+
+WAKE_UP_S = 0.2
+"""How often a thread that waits looks for signals."""
+
+
+def wait_for(futures: Sequence[Future[Any]], timeout_s: float | None = None) -> bool:
+    """Waits until all futures are done; False after `timeout_s`.
+
+    It wakes up in between: a signal that arrives just before a thread falls asleep is handled when it wakes up.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        left_s = WAKE_UP_S if deadline is None else min(WAKE_UP_S, max(0.0, deadline - time.monotonic()))
+        if not wait(futures, left_s).not_done:
+            return True
+        if deadline is not None and time.monotonic() >= deadline:
+            return False
 
 
 class Workers:
@@ -23,8 +42,17 @@ class Workers:
         self._queue: SimpleQueue[tuple[Job, Future[None]] | None] | None = None
 
     def run(self, jobs: Iterable[Job]) -> None:
-        """Runs all jobs and waits for them. Raises the error of the first that failed, after all have ended."""
-        futures = [self.submit(job) for job in jobs]
+        """Runs all jobs and waits for them. Raises the error of the first that failed, after all have ended.
+
+        If the waiting thread is interrupted, jobs that have not started are dropped, and the others end first.
+        """
+        futures: list[Future[None]] = []
+        try:
+            futures.extend(self.submit(job) for job in jobs)  # keeps those before an interruption
+            wait_for(futures)
+        except BaseException:
+            wait_for([future for future in futures if not future.cancel()])
+            raise
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise errors[0]
@@ -55,6 +83,8 @@ class Workers:
 def _work(queue: "SimpleQueue[tuple[Job, Future[None]] | None]") -> None:
     while (item := queue.get()) is not None:
         job, future = item
+        if not future.set_running_or_notify_cancel():
+            continue
         try:
             job()
         except BaseException as error:

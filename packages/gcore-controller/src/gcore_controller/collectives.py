@@ -1,21 +1,40 @@
-"""How controllers meet: collectives over Python objects, and their form inside one process.
+"""How controllers meet: collectives over Python objects, and the checks that all runtimes share.
 
 Controllers exchange small objects and references here; bulk bytes travel between the roles that make and use them.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from copy import copy
 from functools import reduce
-from operator import add, itemgetter
-from typing import Any, Protocol, TypeVar
+from numbers import Integral, Real
+from operator import add, index, itemgetter
+from typing import Any, Protocol, Self, TypeVar
 
-from gcore_controller.errors import CollectiveMismatchError
+from gcore_controller.calls import Call, CallLog
+from gcore_controller.errors import CollectiveAbandonedError, ControllerError
 
 T = TypeVar("T")
 
+_LARGEST_EXACT = 2**53
+
 
 class Collectives(Protocol):
-    """Every controller must make the same calls in the same order."""
+    """Every controller must make the same calls in the same order.
+
+    A call returns when every controller has made it. Calls that differ raise `CollectiveMismatchError` on every rank
+    that takes part, as does a call that waits for a controller whose program has returned. After an error the channel
+    cannot be used any more: every later call on it raises the same error.
+
+    A call that is cancelled on one rank, for instance by a timeout, still counts: the other ranks complete theirs. That
+    rank's next call on the channel raises `CollectiveAbandonedError`, because its calls no longer correspond to those
+    of the others.
+
+    Values belong to all ranks that receive them: in one process (runtimes inline and sim) objects are passed by
+    reference, on Ray they are copied. Do not modify a value after it was sent or received.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -28,11 +47,20 @@ class Collectives(Protocol):
         ...
 
     async def all_reduce(self, value: float) -> float:
-        """Sum over controllers, added in rank order."""
+        """Sum over controllers, as a float, added in rank order.
+
+        Raises:
+            TypeError: ``value`` is not a number; use `all_gather` for arrays.
+            ValueError: ``value`` is an integer that a float cannot represent exactly.
+        """
         ...
 
     async def broadcast(self, value: T | None, *, src: int = 0) -> T:
-        """The value that rank ``src`` passed."""
+        """The value that rank ``src`` passed.
+
+        Raises:
+            ValueError: ``src`` is not a rank.
+        """
         ...
 
     async def all_to_all(self, parts: Sequence[T]) -> list[T]:
@@ -76,60 +104,18 @@ class TicketCounters:
         return range(start, stop)
 
 
-class _Round:
-    """One collective in flight: what has arrived, and the future of what comes of it."""
+class CheckedCollectives(ABC):
+    """`Collectives` with all checks done, on top of two ways to exchange values.
 
-    def __init__(self, op: str, world_size: int) -> None:
-        self.op = op
-        self.values: list[Any] = [None] * world_size
-        self.num_arrived = 0
-        self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    Args:
+        log: Of this rank, shared by all its channels.
+    """
 
-
-class InlineGroup:
-    """The meeting place of ``world_size`` controllers that are tasks of one event loop; objects pass by reference."""
-
-    def __init__(self, world_size: int) -> None:
-        if world_size < 1:
-            raise ValueError(f"world_size is {world_size}: at least 1 is needed")
-        self.world_size = world_size
-        self._rounds: dict[tuple[str, int], _Round] = {}
-        self._tickets = [TicketCounters() for _ in range(world_size)]
-
-    async def meet(
-        self, *, rank: int, channel: str, sequence: int, op: str, value: Any, combine: Callable[[list[Any]], T]
-    ) -> T:
-        """Hand in ``value`` for a channel's collective number ``sequence``; what ``combine`` makes of all, by rank.
-
-        It is called once, by the last to come: among thousands of controllers, one sum for each would take long.
-        """
-        place = (channel, sequence)
-        current = self._rounds.get(place)
-        if current is None:
-            current = self._rounds[place] = _Round(op, self.world_size)
-        if current.op != op:
-            current.result.cancel()
-            raise mismatch(sequence, rank=rank, op=op, other_op=current.op)
-        current.values[rank] = value
-        current.num_arrived += 1
-        if current.num_arrived == self.world_size:
-            del self._rounds[place]
-            current.result.set_result(combine(current.values))
-        return await current.result
-
-    def take_tickets(self, count: int, counter: str, *, at: int, limit: int | None) -> range:
-        """See `Collectives.take_tickets`."""
-        return self._tickets[at].take(count, counter, limit)
-
-
-class InlineCollectives:
-    """One controller's view of an `InlineGroup`."""
-
-    def __init__(self, group: InlineGroup, rank: int, *, channel: str = "") -> None:
-        self._group = group
+    def __init__(self, rank: int, world_size: int, log: CallLog) -> None:
         self._rank = rank
-        self._channel = channel
-        self._sequence = 0
+        self._world_size = world_size
+        self._log = log
+        self._channel = ""
 
     @property
     def rank(self) -> int:
@@ -137,69 +123,111 @@ class InlineCollectives:
 
     @property
     def world_size(self) -> int:
-        return self._group.world_size
+        return self._world_size
 
-    async def _meet(self, op: str, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        sequence = self._sequence
-        self._sequence += 1
-        return await self._group.meet(
-            rank=self._rank, channel=self._channel, sequence=sequence, op=op, value=value, combine=combine
-        )
+    def channel(self, name: str) -> Self:
+        other = copy(self)
+        other._channel = name
+        return other
 
     async def all_gather(self, value: T) -> list[T]:
-        return list(await self._meet("all_gather", value, _as_they_are))
+        with self._call("all_gather") as call:
+            return list(await self._gather(call, value, _as_they_are))
 
     async def all_reduce(self, value: float) -> float:
-        return await self._meet("all_reduce", value, sum_in_order)
+        own = _as_float(value)
+        with self._call("all_reduce") as call:
+            return await self._gather(call, own, _sum_in_order)
 
     async def broadcast(self, value: T | None, *, src: int = 0) -> T:
-        return await self._meet(f"broadcast from {src}", value, itemgetter(src))
+        src = self._checked_rank("src", src)
+        with self._call(f"broadcast(src={src})") as call:
+            return await self._gather(call, value if self._rank == src else None, itemgetter(src))
 
     async def all_to_all(self, parts: Sequence[T]) -> list[T]:
-        check_parts(parts, self.world_size)
-        return [sent[self._rank] for sent in await self._meet("all_to_all", parts, _as_they_are)]
+        if len(parts) != self._world_size:
+            raise ValueError(f"parts has {len(parts)} entries; expected {self._world_size}, one for each rank")
+        with self._call("all_to_all") as call:
+            return await self._exchange(call, parts)
 
     async def barrier(self) -> None:
-        await self._meet("barrier", None, _as_they_are)
+        with self._call("barrier") as call:
+            await self._gather(call, None, _as_they_are)
 
     async def take_tickets(self, count: int, *, counter: str = "", at: int = 0, limit: int | None = None) -> range:
-        check_count(count)
-        return self._group.take_tickets(count, counter, at=at, limit=limit)
+        if count < 0:
+            raise ValueError(f"count is {count}; expected 0 or more")
+        at = self._checked_rank("at", at)
+        self._log.check_open("take_tickets")
+        return await self._take_tickets(count, counter, at, limit)
 
-    def channel(self, name: str) -> "InlineCollectives":
-        return InlineCollectives(self._group, self._rank, channel=name)
+    @contextmanager
+    def _call(self, op: str) -> Generator[Call]:
+        """Count a call, and leave the channel in a state that later calls can be checked against."""
+        try:
+            call = self._log.begin(self._channel, op)
+        except CollectiveAbandonedError as error:
+            if not self._log.has_failed(self._channel):
+                self._fail_everywhere(self._channel, error)
+            raise
+        abandoned = False
+        try:
+            yield call
+        except asyncio.CancelledError:
+            abandoned = True
+            raise
+        except ControllerError as error:
+            if not self._log.has_failed(self._channel):
+                self._fail_everywhere(self._channel, error)
+            raise
+        except Exception as error:
+            what = f"rank {self._rank} called a collective after its {call} had failed: {error!r:.300}"
+            self._fail(self._channel, CollectiveAbandonedError(what))
+            raise
+        finally:
+            self._log.end(call, abandoned=abandoned)
+
+    def _checked_rank(self, name: str, value: int) -> int:
+        rank = index(value)
+        if not 0 <= rank < self._world_size:
+            raise ValueError(f"{name} is {rank}; expected a rank from 0 to {self._world_size - 1}")
+        return rank
+
+    @abstractmethod
+    async def _gather(self, call: Call, value: Any, combine: Callable[[list[Any]], T]) -> T:
+        """Return what ``combine`` makes of the values of all ranks, which it must not modify."""
+
+    @abstractmethod
+    async def _exchange(self, call: Call, parts: Sequence[T]) -> list[T]:
+        """Send a part to each rank, and return the received ones by rank."""
+
+    @abstractmethod
+    async def _take_tickets(self, count: int, counter: str, at: int, limit: int | None) -> range: ...
+
+    @abstractmethod
+    def _fail(self, channel: str, error: ControllerError) -> None:
+        """Make this rank's calls on a channel raise an error, those in flight and later ones."""
+
+    @abstractmethod
+    def _fail_everywhere(self, channel: str, error: ControllerError) -> None:
+        """Make the calls of all ranks on a channel raise an error, those in flight and later ones."""
 
 
 def _as_they_are(values: list[Any]) -> list[Any]:
     return values
 
 
-def sum_in_order(values: list[float]) -> float:
+def _sum_in_order(values: list[float]) -> float:
     """One after the other: Python's own sum of floats is not the same in every version."""
     return reduce(add, values, 0.0)
 
 
-def mismatch(sequence: int, *, rank: int, op: str, other_op: str) -> CollectiveMismatchError:
-    """What to raise where controllers' calls differ."""
-    return CollectiveMismatchError(
-        f"collective {sequence}: rank {rank} called {op} where another controller called {other_op}; "
-        "every controller must make the same calls in the same order"
-    )
-
-
-def check_parts(parts: Sequence[object], world_size: int) -> None:
-    """
-    Raises:
-        ValueError: not one part for each controller.
-    """
-    if len(parts) != world_size:
-        raise ValueError(f"parts has {len(parts)} entries: one for each of {world_size} controllers is needed")
-
-
-def check_count(count: int) -> None:
-    """
-    Raises:
-        ValueError: a negative number of tickets.
-    """
-    if count < 0:
-        raise ValueError(f"count is {count}: 0 or more is needed")
+def _as_float(value: object) -> float:
+    if not isinstance(value, Real):
+        kind = type(value).__name__
+        raise TypeError(f"all_reduce value is of type {kind}; expected a number (gather arrays with all_gather)")
+    if isinstance(value, Integral) and abs(int(value)) > _LARGEST_EXACT:
+        raise ValueError(
+            f"all_reduce value is {value}; expected an integer of at most 2**53, which is exact as a float"
+        )
+    return float(value)

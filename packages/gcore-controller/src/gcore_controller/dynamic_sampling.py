@@ -21,13 +21,11 @@ class Ticketed(Protocol):
         ...
 
 
-_WAVE_MULTIPLE = 8
-"""Waves are rounded up to this, so that 1, 2, 4 and 8 controllers draw the very same prompts."""
-
 GroupT = TypeVar("GroupT", bound=Ticketed)
 
 SampleWave = Callable[[int], Awaitable[list[GroupT]]]
-"""Draw this many prompts on this controller, generate and score; the groups worth keeping."""
+"""Draw this many prompts on all controllers together, generate and score this controller's share of them; return the
+groups worth keeping."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +48,8 @@ class DynamicSampler(Generic[GroupT]):
     """Fills a global quota from waves sized by a running estimate of the acceptance rate.
 
     The groups of a step are the oldest by ticket, so which are chosen does not depend on how many controllers there
-    are or who is fast. Groups beyond the quota wait for the next step.
+    are or who is fast. Groups beyond the quota are the ``surplus``: they are used first in the next step, unless the
+    caller removes them, which a caller must that trains on samples of the present weights alone.
 
     Args:
         max_waves: most waves a step may take; then it makes do with what it has.
@@ -68,14 +67,15 @@ class DynamicSampler(Generic[GroupT]):
         tickets = await self._all_tickets(mine)
         num_waves = num_sampled = num_kept = 0
         while len(tickets) < quota and num_waves < self.max_waves:
-            per_controller = self._wave_size(quota - len(tickets), quota)
-            mine += await sample_wave(per_controller)
+            wave_sampled = self._wave_size(quota - len(tickets), quota)
+            mine += await sample_wave(wave_sampled)
             before, tickets = len(tickets), await self._all_tickets(mine)
             num_waves += 1
-            wave_sampled = per_controller * self.group.world_size
             num_sampled += wave_sampled
             num_kept += len(tickets) - before
-            self.acceptance += 0.3 * ((len(tickets) - before) / wave_sampled - self.acceptance)
+            # Groups that were started in an earlier step may come on top of those of the wave.
+            accepted = min((len(tickets) - before) / wave_sampled, 1.0)
+            self.acceptance += 0.3 * (accepted - self.acceptance)
         chosen = set(sorted(tickets)[:quota])
         mine.sort(key=lambda g: g.ticket)
         self.surplus = [g for g in mine if g.ticket not in chosen]
@@ -88,10 +88,8 @@ class DynamicSampler(Generic[GroupT]):
         )
 
     def _wave_size(self, missing: int, quota: int) -> int:
-        """Prompts per controller: what is missing over the acceptance rate, never much above a whole quota."""
-        wanted = min(missing / max(self.acceptance, 1e-3), float(quota))
-        multiple = math.lcm(_WAVE_MULTIPLE, self.group.world_size)
-        return math.ceil(wanted / multiple) * multiple // self.group.world_size
+        """Return the number of prompts: what is missing over the acceptance rate, at most a whole quota."""
+        return math.ceil(min(missing / max(self.acceptance, 1e-3), float(quota)))
 
     async def _all_tickets(self, groups: list[GroupT]) -> list[int]:
         return [t for tickets in await self.group.all_gather([g.ticket for g in groups]) for t in tickets]

@@ -6,7 +6,23 @@ class ControllerError(Exception):
 
 
 class CollectiveMismatchError(ControllerError):
-    """Controllers met in different collectives: their programs went different ways."""
+    """Controllers called different collectives, or one returned while others wait for it."""
+
+
+class CollectiveAbandonedError(ControllerError):
+    """A rank's part in a collective was cancelled or failed, and the channel was used again."""
+
+
+class ConcurrentCollectivesError(ControllerError):
+    """A rank called two collectives at once on one channel."""
+
+
+class UnpicklableValueError(ControllerError, TypeError):
+    """A value cannot be sent to another process."""
+
+
+class ProgramExitedError(ControllerError):
+    """A program ended neither by returning nor by an error: it called sys.exit or cancelled itself."""
 
 
 class MissingExtraError(ControllerError, ImportError):

@@ -1,12 +1,13 @@
-"""Collectives between controllers that share no memory: messages from one to another, with nobody in the middle."""
+"""Collectives between controllers that share no memory: messages from one to another, without a process in between."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from gcore_controller.collectives import check_count, check_parts, mismatch, sum_in_order
-from gcore_controller.errors import CollectiveMismatchError
+from gcore_controller.calls import Call, CallLog, Whereabouts, again, mismatch
+from gcore_controller.collectives import CheckedCollectives
+from gcore_controller.errors import ControllerError, UnpicklableValueError
 
 T = TypeVar("T")
 
@@ -14,25 +15,72 @@ TakeTickets = Callable[[int, int, str, int | None], Awaitable[range]]
 
 
 @dataclass(frozen=True)
-class Message:
+class Part:
     """What one controller sends another in one collective."""
 
-    sequence: int
-    op: str
+    call: Call
     src: int
     hop: int
     payload: Any
-    channel: str = ""
 
 
-class PeerCollectives:
+@dataclass(frozen=True)
+class Failed:
+    """A channel has failed on another controller."""
+
+    channel: str
+    error: ControllerError
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The program of another controller has returned, after so many calls on each channel."""
+
+    rank: int
+    num_calls: Mapping[str, int]
+
+
+Message = Part | Failed | Returned
+
+
+class _Box:
+    """Parts of one collective, by source and hop: those that have arrived, and those that are waited for."""
+
+    def __init__(self) -> None:
+        self.call: Call | None = None
+        """This rank's own, once it has been made."""
+        self._places: dict[tuple[int, int], asyncio.Future[Part]] = {}
+        self._error: ControllerError | None = None
+
+    def place(self, src: int, hop: int) -> "asyncio.Future[Part]":
+        if (src, hop) not in self._places:
+            self._places[src, hop] = asyncio.get_running_loop().create_future()
+            if self._error is not None:
+                self.fail(self._error)
+        return self._places[src, hop]
+
+    def arrived(self) -> list[Part]:
+        return [place.result() for place in self._places.values() if place.done()]
+
+    def fail(self, error: ControllerError) -> None:
+        self._error = error
+        for place in self._places.values():
+            if not place.done():
+                place.set_exception(again(error))
+                # The call that waits here may have been cancelled.
+                place.exception()
+
+
+class PeerCollectives(CheckedCollectives):
     """One controller's end of `Collectives` over messages.
 
-    Values that all gather take ceil(log2(N)) hops, by dissemination (Bruck et al., IEEE TPDS 8(11), 1997); a broadcast
-    takes as many down a binomial tree; the parts of an all-to-all go straight to whom they are for.
+    Values travel by dissemination (Bruck et al., IEEE TPDS 8(11), 1997) in ceil(log2(N)) hops, those of a broadcast
+    included; the parts of an all-to-all are sent directly. Every collective completes on a rank only after all ranks
+    have called it, so a completed one has been called alike everywhere.
 
     Args:
-        send: gives a message to the controller of a rank, where the runtime calls `deliver`.
+        send: gives a message to the controller of a rank, where the runtime calls `deliver`. It raises
+            `UnpicklableValueError` if the message cannot be sent.
         take_tickets: has the controller of a rank take so many numbers of a counter, below a limit.
     """
 
@@ -44,125 +92,148 @@ class PeerCollectives:
         send: Callable[[int, Message], Awaitable[None]],
         take_tickets: TakeTickets,
     ) -> None:
-        self._rank = rank
-        self._world_size = world_size
+        self._returned: dict[int, Mapping[str, int]] = {}
+        super().__init__(rank, world_size, CallLog(rank, self._returned))
         self._transport = send
         self._tickets_of = take_tickets
-        self._channel = ""
-        # Of all channels, this one's included.
-        self._channels: dict[str, PeerCollectives] = {"": self}
-        self._sequence = -1
-        self._op = ""
-        # Of this collective and later ones: messages that came before they were waited for, or who waits for them.
-        self._mail: dict[tuple[int, int, int], asyncio.Future[Message]] = {}
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
+        # All of this is shared by the channels, which are shallow copies.
+        self._boxes: dict[tuple[str, int], _Box] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def deliver(self, message: Message) -> None:
         """Take in a message from another controller, for any channel."""
-        self.channel(message.channel)._take(message)
+        match message:
+            case Part():
+                self._take(message)
+            case Failed():
+                self._fail(message.channel, message.error)
+            case Returned():
+                self._returned[message.rank] = message.num_calls
+                for call in self._log.waiting:
+                    if error := self._log.missing(call):
+                        self._fail(call.channel, error)
 
-    def channel(self, name: str) -> "PeerCollectives":
-        if name not in self._channels:
-            # Its messages may come before this controller asks for it.
-            made = PeerCollectives(self._rank, self._world_size, send=self._transport, take_tickets=self._tickets_of)
-            made._channel = name
-            made._channels = self._channels
-            self._channels[name] = made
-        return self._channels[name]
+    def finish(self) -> None:
+        """Tell the other ranks that this one's program has returned, so that none waits for it."""
+        num_calls = self._log.num_calls
+        self._log.close()
+        # What another rank that returned earlier has told everyone already covers this one, as a rule.
+        if not any(
+            all(count <= num_calls.get(channel, 0) for channel, count in known.items())
+            for known in self._returned.values()
+        ):
+            self._tell_all(Returned(self._rank, num_calls))
 
-    def _take(self, message: Message) -> None:
-        place = self._place(message.sequence, message.src, message.hop)
-        if place.done():
-            return  # whoever waited has gone
-        place.set_result(message)
-        if message.sequence == self._sequence and message.op != self._op:
+    def whereabouts(self) -> Whereabouts:
+        return self._log.whereabouts
+
+    async def close(self) -> None:
+        """Stop what is in flight, and refuse further calls."""
+        self._log.close()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _take(self, part: Part) -> None:
+        if self._log.has_failed(part.call.channel):
+            return
+        box = self._box(part.call)
+        if box.call is not None and box.call.op != part.call.op:
             # Where programs part, what is waited for may never come.
-            for waiting in self._mail.values():
-                if not waiting.done():
-                    waiting.set_exception(self._mismatch(message))
+            self._fail_everywhere(part.call.channel, mismatch({self._rank: box.call, part.src: part.call}))
+            return
+        box.place(part.src, part.hop).set_result(part)
 
-    async def all_gather(self, value: T) -> list[T]:
-        return await self._gather("all_gather", value)
+    async def _gather(self, call: Call, value: Any, combine: Callable[[list[Any]], T]) -> T:
+        self._open(call)
+        return combine(await self._to_the_end(call, self._disseminate(call, value)))
 
-    async def all_reduce(self, value: float) -> float:
-        return sum_in_order(await self._gather("all_reduce", value))
+    async def _exchange(self, call: Call, parts: Sequence[T]) -> list[T]:
+        self._open(call)
+        return await self._to_the_end(call, self._send_parts(call, parts))
 
-    async def broadcast(self, value: T | None, *, src: int = 0) -> T:
-        self._begin(f"broadcast from {src}")
-        # Ranks counted from the source: a place's parent is it without its highest bit.
-        place = (self._rank - src) % self._world_size
-        found: Any = value
-        if place:
-            parent = place - (1 << place.bit_length() - 1)
-            found = await self._receive((parent + src) % self._world_size)
-        children = (place + (1 << bit) for bit in range(place.bit_length(), self._world_size.bit_length()))
-        sends = (self._send((child + src) % self._world_size, found) for child in children if child < self._world_size)
-        await asyncio.gather(*sends)
-        return found
-
-    async def all_to_all(self, parts: Sequence[T]) -> list[T]:
-        check_parts(parts, self._world_size)
-        self._begin("all_to_all")
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
-        sends = [self._send(rank, parts[rank]) for rank in others]
-        receives = [self._receive(rank) for rank in others]
-        received: list[Any] = (await asyncio.gather(*sends, *receives))[len(others) :]
-        by_rank = dict(zip(others, received, strict=True)) | {self._rank: parts[self._rank]}
-        return [by_rank[rank] for rank in range(self._world_size)]
-
-    async def barrier(self) -> None:
-        await self._gather("barrier", None)
-
-    async def take_tickets(self, count: int, *, counter: str = "", at: int = 0, limit: int | None = None) -> range:
-        check_count(count)
+    async def _take_tickets(self, count: int, counter: str, at: int, limit: int | None) -> range:
         return await self._tickets_of(at, count, counter, limit)
 
-    async def _gather(self, op: str, value: Any) -> list[Any]:
-        self._begin(op)
+    async def _to_the_end(self, call: Call, exchange: Coroutine[Any, Any, T]) -> T:
+        """Complete a collective for the sake of the other ranks even if the caller is cancelled."""
+        task = self._in_background(exchange)
+        task.add_done_callback(lambda _: self._boxes.pop((call.channel, call.sequence), None))
+        return await asyncio.shield(task)
+
+    def _in_background(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        # The caller may have been cancelled, and then does not ask for the error.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task
+
+    async def _disseminate(self, call: Call, value: Any) -> list[Any]:
         size = self._world_size
         # Of this rank and those after it: twice as many with each hop.
         known = [value]
         while (distance := len(known)) < size:
             count = min(distance, size - distance)
             _, further = await asyncio.gather(
-                self._send((self._rank - distance) % size, known[:count], hop=distance),
-                self._receive((self._rank + distance) % size, hop=distance),
+                self._send(call, (self._rank - distance) % size, known[:count], hop=distance),
+                self._receive(call, (self._rank + distance) % size, hop=distance),
             )
             known += further
         return [known[(rank - self._rank) % size] for rank in range(size)]
 
-    def _begin(self, op: str) -> None:
-        self._sequence += 1
-        self._op = op
-        for (sequence, _, _), place in self._mail.items():
-            if sequence == self._sequence and place.result().op != op:
-                raise self._mismatch(place.result())
+    async def _send_parts(self, call: Call, parts: Sequence[Any]) -> list[Any]:
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        sends = [self._send(call, rank, parts[rank]) for rank in others]
+        receives = [self._receive(call, rank) for rank in others]
+        received: list[Any] = (await asyncio.gather(*sends, *receives))[len(others) :]
+        by_rank = dict(zip(others, received, strict=True)) | {self._rank: parts[self._rank]}
+        return [by_rank[rank] for rank in range(self._world_size)]
 
-    async def _send(self, rank: int, payload: Any, *, hop: int = 0) -> None:
-        await self._transport(rank, Message(self._sequence, self._op, self._rank, hop, payload, self._channel))
-
-    async def _receive(self, src: int, *, hop: int = 0) -> Any:
-        sequence = self._sequence
+    async def _send(self, call: Call, rank: int, payload: Any, *, hop: int = 0) -> None:
         try:
-            message = await self._place(sequence, src, hop)
-        finally:
-            del self._mail[sequence, src, hop]
-        if message.op != self._op:
-            raise self._mismatch(message)
-        return message.payload
+            await self._transport(rank, Part(call, self._rank, hop, payload))
+        except UnpicklableValueError as error:
+            raise UnpicklableValueError(
+                f"rank {self._rank} called {call} with a value that cannot be sent to another process: {error}; "
+                "pass plain data, or a reference made by ctx.put"
+            ) from error
 
-    def _mismatch(self, message: Message) -> CollectiveMismatchError:
-        return mismatch(self._sequence, rank=self._rank, op=self._op, other_op=message.op)
+    async def _receive(self, call: Call, src: int, *, hop: int = 0) -> Any:
+        return (await self._box(call).place(src, hop)).payload
 
-    def _place(self, sequence: int, src: int, hop: int) -> "asyncio.Future[Message]":
-        key = (sequence, src, hop)
-        if key not in self._mail:
-            self._mail[key] = asyncio.get_running_loop().create_future()
-        return self._mail[key]
+    def _open(self, call: Call) -> None:
+        """
+        Raises:
+            CollectiveMismatchError: another rank called something else, and was here first.
+        """
+        box = self._box(call)
+        box.call = call
+        for part in box.arrived():
+            if part.call.op != call.op:
+                raise mismatch({self._rank: call, part.src: part.call})
+
+    def _box(self, call: Call) -> _Box:
+        return self._boxes.setdefault((call.channel, call.sequence), _Box())
+
+    def _fail(self, channel: str, error: ControllerError) -> None:
+        if self._log.has_failed(channel):
+            return
+        self._log.fail(channel, error)
+        for (name, _), box in self._boxes.items():
+            if name == channel:
+                box.fail(error)
+
+    def _fail_everywhere(self, channel: str, error: ControllerError) -> None:
+        self._fail(channel, error)
+        self._tell_all(Failed(channel, error))
+
+    def _tell_all(self, message: Message) -> None:
+        async def tell(rank: int) -> None:
+            # A rank that cannot be reached has died, which the runtime reports.
+            await asyncio.gather(self._transport(rank, message), return_exceptions=True)
+
+        for rank in range(self._world_size):
+            if rank != self._rank:
+                self._in_background(tell(rank))

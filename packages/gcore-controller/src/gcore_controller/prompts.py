@@ -18,8 +18,8 @@ RowT = TypeVar("RowT")
 class ShardedSampler(Sampler[int]):
     """An endless, shuffled walk over tickets 0, 1, 2, ... of which one controller yields every ``world_size``-th.
 
-    Ticket t is entry ``t mod num_rows`` of a permutation of the rows drawn anew for epoch ``t // num_rows``, so the
-    tickets that all controllers have drawn together after equal numbers of draws are the same for any number of them.
+    Ticket t is entry ``t mod num_rows`` of a permutation of the rows that is drawn for epoch ``t // num_rows``. It
+    belongs to controller ``t mod world_size``.
     """
 
     def __init__(self, num_rows: int, *, seed: int, rank: int, world_size: int, start: int = 0) -> None:
@@ -42,10 +42,15 @@ class ShardedSampler(Sampler[int]):
         return int(self._order[entry])
 
     def __iter__(self) -> Iterator[int]:
-        ticket = self._start + self._rank
+        ticket = first_ticket(self._start, rank=self._rank, world_size=self._world_size)
         while True:
             yield self.row(ticket)
             ticket += self._world_size
+
+
+def first_ticket(start: int, *, rank: int, world_size: int) -> int:
+    """Return the first ticket from ``start`` on that belongs to a controller."""
+    return start + (rank - start) % world_size
 
 
 class PromptLoader(Generic[RowT]):
@@ -85,11 +90,15 @@ class PromptLoader(Generic[RowT]):
         return iter(Loader(node))
 
     def take(self, count: int) -> list[tuple[int, RowT]]:
-        """The next ``count`` rows of this controller, each with its ticket: its place in the global order."""
-        first = self._cursor + self._rank
-        self._cursor += count * self._world_size
+        """Advance by ``count`` rows, and return those of them that are this controller's, each with its ticket.
+
+        All controllers together get exactly ``count`` rows, whatever their number: a controller gets none if there are
+        fewer rows than controllers. A ticket is a row's place in the global order.
+        """
+        first = first_ticket(self._cursor, rank=self._rank, world_size=self._world_size)
+        self._cursor += count
         with self._stage():
-            return [(first + i * self._world_size, next(self._iterator)) for i in range(count)]
+            return [(ticket, next(self._iterator)) for ticket in range(first, self._cursor, self._world_size)]
 
     def row(self, ticket: int) -> RowT:
         """The row that a ticket stands for."""
@@ -99,7 +108,7 @@ class PromptLoader(Generic[RowT]):
 
     @property
     def cursor(self) -> int:
-        """The ticket that the next `take` of rank 0 begins with."""
+        """The first ticket of the next `take` of all controllers."""
         return self._cursor
 
     @property
@@ -108,7 +117,7 @@ class PromptLoader(Generic[RowT]):
         return self._cursor / len(self._rows)
 
     def state(self) -> dict[str, int]:
-        """Position in the global order: the same on every controller after equal draws."""
+        """Position in the global order: the same on every controller after the same calls of `take`."""
         return {"cursor": self._cursor, "num_rows": len(self._rows), "seed": self._seed}
 
     def load_state(self, state: dict[str, int]) -> None:

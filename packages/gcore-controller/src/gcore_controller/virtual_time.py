@@ -5,7 +5,7 @@ import selectors
 
 from gcore_controller.context import Program, ResultT, RolesT
 from gcore_controller.errors import StuckError
-from gcore_controller.inline import run_inline
+from gcore_controller.inline import InlineRun
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
@@ -60,8 +60,12 @@ def run_simulated(
         each controller's result, by rank. `Context.clock` tells the simulated time.
 
     Raises:
-        StuckError: the program waits for what never comes.
+        StuckError: the program waits for what never comes; it says where each controller is.
         Exception: see `run_inline`.
     """
+    run = InlineRun(program, roles=roles, world_size=world_size)
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        return runner.run(run_inline(program, roles=roles, world_size=world_size, timeout_s=timeout_s))
+        try:
+            return runner.run(run.run(timeout_s))
+        except StuckError as error:
+            raise StuckError(f"{error}: {run.whereabouts()}") from None

@@ -28,6 +28,10 @@ class RewardConfigError(RewardError, ValueError):
     """A reward was given a setting that it cannot work with."""
 
 
+class RewardExitError(RewardError):
+    """A reward tried to end the process, or blocked it in its trial call; ``on_error`` does not apply."""
+
+
 class NoScoreError(RewardError):
     """A reward says that it has no score for a completion, so that the group it belongs to is to be dropped."""
 

@@ -4,25 +4,27 @@ Of vision-language models it runs those of `images.VISION_MODELS`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from gcore_rollout import slot_attention
 from gcore_rollout.calls import Sample, check_request, check_weights
 from gcore_rollout.engine import EngineStats
 from gcore_rollout.errors import UnsupportedModelError
+from gcore_rollout.hf_probe import check_logits, probe_prompts
 from gcore_rollout.hf_vision import HFVision
 from gcore_rollout.images import VISION_MODELS, VisionProcessor, checkpoint_name
 from gcore_rollout.in_process import InProcessEngine
 from gcore_rollout.repetition import extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.sampling import sample_seeds, sample_tokens, uniforms
 from gcore_rollout.slot_attention import Decode, Prefill, SlotCache
-from gcore_rollout.types import FinishReason, Request
+from gcore_rollout.types import FinishReason, Request, SamplingParams
 from gcore_rollout.weight_digests import held
 from gcore_rollout.weight_report import HeldTensor, HeldWeights
 
@@ -134,7 +136,7 @@ class HFEngine(InProcessEngine):
         self._model = model.eval().requires_grad_(False)
         self._device: torch.device = model.device
         text_config: Any = model.config.get_text_config()
-        self._max_length = _longest_sequence(text_config)
+        self._max_length = slot_attention.longest_sequence(text_config)
         self._vocab_size: int = model.get_input_embeddings().num_embeddings
         self._eos = np.asarray(eos_token_ids, dtype=np.int64)
         self._max_num_seqs = max_num_seqs
@@ -157,6 +159,7 @@ class HFEngine(InProcessEngine):
         *,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        max_model_len: int | None = None,
         max_num_seqs: int = 256,
         eos_token_ids: Sequence[int] | None = None,
     ) -> Self:
@@ -164,32 +167,50 @@ class HFEngine(InProcessEngine):
 
         Args:
             path: folder with ``config.json`` and weights.
+            max_model_len: longest prompt + completion that must be computed, in tokens; default: any.
             eos_token_ids: default: what the model's generation config says.
 
         Raises:
-            UnsupportedModelError: the architecture does not call transformers' attention interface, or it reads images
-                and the folder has no image processor.
+            UnsupportedModelError: the architecture does not call transformers' attention interface, its logits in the
+                engine are not those of transformers, it computes ``max_model_len`` tokens in another way than fewer
+                (rope_type ``longrope``), or it reads images and the folder has no image processor.
         """
         slot_attention.register()
         config = AutoConfig.from_pretrained(path)
+        text_config: Any = config.get_text_config()
         vision = VisionProcessor.from_pretrained(path) if config.model_type in VISION_MODELS else None
         attention: Any = slot_attention.ATTENTION_NAME
         if vision is not None:
             attention = {"text_config": attention, "vision_config": "sdpa"}
         auto_class: Any = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
-        model: Any = auto_class.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention)
+        try:
+            model: Any = auto_class.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention)
+        except (AttributeError, KeyError, TypeError) as error:
+            # Of models that have classes of their own for every attention that they know.
+            raise UnsupportedModelError(
+                f"{config.model_type!r} does not load with an attention that is not transformers' own "
+                f"({type(error).__name__}: {error}): the vllm engine may run it"
+            ) from error
         # transformers itself ignores an attention that the model never calls, and the samples would mix.
-        text_config: Any = config.get_text_config()
         others = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if not model.is_backend_compatible() or others:
             raise UnsupportedModelError(
                 f"{config.model_type!r} does not run all its layers through transformers' attention interface: "
                 "the hf engine cannot run it, the vllm engine may"
             )
+        longest = slot_attention.longest_sequence(text_config)
+        if max_model_len is not None and longest < min(max_model_len, text_config.max_position_embeddings):
+            raise UnsupportedModelError(
+                f"max_model_len is {max_model_len}; expected at most {longest} for rope_type 'longrope' of "
+                f"{config.model_type!r}, whose factors change there: the vllm engine computes longer sequences"
+            )
         if eos_token_ids is None:
             eos = model.generation_config.eos_token_id
             eos_token_ids = [eos] if isinstance(eos, int) else list(eos or [])
-        return cls(model.to(device), eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs, vision=vision)
+        engine = cls(model.to(device), eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs, vision=vision)
+        prompts = probe_prompts(engine._vocab_size, engine._max_length, max_num_seqs)
+        check_logits(model, prompts, partial(engine._logits_of, prompts))
+        return engine
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -281,6 +302,23 @@ class HFEngine(InProcessEngine):
         if logits:
             self._sample(torch.cat(logits) if len(logits) > 1 else logits[0])
             self._retire()
+
+    def _logits_of(self, prompts: Sequence[Sequence[int]], next_tokens: Sequence[int]) -> list[torch.Tensor]:
+        """Logits [P, V] after prompts and after one more token of each, of an engine that is idle."""
+        sampling = SamplingParams(max_tokens=2)
+        self._waiting.join(
+            [Request(request_id=str(i), prompt_token_ids=tuple(p), sampling=sampling) for i, p in enumerate(prompts)]
+        )
+        try:
+            after_prompts = self._admit()
+            assert after_prompts is not None
+            self._rows.last_tokens[: len(prompts)] = next_tokens
+            self._rows.num_sampled[: len(prompts)] = 1
+            return [after_prompts, self._decode(len(prompts))]
+        finally:
+            self._rows = _Rows(self._max_num_seqs)
+            self._cache.clear()
+            self._prompt_tokens = 0
 
     def _admit(self) -> torch.Tensor | None:
         """Prefill waiting samples into free slots; their logits [M, V], in slot order."""
@@ -427,12 +465,3 @@ def _widened(array: NDArray[Any], num_columns: int) -> NDArray[Any]:
 
 def _round_up(value: int, multiple: int, limit: int) -> int:
     return min(-(-value // multiple) * multiple, limit)
-
-
-def _longest_sequence(config: PreTrainedConfig) -> int:
-    """Longest sequence that full attention computes exactly as the model would."""
-    longest: int = config.max_position_embeddings
-    window: int | None = getattr(config, "sliding_window", None)
-    if window and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        longest = min(longest, window)
-    return longest

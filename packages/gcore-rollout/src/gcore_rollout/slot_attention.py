@@ -18,6 +18,34 @@ from gcore_rollout.errors import UnsupportedModelError
 
 ATTENTION_NAME = "gcore_slots"
 
+_LEAVE_WINDOW_TO_MASK = ("phimoe", "qwen2_moe")
+"""Models whose attention is not given the sliding window that transformers' masks have for it."""
+
+_NUM_PLAIN_SCORES = 1 << 26
+"""Most scores in memory at a time where torch's own attention does not compute them: 256 MB in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How a layer scores keys.
+
+    Attributes:
+        scale: Of the scores; None: 1 / sqrt(D).
+        sliding_window: Number of latest tokens that a query sees, its own included; None: all.
+        softcap: Replaces scores x by softcap * tanh(x / softcap) (Gemma 2, arXiv:2408.00118); None: does not.
+        sinks: [H] a further score of each head's softmax, without a value (gpt-oss); None: none.
+    """
+
+    scale: float | None
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's own attention lacks something of it."""
+        return self.softcap is not None or self.sinks is not None
+
 
 class SlotCache:
     """Keys and values of up to ``num_slots`` samples, grown as needed."""
@@ -84,7 +112,7 @@ class Prefill:
     """[M] the prompt (row of the rectangle) that each of them holds."""
 
     def attend(
-        self, layer: int, q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTD: torch.Tensor, scale: float | None
+        self, layer: int, q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTD: torch.Tensor, rule: Rule
     ) -> torch.Tensor:
         """Attention output [1, T, H, D]."""
         keys, values = self.cache.layer(layer, k_1KTD)
@@ -93,7 +121,11 @@ class Prefill:
         values[self.slots, :, : self.max_length] = v[self.prompts]
         # Padding stands behind every prompt, so the causal mask alone hides it from the real tokens.
         gqa = q.shape[1] != k.shape[1]
-        out_PHLD = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+        window = rule.sliding_window
+        if rule.is_plain or (window is not None and window < self.max_length):
+            out_PHLD = _attend_causally(q, k, v, rule)
+        else:
+            out_PHLD = scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scale, enable_gqa=gqa)
         return out_PHLD.transpose(1, 2).flatten(0, 1)[self.padded_index][None]
 
     def _unpack(self, x_1HTD: torch.Tensor) -> torch.Tensor:
@@ -116,7 +148,7 @@ class Decode:
     """[B, 1, 1, Lk] additive mask: 0 up to and including the new token's position, -inf behind it."""
 
     def attend(
-        self, layer: int, q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTD: torch.Tensor, scale: float | None
+        self, layer: int, q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTD: torch.Tensor, rule: Rule
     ) -> torch.Tensor:
         """Attention output [1, B, H, D]."""
         keys, values = self.cache.layer(layer, k_1KTD)
@@ -126,10 +158,53 @@ class Decode:
         num_kv_heads, length = k_1KTD.shape[1], self.mask.shape[-1]
         # Query heads that share a key-value head stand as rows of one query: no repeated keys, no copy of the cache.
         q_BKGD = q_1HTD[0].transpose(0, 1).reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        out_BKGD = scaled_dot_product_attention(
-            q_BKGD, keys[:batch, :, :length], values[:batch, :, :length], attn_mask=self.mask, scale=scale
-        )
+        k_BKLD, v_BKLD = keys[:batch, :, :length], values[:batch, :, :length]
+        mask = self.mask
+        if (window := rule.sliding_window) is not None and window < length:
+            is_left_behind_BL = torch.arange(length, device=mask.device) <= self.positions[:, None] - window
+            mask = mask.masked_fill(is_left_behind_BL[:, None, None], -torch.inf)
+        if rule.is_plain:
+            out_BKGD = _attend(q_BKGD[:, :, :, None], k_BKLD, v_BKLD, mask[:, :, None], rule).squeeze(3)
+        else:
+            out_BKGD = scaled_dot_product_attention(q_BKGD, k_BKLD, v_BKLD, attn_mask=mask, scale=rule.scale)
         return out_BKGD.reshape(1, batch, num_heads, head_dim)
+
+
+def _attend_causally(q_PHLD: torch.Tensor, k_PKLD: torch.Tensor, v_PKLD: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """Return the output [P, H, L, D] of queries that see themselves and keys before them, some queries at a time."""
+    num_prompts, num_heads, length, _ = q_PHLD.shape
+    num_rows = max(1, _NUM_PLAIN_SCORES // (num_prompts * num_heads * length))
+    window = length if rule.sliding_window is None else rule.sliding_window
+    place_L = torch.arange(length, device=q_PHLD.device)
+    outputs: list[torch.Tensor] = []
+    for first in range(0, length, num_rows):
+        end = min(first + num_rows, length)
+        rows, keys = slice(first, end), slice(max(0, first - window + 1), end)
+        distance_QL = place_L[rows, None] - place_L[keys]
+        is_hidden_QL = (distance_QL < 0) | (distance_QL >= window)
+        mask_QL = torch.zeros_like(is_hidden_QL, dtype=torch.float32).masked_fill_(is_hidden_QL, -torch.inf)
+        q_PKGQD = q_PHLD[:, :, rows].unflatten(1, (k_PKLD.shape[1], -1))
+        out_PKGQD = _attend(q_PKGQD, k_PKLD[:, :, keys], v_PKLD[:, :, keys], mask_QL, rule)
+        outputs.append(out_PKGQD.flatten(1, 2))
+    return torch.cat(outputs, dim=2)
+
+
+def _attend(
+    q_BKGQD: torch.Tensor, k_BKLD: torch.Tensor, v_BKLD: torch.Tensor, mask: torch.Tensor, rule: Rule
+) -> torch.Tensor:
+    """Return softmax attention [B, K, H / K, Q, D] under a mask that is added to the scores, in float32 at least."""
+    q_BKGQD, k_BKLD, v_wide_BKLD = (
+        x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q_BKGQD, k_BKLD, v_BKLD)
+    )
+    scale = q_BKGQD.shape[-1] ** -0.5 if rule.scale is None else rule.scale
+    scores_BKGQL = q_BKGQD @ k_BKLD[:, :, None].mT * scale
+    if rule.softcap is not None:
+        scores_BKGQL = (scores_BKGQL / rule.softcap).tanh() * rule.softcap
+    scores_BKGQL += mask
+    lse_BKGQ = scores_BKGQL.logsumexp(-1)
+    if rule.sinks is not None:
+        lse_BKGQ = torch.logaddexp(lse_BKGQ, rule.sinks.view(*q_BKGQD.shape[1:3], 1).to(lse_BKGQ.dtype))
+    return ((scores_BKGQL - lse_BKGQ[..., None]).exp() @ v_wide_BKLD[:, :, None]).to(v_BKLD.dtype)
 
 
 def _forward(
@@ -137,22 +212,67 @@ def _forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001 - transformers' signature
+    attention_mask: torch.Tensor | None,
     *,
-    slots: Prefill | Decode,
+    slots: Prefill | Decode | None = None,
     scaling: float | None = None,
+    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    if softcap is not None or s_aux is not None:
+    if slots is None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} caps its attention logits or has attention sinks: the hf engine has neither, "
-            "the vllm engine may"
+            f"{type(module).__name__} is not given the keyword arguments of the model's forward pass: the hf engine "
+            "needs them, the vllm engine may run the model"
+        )
+    # Masks are not asked for: this one is the model's own.
+    if attention_mask is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} computes an attention mask of its own: the hf engine does not apply it, the vllm "
+            "engine may"
         )
     layer = module.layer_idx
     assert isinstance(layer, int)
-    return slots.attend(layer, query, key, value, scaling), None
+    if sliding_window is None:
+        sliding_window = _window_of_mask(module, layer)
+    if sliding_window is not None and sliding_window < 1:
+        raise UnsupportedModelError(f"sliding_window is {sliding_window}; expected at least 1, or none")
+    rule = Rule(scale=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
+    return slots.attend(layer, query, key, value, rule), None
+
+
+def _window_of_mask(module: torch.nn.Module, layer: int) -> int | None:
+    """Return the sliding window that the config gives a layer, for a layer that does not pass one.
+
+    Raises:
+        UnsupportedModelError: there is one, and it is not known whether transformers' masks apply it.
+    """
+    config: Any = getattr(module, "config", None)
+    window: int | None = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if window is None or (layer_types and layer_types[layer] != "sliding_attention"):
+        return None
+    if config.model_type in _LEAVE_WINDOW_TO_MASK:
+        return window
+    raise UnsupportedModelError(
+        f"sliding_window of {config.model_type!r} is {window}, and its layers do not pass it to their attention: "
+        "the hf engine cannot tell where it applies, the vllm engine may run the model"
+    )
+
+
+def longest_sequence(config: Any) -> int:
+    """Return the tokens of the longest sequence that a model of this config computes alike in every batch.
+
+    transformers chooses the factors of rope_type ``longrope`` (LongRoPE, arXiv 2402.13753) by the largest position of a
+    batch, and the base of ``dynamic`` beyond ``max_position_embeddings``.
+    """
+    longest: int = config.max_position_embeddings
+    rope: Any = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if parameters.get("rope_type") == "longrope":
+            longest = min(longest, parameters["original_max_position_embeddings"])
+    return longest
 
 
 def register() -> None:

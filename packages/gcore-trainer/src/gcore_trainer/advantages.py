@@ -11,6 +11,7 @@ from typing import Literal, assert_never
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from gcore_trainer.checks import require_finite
 from gcore_trainer.errors import BatchError
 
 GroupEstimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"]
@@ -43,15 +44,15 @@ def grpo_advantages(
     hard prompts up; whitened over the batch, that is REINFORCE++-baseline (arXiv 2501.03262).
 
     Args:
-        scores: [n] rewards of the group, n >= 1. A single response has advantage 0.
+        scores: [n] rewards of the group, n >= 1. A single response keeps its score: mean 0 and std 1, as in verl.
 
     Raises:
         BatchError: a score is not finite.
     """
     r = _scores(scores)
-    centred = r - r.mean()
-    if norm_adv_by_std_in_grpo and r.size > 1:
-        centred = centred / (r.std(ddof=1) + epsilon)
+    centred = _centred(r)
+    if norm_adv_by_std_in_grpo:
+        centred = centred / ((r.std(ddof=1) if r.size > 1 else 1.0) + epsilon)
     return centred.astype(np.float32)
 
 
@@ -61,13 +62,13 @@ def rloo_advantages(scores: ArrayLike) -> NDArray[np.float32]:
     A_i = r_i - sum_{j != i} r_j / (n - 1)
 
     Args:
-        scores: [n] rewards of the group, n >= 1. A single response has advantage 0.
+        scores: [n] rewards of the group, n >= 1. A single response keeps its score, as in verl.
 
     Raises:
         BatchError: a score is not finite.
     """
     r = _scores(scores)
-    return ((r - r.mean()) * r.size / max(r.size - 1, 1)).astype(np.float32)
+    return (_centred(r) * r.size / max(r.size - 1, 1)).astype(np.float32)
 
 
 def remax_advantages(scores: ArrayLike, greedy_score: float) -> NDArray[np.float32]:
@@ -95,7 +96,11 @@ def discounted_returns(rewards: NDArray[np.floating], mask: NDArray[np.bool_], *
 
     Returns:
         [R], 0 outside the mask.
+
+    Raises:
+        BatchError: the reward of a token in the mask is not finite.
     """
+    require_finite("rewards", rewards, mask)
     returns = np.zeros(rewards.shape, np.float64)
     running = 0.0
     for t in np.flatnonzero(mask)[::-1]:
@@ -126,7 +131,12 @@ def gae(
 
     Returns:
         advantages [R] and returns [R], 0 outside the mask.
+
+    Raises:
+        BatchError: the reward or the value of a token in the mask is not finite.
     """
+    require_finite("rewards", rewards, mask)
+    require_finite("values", values, mask)
     advantages = np.zeros(rewards.shape, np.float64)
     next_advantage = next_value = 0.0
     for t in np.flatnonzero(mask)[::-1]:
@@ -138,7 +148,13 @@ def gae(
 
 
 def moments(values: Sequence[NDArray[np.floating]], masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.float64]:
-    """Count, sum and sum of squares of the tokens in the masks, shape [3]; those of parts of a batch add up."""
+    """Count, sum and sum of squares of the tokens in the masks, shape [3]; those of parts of a batch add up.
+
+    Raises:
+        BatchError: the value of a token in a mask is not finite.
+    """
+    for i, (v, m) in enumerate(zip(values, masks, strict=True)):
+        require_finite(f"values[{i}]", v, m)
     counted = [v[m].astype(np.float64) for v, m in zip(values, masks, strict=True)]
     return np.array([sum(f(v) for v in counted) for f in (np.size, np.sum, lambda v: np.square(v).sum())], np.float64)
 
@@ -157,6 +173,14 @@ def whiten(values: NDArray[np.floating], mask: NDArray[np.bool_], batch: NDArray
     mean = total / max(count, 1.0)
     variance = max(squares - count * mean * mean, 0.0) / (count - 1.0) if count > 1 else 1.0
     return np.where(mask, (values - mean) / np.sqrt(variance + 1e-8), 0.0).astype(np.float32)
+
+
+def _centred(r: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The scores of a group less their mean; of one response, the score itself."""
+    if r.size == 1:
+        return r
+    # The mean of equal scores may be off by a rounding, and so would be a gradient that should be none.
+    return np.zeros_like(r) if (r == r[0]).all() else r - r.mean()
 
 
 def _scores(scores: ArrayLike) -> NDArray[np.float64]:

@@ -1,5 +1,6 @@
 """What trainers of all kinds of models have in common: the rate, steps that are skipped, and the state."""
 
+import logging
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -10,6 +11,8 @@ from gcore_trainer.config import OptimizerConfig
 from gcore_trainer.errors import ConfigError, NonFiniteGradientError, StateError
 from gcore_trainer.replicas import Replicas
 from gcore_trainer.schedule import learning_rate
+
+_logger = logging.getLogger(__name__)
 
 
 class BaseTrainer(ABC):
@@ -56,6 +59,13 @@ class BaseTrainer(ABC):
             self._nonfinite_steps = 0
         else:
             self._nonfinite_steps += 1
+            _logger.warning(
+                "step %d: the gradient norm is %s; the update is skipped (%d in a row, max_nonfinite_steps=%d)",
+                self._step,
+                grad_norm,
+                self._nonfinite_steps,
+                self._config.max_nonfinite_steps,
+            )
             if self._nonfinite_steps >= self._config.max_nonfinite_steps:
                 raise NonFiniteGradientError(
                     f"the gradient norm was {grad_norm} in {self._nonfinite_steps} steps in a row "

@@ -12,6 +12,9 @@ LossMode = Literal["vanilla", "gspo", "cispo", "sapo"]
 LRSchedulerType = Literal["constant", "linear", "cosine"]
 DPOLossType = Literal["sigmoid", "ipo", "hinge"]
 
+MAX_K3 = 10.0
+"""Largest value of the k3 estimate of a token's KL divergence, in the loss and in the reward; verl's bound."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -90,8 +93,8 @@ class PolicyLossConfig:
     """Estimator of that divergence; with a + its gradient is unbiased."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
-    max_response_length: int = 1
-    """Divisor of ``seq-mean-token-sum-norm``; the longest response the run allows."""
+    max_response_length: int | None = None
+    """Divisor of ``seq-mean-token-sum-norm``, which needs it: the longest response that the run allows."""
 
     def __post_init__(self) -> None:
         require("clip_ratio_low", self.clip_ratio_low, 0 <= self.clip_ratio_low <= 1, "a number in [0, 1]")
@@ -111,7 +114,8 @@ class PolicyLossConfig:
         require("kl_loss_coef", self.kl_loss_coef, 0 <= self.kl_loss_coef < math.inf, "a finite number, 0 or more")
         require_choice("kl_loss_type", self.kl_loss_type, get_args(KLPenalty))
         require("entropy_coeff", self.entropy_coeff, 0 <= self.entropy_coeff < math.inf, "a finite number, 0 or more")
-        require("max_response_length", self.max_response_length, self.max_response_length >= 1, "1 or more")
+        if self.max_response_length is not None:
+            require("max_response_length", self.max_response_length, self.max_response_length >= 1, "1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,13 +126,14 @@ class ValueLossConfig:
     """A value moves at most this far from the one before the step's first update."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses become one number."""
-    max_response_length: int = 1
-    """Divisor of ``seq-mean-token-sum-norm``; the longest response the run allows."""
+    max_response_length: int | None = None
+    """Divisor of ``seq-mean-token-sum-norm``, which needs it: the longest response that the run allows."""
 
     def __post_init__(self) -> None:
         require("cliprange_value", self.cliprange_value, self.cliprange_value > 0, "above 0")
         require_choice("loss_agg_mode", self.loss_agg_mode, get_args(LossAggMode))
-        require("max_response_length", self.max_response_length, self.max_response_length >= 1, "1 or more")
+        if self.max_response_length is not None:
+            require("max_response_length", self.max_response_length, self.max_response_length >= 1, "1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

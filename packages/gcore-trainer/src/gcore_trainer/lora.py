@@ -82,11 +82,15 @@ def merged(
 ) -> Iterator[tuple[str, "torch.Tensor"]]:
     """Hugging Face names and weights with the adapters in them, one at a time.
 
+    The arithmetic is in float32 at least, and is rounded to the data type of the weights once, at the end.
+
     Args:
         parameters: names and whole tensors of a model; its adapters, if they are among them, are left out.
         adapters: names and whole tensors of the adapters; all are used.
         config: what they were made with.
     """
+    import torch
+
     scale = config.alpha / config.rank
     for name, tensor in parameters:
         if name.endswith((A_OF, B_OF)):
@@ -94,7 +98,8 @@ def merged(
         plain = name.replace(_BASE, ".")
         layer, _, kind = plain.rpartition(".")
         if kind == "weight" and layer + A_OF in adapters:
-            a, b = (adapters[layer + end].to(tensor) for end in (A_OF, B_OF))
-            yield plain, tensor + scale * (b @ a)
+            wide = torch.promote_types(tensor.dtype, torch.float32)
+            a, b = (adapters[layer + end].to(tensor.device, wide) for end in (A_OF, B_OF))
+            yield plain, (tensor.to(wide) + scale * (b @ a)).to(tensor.dtype)
         else:
             yield plain, tensor

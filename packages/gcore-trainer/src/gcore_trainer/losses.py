@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_trainer.config import KLPenalty, LossAggMode
+from gcore_trainer.config import MAX_K3, KLPenalty, LossAggMode
+from gcore_trainer.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,11 @@ class BatchTotals:
 
 
 def aggregation_weights(
-    masks: Sequence[NDArray[np.bool_]], mode: LossAggMode, *, totals: BatchTotals, max_response_length: int
+    masks: Sequence[NDArray[np.bool_]],
+    mode: LossAggMode,
+    *,
+    totals: BatchTotals,
+    max_response_length: int | None = None,
 ) -> list[NDArray[np.float32]]:
     """The weight of every token, such that the batch's loss is the plain sum of weight times token loss.
 
@@ -52,6 +57,10 @@ def aggregation_weights(
     Args:
         masks: [R_i] of each sequence of a part of the batch, True where a token counts.
         totals: those of the whole batch.
+        max_response_length: the divisor of ``seq-mean-token-sum-norm``; other modes do without.
+
+    Raises:
+        ConfigError: the mode needs ``max_response_length``, and there is none.
     """
     counts = np.array([m.sum() for m in masks], dtype=np.float64)
     num_sequences = totals.num_sequences
@@ -63,6 +72,10 @@ def aggregation_weights(
         case "seq-mean-token-mean":
             scales = 1.0 / (num_sequences * np.maximum(counts, 1.0))
         case "seq-mean-token-sum-norm":
+            if max_response_length is None:
+                raise ConfigError(
+                    "max_response_length is None; expected 1 or more for loss_agg_mode 'seq-mean-token-sum-norm'"
+                )
             scales = np.full(len(masks), 1.0 / (num_sequences * max_response_length))
         case _:
             assert_never(mode)
@@ -72,11 +85,12 @@ def aggregation_weights(
 def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLPenalty) -> torch.Tensor:
     """Per-token estimates of KL(policy || reference), shape [N] (J. Schulman, "Approximating KL divergence", 2020).
 
-    k1: log p - log q;  k2: (log p - log q)^2 / 2;  k3: q/p - 1 - log(q/p), GRPO's (arXiv 2402.03300, eq. 4).
+    k1: log p - log q;  k2: (log p - log q)^2 / 2;  k3: q/p - 1 - log(q/p), GRPO's (arXiv 2402.03300, eq. 4), at most
+    10 as in verl: a token at the bound has no gradient.
 
-    k1 and k3 estimate the divergence without bias, but their gradients do not estimate its gradient (k1's is zero in
-    expectation); k2's does, under the policy's own samples (arXiv 2510.01555). k1+ and k3+ have the value of k1 and k3
-    and the gradient of k2.
+    k1 and, below its bound, k3 estimate the divergence without bias, but their gradients do not estimate its gradient
+    (k1's is zero in expectation); k2's does, under the policy's own samples (arXiv 2510.01555). k1+ and k3+ have the
+    value of k1 and k3 and the gradient of k2.
     """
     log_ratio = log_probs - ref_log_probs
     match kind:
@@ -86,7 +100,7 @@ def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLPen
             return log_ratio.square() / 2
         case "k3":
             negative = (-log_ratio).clamp(-20.0, 20.0)
-            return negative.exp() - 1 - negative
+            return (negative.exp() - 1 - negative).clamp(max=MAX_K3)
         case "k1+" | "k3+":
             value = kl_penalty(log_probs.detach(), ref_log_probs, "k1" if kind == "k1+" else "k3")
             return value + log_ratio.square() / 2 - (log_ratio.square() / 2).detach()

@@ -5,11 +5,10 @@ Shares add up: over micro-batches, and over ranks. So a batch's gradient does no
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from gcore_trainer.config import LossAggMode, PolicyLossConfig, ValueLossConfig
 from gcore_trainer.errors import BatchError
@@ -88,24 +87,27 @@ class PolicyObjective(Objective[TokenScores]):
         for field in ("old_log_probs", "rollout_log_probs", "rollout_is_weights"):
             if len({getattr(s, field) is None for s in samples}) > 1:
                 raise BatchError(f"{field} is None for some samples of the step: all of them or none must carry it")
+        fields = ["advantages", "old_log_probs", "rollout_log_probs", "rollout_is_weights"]
+        check_finite(micro_batches, *fields, *["ref_log_probs"] * bool(self._config.kl_loss_coef))
 
     def is_idle(self, sample: Sample) -> bool:
         if self._config.kl_loss_coef or self._config.entropy_coeff:
             return super().is_idle(sample)
-        return super().is_idle(sample) or (sample.advantages is not None and not sample.advantages.any())
+        return super().is_idle(sample) or (sample.advantages is not None and not sample.advantages[sample.mask].any())
 
     def share(self, scores: TokenScores, samples: MicroBatch, totals: BatchTotals) -> Share:
         config = self._config
-        current = scores.log_probs.detach()
+        mask = counted_tokens(samples, like=scores.log_probs)
+        log_probs, entropies = (torch.where(mask, x, 0.0) for x in (scores.log_probs, scores.entropies))
+        current = log_probs.detach()
         weight_N = _weights(samples, config.loss_agg_mode, totals, config.max_response_length, like=current)
-        old = joined([s.old_log_probs for s in samples], like=current)
+        old = counted(samples, "old_log_probs", like=current)
         old = current if old is None else old
-        advantages = joined([s.advantages for s in samples], like=current)
+        advantages = counted(samples, "advantages", like=current)
         assert advantages is not None
-        mask = torch.from_numpy(np.concatenate([s.mask for s in samples])).to(current.device)
         lengths = [s.response_ids.size for s in samples]
-        policy = policy_loss(config, scores.log_probs, old, advantages, mask=mask, lengths=lengths)
-        importance = joined([s.rollout_is_weights for s in samples], like=current)
+        policy = policy_loss(config, log_probs, old, advantages, mask=mask, lengths=lengths)
+        importance = counted(samples, "rollout_is_weights", like=current)
         pg_loss = (weight_N * (policy.loss if importance is None else importance * policy.loss)).sum()
         loss = pg_loss
         count = mask.float()
@@ -114,18 +116,18 @@ class PolicyObjective(Objective[TokenScores]):
             "mean:actor/ppo_kl": (count * (old - current)).sum(),
             "mean:actor/pg_clipfrac": (mask & policy.clipped).sum(),
             "mean:actor/pg_clipfrac_lower": (mask & policy.clipped_lower).sum(),
-            "mean:actor/entropy": (count * scores.entropies.detach()).sum(),
+            "mean:actor/entropy": (count * entropies.detach()).sum(),
             "count": count.sum(),
         }
         if config.entropy_coeff:
-            loss = loss - config.entropy_coeff * (weight_N * scores.entropies).sum()
+            loss = loss - config.entropy_coeff * (weight_N * entropies).sum()
         if config.kl_loss_coef:
-            reference = joined([s.ref_log_probs for s in samples], like=current)
+            reference = counted(samples, "ref_log_probs", like=current)
             assert reference is not None
-            kl_loss = (weight_N * kl_penalty(scores.log_probs, reference, config.kl_loss_type)).sum()
+            kl_loss = (weight_N * kl_penalty(log_probs, reference, config.kl_loss_type)).sum()
             loss = loss + config.kl_loss_coef * kl_loss
             sums["actor/kl_loss"] = kl_loss.detach()
-        rollout = joined([s.rollout_log_probs for s in samples], like=current)
+        rollout = counted(samples, "rollout_log_probs", like=current)
         if rollout is not None:
             difference = (current.exp() - rollout.exp()).abs()
             sums["mean:training/rollout_probs_diff_mean"] = (count * difference).sum()
@@ -151,15 +153,16 @@ class ValueObjective(Objective[torch.Tensor]):
         for field in ("values", "returns"):
             if any(getattr(s, field) is None for batch in micro_batches for s in batch):
                 raise BatchError(f"{field} is None: the value loss needs them for every sample")
+        check_finite(micro_batches, "values", "returns")
 
     def share(self, scores: torch.Tensor, samples: MicroBatch, totals: BatchTotals) -> Share:
         config = self._config
         weight_N = _weights(samples, config.loss_agg_mode, totals, config.max_response_length, like=scores)
-        old = joined([s.values for s in samples], like=scores)
-        returns = joined([s.returns for s in samples], like=scores)
+        old, returns = (counted(samples, field, like=scores) for field in ("values", "returns"))
         assert old is not None
         assert returns is not None
-        mask = torch.from_numpy(np.concatenate([s.mask for s in samples])).to(scores.device)
+        mask = counted_tokens(samples, like=scores)
+        scores = torch.where(mask, scores, 0.0)
         loss_N, clipped_N = value_loss(scores, old, returns, cliprange_value=config.cliprange_value)
         loss = (weight_N * loss_N).sum()
         moments = value_moments(old, returns, mask)
@@ -187,15 +190,17 @@ class SFTObjective(Objective[TokenScores]):
 
     def share(self, scores: TokenScores, samples: MicroBatch, totals: BatchTotals) -> Share:
         weight_N = _weights(samples, "token-mean", totals, 1, like=scores.log_probs)
-        loss = -(weight_N * scores.log_probs).sum()
-        return loss, {"sft/loss": loss.detach(), "sft/entropy": (weight_N * scores.entropies.detach()).sum()}
+        mask = counted_tokens(samples, like=scores.log_probs)
+        log_probs, entropies = (torch.where(mask, x, 0.0) for x in (scores.log_probs, scores.entropies))
+        loss = -(weight_N * log_probs).sum()
+        return loss, {"sft/loss": loss.detach(), "sft/entropy": (weight_N * entropies.detach()).sum()}
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         return {"sft/loss": 0.0, **super().metrics(sums)}
 
 
 def _weights(
-    samples: MicroBatch, mode: LossAggMode, totals: BatchTotals, max_response_length: int, *, like: torch.Tensor
+    samples: MicroBatch, mode: LossAggMode, totals: BatchTotals, max_response_length: int | None, *, like: torch.Tensor
 ) -> torch.Tensor:
     """The aggregation weight of every token, shape [N]."""
     masks = [s.mask for s in samples]
@@ -203,7 +208,26 @@ def _weights(
     return torch.from_numpy(np.concatenate(weights)).to(like.device)
 
 
-def joined(arrays: Sequence[NDArray[Any] | None], *, like: torch.Tensor) -> torch.Tensor | None:
-    """The samples' arrays end to end, shape [N]; None where they have none."""
-    present = [a for a in arrays if a is not None]
-    return torch.from_numpy(np.concatenate(present)).to(like) if present else None
+def counted_tokens(samples: MicroBatch, *, like: torch.Tensor) -> torch.Tensor:
+    """The samples' masks end to end, shape [N] bool, on the device of ``like``."""
+    return torch.from_numpy(np.concatenate([s.mask for s in samples])).to(like.device)
+
+
+def counted(samples: MicroBatch, field: str, *, like: torch.Tensor) -> torch.Tensor | None:
+    """A per-token array of the samples end to end, shape [N]; None where they have none.
+
+    Masked-out entries are 0 rather than multiplied by 0: NaN times 0 is NaN, in the gradient too.
+    """
+    arrays = [np.where(s.mask, a, 0.0) for s in samples if (a := getattr(s, field)) is not None]
+    return torch.from_numpy(np.concatenate(arrays)).to(like) if arrays else None
+
+
+def check_finite(micro_batches: Sequence[MicroBatch], *fields: str) -> None:
+    """Check `Sample.check_finite` of every sample, by its place in the micro-batches.
+
+    Raises:
+        BatchError: an entry that counts is not finite.
+    """
+    for i, batch in enumerate(micro_batches):
+        for j, sample in enumerate(batch):
+            sample.check_finite(f"micro_batches[{i}][{j}]", *fields)

@@ -22,17 +22,20 @@ from gcore_trainer import packed_attention
 from gcore_trainer.config import LoRAConfig
 from gcore_trainer.context_parallel.groups import ContextParallel
 from gcore_trainer.errors import BatchError, ConfigError, UnsupportedModelError
+from gcore_trainer.length_dependent_rope import freeze_rope
+from gcore_trainer.logit_changes import logit_changes
 from gcore_trainer.lora import add_lora
+from gcore_trainer.model_probe import check_scores, probe_samples
 from gcore_trainer.objectives import ScoresT
 from gcore_trainer.packed_row import Row, RowMaker
 from gcore_trainer.router_replay import transformers_routers
 from gcore_trainer.token_scores import TokenScores, named_scores, token_scores
-from gcore_trainer.types import NOTHING, MicroBatch, by_sample
+from gcore_trainer.types import NOTHING, MicroBatch, Sample, by_sample
 from gcore_trainer.vision import VISION_MODELS, Vision
 
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_LOGIT_CHANGES: dict[str, Any] = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
-"""Settings that change the logits behind the head, and the value at which each does not."""
+_LINEAR_ATTENTION_MODELS = {"olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+"""Model types whose layers of type ``linear_attention`` are computed too: those layers have a ``linear_attn``."""
 
 
 class PackedTransformer(ABC, Generic[ScoresT]):
@@ -46,9 +49,12 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         compute_dtype: of matrix products, beside parameters in another dtype; None: the parameters' own.
         gradient_checkpointing: keep only each layer's input for the backward pass, and compute the rest again.
         lora: train adapters, and nothing else; None: all parameters.
+        max_length: tokens of the longest prompt and response of the run. Models whose rotary embeddings depend on the
+            length (rope_type ``longrope`` or ``dynamic``) need it, and compute every sequence as one of this length.
 
     Raises:
-        UnsupportedModelError: the model has another attention implementation, or layers that are no such attention.
+        UnsupportedModelError: the model has another attention implementation, layers that are no such attention, or
+            scores that differ from those of transformers itself (see `model_probe`).
     """
 
     scores: ClassVar[Literal["tokens", "values"]]
@@ -63,6 +69,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         compute_dtype: torch.dtype | None = None,
         gradient_checkpointing: bool = False,
         lora: LoRAConfig | None = None,
+        max_length: int | None = None,
     ) -> None:
         # Any other attention ignores the plan that `score` hands it, and would let sequences see each other.
         self._text_config = model.config.get_text_config()
@@ -71,22 +78,25 @@ class PackedTransformer(ABC, Generic[ScoresT]):
                 f"the model's attn_implementation is {self._text_config._attn_implementation!r}: "
                 f"{packed_attention.ATTENTION_NAME!r} is needed; {type(self).__name__}.from_pretrained loads it so"
             )
-        layer_types = set(getattr(self._text_config, "layer_types", None) or ())
+        layer_types: set[str] = set(getattr(self._text_config, "layer_types", None) or ())
+        self._has_linear_attention = "linear_attention" in layer_types
+        if self._text_config.model_type in _LINEAR_ATTENTION_MODELS:
+            layer_types.discard("linear_attention")
         if unsupported := sorted(layer_types - _SUPPORTED_LAYER_TYPES):
             raise UnsupportedModelError(
                 f"{model.config.model_type!r} has layers of type {', '.join(unsupported)}: packed training computes "
                 f"{' and '.join(sorted(_SUPPORTED_LAYER_TYPES))} only"
             )
+        self._check_head(model)
+        self._longest = max_length if freeze_rope(model, max_length) else None
         # A packed row has no padding: a pad token in it was written by someone, and learns like any other.
         model.get_input_embeddings().padding_idx = None
-        if lora is not None:
-            add_lora(model, lora)
         self.lora = lora
         self.model = model
         self.vision = Vision(model) if model.config.model_type in VISION_MODELS else None
         """How the model sees; None: it does not."""
         self.share_prefix = share_prefix
-        self.compute_dtype = compute_dtype or model.dtype
+        self.compute_dtype = model.dtype
         self.root = _Root(model, self._forward)
         """What runs a forward pass; FSDP wraps it."""
         self.num_computed_tokens = 0
@@ -94,7 +104,16 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         self._routers = transformers_routers(model)
         self._recorded: list[list[NDArray[np.int16]]] | None = None
         self._context = ContextParallel()
+        if self._has_linear_attention:
+            for layer in self.layers():
+                if hasattr(layer, "linear_attn"):
+                    packed_attention.mix_by_sequence(layer.linear_attn)
+        self._casts = False
+        self._probe(max_length)
+        self.compute_dtype = compute_dtype or model.dtype
         self._casts = self.compute_dtype != model.dtype
+        if lora is not None:
+            add_lora(model, lora)
         if gradient_checkpointing:
             for layer in self.layers():
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -116,16 +135,63 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         """
         packed_attention.register()
         auto_class, attention = cls._auto_class, packed_attention.ATTENTION_NAME
-        if (model_type := AutoConfig.from_pretrained(path).model_type) in VISION_MODELS:
+        config = AutoConfig.from_pretrained(path)
+        if (model_type := config.model_type) in VISION_MODELS:
             auto_class, attention = cls._vision_class, {"text_config": attention, "vision_config": "sdpa"}
         if auto_class is None:
             raise UnsupportedModelError(f"{path} is a {model_type!r} model: {cls.__name__} takes none that sees images")
-        model: Any = auto_class.from_pretrained(path, dtype=dtype, attn_implementation=attention, **cls._load_options())
+        if type(config) not in auto_class._model_mapping:
+            raise UnsupportedModelError(f"model_type is {model_type!r}: {auto_class.__name__} has no such model")
+        load = partial(auto_class.from_pretrained, path, dtype=dtype, attn_implementation=attention)
+        try:
+            model: Any = load(**cls._load_options())
+        except (AttributeError, KeyError, TypeError) as error:
+            # Of models that have classes of their own for every attention that they know.
+            raise UnsupportedModelError(
+                f"{model_type!r} does not load with an attention that is not transformers' own "
+                f"({type(error).__name__}: {error})"
+            ) from error
         return cls(model.to(device), **options)
 
     @classmethod
     def _load_options(cls) -> dict[str, Any]:
         return {}
+
+    def _check_head(self, model: Any) -> None:
+        """
+        Raises:
+            UnsupportedModelError: something after the model's layers is not computed.
+        """
+
+    @abstractmethod
+    def _alone(self, sample: Sample) -> torch.Tensor:
+        """Scores [R] of a sample by transformers' forward pass alone."""
+
+    def _probe(self, max_length: int | None) -> None:
+        samples = probe_samples(self.model, max_length)
+        lengths = [sample.response_ids.size for sample in samples]
+        routing: list[NDArray[np.int16]] = []
+
+        def packed() -> list[torch.Tensor]:
+            return list(named_scores(self.score(samples)).split(lengths))
+
+        def alone(i: int) -> torch.Tensor:
+            self._impose(torch.from_numpy(routing[i].astype(np.int64)).to(self.model.device) if routing else None)
+            return self._alone(samples[i])
+
+        try:
+            check_scores(self.model, samples, packed, alone)
+        except UnsupportedModelError:
+            if not self._routers:
+                raise
+            # Rounding decides between experts of nearly equal scores: now both passes take the same.
+            with torch.no_grad(), self.recording_routing() as recorded:
+                self.score(samples)
+            routing.extend(recorded[0])
+            check_scores(self.model, samples, packed, alone)
+        finally:
+            self._impose(None)
+            self.num_computed_tokens = 0
 
     def layers(self) -> list[torch.nn.Module]:
         """The model's layers, first to last."""
@@ -150,8 +216,13 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         Gradients of parameters are then parts, to be summed over these ranks.
 
         Raises:
-            UnsupportedModelError: a model that sees images, among several ranks.
+            UnsupportedModelError: a model that sees images or has linear attention, among several ranks.
         """
+        if self._has_linear_attention and context.size > 1:
+            raise UnsupportedModelError(
+                f"{self.model.config.model_type!r} has linear attention, and {context.size} ranks are to divide its "
+                "rows; expected context and sequence parallel sizes of 1"
+            )
         if self.vision is not None and context.size > 1:
             raise UnsupportedModelError(
                 f"{self.model.config.model_type!r} sees images, and {context.size} ranks are to divide its rows: "
@@ -172,7 +243,6 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             entropy_grad: make entropies differentiable too, where there are any.
 
         Raises:
-            BatchError: a sequence is longer than the model's sliding window.
             UnsupportedModelError: the model has layers that did not call packed attention.
         """
 
@@ -218,6 +288,9 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             vision=self.vision,
         )
         [row] = rows.make([samples])
+        longest = max(s.prompt_ids.size + s.response_ids.size - 1 for s in samples)
+        if self._longest is not None and longest > self._longest:
+            raise BatchError(f"a sample has {longest} input tokens; expected at most max_length = {self._longest}")
         self.num_computed_tokens += row.num_tokens
         self._impose(row.routing)
         with self._casting():
@@ -249,7 +322,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         output = self.model.base_model(**inputs, use_cache=False, packed=row.plan)
         # A layer that mixes tokens in another way would mix those of different sequences, without an error.
         num_layers = self._text_config.num_hidden_layers
-        if row.plan.num_calls != num_layers:
+        if row.plan.num_calls < num_layers:
             raise UnsupportedModelError(
                 f"{row.plan.num_calls} of the {num_layers} layers of {self.model.config.model_type!r} called "
                 "transformers' attention interface: packed training needs all of them to"
@@ -279,11 +352,14 @@ class PackedModel(PackedTransformer[TokenScores]):
     def __init__(self, model: Any, *, temperature: float = 1.0, **options: Any) -> None:
         if not 0 < temperature < np.inf:
             raise ConfigError(f"temperature is {temperature}: a finite number above 0 is needed")
-        super().__init__(model, **options)
-        for name, neutral in _LOGIT_CHANGES.items():
-            if (value := getattr(self._text_config, name, neutral)) not in (neutral, None):
-                raise UnsupportedModelError(f"{name} is {value}: packed training does not compute it")
+        self._logit_changes = logit_changes(model.config.get_text_config())
         self.temperature = temperature
+        super().__init__(model, **options)
+
+    def _alone(self, sample: Sample) -> torch.Tensor:
+        input_ids, target_ids = _inputs(sample, self.model.device)
+        logits_RV = self.model(input_ids=input_ids, use_cache=False).logits[0, -target_ids.numel() :]
+        return (logits_RV.float() / self.temperature).log_softmax(-1).gather(1, target_ids[:, None])[:, 0]
 
     def score(self, samples: MicroBatch, *, entropy_grad: bool = False) -> TokenScores:
         log_probs_N, entropies_N = self._run(samples, entropy_grad=entropy_grad)
@@ -303,6 +379,8 @@ class PackedModel(PackedTransformer[TokenScores]):
             target_ids,
             bias_V=getattr(head, "bias", None),
             temperature=self.temperature,
+            logit_scale=self._logit_changes.scale,
+            softcap=self._logit_changes.softcap,
             entropy_grad=entropy_grad,
         )
         return scores.log_probs, scores.entropies
@@ -322,6 +400,12 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
     def _load_options(cls) -> dict[str, Any]:
         return {"num_labels": 1}
 
+    def _check_head(self, model: Any) -> None:
+        if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no linear layer 'score' as its head: packed training computes no other"
+            )
+
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
         packed = super().from_pretrained(path, **options)
@@ -334,6 +418,27 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
         del entropy_grad
         (values_N,) = self._run(samples)
         return values_N
+
+    def _probe(self, max_length: int | None) -> None:
+        # The head of a new critic is zeros, and would hide every difference.
+        weight: torch.Tensor = self.model.score.weight.data
+        own = weight.clone()
+        weight.copy_(torch.arange(weight.numel()).sin().reshape(weight.shape) * weight.shape[-1] ** -0.5)
+        try:
+            super()._probe(max_length)
+        finally:
+            weight.copy_(own)
+
+    def _alone(self, sample: Sample) -> torch.Tensor:
+        input_ids, target_ids = _inputs(sample, self.model.device)
+        values: list[torch.Tensor] = []
+        hook = self.model.score.register_forward_hook(lambda *call: values.append(call[-1]))
+        try:
+            last_11 = self.model(input_ids=input_ids, use_cache=False).logits
+        finally:
+            hook.remove()
+        # transformers returns the last token's value only.
+        return torch.cat([values[0][0, -target_ids.numel() : -1, 0], last_11[0]])
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """Values [R] of the states before each sample's response tokens, without gradient."""
@@ -356,6 +461,12 @@ class _Root(torch.nn.Module):
 
     def forward(self, *arguments: Any) -> Any:
         return self._forward(*arguments)
+
+
+def _inputs(sample: Sample, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input tokens [1, P + R - 1] and targets [R]."""
+    ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids])).to(device)
+    return ids[None, :-1], ids[sample.prompt_ids.size :]
 
 
 def _is_classifier(path: str | Path) -> bool:

@@ -44,6 +44,8 @@ class PackedBatch:
     buckets: list[Bucket]
     unpack_index: NDArray[np.int64]
     """[T] where each token's attention output stands among the flattened rectangles of all buckets."""
+    sequences: list[NDArray[np.int64]]
+    """Places of each whole sequence, in its order: every token is in one, those of a shared prompt are in several."""
     predict_index: NDArray[np.int64]
     """[U] packed places whose next-token distribution is needed."""
     target_place: NDArray[np.int64]
@@ -140,12 +142,45 @@ def pack(
         segment_lengths=lengths,
         buckets=buckets,
         unpack_index=unpack_index,
+        sequences=_sequences(segments),
         predict_index=predict_index,
         target_place=target_place,
         target_ids=np.concatenate([s.response_ids for s in samples]),
         last_prompt_places=last_prompt_places,
         first_response_places=first_response_places,
     )
+
+
+def sequence_rectangles(batch: PackedBatch) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
+    """Lay out the sequences of a row, each with its own copy of its prompt, in rectangles of similar lengths.
+
+    Returns:
+        Places in the row [S, L] of each rectangle; what pads a sequence, at its end, points to 0. And [T] where each
+        token of the row stands among the flattened rectangles, in one of its sequences.
+    """
+    by_length: dict[int, list[NDArray[np.int64]]] = {}
+    for sequence in batch.sequences:
+        by_length.setdefault(_rounded(sequence.size), []).append(sequence)
+    rectangles: list[NDArray[np.int64]] = []
+    unpack_index = np.empty(batch.input_ids.size, np.int64)
+    offset = 0
+    for _, members in sorted(by_length.items()):
+        rectangle = np.zeros((len(members), max(x.size for x in members)), np.int64)
+        for row, sequence in zip(rectangle, members, strict=True):
+            row[: sequence.size] = sequence
+            unpack_index[sequence] = offset + np.arange(sequence.size)
+            offset += row.size
+        rectangles.append(rectangle)
+    return rectangles, unpack_index
+
+
+def _sequences(segments: list[_Segment]) -> list[NDArray[np.int64]]:
+    shared = {s.parent.start for s in segments if s.parent}
+    return [
+        np.concatenate([np.arange(x.start, x.start + x.length) for x in (s.parent, s) if x])
+        for s in segments
+        if s.start not in shared
+    ]
 
 
 def _bucketed(segments: list[_Segment], num_tokens: int) -> tuple[list[Bucket], NDArray[np.int64]]:

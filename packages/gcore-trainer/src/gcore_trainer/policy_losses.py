@@ -13,6 +13,8 @@ from gcore_trainer.config import PolicyLossConfig
 
 _MAX_LOG_RATIO = 20.0
 """Beyond this a ratio is a number that overflows sooner or later, and says nothing more."""
+_MAX_SEQUENCE_LOG_RATIO = 10.0
+"""The same bound for a sequence's ratio, from above only, as in verl."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +44,11 @@ def policy_loss(
         log_probs: [N] of the policy, with its gradient.
         old_log_probs: [N] of the policy that the ratio is against.
         advantages: [N].
-        mask: [N] bool, the tokens that count; what the others get is of no meaning.
+        mask: [N] bool, the tokens that count; the others have loss 0 and no gradient, even where they hold NaN.
         lengths: tokens of each sequence; N in all.
     """
     low, high = config.clip_ratio_low, config.clip_ratio_high
+    log_probs, old_log_probs, advantages = (torch.where(mask, x, 0.0) for x in (log_probs, old_log_probs, advantages))
     match config.loss_mode:
         case "vanilla":
             c = config.clip_ratio_c
@@ -116,7 +119,7 @@ def gspo_loss(
     log_ratio = torch.where(mask, (log_probs - old_log_probs).detach(), 0.0)
     means = [part.sum() / count.clamp(min=1) for part, count in _by_sequence(log_ratio, mask, lengths)]
     sequence = torch.cat([mean.expand(length) for mean, length in zip(means, lengths, strict=True)])
-    ratio = _ratio(sequence + log_probs - log_probs.detach())
+    ratio = torch.exp((sequence + (log_probs - log_probs.detach())).clamp(max=_MAX_SEQUENCE_LOG_RATIO))
     return _clipped(ratio, advantages, clip_ratio_low, clip_ratio_high)
 
 

@@ -11,7 +11,7 @@ import torch
 from gcore_trainer.config import DPOConfig, RewardModelConfig
 from gcore_trainer.errors import BatchError
 from gcore_trainer.losses import BatchTotals
-from gcore_trainer.objectives import Objective, Share
+from gcore_trainer.objectives import Objective, Share, check_finite, counted, counted_tokens
 from gcore_trainer.preference_losses import bradley_terry_loss, dpo_loss
 from gcore_trainer.token_scores import TokenScores
 from gcore_trainer.types import MicroBatch, Sample
@@ -35,13 +35,13 @@ class DPOObjective(Objective[TokenScores]):
             raise BatchError("ref_log_probs is None: DPO needs them for every sample")
         if any(not s.mask.any() for batch in micro_batches for s in batch):
             raise BatchError("response_mask is all False: a response of a pair needs a token that counts")
+        check_finite(micro_batches, "ref_log_probs")
 
     def share(self, scores: TokenScores, samples: MicroBatch, totals: BatchTotals) -> Share:
         config = self._config
         chosen, rejected = self._of_pairs(scores.log_probs, samples)
-        reference = torch.cat([torch.from_numpy(s.ref_log_probs) for s in samples if s.ref_log_probs is not None]).to(
-            scores.log_probs
-        )
+        reference = counted(samples, "ref_log_probs", like=scores.log_probs)
+        assert reference is not None
         ref_chosen, ref_rejected = self._of_pairs(reference, samples)
         pairs = dpo_loss(
             chosen,
@@ -89,8 +89,7 @@ class RewardModelObjective(Objective[torch.Tensor]):
             raise BatchError("response_mask has not exactly one token: a reward is the value there (see scored_at_end)")
 
     def share(self, scores: torch.Tensor, samples: MicroBatch, totals: BatchTotals) -> Share:
-        mask = torch.cat([torch.from_numpy(s.mask) for s in samples]).to(scores.device)
-        rewards = scores[mask]
+        rewards = scores[counted_tokens(samples, like=scores)]
         chosen, rejected = rewards[0::2], rewards[1::2]
         pairs = bradley_terry_loss(chosen, rejected, center_coefficient=self._config.center_rewards_coefficient)
         loss = pairs.sum() * 2 / totals.num_sequences

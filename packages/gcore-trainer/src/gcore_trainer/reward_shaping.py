@@ -7,6 +7,8 @@ from typing import Literal, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
+from gcore_trainer.checks import require_finite
+from gcore_trainer.config import MAX_K3
 from gcore_trainer.errors import BatchError, ConfigError, StateError
 
 RewardKL = Literal["k1", "k2", "k3"]
@@ -48,8 +50,14 @@ def kl_estimates(
         log_probs: [R] of the policy.
         ref_log_probs: [R] of the reference policy.
         mask: [R] tokens of the policy.
+
+    Raises:
+        BatchError: a log-probability of a token in the mask is not finite.
     """
-    log_ratio = np.where(mask, log_probs.astype(np.float64) - ref_log_probs, 0.0)
+    require_finite("log_probs", log_probs, mask)
+    require_finite("ref_log_probs", ref_log_probs, mask)
+    log_ratio = np.zeros(mask.shape, np.float64)
+    log_ratio[mask] = log_probs[mask].astype(np.float64) - ref_log_probs[mask]
     match kind:
         case "k1":
             return log_ratio
@@ -57,7 +65,7 @@ def kl_estimates(
             return np.square(log_ratio) / 2
         case "k3":
             negative = (-log_ratio).clip(-20.0, 20.0)
-            return np.expm1(negative) - negative
+            return np.minimum(np.expm1(negative) - negative, MAX_K3)
         case _:
             assert_never(kind)
 
@@ -87,7 +95,7 @@ def kl_rewards(
         [R], 0 outside the mask.
 
     Raises:
-        BatchError: the mask has no token that the score could be given to.
+        BatchError: the mask has no token that the score could be given to, or a log-probability in it is not finite.
     """
     counted = np.flatnonzero(mask)
     if counted.size == 0:

@@ -13,7 +13,7 @@ from typing import Literal, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_trainer.checks import require
+from gcore_trainer.checks import require, require_finite
 from gcore_trainer.errors import BatchError, ConfigError
 
 RolloutIS = Literal["token", "sequence"]
@@ -203,13 +203,13 @@ class _Tokens:
         counts = np.array([mask.sum() for mask in masks], np.int64)
         if not counts.any():
             raise BatchError(f"masks of {len(masks)} samples have no token that counts: at least one is needed")
+        for field, arrays in (("old_log_probs", old_log_probs), ("rollout_log_probs", rollout_log_probs)):
+            for i, (array, mask) in enumerate(zip(arrays, masks, strict=True)):
+                require_finite(f"{field}[{i}]", array, mask)
         old, rollout = (
             np.concatenate([array[mask] for array, mask in zip(arrays, masks, strict=True)]).astype(np.float64)
             for arrays in (old_log_probs, rollout_log_probs)
         )
-        for field, values in (("old_log_probs", old), ("rollout_log_probs", rollout)):
-            if not np.isfinite(values).all():
-                raise BatchError(f"{field} has {np.sum(~np.isfinite(values))} entries that are not finite: none may be")
         return cls(log_ratio=old - rollout, old=old, rollout=rollout, counts=counts[counts > 0])
 
     @property

@@ -45,11 +45,13 @@ def token_scores(
     *,
     bias_V: torch.Tensor | None = None,
     temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
     entropy_grad: bool = False,
     vocab: VocabShard | None = None,
     max_logits: int = MAX_LOGITS,
 ) -> TokenScores:
-    """Score the targets under softmax((hidden @ weight^T + bias) / temperature).
+    """Score the targets under softmax(cap(logit_scale * (hidden @ weight^T + bias)) / temperature).
 
     Logits are made a chunk of tokens at a time and made again in the backward pass, so that none outlive their chunk:
     memory is that of ``max_logits`` of them, and of the head's gradient.
@@ -60,14 +62,46 @@ def token_scores(
         targets_N: [N] int64 tokens of the whole vocabulary.
         bias_V: [V].
         temperature: divides the logits.
+        logit_scale: multiplies the logits before anything else.
+        softcap: cap(x) is softcap * tanh(x / softcap) (Gemma 2, arXiv:2408.00118, section 2); None: x.
         entropy_grad: make the entropies differentiable too.
         vocab: what part of the vocabulary this rank has; None: all of it.
         max_logits: most logits at once.
     """
     log_probs_N, entropies_N = _TokenScores.apply(
-        hidden_ND, weight_VD, bias_V, targets_N, temperature, entropy_grad, vocab, max_logits
+        hidden_ND,
+        weight_VD,
+        bias_V,
+        targets_N,
+        _Head(temperature=temperature, scale=logit_scale, softcap=softcap),
+        entropy_grad,
+        vocab,
+        max_logits,
     )
     return TokenScores(log_probs=log_probs_N, entropies=entropies_N if entropy_grad else entropies_N.detach())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Head:
+    """What follows the head's matrix product."""
+
+    temperature: float
+    scale: float
+    softcap: float | None
+
+    def changed(self, logits_CV: torch.Tensor) -> torch.Tensor:
+        if self.scale != 1.0:
+            logits_CV = logits_CV * self.scale
+        if self.softcap is not None:
+            logits_CV = (logits_CV / self.softcap).tanh() * self.softcap
+        return logits_CV if self.temperature == 1.0 else logits_CV / self.temperature
+
+    def slope(self, logits_CV: torch.Tensor) -> torch.Tensor | float:
+        """Return the derivative of changed logits with respect to the original ones; 0 where padding is -inf."""
+        if self.softcap is None:
+            return self.scale / self.temperature
+        capped_CV = logits_CV * (self.temperature / self.softcap)
+        return (1 - capped_CV.clamp(min=-1).square()) * (self.scale / self.temperature)
 
 
 class _TokenScores(torch.autograd.Function):
@@ -80,25 +114,25 @@ class _TokenScores(torch.autograd.Function):
         weight_VD: torch.Tensor,
         bias_V: torch.Tensor | None,
         targets_N: torch.Tensor,
-        temperature: float,
+        head: _Head,
         entropy_grad: bool,
         vocab: VocabShard | None,
         max_logits: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = _Logits(weight_VD, bias_V, targets_N, temperature, vocab)
+        logits = _Logits(weight_VD, bias_V, targets_N, head, vocab)
         chunk = max(1, max_logits // weight_VD.shape[0])
         parts = [logits.scores(hidden_ND, begin, chunk) for begin in range(0, max(1, targets_N.shape[0]), chunk)]
         log_probs_N, entropies_N, log_sums_N = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, entropies_N, log_sums_N)
-        ctx.settings = temperature, entropy_grad, vocab, chunk
+        ctx.settings = head, entropy_grad, vocab, chunk
         return log_probs_N, entropies_N
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_log_probs_N, grad_entropies_N = grads
         hidden_ND, weight_VD, bias_V, targets_N, entropies_N, log_sums_N = ctx.saved_tensors
-        temperature, entropy_grad, vocab, chunk = ctx.settings
-        logits = _Logits(weight_VD, bias_V, targets_N, temperature, vocab)
+        head, entropy_grad, vocab, chunk = ctx.settings
+        logits = _Logits(weight_VD, bias_V, targets_N, head, vocab)
         grad_hidden_ND = torch.empty_like(hidden_ND)
         # Sums over many chunks: not in half precision. A head beside adapters is frozen.
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
@@ -106,7 +140,8 @@ class _TokenScores(torch.autograd.Function):
         grad_bias_V = torch.zeros_like(bias_V, dtype=_wide(bias_V.dtype)) if needs_bias else None
         for begin in range(0, targets_N.shape[0], chunk):
             rows = slice(begin, begin + chunk)
-            log_probs_CV = logits.of(hidden_ND, rows) - log_sums_N[rows, None]
+            logits_CV = logits.of(hidden_ND, rows)
+            log_probs_CV = logits_CV - log_sums_N[rows, None]
             grad_CV = -log_probs_CV.exp() * grad_log_probs_N[rows, None]
             if entropy_grad:
                 finite_CV = log_probs_CV.clamp(min=torch.finfo(log_probs_CV.dtype).min)
@@ -114,7 +149,7 @@ class _TokenScores(torch.autograd.Function):
                 grad_CV -= log_probs_CV.exp() * pull_CV * grad_entropies_N[rows, None]
             is_here, place = logits.places(rows)
             grad_CV[is_here, place[is_here]] += grad_log_probs_N[rows][is_here]
-            grad_CV /= temperature
+            grad_CV *= head.slope(logits_CV)
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0)
             narrow_CV = grad_CV.to(weight_VD.dtype)
@@ -136,13 +171,13 @@ class _Logits:
         weight_VD: torch.Tensor,
         bias_V: torch.Tensor | None,
         targets_N: torch.Tensor,
-        temperature: float,
+        head: _Head,
         vocab: VocabShard | None,
     ) -> None:
         self._weight_VD = weight_VD
         self._bias_V = bias_V
         self._targets_N = targets_N
-        self._temperature = temperature
+        self._head = head
         self._vocab = vocab
 
     def of(self, hidden_ND: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -151,8 +186,7 @@ class _Logits:
         logits_CV = logits_CV.to(_wide(logits_CV.dtype))
         if self._bias_V is not None:
             logits_CV = logits_CV + self._bias_V
-        if self._temperature != 1.0:
-            logits_CV = logits_CV / self._temperature
+        logits_CV = self._head.changed(logits_CV)
         if self._vocab is not None:
             logits_CV[:, max(0, self._vocab.vocab_size - self._vocab.start) :] = -torch.inf
         return logits_CV

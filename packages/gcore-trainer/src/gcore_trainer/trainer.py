@@ -51,7 +51,8 @@ class Trainer(BaseTrainer):
             ``perf/computed_tokens`` (those that passed through the model, in all replicas); the same on all ranks.
 
         Raises:
-            BatchError: the samples lack what the objective needs, or there are none at all.
+            BatchError: the samples lack what the objective needs, hold numbers that are not finite at tokens that
+                count, or there are none at all.
             NonFiniteGradientError: too many skipped steps in a row.
         """
         error = None

@@ -8,6 +8,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
+from gcore_trainer.checks import require_finite
 from gcore_trainer.errors import BatchError
 
 _PER_TOKEN = (
@@ -40,6 +41,7 @@ class Images:
                 f"pixel_values has shape {self.pixel_values.shape}: ({num_patches}, features) is needed, "
                 f"for that many patches are in grid_thw"
             )
+        require_finite("pixel_values", self.pixel_values)
 
     @cached_property
     def digest(self) -> bytes:
@@ -50,6 +52,8 @@ class Images:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sample:
     """One prompt and one response. Every per-token array has shape [R], R the response's length.
+
+    Entries of masked-out tokens are never read: they may be NaN or infinite.
 
     Samples with equal prompts, and equal images in them, that land in one micro-batch share the prompt's forward and
     backward pass.
@@ -116,6 +120,21 @@ class Sample:
     def mask(self) -> NDArray[np.bool_]:
         """[R] response tokens that count."""
         return np.ones(self.response_ids.size, np.bool_) if self.response_mask is None else self.response_mask
+
+    def check_finite(self, name: str, *fields: str) -> None:
+        """Refuse NaN and infinities at the tokens that count.
+
+        Args:
+            name: of the sample, for the error.
+            fields: names of per-token arrays; one that is None passes.
+
+        Raises:
+            BatchError: an entry that counts is not finite; the error names the sample, the field and the token.
+        """
+        for field in fields:
+            values: NDArray[np.float32] | None = getattr(self, field)
+            if values is not None:
+                require_finite(f"{name}.{field}", values, self.mask)
 
 
 MicroBatch = list[Sample]

@@ -20,6 +20,7 @@ from gcore_llm.sampling import State
 from gcore_llm.services import sharing
 from gcore_rollout import Completion, Engine, Request
 from gcore_rollout.forwarding import WrappedEngine
+from gcore_rollout.rewards import Failure
 from gcore_runs.settings import resolve
 
 
@@ -92,6 +93,9 @@ class _Recorder:
     ) -> None:
         del step, spans, devices
         self._metrics = metrics
+
+    async def rewards_failed(self, step: int, failures: list[Failure]) -> None:
+        raise AssertionError(f"rewards failed in step {step}: {failures}")
 
     async def reached(self, step: int, controllers: list[State]) -> None:
         del step, controllers

@@ -13,11 +13,8 @@ from gcore_trainer.token_scores import TokenScores, token_scores
 class PaddedModel(PackedModel):
     """transformers' own forward pass over rectangles; head and loss are gcore's."""
 
-    def __init__(self, model: Any, **options: Any) -> None:
-        super().__init__(model, **options)
-        model.set_attn_implementation("sdpa")
-
     def score(self, samples: MicroBatch, *, entropy_grad: bool = False) -> TokenScores:
+        self.model.set_attn_implementation("sdpa")
         rows = [torch.cat([torch.from_numpy(s.prompt_ids), torch.from_numpy(s.response_ids[:-1])]) for s in samples]
         input_ids_BT = pad_sequence(rows, batch_first=True)
         mask_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)

@@ -34,6 +34,7 @@ class Trainee:
             device=config.device,
             compute_dtype=getattr(torch, config.dtype),
             gradient_checkpointing=config.enable_gradient_checkpointing,
+            max_length=config.data.max_length,
         )
         optimizer = config.optim.build(total_training_steps=total_training_steps)
         self.trainer = TorchTrainer(self._packed, optimizer=optimizer, objective=self._objective)

@@ -20,6 +20,7 @@ from gcore_llm.simulate.load import LoadMeter
 from gcore_llm.simulate.replay import Replay
 from gcore_llm.simulate.reward import ModelledReward
 from gcore_llm.simulate.work import SampleNames, coarse_workload, make_prompts, weights_bytes
+from gcore_rollout.rewards import Failure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +146,9 @@ class _Recorder:
 
     async def updating(self) -> None:
         """No one interrupts."""
+
+    async def rewards_failed(self, step: int, failures: list[Failure]) -> None:
+        """The simulated reward does not fail."""
 
     async def stepped(
         self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]

@@ -8,6 +8,9 @@ import socket
 import ray
 from ray._private import worker as ray_worker
 
+from gcore_controller.errors import ClusterError
+from gcore_controller.ray_runtime import check_token
+from gcore_controller.ray_runtime import connect as connect_with_token
 from gcore_runs.errors import UserError
 from gcore_runs.sizes import SizedConfig
 
@@ -17,7 +20,7 @@ _CONNECT_TIMEOUT_S = 10.0
 def check_cluster(config: SizedConfig) -> None:
     """
     Raises:
-        UserError: nobody answers at the address of the cluster.
+        UserError: no cluster answers at the address, or it does not accept this process's token.
     """
     found = re.fullmatch(r"(?:ray://)?(.+):(\d+)", _address(config))
     if found is None:
@@ -29,6 +32,13 @@ def check_cluster(config: SizedConfig) -> None:
             f"ray.address is {_address(config)!r}: no Ray cluster answers there ({error}); HOST:PORT of its head is "
             "needed, or none for a new one on this machine"
         ) from error
+    _quiet()
+    try:
+        check_token(_address(config))
+    except ClusterError as error:
+        raise UserError(f"ray.address: {error}") from None
+    except ConnectionError as error:
+        raise UserError(f"ray.address: {error}") from error
 
 
 def _address(config: SizedConfig) -> str:
@@ -37,12 +47,13 @@ def _address(config: SizedConfig) -> str:
 
 def connect(config: SizedConfig) -> None:
     """Connect to the cluster of the config or of RAY_ADDRESS, or start one on this machine with room for all."""
-    # What dies is told in a line of our own, in the place of Ray's paragraphs.
-    logging.getLogger("ray").setLevel(logging.ERROR)
+    _quiet()
     setattr(ray_worker, "_worker_logs_enabled", False)  # noqa: B010 - private, and Ray has no other way
     if address := _address(config):
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            connect_with_token(address, log_to_driver=False, logging_level=logging.ERROR)
+        except ClusterError as error:
+            raise UserError(f"ray.address: {error}") from None
         except (ConnectionError, ValueError) as error:
             raise UserError(f"ray.address is {address!r}: no Ray cluster answers there ({error})") from error
         return
@@ -54,3 +65,8 @@ def connect(config: SizedConfig) -> None:
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
+
+
+def _quiet() -> None:
+    """What dies is reported in a line of our own, in the place of Ray's paragraphs."""
+    logging.getLogger("ray").setLevel(logging.ERROR)

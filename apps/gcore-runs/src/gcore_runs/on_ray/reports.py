@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from gcore_controller import Span
+from gcore_rollout.rewards import Failure
 
 EvaluationT = TypeVar("EvaluationT")
 
@@ -61,6 +62,10 @@ class Reports(Generic[EvaluationT]):
     ) -> None:
         """See `Recorder`."""
         await self._report(Report("stepped", (step, metrics, spans, devices)))
+
+    async def rewards_failed(self, step: int, failures: list[Failure]) -> None:
+        """See `Recorder`."""
+        await self._report(Report("rewards_failed", (step, failures)))
 
     async def reached(self, step: int, controllers: list[dict[str, Any]]) -> None:
         """See `Recorder`."""

@@ -38,7 +38,7 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run's folder holds by now. A row is one step; `notes` say what could not be read."""
+    """What a run's folder holds by now. A row is one step; `notes` say what could not be read, and what was wrong."""
 
     name: str
     kind: Kind
@@ -87,8 +87,21 @@ def read_run(run_dir: Path, kinds: Mapping[str, Kind]) -> Run:
             for row in _by_step(_read_rows(run_dir / "spans.jsonl", "controllers", notes, last=MAX_SPAN_STEPS))
         ],
         written=datetime.fromtimestamp(metrics.stat().st_mtime, UTC) if has_metrics else None,
-        notes=notes,
+        notes=notes + _warnings(_read_rows(run_dir / "warnings.jsonl", "message", notes)),
     )
+
+
+def _warnings(rows: list[Row]) -> list[str]:
+    """A line for each kind of warning: its first message, and how often it occurred."""
+    by_key: dict[object, list[Row]] = {}
+    for row in rows:
+        by_key.setdefault(row.get("key"), []).append(row)
+    lines: list[str] = []
+    for found in by_key.values():
+        times = sum(cast(int, row.get("count", 1)) for row in found)
+        more = f" ({times:,} times in {len(found):,} steps, to step {found[-1].get('step')})" if times > 1 else ""
+        lines.append(f"Step {found[0].get('step')}: {found[0]['message']}{more}.")
+    return lines
 
 
 def _read_config(path: Path, kinds: Mapping[str, Kind], notes: list[str]) -> tuple[str, Kind, int | None]:

@@ -9,10 +9,11 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 try:
     from gcore_controller.ray_runtime.calls import reason_of
+    from gcore_controller.ray_runtime.connecting import check_token, connect
     from gcore_controller.ray_runtime.controllers import RayControllers, run_ray
     from gcore_controller.ray_runtime.references import RayReference, put
     from gcore_controller.ray_runtime.resources import free_resources
 except ImportError as error:
     raise MissingExtraError("ray", "ray") from error
 
-__all__ = ["RayControllers", "RayReference", "free_resources", "put", "reason_of", "run_ray"]
+__all__ = ["RayControllers", "RayReference", "check_token", "connect", "free_resources", "put", "reason_of", "run_ray"]

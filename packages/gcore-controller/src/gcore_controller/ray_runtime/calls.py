@@ -3,11 +3,16 @@
 import asyncio
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
+from gcore_controller.calls import Whereabouts, describe
 from gcore_controller.errors import ControllerDiedError, DeadlineError
+
+_ANSWER_TIMEOUT_S = 10.0
+_NEWS_TIMEOUT_S = 120.0
 
 _DEATHS = {
     "SYSTEM_ERROR": "it was killed, ran out of memory, or crashed",
@@ -26,23 +31,38 @@ async def answers_of_all(
         run.add_done_callback(lambda done: done.cancelled() or done.exception())
     _, pending = await asyncio.wait(runs, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
     if _errors(runs):
-        await _raise_first(runs, names)
+        await _raise_first(runs, names, controllers)
     if pending:
-        stages = await asyncio.gather(*(controller.stage.remote() for controller in controllers))
-        where = ", ".join(f"controller {rank} in {stage or 'no stage'}" for rank, stage in enumerate(stages))
+        where = describe(await whereabouts_of(controllers))
         raise DeadlineError(f"the run is not done after {timeout_s} s: {where}")
     return [run.result() for run in runs]
 
 
-async def _raise_first(runs: "Sequence[asyncio.Future[Any]]", names: Sequence[str]) -> NoReturn:
+async def whereabouts_of(controllers: Sequence[Any]) -> dict[int, Whereabouts | None]:
+    """Where each controller is, by rank; None: it has died, or its event loop is blocked."""
+    calls = {rank: asyncio.ensure_future(c.whereabouts.remote()) for rank, c in enumerate(controllers) if c is not None}
+    if calls:
+        await asyncio.wait(calls.values(), timeout=_ANSWER_TIMEOUT_S)
+    for call in calls.values():
+        call.add_done_callback(lambda done: done.cancelled() or done.exception())
+    answers = {rank: call.result() for rank, call in calls.items() if call.done() and not call.exception()}
+    return {rank: answers.get(rank) for rank in range(len(controllers))}
+
+
+async def _raise_first(
+    runs: "Sequence[asyncio.Future[Any]]", names: Sequence[str], controllers: Sequence[Any]
+) -> NoReturn:
     errors = _errors(runs)
-    if any(isinstance(_cause(error), RayActorError) for error in errors.values()):
+    if any(_found_dead(error, controllers) for error in errors.values()):
         # A controller that found another one gone may be quicker than the news of that one's death.
-        while not any(isinstance(error, RayActorError) for error in errors.values()) and len(errors) < len(runs):
-            await asyncio.wait([run for run in runs if not run.done()], return_when=asyncio.FIRST_COMPLETED)
-            errors = _errors(runs)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_NEWS_TIMEOUT_S):
+                while not any(map(_is_death, errors.values())) and len(errors) < len(runs):
+                    await asyncio.wait([run for run in runs if not run.done()], return_when=asyncio.FIRST_COMPLETED)
+                    errors = _errors(runs)
     for rank, error in errors.items():
-        if isinstance(error, RayActorError):
+        if _is_death(error):
+            assert isinstance(error, RayActorError)
             raise ControllerDiedError(f"controller {rank}{names[rank]} died: {reason_of(error)}") from None
     rank, error = next(iter(errors.items()))
     cause = _cause(error)
@@ -54,6 +74,17 @@ def _errors(runs: "Sequence[asyncio.Future[Any]]") -> dict[int, BaseException]:
     """What runs have raised, by rank."""
     found = ((rank, run.exception()) for rank, run in enumerate(runs) if run.done())
     return {rank: error for rank, error in found if error is not None}
+
+
+def _is_death(error: BaseException) -> bool:
+    """Whether the controller itself has died; Ray gives an error that it raised, of another one's death, both types."""
+    return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
+
+
+def _found_dead(error: BaseException, controllers: Sequence[Any]) -> bool:
+    """Whether a program was ended by the death of one of the controllers, rather than of an actor of its own."""
+    cause = _cause(error)
+    return isinstance(cause, RayActorError) and cause.actor_id in {c._actor_id.hex() for c in controllers}
 
 
 def _cause(error: BaseException) -> BaseException:

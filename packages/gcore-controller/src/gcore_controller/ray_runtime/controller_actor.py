@@ -3,13 +3,18 @@
 import asyncio
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Generic
 
 import ray
+from ray.exceptions import RayTaskError
 
+from gcore_controller.calls import Whereabouts
 from gcore_controller.collectives import TicketCounters
 from gcore_controller.context import Context, Program, ResultT, RolesT
+from gcore_controller.errors import CollectiveMismatchError, UnpicklableValueError
 from gcore_controller.peer_collectives import Message, PeerCollectives
+from gcore_controller.programs import run_program
 from gcore_controller.ray_runtime.references import put
 from gcore_controller.stages import StageTimer
 
@@ -27,8 +32,12 @@ class ControllerActor(Generic[RolesT, ResultT]):
         self._peers = list(peers)
         self._run_number = number
         self._tickets = TicketCounters()
+        # A task that an earlier run has left behind must not reach into this one.
         self._collectives = PeerCollectives(
-            self._rank, self._world_size, send=self._send, take_tickets=self._take_tickets_at
+            self._rank,
+            self._world_size,
+            send=partial(self._send, number),
+            take_tickets=partial(self._take_tickets_at, number),
         )
         self._timer = StageTimer()
         self._reports: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
@@ -36,6 +45,7 @@ class ControllerActor(Generic[RolesT, ResultT]):
 
     async def meet(self, peers: Sequence[Any], run_number: int) -> str:
         """Get to know everybody for a new run; where this one is."""
+        await self._collectives.close()
         self._begin(peers, run_number)
         return f"process {os.getpid()} on {ray.util.get_node_ip_address()}"
 
@@ -47,19 +57,20 @@ class ControllerActor(Generic[RolesT, ResultT]):
             group=self._collectives, roles=roles, timer=self._timer, clock=clock, put=put, report=self._report
         )
 
-        async def run() -> ResultT:
-            return await program(context)
-
-        self._run = asyncio.create_task(run())
-        return await self._run
+        self._run = asyncio.create_task(run_program(program, context))
+        result = await self._run
+        self._collectives.finish()
+        return result
 
     async def deliver(self, message: Message, run_number: int) -> None:
         # What is left of a run that has ended is for nobody.
         if run_number == self._run_number:
             self._collectives.deliver(message)
 
-    async def take_tickets(self, count: int, counter: str, limit: int | None) -> range:
+    async def take_tickets(self, count: int, counter: str, limit: int | None, run_number: int) -> range:
         """Of a counter that this controller keeps."""
+        if run_number != self._run_number:
+            raise CollectiveMismatchError("take_tickets was called by a task of a run that has ended")
         return self._tickets.take(count, counter, limit)
 
     async def next_report(self) -> tuple[int, Any]:
@@ -71,17 +82,27 @@ class ControllerActor(Generic[RolesT, ResultT]):
         if number in self._unheard:
             self._unheard[number].set_result(None)
 
-    async def stage(self) -> str | None:
-        return self._timer.current
+    async def whereabouts(self) -> Whereabouts:
+        return self._collectives.whereabouts().during(self._timer.current)
 
     async def end(self) -> None:
         """Cancel the program, and wait until it has cleaned up."""
         if self._run is not None:
             self._run.cancel()
             await asyncio.wait([self._run])
+        await self._collectives.close()
 
-    async def _send(self, rank: int, message: Message) -> None:
-        await self._peers[rank].deliver.remote(message, self._run_number)
+    async def _send(self, run_number: int, rank: int, message: Message) -> None:
+        try:
+            delivery = self._peers[rank].deliver.remote(message, run_number)
+        except Exception as error:
+            # Nothing but the value can be wrong here, and pickling runs code of its class.
+            raise UnpicklableValueError(_first_line(error.__cause__ or error)) from error
+        try:
+            await delivery
+        except RayTaskError as error:
+            # The actor takes in every message that it can read.
+            raise UnpicklableValueError(f"rank {rank} cannot unpickle it: {_first_line(error.cause)}") from error
 
     async def _report(self, value: Any) -> None:
         number = len(self._unheard)
@@ -89,7 +110,12 @@ class ControllerActor(Generic[RolesT, ResultT]):
         self._reports.put_nowait((number, value))
         await heard
 
-    async def _take_tickets_at(self, rank: int, count: int, counter: str, limit: int | None) -> range:
+    async def _take_tickets_at(self, run_number: int, rank: int, count: int, counter: str, limit: int | None) -> range:
         if rank == self._rank:
-            return self._tickets.take(count, counter, limit)
-        return await self._peers[rank].take_tickets.remote(count, counter, limit)
+            return await self.take_tickets(count, counter, limit, run_number)
+        return await self._peers[rank].take_tickets.remote(count, counter, limit, run_number)
+
+
+def _first_line(error: BaseException) -> str:
+    """An error in a line; Ray appends an inventory of the whole object."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -12,7 +12,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gcore_controller.context import Program, Reported, ResultT, RolesT, unheard
 from gcore_controller.errors import ClusterError
-from gcore_controller.ray_runtime.calls import answers_of_all
+from gcore_controller.ray_runtime.calls import answers_of_all, whereabouts_of
+from gcore_controller.ray_runtime.connecting import connect
 from gcore_controller.ray_runtime.controller_actor import ControllerActor
 from gcore_controller.ray_runtime.resources import check_capacity, free_resources
 
@@ -64,6 +65,7 @@ class RayControllers:
         self._start_timeout_s = start_timeout_s
         self._controllers: list[Any] = [None] * world_size
         self._num_runs = 0
+        self._is_running = False
         self._disconnects = False
 
     @classmethod
@@ -88,13 +90,14 @@ class RayControllers:
                 that RAY_ADDRESS names, or a new one on this machine, until `close`.
 
         Raises:
-            ClusterError: there are too few resources, or they are not free in time.
+            ClusterError: there are too few resources, or they are not free in time; or the cluster does not accept this
+                process's token.
         """
         if world_size < 1:
-            raise ValueError(f"world_size is {world_size}: at least 1 is needed")
+            raise ValueError(f"world_size is {world_size}; expected at least 1")
         was_connected = ray.is_initialized()
         if not was_connected:
-            ray.init(address=address)
+            connect(address)
         try:
             bundle = {"CPU": num_cpus, **(resources or {})}
             check_capacity(bundle, world_size)
@@ -133,12 +136,25 @@ class RayControllers:
             each controller's result, by rank.
 
         Raises:
-            ClusterError: controllers do not start.
+            ClusterError: controllers do not start, or run another program.
+            CollectiveMismatchError: controllers made different calls, or one returned while others wait for it.
             ControllerDiedError: a controller's process or node was lost; it says which, where, and of what.
-            DeadlineError: the run took longer; it says in which stage each controller was.
+            DeadlineError: the run took longer; it says where each controller was, and for whom collectives waited.
+            ProgramExitedError: a program called `sys.exit` or cancelled itself.
             Exception: the first controller's error, as it was raised there, with a note that tells where; or what
                 ``reported`` raised.
         """
+        if self._is_running:
+            raise ClusterError("these controllers run another program; wait for it, or start others")
+        self._is_running = True
+        try:
+            return await self._run(program, roles, timeout_s, reported)
+        finally:
+            self._is_running = False
+
+    async def _run(
+        self, program: Program[RolesT, ResultT], roles: RolesT, timeout_s: float | None, reported: Reported
+    ) -> list[ResultT]:
         self._num_runs += 1
         names = [f", {name}," for name in await self._meet()]
         controllers = list(self._controllers)
@@ -164,9 +180,7 @@ class RayControllers:
 
     async def stages(self) -> list[str | None]:
         """The stage that each controller is in now; None of one that is in none, or does not answer."""
-        calls = (asyncio.ensure_future(c.stage.remote()) for c in self._controllers if c is not None)
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        return [None if isinstance(answer, BaseException) else answer for answer in answers]
+        return [where and where.stage for where in (await whereabouts_of(self._controllers)).values()]
 
     async def close(self) -> None:
         """End all processes."""

@@ -1,6 +1,5 @@
 """What a reward of images is, and the one place where it is called."""
 
-import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -9,7 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_rollout.errors import RewardError
+from gcore_rollout.errors import RewardError, RewardExitError
+from gcore_rollout.rewards.daemon_threads import DaemonThreads
 from gcore_rollout.rewards.reward import name_of
 
 Images = NDArray[np.uint8]
@@ -46,10 +46,17 @@ async def evaluate_images(
         if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None)):  # noqa: B004 - an object whose call is async
             values = await reward(images, prompts, rows)
         else:
-            values = await asyncio.to_thread(reward, images, prompts, rows)
+            # A thread of its own: one of asyncio would keep the process from ending while the reward blocks.
+            threads = DaemonThreads(1, name=f"reward-{name_of(reward)}")
+            try:
+                values = await threads.run(reward, images, prompts, rows)
+            finally:
+                threads.close()
             if inspect.isawaitable(values):
                 values = await values
         scores = [float(value) for value in np.asarray(values, dtype=np.float64).reshape(-1)]
+    except SystemExit as error:
+        raise RewardExitError(f"reward {name_of(reward)!r} tried to end the process: {error!r}") from error
     except Exception as error:
         reason = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
         raise RewardError(f"reward {name_of(reward)!r} on {len(images)} images: {reason}") from error

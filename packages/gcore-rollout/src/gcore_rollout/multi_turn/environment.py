@@ -47,6 +47,9 @@ class Environment(Protocol):
     async def step(self, completion: str) -> Reply:
         """Answer one turn.
 
+        A ``step`` that has a parameter ``truncated: bool``, too, is notified by it of a turn that was cut off at its
+        most tokens. After such a turn the episode ends, whatever the answer.
+
         Args:
             completion: what the policy wrote, without special tokens.
         """

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import inspect
 import math
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from gcore_rollout.multi_turn.environment import Environment, Reply
 from gcore_rollout.types import Completion, Request, SamplingParams
 
 T = TypeVar("T")
-EpisodeEnd = Literal["done", "length", "max_turns"]
-"""The environment ended it; the tokens were used up; the turns were."""
+EpisodeEnd = Literal["done", "truncated_turn", "length", "max_turns"]
+"""The environment ended it; a turn was cut off before its end, such as at ``max_tokens_per_turn``; the tokens of the
+episode were used up; the turns were."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,7 @@ async def run_episode(
         RequestError: the first messages do not fit the model.
     """
     limits = limits or EpisodeLimits()
+    takes_truncated = "truncated" in inspect.signature(environment.step).parameters
     opening = await _within(environment.reset(), limits.step_timeout_s, f"episode {request_id!r}: reset")
     prompt_ids = encoder.first(opening.messages, tools=opening.tools)
     pieces = _Pieces()
@@ -106,15 +109,17 @@ async def run_episode(
         pieces.add_completion(completion)
         turns.append(encoder.text(completion.token_ids.tolist()))
         what = f"episode {request_id!r}: step {len(turns)}"
-        reply = await _within(environment.step(turns[-1]), limits.step_timeout_s, what)
+        is_truncated = completion.finish_reason != "stop"
+        answering = environment.step(turns[-1], **({"truncated": is_truncated} if takes_truncated else {}))
+        reply = await _within(answering, limits.step_timeout_s, what)
         score += _checked(reply, what).reward
         end: EpisodeEnd | None = None
         said: list[int] = []
         if reply.done:
             end = "done"
-        elif completion.finish_reason != "stop":
+        elif is_truncated:
             # A turn that was cut off has no end that a message could stand behind.
-            end = "length"
+            end = "length" if pieces.num_tokens >= sampling.max_tokens else "truncated_turn"
         elif len(turns) == limits.max_turns:
             end = "max_turns"
         else:
@@ -140,7 +145,7 @@ async def _within(answer: Awaitable[T], timeout_s: float, what: str) -> T:
             return await answer
     except TimeoutError:
         raise EpisodeError(f"{what} took longer than {timeout_s} s") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise EpisodeError(f"{what}: {type(error).__name__}: {error}") from error
 
 

@@ -2,6 +2,7 @@
 
 from gcore_rollout.rewards.code import CodeReward, last_code_block
 from gcore_rollout.rewards.composite import CompositeReward
+from gcore_rollout.rewards.failures import Failure, FailureLog
 from gcore_rollout.rewards.http import HTTPReward
 from gcore_rollout.rewards.judge import JudgeReward, JudgeStats, Reduce, ScorePattern, Verdict
 from gcore_rollout.rewards.judge_model import JudgeModel, QuestionTemplate
@@ -33,6 +34,8 @@ __all__ = [
     "CodeReward",
     "CompositeReward",
     "Failed",
+    "Failure",
+    "FailureLog",
     "GroupRewardFunction",
     "GroupRewardRunner",
     "HTTPReward",

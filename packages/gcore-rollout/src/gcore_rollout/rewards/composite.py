@@ -1,13 +1,13 @@
 """Several rewards added up."""
 
 import asyncio
-import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from gcore_rollout.errors import RewardConfigError
 from gcore_rollout.rewards.reward import RewardFunction, Scored, checked, told
+from gcore_rollout.rewards.user_code import answer
 
 
 class CompositeReward:
@@ -65,7 +65,6 @@ class CompositeReward:
 
 async def _part(name: str, reward: RewardFunction, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
     try:
-        value = reward(prompt, completion, row)
-        return checked(await value if inspect.isawaitable(value) else value)
+        return checked(await answer(reward, prompt, completion, row))
     except Exception as error:
         raise told(error, f"part {name!r}") from error

@@ -40,7 +40,7 @@ def load_function(spec: str, *, setting: str) -> Callable[..., Any]:
     sys.modules[module_name] = module
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RewardError(f"{setting} file {path} does not import: {type(error).__name__}: {error}") from error
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):

@@ -1,12 +1,12 @@
 """What a reward is, and the one place where it is called."""
 
-import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from gcore_rollout.errors import NoScoreError, RewardError
+from gcore_rollout.errors import NoScoreError, RewardError, RewardExitError
+from gcore_rollout.rewards.user_code import answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +46,12 @@ async def evaluate(reward: RewardFunction, *, prompt: str, completion: str, row:
 
     Raises:
         NoScoreError: the reward raised it.
+        RewardExitError: it tried to end the process.
         RewardError: it raised anything else, or did not return finite numbers; the message holds the prompt and the
             completion.
     """
     try:
-        value = reward(prompt, completion, row)
-        if inspect.isawaitable(value):
-            value = await value
-        return checked(value)
+        return checked(await answer(reward, prompt, completion, row))
     except Exception as error:
         raise _with_texts(error, reward, prompt, completion) from error
 
@@ -84,8 +82,8 @@ def checked(value: object) -> Scored:
 
 
 def told(error: Exception, where: str) -> RewardError:
-    """The same error with the place where it happened; a `NoScoreError` stays one."""
-    kind = NoScoreError if isinstance(error, NoScoreError) else RewardError
+    """Return the same error with the place where it happened; a `NoScoreError` or `RewardExitError` stays one."""
+    kind = type(error) if isinstance(error, NoScoreError | RewardExitError) else RewardError
     reason = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
     return kind(f"{where}: {reason}")
 

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar, get_args
 
-from gcore_rollout.errors import NoScoreError, RewardConfigError, RewardError
+from gcore_rollout.errors import NoScoreError, RewardConfigError, RewardError, RewardExitError
+from gcore_rollout.rewards.failures import FailureLog
 from gcore_rollout.rewards.retry import RetryPolicy
 from gcore_rollout.rewards.reward import (
     GroupRewardFunction,
@@ -18,6 +19,7 @@ from gcore_rollout.rewards.reward import (
     name_of,
 )
 from gcore_rollout.rewards.threaded import ThreadedReward
+from gcore_rollout.rewards.user_code import blocking_limit, call
 
 OnError = Literal["raise", "drop"]
 """A reward that failed at last ends the run, or gives `Failed`."""
@@ -75,9 +77,14 @@ class RewardRunnerConfig:
 
 
 class _Runner(Generic[T]):
-    """The part that does not depend on what is scored: one completion, or a group."""
+    """The part that does not depend on what is scored: one completion, or a group.
+
+    Attributes:
+        failures: Counts calls, and those that ended in an error after their retries.
+    """
 
     def __init__(self, config: RewardRunnerConfig | None) -> None:
+        self.failures = FailureLog()
         self._config = config or RewardRunnerConfig()
         self._places = asyncio.Semaphore(self._config.max_concurrency)
         self._num_scored = self._num_failed = self._num_no_score = self._num_retries = self._num_timeouts = 0
@@ -103,13 +110,16 @@ class _Runner(Generic[T]):
             )
         except NoScoreError as error:
             self._num_no_score += 1
+            self.failures.succeeded()
             return Failed(error=error)
         except RewardError as error:
             self._num_failed += 1
-            if self._config.on_error == "raise":
+            self.failures.failed(error)
+            if self._config.on_error == "raise" or isinstance(error, RewardExitError):
                 raise
             return Failed(error=error)
         self._num_scored += 1
+        self.failures.succeeded()
         return result
 
     async def _attempt(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -161,8 +171,23 @@ class RewardRunner(_Runner[Scored]):
 
         Raises:
             RewardError: the reward failed, after its retries, and ``on_error`` is "raise".
+            RewardExitError: the reward tried to end the process.
         """
         return await self._run(lambda: evaluate(self._limited, prompt=prompt, completion=completion, row=row))
+
+    async def try_on(self, *, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored | Failed:
+        """Score one completion before a run starts, with ``timeout_s`` for a synchronous reward, too.
+
+        Raises:
+            RewardError: see `score`.
+            RewardExitError: the reward blocked the process for longer than ``timeout_s``, or tried to end it.
+        """
+        try:
+            with blocking_limit(self._config.timeout_s):
+                return await self.score(prompt=prompt, completion=completion, row=row)
+        finally:
+            # What the trial found is no failure of the run, which may have another log file.
+            self.failures = FailureLog()
 
     def close(self) -> None:
         """Let the threads of a synchronous reward end. Idempotent."""
@@ -172,7 +197,7 @@ class RewardRunner(_Runner[Scored]):
     @property
     def _limited(self) -> RewardFunction:
         async def limited(prompt: str, completion: str, row: Mapping[str, Any]) -> float | Scored:
-            value = self._reward(prompt, completion, row)
+            value = call(self._reward, prompt, completion, row)
             return await self._in_time(value) if inspect.isawaitable(value) else value
 
         limited.__name__ = self.__name__

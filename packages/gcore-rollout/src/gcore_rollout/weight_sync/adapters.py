@@ -61,7 +61,8 @@ def check_adapters(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -
 def merged(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -> Iterator[tuple[str, torch.Tensor]]:
     """Hugging Face names and weights with the adapters in them, one at a time.
 
-    The arithmetic is in the data type of the weights, as a trainer's is that merges before it exports.
+    The arithmetic is in float32 at least, and is rounded to the data type of the weights once, at the end, as a
+    trainer's is that merges before it exports.
 
     Args:
         base: the frozen weights, which are left as they are.
@@ -71,7 +72,8 @@ def merged(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -> Iterat
     for name, tensor in base.items():
         layer = name.removesuffix(".weight")
         if layer in layers:
-            a, b = (adapters.tensors[layer + end].to(tensor) for end in (A_OF, B_OF))
-            yield name, tensor + adapters.scaling * (b @ a)
+            wide = torch.promote_types(tensor.dtype, torch.float32)
+            a, b = (adapters.tensors[layer + end].to(tensor.device, wide) for end in (A_OF, B_OF))
+            yield name, (tensor.to(wide) + adapters.scaling * (b @ a)).to(tensor.dtype)
         else:
             yield name, tensor

@@ -3,31 +3,85 @@
 Shapes: S segments, Q/L queries/keys of a block, H query heads, K key-value heads, D/V dimension of keys/values.
 The backward pass needs the output and log-sum-exp over *all* keys of a query, of which the block's are some
 (FlashAttention, arXiv:2205.14135, algorithm 4).
+
+An attention sink (gpt-oss; StreamingLLM, arXiv:2309.17453) is one more score in each softmax, without a value: a term
+of the log-sum-exp, merged like a block whose output is 0.
 """
 
-import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch.autograd.function import once_differentiable
 
 _aten = torch.ops.aten
 
 _NUM_PLAIN_ROWS = 1024
-"""Queries whose scores are in memory at a time, where no kernel does it."""
+"""Most queries whose scores are in memory at a time, where no kernel does it ..."""
+
+_NUM_PLAIN_SCORES = 1 << 26
+"""... and most scores: 256 MB in float32."""
 
 _CUDA_MAX_HEAD_DIM = 256
 """Of the flash-attention kernel."""
 
 
+def attention(
+    q_SHQD: torch.Tensor,
+    k_SKLD: torch.Tensor,
+    v_SKLV: torch.Tensor,
+    *,
+    scale: float,
+    is_causal: bool,
+    softcap: float | None = None,
+    mask: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Differentiable attention [S, H, Q, V] with what torch's own lacks: soft caps of the scores, and sinks.
+
+    Under autocast it computes in autocast's dtype, as torch's own does.
+
+    Args:
+        q_SHQD: queries.
+        k_SKLD: keys.
+        v_SKLV: values.
+        scale: see `attend_block`.
+        is_causal: see `attend_block`.
+        softcap: see `attend_block`.
+        mask: see `attend_block`.
+        sinks_H: a further score of each head's softmax; None: none.
+    """
+    device_type = q_SHQD.device.type
+    if torch.is_autocast_enabled(device_type):
+        q_SHQD, k_SKLD, v_SKLV = (x.to(torch.get_autocast_dtype(device_type)) for x in (q_SHQD, k_SKLD, v_SKLV))
+    return _Attention.apply(q_SHQD, k_SKLD, v_SKLV, sinks_H, mask, scale, is_causal, softcap)
+
+
 def attend_block(
-    q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, v_SKLV: torch.Tensor, *, scale: float, is_causal: bool
+    q_SHQD: torch.Tensor,
+    k_SKLD: torch.Tensor,
+    v_SKLV: torch.Tensor,
+    *,
+    scale: float,
+    is_causal: bool,
+    softcap: float | None = None,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to all keys, or causally to as many as there are queries.
 
+    Args:
+        q_SHQD: queries.
+        k_SKLD: keys.
+        v_SKLV: values.
+        scale: factor of the scores.
+        is_causal: whether query i sees keys up to i only.
+        softcap: replace scores x by softcap * tanh(x / softcap) (Gemma 2, arXiv:2408.00118, section 2); None: do not.
+        mask: [S or 1, 1, Q, L], added to the scores after the cap: 0, or -inf where a query does not see a key.
+
     Returns:
-        Output [S, H, Q, V] of the queries' dtype, and log-sum-exp of the scores [S, H, Q] in float32 at least.
+        Output [S, H, Q, V] of the queries' dtype, and log-sum-exp of the scores [S, H, Q] in float32 at least. A query
+        that sees no key has output 0 and log-sum-exp -inf.
     """
-    match _kernel(q_SHQD, v_SKLV):
+    match _kernel(q_SHQD, v_SKLV, has_kernel=softcap is None and mask is None):
         case "cpu":
             return _aten._scaled_dot_product_flash_attention_for_cpu(
                 q_SHQD, k_SKLD, v_SKLV, 0.0, is_causal, scale=scale
@@ -40,13 +94,45 @@ def attend_block(
         case "plain":
             outs: list[torch.Tensor] = []
             lses: list[torch.Tensor] = []
-            for rows, keys in _row_blocks(q_SHQD, k_SKLD, is_causal=is_causal):
-                scores_SKGQL = _scores(q_SHQD, k_SKLD, rows, keys, scale=scale, is_causal=is_causal)
-                lse_SKGQ = scores_SKGQL.logsumexp(-1)
-                probs_SKGQL = (scores_SKGQL - lse_SKGQ[..., None]).exp()
-                outs.append((probs_SKGQL @ _widened(v_SKLV[:, :, None, keys])).flatten(1, 2))
-                lses.append(lse_SKGQ.flatten(1, 2))
+            # Autocast would narrow the matrix products.
+            with torch.autocast(q_SHQD.device.type, enabled=False):
+                for rows, keys in _row_blocks(q_SHQD, k_SKLD, is_causal=is_causal):
+                    scores_SKGQL = _scores(q_SHQD, k_SKLD, rows, keys, scale=scale, softcap=softcap)
+                    _hide(scores_SKGQL, rows, keys, is_causal=is_causal, mask=mask)
+                    lse_SKGQ = scores_SKGQL.logsumexp(-1)
+                    probs_SKGQL = _probs(scores_SKGQL, lse_SKGQ)
+                    outs.append((probs_SKGQL @ _widened(v_SKLV[:, :, None, keys])).flatten(1, 2))
+                    lses.append(lse_SKGQ.flatten(1, 2))
             return torch.cat(outs, dim=2).to(q_SHQD.dtype), torch.cat(lses, dim=2)
+
+
+def include_sinks(
+    out_HV: torch.Tensor, lse_H: torch.Tensor, sinks_H: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp over a query's keys and its head's sink, from those over its keys.
+
+    Args:
+        out_HV: [..., V].
+        lse_H: [...].
+        sinks_H: broadcastable to ``lse_H``.
+    """
+    total_H = torch.logaddexp(lse_H, sinks_H.to(lse_H.dtype))
+    return (out_HV * (lse_H - total_H).exp()[..., None]).to(out_HV.dtype), total_H
+
+
+def sink_gradients(
+    grad_HV: torch.Tensor, out_HV: torch.Tensor, lse_H: torch.Tensor, sinks_H: torch.Tensor
+) -> torch.Tensor:
+    """Each query's part of the gradient of its head's sink, in the shape of ``lse_H``.
+
+    Args:
+        grad_HV: of the output, [..., V].
+        out_HV: over all keys and the sink, [..., V].
+        lse_H: likewise, [...].
+        sinks_H: broadcastable to ``lse_H``.
+    """
+    delta_H = (_widened(grad_HV) * out_HV).sum(-1)
+    return -(sinks_H.to(lse_H.dtype) - lse_H).exp() * delta_H
 
 
 def block_gradients(
@@ -59,6 +145,8 @@ def block_gradients(
     *,
     scale: float,
     is_causal: bool,
+    softcap: float | None = None,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The block's part of the gradients of queries, keys and values, in their shapes.
 
@@ -71,8 +159,10 @@ def block_gradients(
         lse_SHQ: over all keys.
         scale: as handed to `attend_block`.
         is_causal: likewise.
+        softcap: likewise.
+        mask: likewise.
     """
-    match _kernel(q_SHQD, v_SKLV):
+    match _kernel(q_SHQD, v_SKLV, has_kernel=softcap is None and mask is None):
         case "cpu":
             return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ, 0.0, is_causal, scale=scale
@@ -100,8 +190,53 @@ def block_gradients(
             )
         case "plain":
             return _plain_gradients(
-                grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ, scale=scale, is_causal=is_causal
+                grad_SHQV,
+                q_SHQD,
+                k_SKLD,
+                v_SKLV,
+                out_SHQV,
+                lse_SHQ,
+                scale=scale,
+                is_causal=is_causal,
+                softcap=softcap,
+                mask=mask,
             )
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_SHQD: torch.Tensor,
+        k_SKLD: torch.Tensor,
+        v_SKLV: torch.Tensor,
+        sinks_H: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        scale: float,
+        is_causal: bool,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        options: dict[str, Any] = {"scale": scale, "is_causal": is_causal, "softcap": softcap}
+        out_SHQV, lse_SHQ = attend_block(q_SHQD, k_SKLD, v_SKLV, mask=mask, **options)
+        if sinks_H is not None:
+            out_SHQV, lse_SHQ = include_sinks(out_SHQV, lse_SHQ, sinks_H[:, None])
+        ctx.options = options
+        ctx.save_for_backward(q_SHQD, k_SKLD, v_SKLV, sinks_H, mask, out_SHQV, lse_SHQ)
+        return out_SHQV
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator is typed loosely
+        ctx: Any, *grad_outputs: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        q_SHQD, k_SKLD, v_SKLV, sinks_H, mask, out_SHQV, lse_SHQ = ctx.saved_tensors
+        grad_SHQV = grad_outputs[0].contiguous()  # that of a sum has no strides, which kernels do not take
+        grads = block_gradients(grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ, mask=mask, **ctx.options)
+        grad_sinks_H = None
+        if ctx.needs_input_grad[3]:
+            parts_SHQ = sink_gradients(grad_SHQV, out_SHQV, lse_SHQ, sinks_H[:, None])
+            grad_sinks_H = parts_SHQ.sum((0, 2)).to(sinks_H.dtype)
+        return *grads, grad_sinks_H, None, None, None, None
 
 
 def _plain_gradients(
@@ -114,27 +249,31 @@ def _plain_gradients(
     *,
     scale: float,
     is_causal: bool,
+    softcap: float | None,
+    mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     groups = (k_SKLD.shape[1], -1)
     grad_q: list[torch.Tensor] = []
     grad_k_SKLD, grad_v_SKLV = torch.zeros_like(_widened(k_SKLD)), torch.zeros_like(_widened(v_SKLV))
     for rows, keys in _row_blocks(q_SHQD, k_SKLD, is_causal=is_causal):
-        scores_SKGQL = _scores(q_SHQD, k_SKLD, rows, keys, scale=scale, is_causal=is_causal)
-        probs_SKGQL = (scores_SKGQL - lse_SHQ[:, :, rows].unflatten(1, groups)[..., None]).exp()
+        scores_SKGQL = _scores(q_SHQD, k_SKLD, rows, keys, scale=scale, softcap=softcap)
+        slope_SKGQL = scale if softcap is None else (1 - (scores_SKGQL / softcap).square()) * scale
+        _hide(scores_SKGQL, rows, keys, is_causal=is_causal, mask=mask)
+        probs_SKGQL = _probs(scores_SKGQL, lse_SHQ[:, :, rows].unflatten(1, groups))
         grad_SKGQV = _widened(grad_SHQV[:, :, rows]).unflatten(1, groups)
         delta_SKGQ = (grad_SKGQV * out_SHQV[:, :, rows].unflatten(1, groups)).sum(-1)
         grad_v_SKLV[:, :, keys] += (probs_SKGQL.mT @ grad_SKGQV).sum(2)
         grad_probs_SKGQL = grad_SKGQV @ _widened(v_SKLV[:, :, None, keys]).mT
-        grad_scores_SKGQL = probs_SKGQL * (grad_probs_SKGQL - delta_SKGQ[..., None]) * scale
+        grad_scores_SKGQL = probs_SKGQL * (grad_probs_SKGQL - delta_SKGQ[..., None]) * slope_SKGQL
         grad_q.append((grad_scores_SKGQL @ _widened(k_SKLD[:, :, None, keys])).flatten(1, 2))
         q_SKGQD = _widened(q_SHQD[:, :, rows]).unflatten(1, groups)
         grad_k_SKLD[:, :, keys] += (grad_scores_SKGQL.mT @ q_SKGQD).sum(2)
     return torch.cat(grad_q, dim=2).to(q_SHQD.dtype), grad_k_SKLD.to(k_SKLD.dtype), grad_v_SKLV.to(v_SKLV.dtype)
 
 
-def _kernel(q_SHQD: torch.Tensor, v_SKLV: torch.Tensor) -> Literal["cpu", "cuda", "plain"]:
+def _kernel(q_SHQD: torch.Tensor, v_SKLV: torch.Tensor, *, has_kernel: bool) -> Literal["cpu", "cuda", "plain"]:
     head_dim = q_SHQD.shape[-1]
-    if head_dim != v_SKLV.shape[-1]:
+    if not has_kernel or head_dim != v_SKLV.shape[-1]:
         return "plain"
     if q_SHQD.device.type == "cpu":
         return "cpu"
@@ -150,22 +289,36 @@ def _kernel(q_SHQD: torch.Tensor, v_SKLV: torch.Tensor) -> Literal["cpu", "cuda"
 
 def _row_blocks(q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, *, is_causal: bool) -> list[tuple[slice, slice]]:
     """Queries to take at a time, and the keys that any of them sees."""
-    num_queries = q_SHQD.shape[2]
-    num_blocks = math.ceil(num_queries / _NUM_PLAIN_ROWS)
-    rows = [slice(i * _NUM_PLAIN_ROWS, min((i + 1) * _NUM_PLAIN_ROWS, num_queries)) for i in range(num_blocks)]
-    return [(x, slice(0, x.stop if is_causal else k_SKLD.shape[2])) for x in rows]
+    num_segments, num_heads, num_queries, _ = q_SHQD.shape
+    num_keys = k_SKLD.shape[2]
+    step = min(_NUM_PLAIN_ROWS, max(1, _NUM_PLAIN_SCORES // (num_segments * num_heads * num_keys)))
+    rows = [slice(i, min(i + step, num_queries)) for i in range(0, num_queries, step)]
+    return [(x, slice(0, x.stop if is_causal else num_keys)) for x in rows]
 
 
 def _scores(
-    q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, rows: slice, keys: slice, *, scale: float, is_causal: bool
+    q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, rows: slice, keys: slice, *, scale: float, softcap: float | None
 ) -> torch.Tensor:
-    """[S, K, H / K, rows, keys], -inf where a query does not see a key."""
+    """[S, K, H / K, rows, keys]."""
     q_SKGQD = _widened(q_SHQD[:, :, rows]).unflatten(1, (k_SKLD.shape[1], -1))
     scores_SKGQL = q_SKGQD @ _widened(k_SKLD[:, :, None, keys]).mT * scale
-    if is_causal:
-        row, column = (torch.arange(x.start, x.stop, device=q_SHQD.device) for x in (rows, keys))
-        scores_SKGQL.masked_fill_(column > row[:, None], -torch.inf)
+    if softcap is not None:
+        scores_SKGQL.div_(softcap).tanh_().mul_(softcap)
     return scores_SKGQL
+
+
+def _hide(scores_SKGQL: torch.Tensor, rows: slice, keys: slice, *, is_causal: bool, mask: torch.Tensor | None) -> None:
+    """Set scores to -inf where a query does not see a key."""
+    if is_causal:
+        row, column = (torch.arange(x.start, x.stop, device=scores_SKGQL.device) for x in (rows, keys))
+        scores_SKGQL.masked_fill_(column > row[:, None], -torch.inf)
+    if mask is not None:
+        scores_SKGQL.add_(mask[:, :, None, rows, keys])
+
+
+def _probs(scores_SKGQL: torch.Tensor, lse_SKGQ: torch.Tensor) -> torch.Tensor:
+    """0, and not NaN, for a query that sees no key."""
+    return (scores_SKGQL - lse_SKGQ.clamp(min=torch.finfo(lse_SKGQ.dtype).min)[..., None]).exp()
 
 
 def _widened(x: torch.Tensor) -> torch.Tensor:

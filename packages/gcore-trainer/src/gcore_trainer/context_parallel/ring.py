@@ -3,11 +3,14 @@
 Liu et al., arXiv:2310.01889: blockwise attention whose partial results are merged by their log-sum-exp, while the next
 block travels. Segments are divided zig-zag (`layout.py`), so that a visiting block is seen by all local queries through
 its first half, or by the second half of them entirely: every step computes the same, and nothing that is masked.
+With a sliding window, each chunk of queries attends to each chunk of keys separately, except to chunks that it does not
+see.
 
 Shapes: R ranks of the ring, T tokens of a rank's shard, S segments of equal length, H query heads, K key-value heads,
 D/V dimension of keys/values, Q queries of a block.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from gcore_trainer.context_parallel.block_attention import attend_block, block_gradients
+from gcore_trainer.context_parallel.block_attention import attend_block, block_gradients, include_sinks, sink_gradients
 from gcore_trainer.context_parallel.layout import EqualSegments
 
 
@@ -27,6 +30,9 @@ def ring_attention(
     group: dist.ProcessGroup,
     segments: list[EqualSegments],
     scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention within each segment of a row that the ranks of a ring divide.
 
@@ -39,11 +45,14 @@ def ring_attention(
         group: the ring; ranks pass to the next one.
         segments: what the shards are made of.
         scale: of the scores.
+        sliding_window: number of latest tokens that a query sees, its own included; None: all.
+        softcap: see `attend_block`.
+        sinks_H: see `block_attention.attention`.
 
     Returns:
         [T, H, V], of the queries' dtype; partial results are merged in float32 at least.
     """
-    return _RingAttention.apply(q_THD, k_TKD, v_TKV, group, segments, scale)
+    return _RingAttention.apply(q_THD, k_TKD, v_TKV, sinks_H, group, segments, sliding_window, scale, softcap)
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,19 @@ class _Block:
     queries: slice
     keys: slice
     is_causal: bool
+    band: tuple[int, int] | None = None
+    """Distances (position of the query - that of the key) of the first query to the first key, and from which on a
+    query does not see a key; None: all queries see all keys, or all before them."""
+
+    def mask(self, length: int, *, like: torch.Tensor) -> torch.Tensor | None:
+        """[1, 1, length, length], 0 or -inf."""
+        if self.band is None:
+            return None
+        first, window = self.band
+        place = torch.arange(length, device=like.device)
+        distance_QL = first + place[:, None] - place
+        is_hidden = (distance_QL < 0) | (distance_QL >= window)
+        return torch.zeros_like(is_hidden, dtype=like.dtype).masked_fill_(is_hidden, -torch.inf)[None, None]
 
 
 class _RingAttention(torch.autograd.Function):
@@ -62,36 +84,42 @@ class _RingAttention(torch.autograd.Function):
         q_THD: torch.Tensor,
         k_TKD: torch.Tensor,
         v_TKV: torch.Tensor,
+        sinks_H: torch.Tensor | None,
         group: dist.ProcessGroup,
         segments: list[EqualSegments],
+        window: int | None,
         scale: float,
+        softcap: float | None,
     ) -> torch.Tensor:
         rank, size = group.rank(), group.size()
         own_kv = torch.cat([k_TKD, v_TKV], dim=-1)
         head_dims = (k_TKD.shape[2], v_TKV.shape[2])
         wide = torch.promote_types(q_THD.dtype, torch.float32)
-        out_THV = q_THD.new_empty((*q_THD.shape[:2], head_dims[1]), dtype=wide)
-        lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=wide)
+        out_THV = q_THD.new_zeros((*q_THD.shape[:2], head_dims[1]), dtype=wide)
+        lse_TH = q_THD.new_full(q_THD.shape[:2], -torch.inf, dtype=wide)
         kv = own_kv
         for step in range(size):
             passing = _Passing(kv, group) if step < size - 1 else None
-            block = _block(rank, source=(rank - step) % size)
-            for segment in segments:
+            for segment, block in _blocks(segments, rank, source=(rank - step) % size, size=size, window=window):
                 k_SKLD, v_SKLV = _part(kv, segment, block.keys).split(head_dims, dim=-1)
                 out_SHQV, lse_SHQ = attend_block(
-                    _part(q_THD, segment, block.queries), k_SKLD, v_SKLV, scale=scale, is_causal=block.is_causal
+                    _part(q_THD, segment, block.queries),
+                    k_SKLD,
+                    v_SKLV,
+                    scale=scale,
+                    is_causal=block.is_causal,
+                    softcap=softcap,
+                    mask=block.mask(segment.chunk_length, like=q_THD),
                 )
-                merged = (_part(out_THV, segment, block.queries), _part(lse_TH, segment, block.queries))
-                if step == 0:
-                    merged[0].copy_(out_SHQV)
-                    merged[1].copy_(lse_SHQ)
-                else:
-                    _merge(*merged, out_SHQV, lse_SHQ)
+                _merge(_part(out_THV, segment, block.queries), _part(lse_TH, segment, block.queries), out_SHQV, lse_SHQ)
             if passing is not None:
                 kv = passing.wait()
+        if sinks_H is not None:
+            out_THV, lse_TH = include_sinks(out_THV, lse_TH, sinks_H)
         result = out_THV.to(q_THD.dtype)
-        ctx.save_for_backward(q_THD, own_kv, result, lse_TH)
-        ctx.group, ctx.segments, ctx.scale, ctx.head_dims = group, segments, scale, head_dims
+        ctx.save_for_backward(q_THD, own_kv, sinks_H, result, lse_TH)
+        ctx.group, ctx.segments, ctx.window, ctx.head_dims = group, segments, window, head_dims
+        ctx.options = {"scale": scale, "softcap": softcap}
         return result
 
     @staticmethod
@@ -103,15 +131,15 @@ class _RingAttention(torch.autograd.Function):
         group: dist.ProcessGroup = ctx.group
         segments: list[EqualSegments] = ctx.segments
         rank, size = group.rank(), group.size()
-        q_THD, kv, out_THV, lse_TH = ctx.saved_tensors
+        q_THD, kv, sinks_H, out_THV, lse_TH = ctx.saved_tensors
         grad_q_THD = torch.zeros_like(q_THD, dtype=lse_TH.dtype)
         # Gradients of keys and values follow them around the ring, a step behind, and end where they belong.
         passing_grad: _Passing | None = None
         for step in range(size):
             passing = _Passing(kv, group) if step < size - 1 else None
-            block = _block(rank, source=(rank - step) % size)
             grad_kv = torch.zeros_like(kv, dtype=lse_TH.dtype)
-            for segment in segments:
+            source = (rank - step) % size
+            for segment, block in _blocks(segments, rank, source=source, size=size, window=ctx.window):
                 k_SKLD, v_SKLV = _part(kv, segment, block.keys).split(ctx.head_dims, dim=-1)
                 grad_q, grad_k, grad_v = block_gradients(
                     _part(grad_THV, segment, block.queries),
@@ -120,11 +148,12 @@ class _RingAttention(torch.autograd.Function):
                     v_SKLV,
                     _part(out_THV, segment, block.queries),
                     _part(lse_TH, segment, block.queries),
-                    scale=ctx.scale,
                     is_causal=block.is_causal,
+                    mask=block.mask(segment.chunk_length, like=q_THD),
+                    **ctx.options,
                 )
                 _part(grad_q_THD, segment, block.queries).add_(grad_q)
-                _part(grad_kv, segment, block.keys).copy_(torch.cat([grad_k, grad_v], dim=-1))
+                _part(grad_kv, segment, block.keys).add_(torch.cat([grad_k, grad_v], dim=-1))
             if passing_grad is not None:
                 grad_kv += passing_grad.wait()
             passing_grad = _Passing(grad_kv, group)
@@ -132,7 +161,10 @@ class _RingAttention(torch.autograd.Function):
                 kv = passing.wait()
         assert passing_grad is not None
         grad_k_TKD, grad_v_TKV = passing_grad.wait().to(kv.dtype).split(ctx.head_dims, dim=-1)
-        return grad_q_THD.to(q_THD.dtype), grad_k_TKD, grad_v_TKV, None, None, None
+        grad_sinks_H = None
+        if ctx.needs_input_grad[3]:
+            grad_sinks_H = sink_gradients(grad_THV, out_THV, lse_TH, sinks_H).sum(0).to(sinks_H.dtype)
+        return grad_q_THD.to(q_THD.dtype), grad_k_TKD, grad_v_TKV, grad_sinks_H, None, None, None, None, None
 
 
 class _Passing:
@@ -154,6 +186,36 @@ class _Passing:
         for work in self._works:
             work.wait()
         return self._received
+
+
+def _blocks(
+    segments: list[EqualSegments], rank: int, *, source: int, size: int, window: int | None
+) -> Iterator[tuple[EqualSegments, _Block]]:
+    """Yield what this rank computes with the keys and values of rank `source`."""
+    for segment in segments:
+        if window is None or window >= 2 * size * segment.chunk_length:
+            yield segment, _block(rank, source=source)
+        else:
+            for block in _windowed_blocks(rank, source, size, segment.chunk_length, window):
+                yield segment, block
+
+
+def _windowed_blocks(rank: int, source: int, size: int, length: int, window: int) -> list[_Block]:
+    """Return the pairs of a chunk of queries and a chunk of keys in which any query sees a key.
+
+    Latest keys first: a query must meet a key that it sees before it meets blocks of keys that are all hidden from it.
+    """
+    blocks: list[_Block] = []
+    for i, query_chunk in ((0, rank), (1, 2 * size - 1 - rank)):
+        for j, key_chunk in ((1, 2 * size - 1 - source), (0, source)):
+            first = (query_chunk - key_chunk) * length
+            if first < 0 or first - length + 1 >= window:
+                continue
+            is_seen_whole = first + length - 1 < window
+            is_causal = first == 0 and is_seen_whole
+            band = None if is_seen_whole else (first, window)
+            blocks.append(_Block(slice(i, i + 1), slice(j, j + 1), is_causal=is_causal, band=band))
+    return blocks
 
 
 def _block(rank: int, *, source: int) -> _Block:

@@ -7,6 +7,9 @@ from torch.nn.functional import logsigmoid
 
 from gcore_trainer.diffusion.process import column
 
+_MAX_LOG_RATIO = 20.0
+"""As of the losses of language models' policies."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepLoss:
@@ -26,7 +29,7 @@ def clipped_step_loss(
     max(-A r, -A clip(r, 1 - clip_ratio, 1 + clip_ratio)), r = exp(log_probs - old_log_probs): DDPO (arXiv 2305.13301,
     eq. 6, clipped as its section 4.2 says) and Flow-GRPO (arXiv 2505.05470, eq. 5).
     """
-    return _clipped(torch.exp(log_probs - old_log_probs), advantages, clip_ratio)
+    return _clipped(log_probs - old_log_probs, advantages, clip_ratio)
 
 
 def guard_step_loss(
@@ -56,7 +59,7 @@ def guard_step_loss(
     """
     noise = (next_latents - old_means) / column(std, means)
     log_ratio = (noise * (means - old_means)).flatten(1).mean(1)
-    found = _clipped(torch.exp(log_ratio), advantages, clip_ratio)
+    found = _clipped(log_ratio, advantages, clip_ratio)
     return StepLoss(loss=found.loss / -dt, ratio=found.ratio, is_clipped=found.is_clipped)
 
 
@@ -118,7 +121,9 @@ def diffusion_dpo_loss(
     return -logsigmoid(margins), margins > 0
 
 
-def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, clip_ratio: float) -> StepLoss:
+def _clipped(log_ratio: torch.Tensor, advantages: torch.Tensor, clip_ratio: float) -> StepLoss:
+    # An infinite ratio has a gradient of NaN, even where the clip leaves it out.
+    ratio = torch.exp(log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_ratio, 1 + clip_ratio)
     return StepLoss(loss=torch.maximum(unclipped, clipped), ratio=ratio.detach(), is_clipped=clipped > unclipped)

@@ -81,7 +81,7 @@ class DiffusionTrainer(BaseTrainer):
             ranks.
 
         Raises:
-            BatchError: the images lack what the objective needs, or there are none.
+            BatchError: the images lack what the objective needs, hold numbers that are not finite, or there are none.
             NonFiniteGradientError: too many skipped steps in a row.
         """
         samples = [s for batch in micro_batches for s in batch]
@@ -91,6 +91,9 @@ class DiffusionTrainer(BaseTrainer):
             if not samples:
                 raise BatchError("micro_batches holds no image: at least one is needed on every replica")
             self._objective.check(samples)
+            for i, batch in enumerate(micro_batches):
+                for j, sample in enumerate(batch):
+                    sample.check_finite(f"micro_batches[{i}][{j}]")
             shape = self._objective.weight(samples), self._objective.num_passes(samples), len(micro_batches)
         except TrainerError as found:
             error = found

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gcore_trainer.checks import require_finite
 from gcore_trainer.errors import BatchError
 
 Conditions = Mapping[str, NDArray[np.generic]]
@@ -62,6 +63,22 @@ class DiffusionSample:
     def num_steps(self) -> int:
         """K."""
         return 0 if self.latents is None else len(self.latents)
+
+    def check_finite(self, name: str) -> None:
+        """Refuse NaN and infinities in any of the arrays.
+
+        Args:
+            name: of the image, for the error.
+
+        Raises:
+            BatchError: an entry is not finite; the error names the image and the field.
+        """
+        arrays = {field: getattr(self, field) for field in ("clean_latents", "advantage", *_PER_STEP, *_OF_STEPS)}
+        arrays |= {f"conditions[{key!r}]": value for key, value in self.conditions.items()}
+        arrays |= {f"shared_conditions[{key!r}]": value for key, value in self.shared_conditions.items()}
+        for label, value in arrays.items():
+            if value is not None and np.issubdtype(np.asarray(value).dtype, np.floating):
+                require_finite(f"{name}.{label}", np.asarray(value))
 
     def at_steps(self, steps: Sequence[int]) -> "DiffusionSample":
         """With these steps alone, in this order."""

@@ -16,6 +16,7 @@ _NEUTRAL: dict[str, Any] = {
     "use_sliding_window": False,
     "mlp_only_layers": [],
     "decoder_sparse_step": 1,
+    "quantization_config": None,
 }
 """Settings of those architectures that are not converted, each with the value at which there is nothing to convert."""
 
@@ -65,6 +66,11 @@ class Architecture:
         for name, neutral in _NEUTRAL.items():
             if (value := getattr(hf_config, name, neutral)) not in (neutral, None):
                 raise UnsupportedModelError(f"{name} of {model_type!r} is {value!r}: {neutral!r} is needed")
+        if others := sorted(set(getattr(hf_config, "layer_types", None) or ()) - {"full_attention"}):
+            raise UnsupportedModelError(
+                f"layer_types of {model_type!r} has {', '.join(others)}; expected full_attention only: the torch "
+                "backend computes sliding_attention"
+            )
         rope = hf_config.rope_parameters
         if rope["rope_type"] not in _ROPE_TYPES:
             raise UnsupportedModelError(

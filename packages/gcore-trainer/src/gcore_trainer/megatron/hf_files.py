@@ -23,6 +23,7 @@ from gcore_trainer.megatron.weights import Piece
 
 MAX_FILE_BYTES = 5 << 30
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
 
 
@@ -40,6 +41,7 @@ class WeightFiles:
         self._folder = folder
         self._stack = ExitStack()
         self._open: dict[str, Any] = {}
+        self._read: set[str] = set()
         if (folder / _INDEX).exists():
             self._file_of: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
         elif (folder / _SINGLE).exists():
@@ -72,11 +74,26 @@ class WeightFiles:
         shape = (rows // len(disk_names), columns)
         return torch.cat([self._slice(name, shape, (0, 0), shape) for name in disk_names])[None]
 
+    def check_layers(self) -> None:
+        """Check that the layers have no other tensors than those that were read.
+
+        Raises:
+            UnsupportedModelError: they have; a number stands for all of its kind.
+        """
+        kinds = {_NUMBER.sub("*", name) for name in self._read}
+        left = {_NUMBER.sub("*", name) for name in self._file_of if name.startswith("model.layers.")} - kinds
+        # Old folders hold what the config says.
+        if unknown := sorted(name for name in left if not name.endswith(".rotary_emb.inv_freq")):
+            raise UnsupportedModelError(
+                f"{self._folder} has tensors {', '.join(unknown)}, which the Megatron backend does not convert"
+            )
+
     def _slice(
         self, name: str, global_shape: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...]
     ) -> torch.Tensor:
         if name not in self:
             raise UnsupportedModelError(f"{self._folder} has no tensor {name!r}")
+        self._read.add(name)
         whole = self._file(self._file_of[name]).get_slice(name)
         if tuple(whole.get_shape()) != global_shape:
             raise UnsupportedModelError(

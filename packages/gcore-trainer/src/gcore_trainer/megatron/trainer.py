@@ -294,6 +294,7 @@ def _load(path: Path, pieces: dict[torch.nn.Parameter, list[Piece]]) -> None:
                 # A causal LM's folder has no value head: a new critic's values begin at 0.
                 if piece.name != "score.weight" or piece.name in files:
                     piece.view(parameter.view(-1)).copy_(files.read(piece))
+        files.check_layers()
 
 
 def _make_optimizer(config: OptimizerConfig, chunks: list[Any], dtype: torch.dtype) -> Any:

@@ -1,0 +1,56 @@
+"""Whether a run learns anything: steps without a learning signal are reported, and so is a run that had no other."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from gcore_runs.run_folder import RunFolder, read_jsonl
+from gcore_runs.run_warnings import RunWarnings
+
+SIGNAL = "training/has_signal"
+"""Metric of a step: 1 if its batch had something to learn from, 0 if all responses scored alike or none was kept."""
+
+_PATIENCE = 5
+"""Steps in a row without a signal that are reported."""
+
+
+class LearningSignal:
+    """Reports when several steps in a row had nothing to learn from."""
+
+    def __init__(self, warnings: RunWarnings) -> None:
+        self._warnings = warnings
+        self._num_idle = 0
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Note a step's metrics."""
+        if metrics.get(SIGNAL, 1.0):
+            self._num_idle = 0
+            return
+        self._num_idle += 1
+        if self._num_idle % _PATIENCE == 0:
+            message = f"the last {_PATIENCE} steps had nothing to learn from: {_reason(metrics)}"
+            self._warnings.warn(step, message, key=SIGNAL)
+
+
+def check_signal(run: RunFolder, warnings: RunWarnings) -> bool:
+    """Return whether any step of a run had a learning signal, and warn if none had.
+
+    A run without recorded steps, and one of a release that did not record signals, count as one that had.
+    """
+    rows: list[dict[str, Any]] = [row for row in read_jsonl(run.metrics) if SIGNAL in row]
+    if not rows or any(row[SIGNAL] for row in rows):
+        return True
+    message = f"the run trained nothing: no step had anything to learn from: {_reason(rows[-1])}"
+    warnings.warn(rows[-1]["step"], message, key="no signal in the run")
+    return False
+
+
+def _reason(metrics: Mapping[str, float]) -> str:
+    look = "look at the reward, at samples/ and at how hard the prompts are"
+    low, high = (metrics.get(f"critic/score/{name}") for name in ("min", "max"))
+    if low is None or high is None:
+        return "no response got a score; look at the reward and at its errors in logs/"
+    if low == high:
+        return f"every response scored {low:.3g}; {look}"
+    if not metrics.get("sampling/groups", 1.0):
+        return f"in every group all responses scored alike, so none was kept; {look}"
+    return f"in every group all responses scored alike; {look}"

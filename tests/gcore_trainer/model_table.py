@@ -1,0 +1,95 @@
+"""The table of models that packed training computes, from a sweep over tiny models of every type.
+
+``python tests/gcore_trainer/model_table.py`` writes it to packages/gcore-trainer/docs/models.md.
+"""
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tiny_models import MODEL_TYPES, UNBUILT, WINDOW, tiny_config
+from trainer_oracles import Group, load_padded, make_samples, save_model
+
+from gcore_trainer import Sample, UnsupportedModelError
+from gcore_trainer.packed_model import PackedModel
+
+TABLE = Path(__file__).parents[2] / "packages/gcore-trainer/docs/models.md"
+TOLERANCE = 2e-4
+_SAMPLES = make_samples([Group(12, [9, 4]), Group(5, [7]), Group(20, [15, 1, 6])], seed=0)
+_LONGEST = 35
+_HEADER = f"""# Models that packed training computes
+
+Every type of `AutoModelForCausalLM` in transformers, as a tiny random model in float32: `exact` means that
+log-probabilities of a packed row (several prompts, some of them shared, of up to {_LONGEST} tokens) are those of
+transformers one sample at a time, within {TOLERANCE:g} nats. Sliding windows are {WINDOW} tokens there, shorter than
+the samples. `refused` models raise an `UnsupportedModelError` when they are loaded; for a few types there is no tiny
+model to try.
+
+Written by `python tests/gcore_trainer/model_table.py`, and compared with the code by `test_models.py`.
+
+| model type | packed training |
+|---|---|
+"""
+
+
+def outcome(model_type: str) -> str:
+    """Score a tiny model both ways.
+
+    Returns:
+        the table's text: ``exact``, or why the model is refused or could not be built.
+
+    Raises:
+        AssertionError: the model is not refused, and its scores are wrong.
+    """
+    if model_type in UNBUILT:
+        return f"not tried: {UNBUILT[model_type]}"
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_model(tiny_config(model_type), Path(folder), seed=0)
+        plain = load_padded(path)
+        try:
+            packed = PackedModel.from_pretrained(path, max_length=_LONGEST)
+        except UnsupportedModelError as error:
+            return f"refused: {_reason(str(error))}"
+    actual = packed.log_probs([_SAMPLES])[0]
+    for sample, log_probs_R in zip(_SAMPLES, actual, strict=True):
+        np.testing.assert_allclose(log_probs_R, _alone(plain, sample), rtol=0, atol=TOLERANCE)
+    return "exact"
+
+
+def table() -> str:
+    """Return the whole file."""
+    return _HEADER + "".join(f"| `{model_type}` | {outcome(model_type)} |\n" for model_type in MODEL_TYPES)
+
+
+def rows() -> dict[str, str]:
+    """Return the outcome of each model type, as the file has it."""
+    return dict(re.findall(r"^\| `(\S+)` \| (.*) \|$", TABLE.read_text(), re.MULTILINE))
+
+
+@torch.no_grad()
+def _alone(plain: Any, sample: Sample) -> np.ndarray[Any, Any]:
+    ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids]))
+    targets = ids[sample.prompt_ids.size :]
+    logits_RV = plain(input_ids=ids[None, :-1], use_cache=False).logits[0, -targets.numel() :]
+    return logits_RV.log_softmax(-1).gather(1, targets[:, None])[:, 0].numpy()
+
+
+def _reason(message: str) -> str:
+    # What rounding or the sizes of the tiny model decide is left out.
+    if message.startswith("scores of "):
+        return "scores in a packed row differ from those of transformers"
+    message = message.partition(": packed training")[0]
+    return re.sub(r", \[[\d, ]+\]", "", message).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    TABLE.parent.mkdir(exist_ok=True)
+    TABLE.write_text(table())
