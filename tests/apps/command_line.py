@@ -148,11 +148,10 @@ def read_rows(path: Path) -> list[Any]:
 
 
 def reproducible(row: dict[str, float]) -> dict[str, float]:
-    """A row of metrics without what depends on the machine."""
+    """A row of metrics without what depends on the machine, or is rounding alone."""
     counts = ("perf/total_num_tokens", "perf/computed_tokens")
-    return {
-        k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/", "ledger/", "forecast/")) or k in counts
-    }
+    left_out = ("timing_s/", "perf/", "ledger/", "forecast/", "training/rollout_log_probs_diff")
+    return {k: v for k, v in row.items() if not k.startswith(left_out) or k in counts}
 
 
 def metrics_of(run: Path) -> list[dict[str, float]]:

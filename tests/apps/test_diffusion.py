@@ -169,6 +169,7 @@ def test_ddim_pipelines_and_classes(cli: Cli, own_args: list[str], tmp_path: Pat
     cli.ok(*args, "--algorithm.name", "ddpo", "--rollout.kernel", "ddim", "--reward.held-out", "jpeg_incompressibility")
     row = step_rows(cli.cwd / "runs/default")[-1]
     assert row["actor/ratio_dev"] < 1
+    assert row["training/rollout_ratio_dev"] < 1e-3
     assert row["held_out/score/mean"] > 0
 
 

@@ -22,6 +22,7 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.on_ray.services import rank_learner
 from gcore_llm.trainer_config import TrainerConfig
 from gcore_runs.errors import RankError
+from gcore_runs.on_ray.reports import Announcements, Report
 from gcore_runs.on_ray.training_ranks import RayLearner
 
 NUM_KILLS = int(os.environ.get("GCORE_CHAOS_KILLS", "3"))
@@ -144,11 +145,36 @@ def test_whatever_dies_every_prompt_is_trained_on_once(cli: Cli, own_args: list[
         flags=re.MULTILINE,
     )
     assert sorted(told) == sorted(kind for kind in killed if kind != "engine"), finished.out
+    # One that is killed while controllers are replaced, too, may have no client that could say so.
+    announced = re.findall(
+        r"^engine \d+ is gone: engine actor, process \d+ on \S+, died: .*; a replacement is being started$",
+        finished.out,
+        flags=re.MULTILINE,
+    )
+    assert len(announced) == len(re.findall(r"^engine \d+ is gone", finished.out, flags=re.MULTILINE))
+    assert len(announced) <= killed.count("engine")
     log = (run / "logs/main.log").read_text()
     assert len(re.findall(r"process \d+ on [\d.]+, died: .*", log)) >= len(told)
     assert_same_metrics(run, cli.cwd / "runs/undisturbed")
     assert [row["step"] for row in val_rows(run)] == [0, 3 * NUM_KILLS]
     assert not left_after(processes, 10.0)
+
+
+async def test_announcements_of_controllers() -> None:
+    """They reach the process of the run without being waited for; if that is gone, they are in the log alone."""
+    sent: list[Report] = []
+
+    async def report(report: Report) -> None:
+        sent.append(report)
+        if len(sent) > 1:
+            raise ConnectionError("the run has ended")
+
+    announce = Announcements(report)
+    announce("engine 1 is gone")
+    announce("engine 2 is gone")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert sent == [Report("announced", (f"engine {i} is gone",)) for i in (1, 2)]
 
 
 @pytest.fixture

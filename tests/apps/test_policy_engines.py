@@ -1,6 +1,7 @@
 """`gcore-llm train` whose policy generates in processes of its own, on a server, or by speculation."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -72,19 +73,25 @@ def test_engine_processes_that_are_killed(cli: Cli, own_args: list[str]) -> None
     base = option_set(own_args, "--trainer.total-training-steps", "4")
     cli.ok(*base, "--name", "undisturbed")
     args = args_of(cli, base, "os.kill(engines[0], signal.SIGKILL)", calls=[20, 60], num_processes=3)
-    cli.ok(*args, "--name", "killed")
+    out = cli.ok(*args, "--name", "killed")
     expected, found = metrics_of(cli.cwd / "runs/undisturbed"), metrics_of(cli.cwd / "runs/killed")
     for row, other in zip(found, expected, strict=True):
         assert row == pytest.approx(other, rel=1e-4, abs=1e-6)
     seen = [line.split() for line in (cli.cwd / "engines").read_text().splitlines()]
     killed = {seen[0][0], seen[2][0]}
     assert len(killed) == 2
+    # Each was announced, once, by the name that its row in the timeline has.
+    said = [re.fullmatch(r"(engine \d) is gone: (.*)", line) for line in out.splitlines()]
+    assert {match[2] for match in said if match} == {
+        f"engine process {pid} was killed by SIGKILL; a replacement is being started" for pid in killed
+    }
+    assert sum(match is not None for match in said) == 2
     assert not killed & set(seen[-1])
     stages: dict[str, set[str]] = {}
     for row in read_rows(cli.cwd / "runs/killed/spans.jsonl"):
         for name, spans in row["devices"].items():
             stages.setdefault(name, set()).update(stage for stage, *_ in spans)
-    assert stages == {f"engine {i}": {"gen", "sync"} for i in range(3)} | {"trainer 0": {"train", "sync"}}
+    assert stages == {f"engine {i}": {"gen", "sync"} for i in range(3)} | {"trainer 0": {"prepare", "train", "sync"}}
     logs = cli.cwd / "runs/killed/logs"
     assert {path.name for path in logs.iterdir()} == {"main.log", *(f"engine-{i}.log" for i in range(3))}
     assert sum(path.read_text().count(" begins\n") for path in logs.glob("engine-*.log")) == 5

@@ -66,6 +66,7 @@ def step_row(step: int) -> dict[str, float]:
         "actor/entropy": 0.5,
         "actor/ppo_kl": 0.0,
         "training/rollout_probs_diff_mean": 1e-7,
+        "training/rollout_k3_kl": 1e-9,
         "response_length/mean": 7.2,
         "response_length/max": 21,
         "timing_s/step": 0.25,

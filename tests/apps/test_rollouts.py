@@ -30,6 +30,8 @@ def test_long_responses_go_on_in_later_steps(cli: Cli, own_args: list[str], chat
     # The engine's log-probs are those of the weights that made each token, so they differ from the present ones.
     assert rows[0]["training/rollout_probs_diff_mean"] < 1e-5
     assert rows[-1]["training/rollout_probs_diff_mean"] > 1e-4
+    # Those by the present weights are compared, and those alone.
+    assert all(row["training/rollout_log_probs_diff_max"] < 1e-4 for row in rows)
 
     cli.ok(*args_of(own_args, chatty, 2), "--name", "parted")
     cli.ok(*args_of(own_args, chatty, 4), "--name", "parted")
@@ -90,6 +92,7 @@ def test_an_environment(cli: Cli, own_args: list[str], chatty: Path, has_reward:
         assert row["actor/grad_norm"] > 0
         # Log-probs of what the policy wrote, behind what it was told, are the trainer's.
         assert row["training/rollout_probs_diff_mean"] < 1e-5
+        assert row["training/rollout_log_probs_diff_max"] < 1e-4
         if not has_reward:
             assert row["critic/score/mean"] == pytest.approx(row["reward/environment/mean"])
 

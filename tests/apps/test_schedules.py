@@ -83,3 +83,17 @@ def test_what_was_ahead_is_made_anew(cli: Cli, six_steps: list[str], schedule: s
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     # Batches of one size: the position in the data set tells which prompts a step had.
     assert [row["sampling/epoch"] for row in rows] == pytest.approx([8 * n / 36 for n in range(1, 7)])
+
+
+@pytest.mark.parametrize("options", [[], ["--algorithm.old-log-probs", "trainer", "--actor.ppo-mini-batch-size", "4"]])
+def test_engine_and_trainer_are_compared(cli: Cli, own_args: list[str], options: list[str]) -> None:
+    """At every step, in every schedule in which a response is by the trainer's present weights."""
+    for schedule in ("sync", "one_step_off", "async"):
+        cli.ok(*scheduled(cli, own_args, schedule), *options, "--name", schedule, "--controllers", "2")
+        rows = step_rows(cli.cwd / "runs" / schedule)
+        # The first batch is by the first weights in any schedule.
+        compared = [row for row in rows if row["training/rollout_probs_diff_valid"]]
+        assert compared == (rows if schedule != "async" else rows[: len(compared)]) != []
+        for row in compared:
+            assert 0 < row["training/rollout_log_probs_diff_mean"] < row["training/rollout_log_probs_diff_max"] < 1e-4
+            assert 0 <= row["training/rollout_k3_kl"] < 1e-8

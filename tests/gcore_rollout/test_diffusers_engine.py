@@ -15,12 +15,15 @@ from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteSchedule
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from tiny_pipelines import ddim_pipeline, flow_pipeline
 
+from gcore_rollout.checked_engine import CheckedEngine
 from gcore_rollout.diffusion import DDIM, FlowCPS, FlowODE, FlowSDE, ImageRequest, ImageSample, ImageSampling
 from gcore_rollout.diffusion.engine import DiffusersEngine, image_generator
 from gcore_rollout.diffusion.recording import combined, load_pipeline
 from gcore_rollout.engine_process import EngineProcess
-from gcore_rollout.errors import RequestError, UnsupportedModelError
+from gcore_rollout.errors import RequestError, UnsupportedModelError, WrongWeightsError
 from gcore_rollout.replicas import EngineReplicas
+from gcore_rollout.weight_digests import DigestedWeights
+from gcore_rollout.weight_report import all_digests, check_weights
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +156,22 @@ async def test_new_weights_make_other_images(flow: Path) -> None:
     assert np.abs(before.latents - after.latents).max() > 1e-3
     with pytest.raises(ValueError, match="missing names"):
         await engine.update_weights(weights[1:], version=4)
+    await engine.close()
+
+
+async def test_a_denoiser_that_is_not_the_trainers(flow: Path) -> None:
+    """A step of an optimizer is taken, and one tensor does not get it."""
+    inner = DiffusersEngine.from_pretrained(flow)
+    engine = CheckedEngine(inner, name="engine 0")
+    before = {name: p.clone() for name, p in inner.pipeline.transformer.named_parameters()}
+    after = {name: p + 0.05 for name, p in before.items()}
+    await check_weights(engine, all_digests(DigestedWeights(before.items())))
+    await engine.update_weights(DigestedWeights(after.items()), version=1)
+    left = min(before)
+    published = {**before, left: after[left]}
+    digests = all_digests(DigestedWeights(before.items()))
+    with pytest.raises(WrongWeightsError, match=f"version 2: '{left}' has the values of version 1 "):
+        await engine.update_weights(DigestedWeights(published.items(), digests=digests), version=2)
     await engine.close()
 
 

@@ -14,15 +14,27 @@ import pytest
 import pytest_asyncio
 import ray
 import torch
-from engine_oracles import collect, first_then_abandon, make_request
+from engine_oracles import TinyModel, collect, first_then_abandon, make_request
 from fake_engine import FakeEngine, be_killed, make_slow_engine, sleep_for_ever
+from faulty_engines import TENSOR
 from ray import cloudpickle
 from ray_cluster import ray_cluster
 
 from gcore_rollout import Completion, Engine
-from gcore_rollout.errors import EngineDiedError, EngineStartError, MissingExtraError, RequestError, RolloutError
+from gcore_rollout.checked_engine import CheckedEngine
+from gcore_rollout.errors import (
+    EngineDiedError,
+    EngineStartError,
+    MissingExtraError,
+    RequestError,
+    RolloutError,
+    WrongWeightsError,
+)
+from gcore_rollout.hf_engine import HFEngine
 from gcore_rollout.ray_engine import EngineHandle, RayEngine, end_engine_actor, start_engine_actor
 from gcore_rollout.replicas import EngineReplicas
+from gcore_rollout.weight_digests import DigestedWeights
+from gcore_rollout.weight_report import all_digests, check_weights
 from gcore_rollout.weight_sync.weight_references import WeightReferences
 
 pytestmark = [
@@ -437,3 +449,22 @@ async def test_replicas_lose_no_sample_to_a_kill() -> None:
     await collect(newcomer, make_request("check weights", 1, max_tokens=1))
     await replicas.close()
     await asyncio.gather(*map(end_engine_actor, actors))
+
+
+async def test_weights_are_compared_across_processes(tied: TinyModel) -> None:
+    """Digests travel with the references; the engine reports what it computes with where it is."""
+    handle = start(partial(HFEngine.from_pretrained, tied.path), num_threads=1)
+    engine = CheckedEngine(await RayEngine.connect(handle), name="engine 3")
+    old, new = (dict(model.named_parameters()) for model in (tied.old, tied.new))
+    await check_weights(engine, all_digests(DigestedWeights(old.items())))
+    await engine.update_weights(WeightReferences.put(DigestedWeights(new.items())), version=1)
+    other = {**old, TENSOR: old[TENSOR].flip(0)}
+    weights = DigestedWeights(other.items(), digests=all_digests(DigestedWeights(old.items())))
+    with pytest.raises(WrongWeightsError, match=f"engine 3 .* 2: '{TENSOR}' has its values in another order"):
+        await engine.update_weights(WeightReferences.put(weights), version=2)
+    # One of the user's own that reports nothing passes unchecked.
+    mute = CheckedEngine(await RayEngine.connect(start(FakeEngine)), name="engine 4")
+    assert await mute.held_weights() is None
+    for each in (engine, mute):
+        await each.close()
+    await end_engine_actor(handle)

@@ -23,6 +23,7 @@ ADAPTERS = {
         "packages/gcore-rollout/src/gcore_rollout/vllm_engine.py",
         "packages/gcore-rollout/src/gcore_rollout/vllm_process.py",
         "packages/gcore-rollout/src/gcore_rollout/vllm_speculation.py",
+        "packages/gcore-rollout/src/gcore_rollout/vllm_weights.py",
         "apps/gcore-bench/src/gcore_bench/rollout/vllm_contender.py",
         "apps/gcore-bench/src/gcore_bench/grpo/trl_weight_sync.py",
     ],

@@ -98,4 +98,4 @@ async def _start(
         return watched.timed(engine, number % count)
 
     engines = await asyncio.gather(*(start() for _ in range(count)))
-    return EngineReplicas(engines, restart=start)
+    return EngineReplicas(engines, restart=start, announce=watched.announce)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,8 @@ from gcore_diffusion.sampling import has_reference_pass, kernel_of
 from gcore_rollout import Engine
 from gcore_rollout.diffusion import ImageRequest, ImageSample
 from gcore_rollout.diffusion.recording import suited
+from gcore_rollout.weight_digests import DigestedWeights
+from gcore_rollout.weight_report import all_digests, check_weights
 from gcore_runs.devices import DeviceTimers, rank_name
 from gcore_runs.errors import UserError
 from gcore_trainer import OptimizerConfig
@@ -104,9 +106,10 @@ class Learner:
         """One update; see `DiffusionTrainer.train_step`."""
         return self._trainer.train_step(micro_batches)
 
-    def export_weights(self, *, averaged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_weights(self, *, averaged: bool = False) -> DigestedWeights:
         """The weights that sample, or their average."""
-        return self._trainer.export_weights(averaged=averaged)
+        dtypes = [torch.float32, getattr(torch, self._config.rollout.dtype)]
+        return DigestedWeights(self._trainer.export_weights(averaged=averaged), dtypes=dtypes)
 
     def save_pretrained(self, path: Path) -> None:
         """Write the denoiser's folder, averaged if there is an average."""
@@ -155,6 +158,14 @@ class LearnerPart(Protocol):
         """Give every controller's ``policy`` the present weights, or their average, at least as this version."""
         ...
 
+    async def check_policy(self, policy: "Engine[ImageRequest, ImageSample]") -> None:
+        """Compare every tensor of every controller's ``policy`` with the present weights.
+
+        Raises:
+            WrongWeightsError: an engine has others.
+        """
+        ...
+
 
 class SharedLearner:
     """The part of a controller in a learner that all controllers of this process share; see `LearnerPart`."""
@@ -191,6 +202,12 @@ class SharedLearner:
         if self._group.rank == 0:
             with self._devices.stage("sync", rank_name(0)):
                 await policy.update_weights(self._learner.export_weights(averaged=averaged), version=version)
+        await self._group.barrier()
+
+    async def check_policy(self, policy: "Engine[ImageRequest, ImageSample]") -> None:
+        """See `LearnerPart.check_policy`."""
+        if self._group.rank == 0:
+            await check_weights(policy, all_digests(self._learner.export_weights()))
         await self._group.barrier()
 
 

@@ -51,6 +51,8 @@ class _Controller:
         ctx, job, trainer = self._ctx, self._job, self._config.trainer
         if job.is_policy_behind:
             await self._update_policy(averaged=False)
+        else:
+            await ctx.roles.learner.check_policy(ctx.roles.policy)
         if not job.is_evaluated:
             await self.evaluate(job.first_step)
         ctx.roles.devices.drain()
@@ -108,7 +110,11 @@ class _Controller:
             found = [metrics for batches in each if (metrics := await learner.train_step(batches))]
         with ctx.timer.stage("sync"):
             await self._update_policy(averaged=False)
-        return {name: sum(m[name] for m in found) / len(found) for name in (found[0] if found else {})}
+        means = {name: sum(m[name] for m in found) / len(found) for name in (found[0] if found else {})}
+        if found and "actor/ratio_dev" in found[0]:
+            # Of the first update's images, by the weights that made them: what the sampler and the trainer differ by.
+            means["training/rollout_ratio_dev"] = found[0]["actor/ratio_dev"]
+        return means
 
     async def _update_policy(self, *, averaged: bool) -> None:
         self._version += 1

@@ -19,6 +19,7 @@ _DIFFUSION = Kind(
         ("Preference loss", "actor/dpo_loss", "mean of pairs, no unit"),
         ("Clipped", "actor/pg_clipfrac", "share of steps whose ratio the clip cuts"),
         ("KL to the sampling policy", "actor/ppo_kl", "nats per dimension"),
+        ("Engine-trainer mismatch", "training/rollout_ratio_dev", "mean distance of the ratio from 1 before an update"),
         ("Gradient norm", "actor/grad_norm", "L2 norm"),
         ("Spread of scores", "critic/score/std", "standard deviation"),
         ("Acceptance of sampling", "sampling/acceptance", "share of groups kept"),

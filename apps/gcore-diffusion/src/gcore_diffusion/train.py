@@ -76,7 +76,7 @@ def train(config: DiffusionConfig, display: Display) -> Result:
             if first_step is not None:
                 model = Path(config.model) if config.model else taught_pipeline(config.demo, seed=0, display=display)
                 display.say("trying the pipeline and the reward on an image")
-                services = runner.run(_start(config, model, prompts, rewards, run))
+                services = runner.run(_start(config, model, prompts, rewards, run, display))
                 with closed(services, runner):
                     _train(services, config, prompts, run, first_step, runner, display, prometheus)
                     write_atomically(run.export, partial(_export, services.learner, model))
@@ -87,7 +87,12 @@ def train(config: DiffusionConfig, display: Display) -> Result:
 
 
 async def _start(
-    config: DiffusionConfig, model: Path, prompts: PromptSets, rewards: Rewards | None, run: RunFolder
+    config: DiffusionConfig,
+    model: Path,
+    prompts: PromptSets,
+    rewards: Rewards | None,
+    run: RunFolder,
+    display: Display,
 ) -> Services[Job, DiffusionConfig, Evaluation]:
     """The services, once an image has been made and scored here.
 
@@ -95,7 +100,8 @@ async def _start(
         rewards: None: they need a judge, which is started here.
     """
     devices, is_on_ray = DeviceTimers(), config.runtime == "ray"
-    engines = await start_engines(config, model, Watched(devices=devices, logs=run.logs), is_trial=is_on_ray)
+    watched = Watched(devices=devices, logs=run.logs, announce=display.say)
+    engines = await start_engines(config, model, watched, is_trial=is_on_ray)
     try:
         rewards = rewards or build_rewards(config, judge=engines.judge)
         sampler = Sampler(policy=engines.policy, rewards=rewards, devices=devices)
@@ -108,7 +114,7 @@ async def _start(
     await engines.close()
     from gcore_diffusion.on_ray.services import start_on_ray
 
-    return await start_on_ray(config, model, run.checkpoints)
+    return await start_on_ray(config, model, run.checkpoints, announce=display.say)
 
 
 async def _try(config: DiffusionConfig, sampler: Sampler, prompts: PromptSets) -> None:

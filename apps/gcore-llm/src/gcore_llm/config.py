@@ -196,9 +196,14 @@ class AlgorithmConfig:
     """Most waves of sampling a step; then the step trains on what it has."""
     old_log_probs: Literal["rollout", "trainer"] = "rollout"
     """Denominator of the ratio: the engine's own log-probs, or the trainer's before its first update of the step."""
+    max_rollout_kl: float = 0.01
+    """A line on the screen warns when engine and trainer, with the same weights, differ by more nats per token
+    (training/rollout_k3_kl, of a sample of each step's responses); 0: they are not compared."""
 
     def __post_init__(self) -> None:
         check_at_least("algorithm.max_num_gen_batches", self.max_num_gen_batches, 1)
+        if not 0 <= self.max_rollout_kl < math.inf:
+            raise UserError(f"algorithm.max_rollout_kl is {self.max_rollout_kl}; expected a finite number, 0 or more")
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"algorithm.{name} is {getattr(self, name)}: a number from 0 to 1 is needed")

@@ -189,7 +189,7 @@ def _connect(
         eos_token_ids=eos_token_ids,
     )
     engines = [watched.timed(connect(url), place) for place, url in enumerate(settings.urls)]
-    return EngineReplicas(engines) if len(engines) > 1 else engines[0]
+    return EngineReplicas(engines, announce=watched.announce) if len(engines) > 1 else engines[0]
 
 
 async def _start_processes(
@@ -228,7 +228,7 @@ async def _start_processes(
         if isinstance(error, BaseException):
             await asyncio.gather(*(engine.close() for engine in engines))
             raise error
-    return EngineReplicas(engines, restart=restart)
+    return EngineReplicas(engines, restart=restart, announce=watched.announce)
 
 
 def _num_threads(config: TrainConfig) -> int:

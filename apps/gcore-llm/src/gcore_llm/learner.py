@@ -1,6 +1,6 @@
 """The models in training: the policy, and the critic and reference where the algorithm has them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -19,6 +19,7 @@ from gcore_trainer.config import LoRAConfig
 if TYPE_CHECKING:
     import torch
 
+    from gcore_rollout.weight_digests import DigestedWeights
     from gcore_trainer.frozen_model import FrozenModel
     from gcore_trainer.objectives import Objective
     from gcore_trainer.torch_parallel import TorchParallel
@@ -57,8 +58,8 @@ class ComputingLearner(Protocol):
 class Learner(ComputingLearner, SavedLearner, Protocol):
     """The models in training, in this process or behind it."""
 
-    def export_weights(self) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """The policy's weights, one at a time."""
+    def export_weights(self) -> Iterable[tuple[str, "torch.Tensor"]]:
+        """The policy's weights, one at a time and once; with digests, if they are to be compared with an engine's."""
         ...
 
 
@@ -96,6 +97,7 @@ class LocalLearner:
             )
         self._reference = _build_reference(config, model, parallel) if has_reference(config) else None
         self._device = config.device
+        self._dtype = config.dtype
         self._checkpointer = Checkpointer(checkpoints, keep=config.trainer.max_ckpt_to_keep)
 
     @property
@@ -134,8 +136,14 @@ class LocalLearner:
             metrics = {name.replace("actor/", "critic/"): value for name, value in metrics.items()}
         return metrics | memory(self._device)
 
-    def export_weights(self) -> Iterator[tuple[str, "torch.Tensor"]]:
-        return self._trainers["actor"].export_weights()
+    def export_weights(self) -> "DigestedWeights":
+        import torch
+
+        from gcore_rollout.weight_digests import DigestedWeights
+
+        # Some parameters stay in float32 in engines of another type.
+        dtypes = [torch.float32, getattr(torch, self._dtype)]
+        return DigestedWeights(self._trainers["actor"].export_weights(), dtypes=dtypes)
 
     def save_pretrained(self, path: Path) -> None:
         self._trainers["actor"].save_pretrained(path)

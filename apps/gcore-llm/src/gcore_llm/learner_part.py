@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from gcore_controller import Collectives
 from gcore_llm.learner import ComputingLearner, Learner, Role
 from gcore_rollout import Engine
+from gcore_rollout.weight_report import all_digests, check_weights
 from gcore_runs.devices import DeviceTimers, rank_name
 from gcore_trainer import MicroBatch
 
@@ -22,6 +23,14 @@ class LearnerPart(ComputingLearner, Protocol):
 
     async def update_policy(self, policy: Engine, *, version: int) -> None:
         """Give every controller's ``policy`` the present weights, at least as this version."""
+        ...
+
+    async def check_policy(self, policy: Engine) -> None:
+        """Compare every tensor of every controller's ``policy`` with the present weights.
+
+        Raises:
+            WrongWeightsError: an engine has others.
+        """
         ...
 
 
@@ -71,4 +80,10 @@ class SharedLearner:
         if self._group.rank == 0:
             with self._devices.stage("sync", *self._ranks):
                 await policy.update_weights(self._learner.export_weights(), version=version)
+        await self._group.barrier()
+
+    async def check_policy(self, policy: Engine) -> None:
+        """See `LearnerPart.check_policy`."""
+        if self._group.rank == 0:
+            await check_weights(policy, all_digests(self._learner.export_weights()))
         await self._group.barrier()

@@ -9,7 +9,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -28,6 +28,9 @@ from gcore_trainer import MicroBatch
 
 if TYPE_CHECKING:
     import torch
+
+    from gcore_rollout.weight_digests import DigestedWeights
+    from gcore_rollout.weight_report import Digest
 
 _PRELOADED = ["gcore_trainer.torch_trainer", "gcore_trainer.frozen_model", "torch._dynamo"]
 """What ranks would import, each for itself."""
@@ -98,12 +101,19 @@ class RankedLearner:
         parts = self._dealt(role, micro_batches)
         return (await self._call_replicas("train_step", role, micro_batches, parts, role))[0]
 
-    def export_weights(self) -> "Iterator[tuple[str, torch.Tensor]]":
+    def export_weights(self) -> "DigestedWeights":
+        from gcore_rollout.weight_digests import DigestedWeights
+
+        digests: dict[str, Mapping[str, Digest]] = {}
+        return DigestedWeights(self._exported(digests), digests=digests)
+
+    def _exported(self, digests: "dict[str, Mapping[str, Digest]]") -> "Iterator[tuple[str, torch.Tensor]]":
+        """The weights from rank 0, whose digests of them are put into ``digests``."""
         import torch
 
         self._send([("export_weights", ())] * len(self._connections))
         while (header := self._receive(0)) is not None:
-            name, dtype, shape = header
+            name, dtype, shape, digests[name] = header
             data = torch.empty(shape, dtype=dtype)
             if data.numel():
                 self._connections[0].recv_bytes_into(data.reshape(-1).view(torch.uint8).numpy())
@@ -278,11 +288,12 @@ def _run_rank(
 def _export(learner: LocalLearner, connection: Connection | None) -> None:
     import torch
 
-    for name, tensor in learner.export_weights():
+    weights = learner.export_weights()
+    for name, tensor in weights:
         if connection is None:
             continue
         data = tensor.detach().cpu().contiguous()
-        connection.send((None, (name, data.dtype, tuple(data.shape))))
+        connection.send((None, (name, data.dtype, tuple(data.shape), weights.digests[name])))
         if data.numel():
             connection.send_bytes(data.reshape(-1).view(torch.uint8).numpy().data)
     if connection is not None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from gcore_controller import Context, Program, Span, seconds_by_stage
@@ -15,6 +16,7 @@ from gcore_llm.evaluate import Evaluation, evaluate
 from gcore_llm.exchange import sample_flops, split_in_micro_batches
 from gcore_llm.groups import Group
 from gcore_llm.learner import has_critic, has_reference, needs_old_log_probs
+from gcore_llm.mismatch import alone, choose, mismatch, probe
 from gcore_llm.performance import speed
 from gcore_llm.preparation import kl_controller, prepare
 from gcore_llm.prompts import PromptSets
@@ -22,6 +24,7 @@ from gcore_llm.reward_watch import RewardWatch
 from gcore_llm.roles import Roles
 from gcore_llm.sampling import Batch, Batches, Sampling, State
 from gcore_placement import TransformerWorkload
+from gcore_rollout import SamplingParams
 from gcore_rollout.rewards import Failure
 from gcore_runs.devices import generation_metrics, merged
 from gcore_runs.learning_signal import SIGNAL
@@ -77,6 +80,8 @@ class _Controller:
         ctx, job = self._ctx, self._job
         if job.is_policy_behind:
             await ctx.roles.learner.update_policy(ctx.roles.policy, version=job.first_step)
+        else:
+            await ctx.roles.learner.check_policy(ctx.roles.policy)
         if not job.is_evaluated:
             await self.evaluate(job.first_step)
         # What came before the first step is no part of it.
@@ -151,14 +156,17 @@ class _Controller:
         with ctx.timer.stage("prepare"):
             tickets = sorted(t for part in await ctx.group.all_gather([g.ticket for g in share]) for t in part)
             update_of = {ticket: i % num_updates for i, ticket in enumerate(tickets)}
+            scored = await self._scored(share, is_on_policy=is_on_policy)
+            compared = await self._mismatch(step, share, scored, is_on_policy=is_on_policy)
             samples, metrics = await prepare(
                 share,
-                await self._scored(share, is_on_policy=is_on_policy),
+                scored,
                 config.algorithm,
                 kl=self._kl,
                 max_response_length=config.data.max_response_length,
                 group=ctx.group,
             )
+            metrics |= compared
             metrics[SIGNAL] = float(_has_signal(batch.metrics | metrics))
             prepared = list(zip(share, samples, strict=True))
             updates = [
@@ -172,6 +180,8 @@ class _Controller:
         with ctx.timer.stage("sync"):
             async with self._batches.changing_weights():
                 await ctx.roles.learner.update_policy(ctx.roles.policy, version=step)
+                if config.trainer.schedule == "one_step_off" and config.algorithm.max_rollout_kl:
+                    metrics |= await self._probe(step, share)
         return metrics
 
     async def _update(self, step: int, micro_batches: list[MicroBatch]) -> dict[str, float]:
@@ -209,7 +219,7 @@ class _Controller:
         learner, config = self._ctx.roles.learner, self._config
         samples = [g.samples(config.algorithm) for g in groups]
         # One update alone, of samples by the same weights, has ratios of 1, whatever the log-probs are.
-        needs_old = config.algorithm.old_log_probs == "trainer" and (not is_on_policy or needs_old_log_probs(config))
+        needs_old = _needs_old(config, is_on_policy=is_on_policy)
         if not (needs_old or has_reference(config) or has_critic(config)):
             return samples
         pairs = self._split(groups)
@@ -230,10 +240,58 @@ class _Controller:
                 samples[g][i] = dataclasses.replace(samples[g][i], **{f: values[b][n] for f, values in found.items()})
         return samples
 
+    async def _mismatch(
+        self, step: int, groups: list[Group], scored: list[list[Sample]], *, is_on_policy: bool
+    ) -> dict[str, float]:
+        """Metrics of the engine's log-probs against those of the trainer before its update, which has scored them all
+        already, or now scores some.
+        """
+        ctx, config = self._ctx, self._config
+        if not config.algorithm.max_rollout_kl:
+            return {}
+        version, keeps_cache = ctx.roles.policy.weight_version, config.trainer.schedule == "async"
+        if _needs_old(config, is_on_policy=is_on_policy):
+            places = [(g, i) for g, samples in enumerate(scored) for i in range(len(samples))]
+            known = {(g, i): old for g, i in places if (old := scored[g][i].old_log_probs) is not None}
+        else:
+            chosen = choose(groups, version, keeps_cache=keeps_cache, seed=self._seed(step))
+            found = await self._log_probs(alone(groups, chosen))
+            known = dict(zip(chosen, found, strict=True))
+        return await mismatch(groups, known, version, keeps_cache=keeps_cache, group=ctx.group)
+
+    async def _probe(self, step: int, groups: list[Group]) -> dict[str, float]:
+        """The same of a response that the engine makes for it, with the weights that it and the trainer have now."""
+        ctx, data = self._ctx, self._config.data
+        sampling = SamplingParams(max_tokens=data.max_response_length, temperature=self._config.rollout.temperature)
+        probed = await probe(ctx.roles.policy, groups, sampling, seed=self._seed(step))
+        known = {(g, 0): values for g, values in enumerate(await self._log_probs(probed))}
+        return await mismatch(probed, known, ctx.roles.policy.weight_version, keeps_cache=False, group=ctx.group)
+
+    async def _log_probs(self, groups: list[Group]) -> list[NDArray[np.float32]]:
+        """The trainer's, [R] of each group's first response."""
+        pairs = self._split(groups)
+        samples = [group.samples(self._config.algorithm)[0] for group in groups]
+        found = await self._ctx.roles.learner.score("actor", [[samples[g] for g, _ in batch] for batch in pairs])
+        of_group = {
+            g: values
+            for batch, of_batch in zip(pairs, found, strict=True)
+            for (g, _), values in zip(batch, of_batch, strict=True)
+        }
+        return [of_group[g] for g in range(len(groups))]
+
+    def _seed(self, step: int) -> int:
+        """Of what this controller draws for a comparison."""
+        return hash((self._config.seed, step, self._ctx.rank)) % 2**63
+
     def _load(self, step_s: float) -> float | None:
         """The share of a step that this controller's process computed; None if others compute in it."""
         before_s, self._cpu_s = self._cpu_s, time.process_time()
         return (self._cpu_s - before_s) / step_s if self._ctx.roles.owns_process else None
+
+
+def _needs_old(config: TrainConfig, *, is_on_policy: bool) -> bool:
+    """Whether the trainer scores every response before its first update of a step."""
+    return config.algorithm.old_log_probs == "trainer" and (not is_on_policy or needs_old_log_probs(config))
 
 
 def _has_signal(metrics: dict[str, float]) -> bool:

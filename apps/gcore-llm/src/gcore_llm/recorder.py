@@ -8,6 +8,7 @@ from gcore_controller import Span
 from gcore_llm.config import TrainConfig
 from gcore_llm.evaluate import Evaluation
 from gcore_llm.forecast import Forecast
+from gcore_llm.mismatch import warning
 from gcore_llm.program import Job
 from gcore_placement import PlacementError
 from gcore_runs.display import Display
@@ -52,6 +53,8 @@ class RunRecorder(Saving[Evaluation]):
         self._writer = writer
         self._display = display
         self._forecast = _forecast(job.config, run)
+        self._bound = job.config.algorithm.max_rollout_kl
+        self._has_warned = False
 
     async def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """See `Recorder`."""
@@ -72,6 +75,9 @@ class RunRecorder(Saving[Evaluation]):
         self.spans.write(step, spans, spans_by_device=devices)
         _logger.info("step %d: %.2f s", step, metrics["timing_s/step"])
         self._display.stepped(step, metrics)
+        if not self._has_warned and self._bound and (line := warning(step, metrics, self._bound)):
+            self._has_warned = True
+            self._display.say(line)
         self.signal.stepped(step, metrics)
         self._check_episodes(step, metrics)
         if not all(math.isfinite(v) for v in metrics.values()):

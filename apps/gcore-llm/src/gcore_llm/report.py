@@ -22,7 +22,7 @@ _TRAIN = Kind(
         ("Gradient norm", "actor/grad_norm", "L2 norm"),
         ("Entropy of the policy", "actor/entropy", "nats per token"),
         ("KL to the sampling policy", "actor/ppo_kl", "nats per token"),
-        ("Engine-trainer mismatch", "training/rollout_probs_diff_mean", "mean difference of probabilities"),
+        ("Engine-trainer mismatch", "training/rollout_k3_kl", "nats per token, both with the same weights"),
         ("Response length", "response_length/mean", "tokens"),
         ("Acceptance of sampling", "sampling/acceptance", "share of groups kept"),
         ("Waves of sampling", "sampling/waves", "waves per step"),

@@ -36,6 +36,8 @@ class Inputs:
     devices: DeviceTimers
     """What the rewards note their work with."""
     prometheus: "PrometheusExporter | None" = None
+    announce: Callable[[str], None] | None = None
+    """Puts a line on the screen."""
 
 
 class LocalServices(InlineServices[TrainConfig, Sampler]):
@@ -50,7 +52,7 @@ class LocalServices(InlineServices[TrainConfig, Sampler]):
     async def start(cls, inputs: Inputs, model: Path, checkpoints: Path) -> Self:
         """Load the model for every role that needs it."""
         # vLLM sets process-wide state as it starts, so it comes first.
-        watched = Watched(devices=inputs.devices, logs=logs_of(checkpoints))
+        watched = Watched(devices=inputs.devices, logs=logs_of(checkpoints), announce=inputs.announce)
         policy = await build_engine(inputs.config, model, inputs.tokenizer, watched=watched)
         try:
             learner = build_learner(inputs.config, model, checkpoints)

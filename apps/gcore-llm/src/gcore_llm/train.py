@@ -80,7 +80,7 @@ def train(config: TrainConfig, display: Display) -> Result:
     server = metrics_server(run=config.name, port=port, host=host, app="gcore-llm")
     with at_once(), server as prometheus, asyncio.Runner() as runner:
         devices = DeviceTimers()
-        rewards = runner.run(Rewards.start(config, watched=Watched(devices=devices)))
+        rewards = runner.run(Rewards.start(config, watched=Watched(devices=devices, announce=display.say)))
         try:
             runner.run(_try_rewards(rewards, prompts, display, timeout_s=config.reward_calls.timeout_s))
             world = build_world(config, tokenizer, rewards.runner)
@@ -92,6 +92,7 @@ def train(config: TrainConfig, display: Display) -> Result:
                 world=world,
                 devices=devices,
                 prometheus=prometheus,
+                announce=display.say,
             )
             run = _run_with(inputs, runner, display)
         finally:

@@ -2,12 +2,13 @@
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from gcore_rollout import Engine
+from gcore_rollout.checked_engine import CheckedEngine, WeightRecord
 from gcore_rollout.forwarding import WrappedEngine
 from gcore_rollout.types import RequestT, SampleT
 from gcore_runs.devices import DeviceTimers
@@ -30,13 +31,20 @@ class Watched:
     """Folder of the files that those log to which are processes of their own."""
     device: Literal["engine", "judge"] | None = None
     """Whose device they are on, if not their own."""
+    record: WeightRecord = field(default_factory=WeightRecord)
+    """Of the weights that the replicas of a policy are to have."""
+    announce: Callable[[str], None] | None = None
+    """Called with a line when a replica has died; see `EngineReplicas`."""
 
     def timed(self, engine: Engine[RequestT, SampleT], number: int) -> Engine[RequestT, SampleT]:
-        """The replica of this number, or what notes its work in front of it."""
+        """The replica of this number, behind what compares a policy's weights and what notes its work."""
+        if self.role == "engine":
+            engine = CheckedEngine(engine, name=f"engine {number}", record=self.record)
         if self.devices is None:
             return engine
         stage = "gen" if self.role == "engine" else "reward"
-        return TimedEngine(engine, self.devices, f"{self.device or self.role} {number}", stage=stage)
+        name, device = f"{self.role} {number}", f"{self.device or self.role} {number}"
+        return TimedEngine(engine, self.devices, device, stage=stage, name=name)
 
     def logged(self, make: Callable[[], T], number: int) -> Callable[[], T]:
         """What makes the replica of this number, in a process of its own."""
@@ -53,20 +61,29 @@ class TimedEngine(WrappedEngine[RequestT, SampleT]):
     as swap.
 
     Args:
-        name: of the device's row.
+        device: its row in the timeline.
+        stage: see above.
+        name: for announcements; None: that of the device.
     """
 
     def __init__(
-        self, engine: Engine[RequestT, SampleT], devices: DeviceTimers, name: str, *, stage: str = "gen"
+        self,
+        engine: Engine[RequestT, SampleT],
+        devices: DeviceTimers,
+        device: str,
+        *,
+        stage: str = "gen",
+        name: str | None = None,
     ) -> None:
         super().__init__(engine)
+        self.name = name or device
         self._devices = devices
-        self._name = name
+        self._device = device
         self._stage = stage
 
     async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
         """See `Engine.generate`."""
-        with self._devices.stage(self._stage, self._name):
+        with self._devices.stage(self._stage, self._device):
             async with aclosing(super().generate(requests)) as samples:
                 async for sample in samples:
                     self._devices.generated[self._stage] += sample.work
@@ -74,15 +91,15 @@ class TimedEngine(WrappedEngine[RequestT, SampleT]):
 
     async def update_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int) -> None:
         """See `Engine.update_weights`."""
-        with self._devices.stage("sync", self._name):
+        with self._devices.stage("sync", self._device):
             await super().update_weights(weights, version=version)
 
     async def sleep(self) -> None:
         """See `Engine.sleep`."""
-        with self._devices.stage("swap", self._name):
+        with self._devices.stage("swap", self._device):
             await super().sleep()
 
     async def wake(self) -> None:
         """See `Engine.wake`."""
-        with self._devices.stage("swap", self._name):
+        with self._devices.stage("swap", self._device):
             await super().wake()

@@ -32,6 +32,7 @@ from gcore_rollout.processes.wire import (
     exception,
 )
 from gcore_rollout.types import RequestT, SampleT
+from gcore_rollout.weight_report import HeldWeights
 from gcore_rollout.weight_sync.shared_weights import SharedWeights
 
 PRELOAD_HF = ("gcore_rollout.hf_engine",)
@@ -228,6 +229,11 @@ class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
         self._channel.send(UpdateWeights(call_id, layout, version))
         await asyncio.shield(reply)
 
+    async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights | None:
+        """See `ReportsWeights.held_weights`."""
+        self._check_open()
+        return await self._reply_to("held_weights", names)
+
     async def close(self) -> None:
         """See `Engine.close`. Calls still generating get what the engine raises; a process that hangs is killed."""
         if not self._closed:
@@ -246,13 +252,13 @@ class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
         self._check_open()
         await self._reply_to(method, *arguments)
 
-    async def _reply_to(self, method: str, *arguments: Any) -> None:
+    async def _reply_to(self, method: str, *arguments: Any) -> Any:
         if self._death is not None:
-            return
+            return None
         call_id, reply = self._new_reply()
         self._channel.send(Call(call_id, method, arguments))
         # Without the shield, whoever cancels the caller would cancel what the process answers to.
-        await asyncio.shield(reply)
+        return await asyncio.shield(reply)
 
     def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
         if self._closed:

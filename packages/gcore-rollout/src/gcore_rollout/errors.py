@@ -71,3 +71,15 @@ class ServerRequestError(RolloutError):
     def __init__(self, request: str, *, status: int, answer: str) -> None:
         super().__init__(f"{request}: the server says {status}: {answer[:500]}")
         self.status = status
+
+
+class WrongWeightsError(RolloutError):
+    """An engine computes with other weights than the trainer's, so that its samples are of no use.
+
+    Attributes:
+        tensors: Names of the tensors that differ; none if the engine reports another version.
+    """
+
+    def __init__(self, message: str, *, tensors: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.tensors = tensors

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, cast
 
 from gcore_rollout.engine import Engine, EngineStats
 from gcore_rollout.types import RequestT, SampleT
+from gcore_rollout.weight_report import Digests, HeldWeights, check_weights, report_weights
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +69,14 @@ class WrappedEngine(ForwardingEngine, Generic[RequestT, SampleT]):
     async def update_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int) -> None:
         """See `Engine.update_weights`."""
         await self._engine.update_weights(weights, version=version)
+
+    async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights | None:
+        """See `ReportsWeights.held_weights`."""
+        return await report_weights(self._engine, names)
+
+    async def check_weights(self, digests: Digests) -> None:
+        """See `ChecksWeights.check_weights`."""
+        await check_weights(self._engine, digests)
 
     async def close(self) -> None:
         """See `Engine.close`."""

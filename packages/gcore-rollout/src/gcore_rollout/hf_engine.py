@@ -25,6 +25,8 @@ from gcore_rollout.repetition import extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.sampling import sample_seeds, sample_tokens, uniforms
 from gcore_rollout.slot_attention import Decode, Prefill, SlotCache
 from gcore_rollout.types import FinishReason, Request, SamplingParams
+from gcore_rollout.weight_digests import held
+from gcore_rollout.weight_report import HeldTensor, HeldWeights
 
 
 class _Rows:
@@ -146,6 +148,7 @@ class HFEngine(InProcessEngine):
         # transformers has names of its own for parameters of these models.
         names: list[str] = [] if vision is None else list(model.state_dict())
         self._hub_names = {name: checkpoint_name(model, name) for name in names}
+        self._sources = _sources(model)
         # Whether the parameters are memory of somebody else, which is not to be written to.
         self._is_borrowing = False
 
@@ -239,6 +242,18 @@ class HFEngine(InProcessEngine):
         self._is_borrowing = True
         self._version = version
         return True
+
+    async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
+        """See `ReportsWeights.held_weights`."""
+        self._check_open()
+        names_here = {self._hub_names.get(name, name): name for name in self._sources}
+        own: dict[str, torch.Tensor] = dict(self._model.named_parameters(remove_duplicate=False))
+        tensors: list[HeldTensor] = []
+        for name in names_here if names is None else names:
+            source = self._sources[names_here[name]]
+            published = self._hub_names.get(source, source)
+            tensors.append(held(name, own[names_here[name]].detach, source=published))
+        return HeldWeights(version=self._version, tensors=tensors)
 
     def _checked_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], version: int
@@ -435,6 +450,12 @@ class HFEngine(InProcessEngine):
 
     def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+def _sources(model: Any) -> dict[str, str]:
+    """For each parameter's name the first name of the same parameter: a tied head is the embedding."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def _widened(array: NDArray[Any], num_columns: int) -> NDArray[Any]:

@@ -17,6 +17,7 @@ from gcore_rollout.forwarding import ForwardingEngine
 from gcore_rollout.processes.engine_actor import Call, EngineActor, Incarnation, Told, pack
 from gcore_rollout.processes.wire import Failed, exception
 from gcore_rollout.types import AnySample, RequestT, SampleT
+from gcore_rollout.weight_report import HeldWeights
 from gcore_rollout.weight_sync.weight_references import WeightReferences
 
 # Not before `weight_references`, which sees to Ray's environment.
@@ -234,6 +235,11 @@ class RayEngine(ForwardingEngine, Generic[RequestT, SampleT]):
         references = weights if isinstance(weights, WeightReferences) else WeightReferences.put(weights)
         update = self._actor.update_weights.remote(self._incarnation.token, references, version)
         await self._ask(_answer_of(update))
+
+    async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights | None:
+        """See `ReportsWeights.held_weights`."""
+        self._check_open()
+        return await self._ask(_answer_of(self._actor.held_weights.remote(self._incarnation.token, names)))
 
     async def close(self) -> None:
         """Give up what this client generates. Idempotent; the actor and its engine stay: see `end_engine_actor`."""

@@ -10,9 +10,10 @@ from typing import Any, Generic, Protocol, cast, runtime_checkable
 import torch
 
 from gcore_rollout.engine import Engine, EngineStats
-from gcore_rollout.errors import EngineDiedError, RolloutError
+from gcore_rollout.errors import EngineDiedError, RolloutError, WrongWeightsError
 from gcore_rollout.replica_work import Part, Replica, Run
 from gcore_rollout.types import AnySample, RequestT, SampleT
+from gcore_rollout.weight_report import Digests, check_weights
 from gcore_rollout.weight_sync.shared_weights import SharedWeights
 
 
@@ -53,6 +54,8 @@ class EngineReplicas(Generic[RequestT, SampleT]):
             hand if `update_weights` has been called, and otherwise come with its next call. A replacement that dies
             before it has finished a sample is not replaced.
         max_deaths: how many replicas may die with the same sample before its call fails: it may be what kills them.
+        announce: called with a line when a replica has died, and when its replacement fails: which one it was (the
+            engine's ``name``, if it has one), what it died of and what is done. It must not wait for anything.
 
     Raises:
         ValueError: no engines, or different weight versions.
@@ -64,6 +67,7 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         *,
         restart: Callable[[], Awaitable[Engine[RequestT, SampleT]]] | None = None,
         max_deaths: int = 3,
+        announce: Callable[[str], None] | None = None,
     ) -> None:
         versions = {engine.weight_version for engine in engines}
         if len(versions) != 1:
@@ -74,6 +78,10 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         self._replicas = [Replica(engine) for engine in engines]
         self._restart = restart
         self._max_deaths = max_deaths
+        self._announce = announce or (lambda _: None)
+        self._expected: tuple[int, Digests] | None = None
+        """What `check_weights` was last given, and for which version."""
+        self._fault: WrongWeightsError | None = None
         self._runs: set[Run[RequestT, SampleT]] = set()
         self._restarts: set[asyncio.Task[None]] = set()
         self._updates: set[asyncio.Task[None]] = set()
@@ -174,6 +182,7 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         `KeptWeights`, which are handed on as they are.
 
         Replicas that refuse what others take are dead. If all refuse it, their error is raised and nothing has changed.
+        A `WrongWeightsError` of any replica is raised: doing without one replica does not repair what corrupts weights.
         If all are dead, the first replacement takes it. If this is cancelled, the update happens all the same, in all
         of them.
         """
@@ -202,19 +211,32 @@ class EngineReplicas(Generic[RequestT, SampleT]):
             replicas = list(self._replicas)
             updates = (replica.engine.update_weights(kept, version=version) for replica in replicas)
             outcomes = await asyncio.gather(*updates, return_exceptions=True)
+            for outcome in outcomes:
+                if isinstance(outcome, WrongWeightsError):
+                    raise outcome
             refusals = [e for e in outcomes if isinstance(e, Exception) and not isinstance(e, EngineDiedError)]
             agreed = any(outcome is None for outcome in outcomes)
             for replica, outcome in zip(replicas, outcomes, strict=True):
                 if outcome is None:
                     replica.has_weights = True
                 elif agreed or isinstance(outcome, EngineDiedError):
-                    self._bury(replica, str(outcome))
+                    self._bury(replica, outcome.reason if isinstance(outcome, EngineDiedError) else str(outcome))
             if agreed:
                 self._version = version
                 self._present = (kept, kept.num_writes)
             elif refusals:
                 raise refusals[0]
             return agreed
+
+    async def check_weights(self, digests: Digests) -> None:
+        """See `ChecksWeights.check_weights`; replacements are compared with these, too, until the next update."""
+        self._expected = self._version, digests
+        self._check_open()
+        replicas = list(self._replicas)
+        outcomes = await asyncio.gather(
+            *(check_weights(replica.engine, digests) for replica in replicas), return_exceptions=True
+        )
+        self._settle(replicas, outcomes)
 
     async def add(self, engine: Engine[RequestT, SampleT]) -> None:
         """Take in a replica. It serves once it has the present weights: at once if they are at hand.
@@ -269,6 +291,8 @@ class EngineReplicas(Generic[RequestT, SampleT]):
     def _check_open(self) -> None:
         if self._closed:
             raise RolloutError("the replicas are closed: make new ones")
+        if self._fault is not None:
+            raise self._fault
 
     def _split(self, requests: Sequence[RequestT]) -> Iterator[Part[RequestT]]:
         """Each request as one part, or as several if it is more than a replica's fair share of all work."""
@@ -360,10 +384,13 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         self._check_open()
         replicas = list(self._replicas)
         calls = (getattr(replica.engine, method)(*arguments) for replica in replicas)
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        self._settle(replicas, await asyncio.gather(*calls, return_exceptions=True))
+
+    def _settle(self, replicas: Sequence[Replica[RequestT, SampleT]], outcomes: Sequence[object]) -> None:
+        """Bury the replicas whose call found them dead, and raise what any other call raised."""
         for replica, outcome in zip(replicas, outcomes, strict=True):
             if isinstance(outcome, EngineDiedError):
-                self._bury(replica, str(outcome))
+                self._bury(replica, outcome.reason)
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, EngineDiedError):
                 raise outcome
@@ -378,12 +405,17 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         """Do without a replica from now on, and replace it if that is asked for. Nothing if that has been done."""
         if replica not in self._replicas:
             return
+        name = _name_of(replica.engine)
         self._losses.append(reason)
         self._depart(replica)
         self._keep(self._errands, replica.engine.close())
         hopeless = replica.is_replacement and not replica.has_finished
-        if self._restart is not None and not (self._closed or replica.leaves or hopeless):
-            self._keep(self._restarts, self._replace(self._restart))
+        is_replaced = self._restart is not None and not (self._closed or replica.leaves or hopeless)
+        if self._restart is not None and is_replaced:
+            self._keep(self._restarts, self._replace(self._restart, name))
+        if not self._closed:
+            others = f"not replaced, {len(self._replicas)} of its kind are left"
+            self._announce(f"{name} is gone: {reason}; {'a replacement is being started' if is_replaced else others}")
 
     def _keep(self, tasks: "set[asyncio.Task[None]]", work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Run something whether or not its caller waits for it."""
@@ -393,16 +425,22 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return task
 
-    async def _replace(self, restart: Callable[[], Awaitable[Engine[RequestT, SampleT]]]) -> None:
+    async def _replace(self, restart: Callable[[], Awaitable[Engine[RequestT, SampleT]]], name: str) -> None:
         try:
             engine = await restart()
         except Exception as error:
             self._losses.append(f"a replacement could not be made: {error!r}")
+            self._announce(f"no replacement of {name} could be started: {error!r}")
             return
         try:
             await self._add(Replica(engine, is_replacement=True))
         except Exception as error:
+            if isinstance(error, WrongWeightsError):
+                self._fault = error
+                for run in self._runs:
+                    run.items.put_nowait(error)
             self._losses.append(f"a replacement could not be taken in: {error!r}")
+            self._announce(f"the replacement of {name} could not be used: {error}")
             await engine.close()
 
     async def _add(self, replica: Replica[RequestT, SampleT]) -> None:
@@ -416,6 +454,8 @@ class EngineReplicas(Generic[RequestT, SampleT]):
                 if kept.num_writes == num_writes and kept.is_whole:
                     with kept.reading():
                         await engine.update_weights(kept, version=self._version)
+            if self._expected is not None and self._expected[0] == engine.weight_version:
+                await check_weights(engine, self._expected[1])
             if self._is_paused:
                 await engine.pause()
             if self._is_asleep:
@@ -427,3 +467,8 @@ class EngineReplicas(Generic[RequestT, SampleT]):
         if self._replicas:
             return "no replica serves: those that are left have older weights, or are leaving"
         return f"no replica is left: {'; '.join(self._losses) or 'all were removed'}"
+
+
+def _name_of(engine: object) -> str:
+    name: str = getattr(engine, "name", "an engine")
+    return name

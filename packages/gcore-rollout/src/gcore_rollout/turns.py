@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gcore_rollout.engine import Engine
 from gcore_rollout.forwarding import WrappedEngine
+from gcore_rollout.weight_report import Digests
 
 if TYPE_CHECKING:
     import torch
@@ -81,3 +82,7 @@ class _TurnTakingEngine(WrappedEngine[Any, Any]):
     async def update_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int) -> None:
         async with self._turns.of(self._engine):
             await super().update_weights(weights, version=version)
+
+    async def check_weights(self, digests: Digests) -> None:
+        async with self._turns.of(self._engine):
+            await super().check_weights(digests)

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -33,6 +34,8 @@ from gcore_rollout.vllm_process import (
     eos_token_ids as declared_eos_token_ids,
 )
 from gcore_rollout.vllm_speculation import check_speculation, repair_rejection_sampler
+from gcore_rollout.vllm_weights import held_tensors
+from gcore_rollout.weight_report import HeldWeights
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, LLMEngine, RequestOutput, SamplingParams
@@ -230,6 +233,12 @@ class VLLMEngine(InProcessEngine):
         engine.engine_core.set_weight_version(str(version))
         if self._recompute_kv:
             engine.reset_prefix_cache(reset_running_requests=True)
+
+    async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
+        """See `ReportsWeights.held_weights`; of a mixture of experts, all but the experts."""
+        read = partial(held_tensors, shapes=self._shapes, is_tied=self._tied, names=names)
+        (tensors,) = self._open().apply_model(read)
+        return HeldWeights(version=self._version, tensors=tensors)
 
     async def close(self) -> None:
         """See `Engine.close`. Calls still generating get a `RolloutError`."""

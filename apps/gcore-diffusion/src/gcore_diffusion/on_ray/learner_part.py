@@ -27,3 +27,7 @@ class RanksPart(BaseRanksPart[DiffusionMicroBatch]):
     ) -> None:
         """See `LearnerPart.update_policy`."""
         await self.hand_out(policy, version=version, averaged=averaged)
+
+    async def check_policy(self, policy: Engine[ImageRequest, ImageSample]) -> None:
+        """See `LearnerPart.check_policy`."""
+        await self.compare(policy)

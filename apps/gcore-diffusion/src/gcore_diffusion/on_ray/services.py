@@ -22,9 +22,15 @@ from gcore_runs.on_ray.training_ranks import RayLearner
 
 
 async def start_on_ray(
-    config: DiffusionConfig, model: Path, checkpoints: Path
+    config: DiffusionConfig, model: Path, checkpoints: Path, *, announce: Callable[[str], None] | None = None
 ) -> RayServices[Job, DiffusionConfig, Evaluation]:
     """Start the actors of all roles.
+
+    Args:
+        config: the run's.
+        model: the pipeline's folder.
+        checkpoints: where checkpoints are.
+        announce: puts a line on the screen.
 
     Raises:
         ClusterError: there is no room for them.
@@ -40,6 +46,7 @@ async def start_on_ray(
         learner=RayLearner(partial(rank_learner, model.absolute(), checkpoints.absolute()), logs=logs),
         program=controller_program,
         logs=logs,
+        announce=announce,
     )
     return await services.start()
 

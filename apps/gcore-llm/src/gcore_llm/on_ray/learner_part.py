@@ -31,3 +31,7 @@ class RanksPart(BaseRanksPart[MicroBatch]):
     async def update_policy(self, policy: Engine, *, version: int) -> None:
         """See `LearnerPart.update_policy`."""
         await self.hand_out(policy, version=version)
+
+    async def check_policy(self, policy: Engine) -> None:
+        """See `LearnerPart.check_policy`."""
+        await self.compare(policy)

@@ -45,6 +45,7 @@ async def start_on_ray(inputs: Inputs, model: Path, checkpoints: Path) -> RaySer
         learner=RayLearner(partial(rank_learner, model.absolute(), checkpoints.absolute()), logs=logs),
         program=partial(controller_program, tokenizer=inputs.tokenizer),
         logs=logs,
+        announce=inputs.announce,
     )
     return await services.start()
 

@@ -250,6 +250,8 @@ class SimulateConfig:
                 filter_groups=self.filter_groups,
                 max_num_gen_batches=self.max_num_gen_batches,
                 old_log_probs=self.old_log_probs,
+                # Modelled engines and learners have no policy that could differ.
+                max_rollout_kl=0.0,
             ),
             actor=ActorConfig(
                 loss=PolicyLossConfig(kl_loss_coef=self.kl_loss_coef),

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ from gcore_rollout.replicas import EngineReplicas
 from gcore_rollout.turns import Turns
 from gcore_runs.devices import DeviceTimers
 from gcore_runs.logs import log_to
+from gcore_runs.on_ray.reports import Announcements
 from gcore_runs.on_ray.services import Handles
 from gcore_runs.sizes import SizedConfig
 from gcore_runs.watched import Watched
@@ -41,7 +42,8 @@ async def own_services(ctx: Context[Handles], config: SizedConfig) -> AsyncGener
     log_to(ctx.roles.logs, "controller", ctx.rank, redirect=True)
     torch.set_num_threads(max(1, config.threads // ctx.world_size))
     devices = DeviceTimers()
-    connect = partial(_connected, devices, start_timeout_s=config.ray.timeout_s)
+    announce = Announcements(ctx.report)
+    connect = partial(_connected, devices, announce, start_timeout_s=config.ray.timeout_s)
     engines = _own(ctx.roles.engines, ctx.rank, ctx.world_size)
     judges = _own(ctx.roles.judges, ctx.rank, ctx.world_size)
     in_turns = config.placement.strategy == "colocated"
@@ -67,6 +69,7 @@ def _own(engines: Sequence[EngineHandle], rank: int, world_size: int) -> dict[in
 
 async def _connected(
     devices: DeviceTimers,
+    announce: Callable[[str], None],
     role: Literal["engine", "judge"],
     actors: Mapping[int, EngineHandle],
     *,
@@ -101,7 +104,7 @@ async def _connected(
         return client
 
     newest = max(client.weight_version for client in clients)
-    replicas = EngineReplicas([c for c in clients if c.weight_version == newest], restart=again)
+    replicas = EngineReplicas([c for c in clients if c.weight_version == newest], restart=again, announce=announce)
     for client in clients:
         # Of engines that a run before this one has left with older weights.
         if client.weight_version < newest:

@@ -1,11 +1,12 @@
 """A controller's part in models whose ranks are actors: it puts its micro-batches, and asks ranks of its own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from gcore_controller import Collectives
 from gcore_controller.ray_runtime import put
 from gcore_rollout import Engine
+from gcore_rollout.weight_report import check_weights
 from gcore_runs.devices import DeviceTimers, rank_name
 from gcore_runs.on_ray.training_ranks import RankHandles
 from gcore_runs.ranks import deal
@@ -47,16 +48,33 @@ class BaseRanksPart(Generic[BatchT]):
             options: of the learner's ``export_weights``.
         """
         newest = max(await self._group.all_gather(policy.weight_version))
+        references = await self._exported("export_weights", options)
+        # A run that went back to an earlier step has engines with later weights.
+        await policy.update_weights(references, version=max(version, newest + 1))
+        await self._group.barrier()
+
+    async def compare(self, policy: Engine[Any, Any], **options: Any) -> None:
+        """Compare every tensor of every controller's ``policy`` with the present weights.
+
+        Args:
+            policy: this controller's.
+            options: of the learner's ``export_weights``.
+
+        Raises:
+            WrongWeightsError: an engine has others.
+        """
+        await check_weights(policy, await self._exported("digest_weights", options))
+        await self._group.barrier()
+
+    async def _exported(self, method: str, options: Mapping[str, Any]) -> Any:
+        """What rank 0 answers, of all ranks that gather the policy's weights."""
         exports = {
-            rank: self._ranks.actors[rank].export_weights.remote(is_kept=rank == 0, options=options)
+            rank: getattr(self._ranks.actors[rank], method).remote(is_kept=rank == 0, options=options)
             for rank in range(self._group.rank, len(self._ranks.actors), self._group.world_size)
         }
         with self._devices.stage("sync", *map(rank_name, exports)):
             exported = await self._ranks.ask(exports)
-        references = await self._group.broadcast(exported.get(0))
-        # A run that went back to an earlier step has engines with later weights.
-        await policy.update_weights(references, version=max(version, newest + 1))
-        await self._group.barrier()
+        return await self._group.broadcast(exported.get(0))
 
     async def scored(
         self, method: str, role: str, arguments: Sequence[Any], micro_batches: Sequence[BatchT]

@@ -1,5 +1,7 @@
 """A controller's reports to the process of the run."""
 
+import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -9,13 +11,36 @@ from gcore_rollout.rewards import Failure
 
 EvaluationT = TypeVar("EvaluationT")
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Report:
-    """A call of `Recorder`, made in the process of the run."""
+    """A call of `Recorder`, made in the process of the run; or ``announced``, a line for the screen."""
 
     method: str
     arguments: tuple[Any, ...]
+
+
+class Announcements:
+    """Puts lines on the screen of the run, from a controller's process; a call does not wait for that."""
+
+    def __init__(self, report: Callable[[Report], Awaitable[None]]) -> None:
+        self._report = report
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __call__(self, line: str) -> None:
+        _logger.warning("%s", line)
+        task = asyncio.create_task(self._send(line))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _send(self, line: str) -> None:
+        try:
+            await self._report(Report("announced", (line,)))
+        except Exception as error:
+            # The run has ended, or is about to; the line is in this process's log.
+            _logger.warning("not announced: %r", error)
 
 
 class Reports(Generic[EvaluationT]):

@@ -56,6 +56,7 @@ class RayServices(Generic[JobT, ConfigT, EvaluationT]):
         learner: the models in training, not yet started.
         program: that every controller runs, for a job.
         logs: folder of the files that processes log to.
+        announce: puts a line on the screen, such as what an engine died of.
 
     Attributes:
         config: The settings, in the size that the cluster has room for.
@@ -70,8 +71,11 @@ class RayServices(Generic[JobT, ConfigT, EvaluationT]):
         learner: RayLearner[ConfigT],
         program: Callable[[JobT], Callable[[Context[Handles]], Awaitable[None]]],
         logs: Path,
+        announce: Callable[[str], None] | None = None,
     ) -> None:
         self.config = config
+        self._announce = announce
+        self._announced: set[str] = set()
         self.learner = learner
         self._asked = config
         self._program = program
@@ -115,6 +119,9 @@ class RayServices(Generic[JobT, ConfigT, EvaluationT]):
 
         async def reported(rank: int, report: Report) -> None:
             del rank
+            if report.method == "announced":
+                self._announce_once(*report.arguments)
+                return
             if report.method == "stepped" and self._placement is not None:
                 report.arguments[1].update(self._placement.metrics())
             await getattr(recorder, report.method)(*report.arguments)
@@ -250,6 +257,12 @@ class RayServices(Generic[JobT, ConfigT, EvaluationT]):
         """
         if self._placement is not None and (sizes := self._placement.sizes) != (now := self.config.sizes):
             raise PlacementMovedError(_move(now, sizes))
+
+    def _announce_once(self, line: str) -> None:
+        """Put a line on the screen, unless another controller with the same engine has said it already."""
+        if self._announce is not None and line not in self._announced:
+            self._announced.add(line)
+            self._announce(line)
 
     async def _watch(self) -> None:
         assert self._controllers is not None

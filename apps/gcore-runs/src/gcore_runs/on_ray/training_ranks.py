@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from gcore_controller.errors import ClusterError
 from gcore_controller.ray_runtime import RayReference, free_resources, reason_of
+from gcore_rollout.weight_report import Digests, all_digests
 from gcore_rollout.weight_sync.weight_references import WeightReferences
 from gcore_runs.errors import RankError
 from gcore_runs.logs import log_to
@@ -91,6 +92,12 @@ class _Rank:
         for _ in weights:
             pass
         return None
+
+    def digest_weights(self, *, is_kept: bool, options: Mapping[str, Any]) -> Digests | None:
+        """Have all ranks gather the policy's weights; their digests, if they are to be kept."""
+        assert self._learner is not None
+        digests = all_digests(self._learner.export_weights(**options))
+        return digests if is_kept else None
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from gcore_rollout.diffusion.types import ImageRequest, ImageSample, ImageSampli
 from gcore_rollout.engine import EngineStats
 from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
 from gcore_rollout.sampling import sample_seeds
+from gcore_rollout.weight_digests import held
+from gcore_rollout.weight_report import HeldWeights
 
 _PROBED = (2, 3)
 """Batches of these sizes tell which of the model's arguments have a row for each image."""
@@ -202,6 +204,13 @@ class DiffusersEngine:
                 for name, tensor in new.items():
                     own[name].copy_(tensor)
             self._version = version
+
+    async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
+        """See `ReportsWeights.held_weights`; of the denoiser."""
+        self._check_open()
+        own: dict[str, torch.Tensor] = dict(self._recorded.denoiser.named_parameters())
+        wanted = own if names is None else names
+        return HeldWeights(version=self._version, tensors=[held(name, own[name].detach) for name in wanted])
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`: of prompts and of denoising steps, summed over images."""

@@ -15,6 +15,7 @@ from gcore_rollout.engine import Engine, EngineStats, TakesWeightsInPlace
 from gcore_rollout.errors import EngineDiedError
 from gcore_rollout.processes.wire import Failed, failure
 from gcore_rollout.types import AnyRequest, AnySample
+from gcore_rollout.weight_report import report_weights
 
 if TYPE_CHECKING:
     import torch
@@ -110,6 +111,10 @@ class EngineActor:
     async def call(self, token: str, method: str, *arguments: Any) -> Told:
         """Call a method of the engine."""
         return await self._answer(lambda: getattr(self._engine_of(token), method)(*arguments))
+
+    async def held_weights(self, token: str, names: Sequence[str] | None) -> Told:
+        """See `ReportsWeights.held_weights`."""
+        return await self._answer(lambda: report_weights(self._engine_of(token), names))
 
     async def update_weights(self, token: str, weights: FetchesWeights, version: int) -> Told:
         """See `Engine.update_weights`; an engine that can computes with the weights where they lie."""

@@ -25,6 +25,7 @@ from gcore_rollout.processes.wire import (
     failure,
 )
 from gcore_rollout.types import AnyRequest, AnySample
+from gcore_rollout.weight_report import report_weights
 
 if TYPE_CHECKING:
     from gcore_rollout.weight_sync.shared_weights import SharedWeightsReader
@@ -71,6 +72,9 @@ class _EngineServer:
                 # Here and not in the task: descriptors come in the order of messages.
                 _, (fd,), _, _ = socket.recv_fds(self._weights, 1, 1, socket.MSG_CMSG_CLOEXEC)
                 self._start(call_id, self._update(fd, message))
+            case Call(call_id, "held_weights", (names,)):
+                # An engine of the user's own may not have the method.
+                self._start(call_id, report_weights(self._engine, names))
             case Call(call_id, method, arguments):
                 self._start(call_id, getattr(self._engine, method)(*arguments))
             case Abandon(call_id):

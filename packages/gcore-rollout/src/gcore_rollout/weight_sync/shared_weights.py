@@ -12,6 +12,7 @@ from math import prod
 import torch
 
 from gcore_rollout.errors import RolloutError
+from gcore_rollout.weight_report import Digests, digests_of
 
 _ALIGNMENT_BYTES = 64
 _MAX_MAPPINGS = 2
@@ -89,6 +90,7 @@ class SharedWeights:
     def __init__(self) -> None:
         self._memories: list[_Memory] = []
         self._present: tuple[_Memory, WeightsLayout] | None = None
+        self._digests: Digests = {}
         self._num_writes = 0
         self._is_closed = False
 
@@ -105,6 +107,11 @@ class SharedWeights:
     def is_whole(self) -> bool:
         """Whether there are weights."""
         return self._present is not None
+
+    @property
+    def digests(self) -> Digests:
+        """Those that the weights came with; empty if there were none."""
+        return self._digests
 
     @property
     def num_writes(self) -> int:
@@ -138,6 +145,7 @@ class SharedWeights:
             slots.append(slot)
         memory.mapped(end)
         self._present = (memory, WeightsLayout(tuple(slots)))
+        self._digests = dict(digests_of(weights))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         memory, layout = self._whole()

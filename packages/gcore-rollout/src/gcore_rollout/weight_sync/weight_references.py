@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 
 from gcore_rollout.errors import MissingExtraError
+from gcore_rollout.weight_report import Digests, digests_of
 
 # Where the program was started by `uv run`, Ray would build its environment anew for every process. Read on import.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -74,8 +75,9 @@ class WeightReferences:
     tensors in use, when the process that put it ends.
     """
 
-    def __init__(self, buckets: Sequence[_Bucket]) -> None:
+    def __init__(self, buckets: Sequence[_Bucket], *, digests: Digests | None = None) -> None:
         self._buckets = tuple(buckets)
+        self._digests = digests or {}
 
     @classmethod
     def put(cls, weights: Iterable[tuple[str, torch.Tensor]], *, bucket_size_bytes: int = 256 << 20) -> Self:
@@ -89,7 +91,8 @@ class WeightReferences:
         """
         if bucket_size_bytes < 1:
             raise ValueError(f"bucket_size_bytes is {bucket_size_bytes}: at least 1 is needed")
-        return cls([_Bucket.put(bucket) for bucket in _in_buckets(weights, bucket_size_bytes)])
+        buckets = [_Bucket.put(bucket) for bucket in _in_buckets(weights, bucket_size_bytes)]
+        return cls(buckets, digests=digests_of(weights))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket in self._buckets:
@@ -99,6 +102,11 @@ class WeightReferences:
         """All weights, once they are on this node."""
         contents = await asyncio.gather(*(bucket.reference for bucket in self._buckets))
         return [item for bucket, arrays in zip(self._buckets, contents, strict=True) for item in bucket.tensors(arrays)]
+
+    @property
+    def digests(self) -> Digests:
+        """Those that the weights came with; empty if there were none."""
+        return self._digests
 
     @property
     def num_writes(self) -> int:

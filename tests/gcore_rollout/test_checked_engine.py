@@ -1,0 +1,218 @@
+"""Engines whose weights are compared with the trainer's: planted faults, and how much is compared when."""
+
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from engine_oracles import VLLM_IMPORT_WARNINGS, TinyModel, collect, make_engine, make_request
+from faulty_engines import EXPECTED, FAULTS, TENSOR, make_faulty
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gcore_rollout import vllm_engine, weight_digests
+from gcore_rollout.checked_engine import CheckedEngine, Rotation
+from gcore_rollout.engine_process import PRELOAD_HF, PRELOAD_VLLM, EngineProcess
+from gcore_rollout.errors import WrongWeightsError
+from gcore_rollout.hf_engine import HFEngine
+from gcore_rollout.replicas import EngineReplicas
+from gcore_rollout.vllm_engine import VLLMEngine
+from gcore_rollout.weight_digests import DigestedWeights, digest
+from gcore_rollout.weight_report import Digest, Digests, HeldTensor, all_digests, check_weights
+from gcore_rollout.weight_sync.shared_weights import SharedWeights
+
+pytestmark = VLLM_IMPORT_WARNINGS
+
+CLASSES = {"hf": HFEngine, "vllm": VLLMEngine}
+OPTIONS: dict[str, dict[str, Any]] = {"hf": {}, "vllm": {"kv_cache_memory_bytes": 64 << 20}}
+
+
+def published(model: Any, *, dtype: torch.dtype = torch.float32) -> DigestedWeights:
+    """The weights of a model as a trainer exports them: a tied head is left out."""
+    return DigestedWeights(model.named_parameters(), dtypes=[torch.float32, dtype])
+
+
+def between(model: TinyModel, part: float) -> Any:
+    """Another version of the weights."""
+    return _Weights({n: p + part * (q - p) for (n, p), (_, q) in _pairs(model)})
+
+
+class _Weights:
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._tensors.items()
+
+
+def _pairs(model: TinyModel) -> Iterator[Any]:
+    return zip(model.old.named_parameters(), model.new.named_parameters(), strict=True)
+
+
+@pytest.mark.parametrize(("folder", "dtype"), [("tied", torch.float32), ("untied", torch.bfloat16)])
+@pytest.mark.parametrize("kind", ["hf", "vllm"])
+async def test_sound_engines_pass(kind: str, folder: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+    """Everything is compared, in whatever layout the engine keeps it."""
+    model: TinyModel = request.getfixturevalue(folder)
+    engine = CheckedEngine(make_engine(kind, model, dtype=dtype), name="engine 0")
+    held = await engine.held_weights()
+    assert held is not None
+    published_names = {name for name, _ in model.old.named_parameters()}
+    assert {tensor.source for tensor in held.tensors} == published_names
+    assert {tensor.name for tensor in held.tensors} == published_names | {"lm_head.weight"}
+    await check_weights(engine, all_digests(published(model.old, dtype=dtype)))
+    for version, weights in enumerate([model.new, model.old], start=1):
+        await engine.update_weights(published(weights, dtype=dtype), version=version)
+    with pytest.raises(WrongWeightsError, match=r"engine 0 does not have the trainer's weights of version 2: '"):
+        await check_weights(engine, all_digests(published(model.new, dtype=dtype)))
+    await engine.close()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", ["hf", "vllm"])
+async def test_planted_faults(kind: str, fault: str, tied: TinyModel) -> None:
+    made = make_faulty(CLASSES[kind], tied.path, fault, **OPTIONS[kind])
+    engine = CheckedEngine(made, name="engine 0")
+    await check_weights(engine, all_digests(published(tied.old)))
+    await engine.update_weights(published(between(tied, 0.5)), version=1)
+    with pytest.raises(WrongWeightsError, match="engine 0 ") as error:
+        await engine.update_weights(published(tied.new), version=2)
+    assert EXPECTED[fault] in str(error.value)
+    assert error.value.tensors == (() if fault == "version" else (TENSOR,))
+    await engine.close()
+
+
+async def test_a_tied_head_that_vllm_leaves_packed_as_it_was(tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parameters are right, and the forward uses something else."""
+    engine = CheckedEngine(make_engine("vllm", tied), name="engine 0")
+    await check_weights(engine, all_digests(published(tied.old)))
+    monkeypatch.setattr(vllm_engine, "repack_head", lambda _: None)
+    with pytest.raises(WrongWeightsError, match=r"'lm_head.weight' has the values of version 0 \(1 of 27"):
+        await engine.update_weights(published(tied.new), version=1)
+    await engine.close()
+
+
+@pytest.mark.parametrize("kind", ["hf", "vllm"])
+async def test_faults_in_processes(kind: str, tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One replica of two has a fault: the update fails as a whole."""
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    sound = partial(CLASSES[kind].from_pretrained, tied.path, **OPTIONS[kind])
+    unsound = partial(make_faulty, CLASSES[kind], tied.path, "permuted", **OPTIONS[kind])
+    preload = PRELOAD_VLLM if kind == "vllm" else PRELOAD_HF
+    engines = [
+        CheckedEngine(await EngineProcess.start(make, num_threads=1, preload=preload), name=f"engine {place}")
+        for place, make in enumerate([sound, unsound])
+    ]
+    replicas = EngineReplicas(engines)
+    await check_weights(replicas, all_digests(published(tied.old)))
+    await replicas.update_weights(published(between(tied, 0.5)), version=1)
+    with pytest.raises(WrongWeightsError, match=f"engine 1 .*'{TENSOR}' has its values in another order"):
+        await replicas.update_weights(published(tied.new), version=2)
+    await replicas.close()
+
+
+async def test_a_replacement_with_other_weights(tied: TinyModel, tmp_path: Any) -> None:
+    """It makes no samples: calls that wait for it, and later ones, say what is wrong."""
+    tied.new.save_pretrained(tmp_path)
+
+    async def restart() -> CheckedEngine:
+        return CheckedEngine(HFEngine.from_pretrained(tmp_path), name="engine 0")
+
+    process: EngineProcess = await EngineProcess.start(partial(HFEngine.from_pretrained, tied.path), num_threads=1)
+    said: list[str] = []
+    engines = [CheckedEngine(process, name="engine 0")]
+    replicas: EngineReplicas[Any, Any] = EngineReplicas(engines, restart=restart, announce=said.append)
+    await check_weights(replicas, all_digests(published(tied.old)))
+    os.kill(process.pid, signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(WrongWeightsError, match="engine 0 does not have the trainer's weights of version 0"):
+            await collect(replicas, make_request("r", 5))
+    died, refused = said
+    pid = process.pid
+    expected = f"engine 0 is gone: engine process {pid} was killed by SIGKILL; a replacement is being started"
+    assert died == expected
+    assert refused.startswith("the replacement of engine 0 could not be used: engine 0 does not have the trainer's")
+    await replicas.close()
+
+
+@given(costs=st.lists(st.tuples(st.integers(1, 10 << 20), st.floats(0, 1e-3)), min_size=1, max_size=40))
+def test_what_is_checked_after_a_step(costs: list[tuple[int, float]]) -> None:
+    """Within 1 % of the step but for the least that is checked, and every tensor in its turn."""
+    tensors = {str(i): held_tensor(str(i), size, seconds) for i, (size, seconds) in enumerate(costs)}
+    rotation = Rotation()
+    rotation.note(list(tensors.values()))
+    step_s, seen = 0.1, set[str]()
+    for _ in costs:
+        names = rotation.choose(step_s)
+        if names is None:
+            seen |= tensors.keys()
+            break
+        assert len(names) >= 4
+        if len(names) > 4 and sum(tensors[n].size_bytes for n in names) > 8 << 20:
+            assert sum(tensors[n].seconds for n in names[:-1]) <= 0.01 * step_s + 1e-9
+        rotation.note([tensors[name] for name in names])
+        seen |= set(names)
+    assert seen == tensors.keys()
+
+
+def held_tensor(name: str, size_bytes: int, seconds: float) -> HeldTensor:
+    return HeldTensor(
+        name=name, source=name, dtype="float32", size_bytes=size_bytes, digest=Digest(0, 0), seconds=seconds
+    )
+
+
+SIZES = [1, 3, 2**16 + 1, 2**18 + 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_digest_depends_on_every_value_and_on_its_place(size: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(size)
+    tensor = (100 * torch.randn(size, generator=generator)).to(dtype)
+    expected = digest(tensor)
+    # Out of another tensor, at a place that is no multiple of eight bytes.
+    assert digest(torch.cat([tensor[:1], tensor, tensor])[1 : size + 1]) == expected
+    for place in {0, size // 2, size - 1}:
+        changed = tensor.clone()
+        changed[place] += 1
+        assert digest(changed) != expected
+    if size > 1:
+        swapped = tensor.clone()
+        swapped[0], swapped[-1] = 1, 2
+        others = swapped.clone()
+        others[0], others[-1] = 2, 1
+        assert digest(swapped) != digest(others)
+
+
+def test_a_digest_does_not_depend_on_how_much_is_read_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices with more memory bandwidth read several blocks at once."""
+    tensors = [torch.randn(size) for size in (5, 2**17, 2**17 + 3, 9 * 2**17 + 3)]
+    expected = [digest(tensor) for tensor in tensors]
+    for num_blocks in (2, 128):
+        monkeypatch.setattr(weight_digests, "_BLOCKS_AT_ONCE", {"cpu": num_blocks})
+        assert [digest(tensor) for tensor in tensors] == expected
+
+
+def test_a_digest_of_equal_values() -> None:
+    matrix = torch.randn(64, 64)
+    assert digest(matrix.t()) == digest(matrix.t().contiguous()) != digest(matrix)
+    assert digest(matrix.flip(0)) != digest(matrix)
+    assert digest(matrix.flip(0)).unordered == digest(matrix).unordered
+    # What a product with the identity makes of a zero.
+    assert digest(torch.tensor([-0.0, 1.0])) == digest(torch.tensor([0.0, 1.0]))
+    assert digest(torch.zeros(4)) != digest(torch.zeros(5))
+    assert digest(torch.empty(0)) == digest(torch.empty(0))
+
+
+def test_digests_come_with_shared_weights() -> None:
+    weights = {"a": torch.randn(5), "b": torch.randn(2, 3)}
+    shared = SharedWeights()
+    shared.write(DigestedWeights(weights.items(), dtypes=[torch.bfloat16]))
+    expected: Digests = {name: {"bfloat16": digest(t.bfloat16())} for name, t in weights.items()}
+    assert shared.digests == expected
+    shared.write(weights.items())
+    assert shared.digests == {}
+    shared.close()
