@@ -180,6 +180,7 @@ def padded_loss(
         case "seq-mean-token-mean":
             return (sums_B / mask_BR.sum(1).clamp(min=1)).mean()
         case "seq-mean-token-sum-norm":
+            assert config.max_response_length is not None
             return sums_B.mean() / config.max_response_length
 
 
