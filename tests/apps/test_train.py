@@ -23,7 +23,7 @@ from gcore_runs.settings import resolve
 
 EMBEDDED = [
     *("train", "--threads", "1", "--device", "cpu", "--seed", "3"),
-    *("--warmup.max-steps", "10", "--warmup.batch-size", "64", "--warmup.test-freq", "5"),
+    *("--warmup.max-steps", "40", "--warmup.batch-size", "64", "--warmup.test-freq", "20"),
     *("--task.num-train", "500", "--task.num-val", "16", "--task.params.max-terms", "2"),
     *("--data.train-batch-size", "8", "--data.max-response-length", "8", "--algorithm.max-num-gen-batches", "2"),
     *("--trainer.total-training-steps", "4", "--trainer.save-freq", "3", "--trainer.test-freq", "2"),
@@ -62,10 +62,10 @@ def trained(shared_cli: Cli, own_args: list[str]) -> Path:
 def test_embedded_run_folder(embedded: Path) -> None:
     assert {p.name for p in embedded.iterdir()} == {
         *("config.toml", "metrics.jsonl", "warmup.jsonl", "tensorboard", "checkpoints", "export", "model"),
-        *("report.html", "samples", "spans.jsonl", "logs", ".lock"),
+        *("report.html", "samples", "spans.jsonl", "placement.json", "logs", ".lock"),
     }
     assert RunFolder(embedded).load_config(TrainConfig) == resolve(parse_train([*EMBEDDED[1:], "--name", "embedded"]))
-    assert [row["step"] for row in read_rows(embedded / "warmup.jsonl")] == [5, 10]
+    assert [row["step"] for row in read_rows(embedded / "warmup.jsonl")] == [20, 40]
     assert [row["step"] for row in step_rows(embedded)] == [1, 2, 3, 4]
     assert [row["step"] for row in val_rows(embedded)] == [0, 2, 4]
     assert all(math.isfinite(value) for row in read_rows(embedded / "metrics.jsonl") for value in row.values())
