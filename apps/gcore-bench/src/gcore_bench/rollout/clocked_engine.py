@@ -15,12 +15,14 @@ from gcore_rollout.hf_engine import HFEngine
 
 class _ClockedHFEngine(HFEngine):
     clock: StepClock
+    is_timed = False
+    """Whether there is a clock; the passes that load the engine have none."""
     source: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
         # A request's token i is made by pass i, if there is no other request.
-        model.register_forward_hook(lambda *_: self.clock.note_pass())
+        model.register_forward_hook(lambda *_: self.clock.note_pass() if self.is_timed else None)
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         self.clock.note_update_start()
@@ -45,7 +47,7 @@ def make_engine(model: Path, clock: Path, source: Source, file: Path, *, max_num
         file: safetensors, with ``source`` file.
     """
     engine = _ClockedHFEngine.from_pretrained(model, eos_token_ids=[], max_num_seqs=max_num_seqs)
-    engine.clock = StepClock(clock)
+    engine.clock, engine.is_timed = StepClock(clock), True
     if source == "here":
         own = load_state(model)
         engine.source = own.items

@@ -39,7 +39,7 @@ def connect(address: str | None = None, **options: Any) -> None:
 
 
 def check_token(address: str | None = None) -> None:
-    """Ask a cluster whether it accepts this process's token, and use the token from here on.
+    """Ask a cluster whether it accepts this process, and use the token from here on if the cluster requires one.
 
     Raises:
         ClusterError: See `connect`.
@@ -55,9 +55,14 @@ def check_token(address: str | None = None) -> None:
     except OSError as error:
         raise ConnectionError(f"no Ray cluster answers at {address!r}: {error}") from error
     try:
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
         ensure_token_if_auth_enabled(create_token_if_missing=False)
-        GcsClient(address=address)
+        try:
+            GcsClient(address=address)
+        except AuthenticationError:
+            # Only now: processes of a cluster without a token could not call one that expects it.
+            if not maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
+                raise
+            GcsClient(address=address)
     except AuthenticationError as error:
         raise ClusterError(f"the Ray cluster at {address!r} does not accept this process: {_token(error)}") from None
     except RayError as error:
