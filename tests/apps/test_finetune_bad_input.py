@@ -32,7 +32,10 @@ def job(command: str, model: Path | str, *options: str) -> list[str]:
         (["--data.train-files", "nowhere.jsonl"], "data file nowhere.jsonl does not exist"),
         (["--model", "nowhere"], "model is 'nowhere': a Hugging Face folder with config.json is needed"),
         (["--config", "nowhere.toml"], "config is nowhere.toml: No such file"),
-        (["--trainer.prometheus-port", "-1"], "trainer.prometheus_port is -1: 0 or more is needed"),
+        (
+            ["--trainer.prometheus-port", "-1"],
+            "trainer.prometheus_port is -1; expected a port from 1 to 65535, or 0 for none",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

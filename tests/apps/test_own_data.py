@@ -141,7 +141,7 @@ def test_config_file_and_options_over_it(cli: Cli, tiny: Path) -> None:
     assert (config.rollout.n, config.trainer.total_training_steps) == (2, 1)
     assert (config.data.prompt_key, config.data.train_batch_size) == ("question", 4)
     assert (config.actor.optim.lr, config.actor.optim.betas) == (1e-4, (0.8, 0.9))
-    assert len(seen(cli)) == 1 + 2 * 2 * 2 + 2 * 8, "the trial, two evaluations of two prompts, a wave of eight"
+    assert len(seen(cli)) == 1 + 2 * 2 * 2 + 2 * 4, "the trial, two evaluations of two prompts, a wave of four"
     # A run's own config is a config file that means the same.
     again = cli.ok("train", "--config", "runs/mine/config.toml")
     assert "complete: 1 steps are done" in again

@@ -234,7 +234,7 @@ async def test_episodes_end(limits: EpisodeLimits, max_tokens: int, reasons: lis
     )
     assert (episode.end, len(episode.turns), episode.score) == (end, turns, turns)
     assert episode.response_mask[-3:].all()
-    assert engine.requests[0].sampling.max_tokens == max_tokens
+    assert engine.requests[0].sampling.max_tokens == min(max_tokens, limits.max_tokens_per_turn or max_tokens)
 
 
 async def test_an_environment_is_notified_of_a_truncated_turn() -> None:

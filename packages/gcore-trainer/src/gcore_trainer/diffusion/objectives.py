@@ -68,10 +68,12 @@ class DiffusionObjective(ABC):
     Attributes:
         needs_old: Whether the policy that samples is kept apart from the one that learns.
         needs_reference: Whether the initial policy is asked in training.
+        reads: Fields of the images that the loss reads, beside their conditions.
     """
 
     needs_old: bool = False
     needs_reference: bool = False
+    reads: Sequence[str] = ()
 
     @abstractmethod
     def check(self, samples: Sequence[DiffusionSample]) -> None:
@@ -118,15 +120,15 @@ class PolicyGradientObjective(DiffusionObjective):
     def __init__(self, config: DenoisingPolicyConfig, kernel: TransitionKernel) -> None:
         self._config = config
         self._kernel = kernel
+        self.reads = ("latents", "next_latents", "old_log_probs", "levels", "next_levels", "timesteps", "advantage")
+        self.reads += ("old_means",) * (config.loss_mode == "guard") + ("ref_means",) * bool(config.kl_loss_coef)
 
     def check(self, samples: Sequence[DiffusionSample]) -> None:
         if len({s.num_steps for s in samples}) != 1 or not samples[0].num_steps:
             raise BatchError(
                 f"latents have {sorted({s.num_steps for s in samples})} steps: one number above 0 is needed"
             )
-        needed = ["next_latents", "old_log_probs", "levels", "next_levels", "timesteps", "advantage"]
-        needed += ["old_means"] * (self._config.loss_mode == "guard") + ["ref_means"] * bool(self._config.kl_loss_coef)
-        for name in needed:
+        for name in self.reads:
             if any(getattr(s, name) is None for s in samples):
                 raise BatchError(f"{name} is None: the policy gradient needs it for every image")
 
@@ -178,6 +180,7 @@ class NFTObjective(DiffusionObjective):
     """
 
     needs_old = True
+    reads = ("clean_latents", "advantage")
 
     def __init__(self, config: NFTConfig, process: FlowProcess | None = None) -> None:
         self._config = config
@@ -223,6 +226,7 @@ class DiffusionDPOObjective(DiffusionObjective):
     """
 
     needs_reference = True
+    reads = ("clean_latents",)
 
     def __init__(self, config: DiffusionDPOConfig, process: NoiseProcess) -> None:
         self._config = config
@@ -268,6 +272,8 @@ class RewardGradientObjective(DiffusionObjective):
         kernel: the sampler's.
         reward: final latents [B, ...] and prompts to rewards [B], differentiable.
     """
+
+    reads = ("latents", "levels", "next_levels", "timesteps")
 
     def __init__(self, kernel: TransitionKernel, reward: Callable[[torch.Tensor, Sequence[str]], torch.Tensor]) -> None:
         self._kernel = kernel

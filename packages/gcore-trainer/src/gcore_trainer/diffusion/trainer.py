@@ -93,7 +93,7 @@ class DiffusionTrainer(BaseTrainer):
             self._objective.check(samples)
             for i, batch in enumerate(micro_batches):
                 for j, sample in enumerate(batch):
-                    sample.check_finite(f"micro_batches[{i}][{j}]")
+                    sample.check_finite(f"micro_batches[{i}][{j}]", *self._objective.reads)
             shape = self._objective.weight(samples), self._objective.num_passes(samples), len(micro_batches)
         except TrainerError as found:
             error = found

@@ -64,16 +64,17 @@ class DiffusionSample:
         """K."""
         return 0 if self.latents is None else len(self.latents)
 
-    def check_finite(self, name: str) -> None:
-        """Refuse NaN and infinities in any of the arrays.
+    def check_finite(self, name: str, *names: str) -> None:
+        """Refuse NaN and infinities in the named arrays and in the conditions.
 
         Args:
             name: of the image, for the error.
+            names: fields.
 
         Raises:
             BatchError: an entry is not finite; the error names the image and the field.
         """
-        arrays = {field: getattr(self, field) for field in ("clean_latents", "advantage", *_PER_STEP, *_OF_STEPS)}
+        arrays = {field: getattr(self, field) for field in names}
         arrays |= {f"conditions[{key!r}]": value for key, value in self.conditions.items()}
         arrays |= {f"shared_conditions[{key!r}]": value for key, value in self.shared_conditions.items()}
         for label, value in arrays.items():
