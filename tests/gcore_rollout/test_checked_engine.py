@@ -216,3 +216,20 @@ def test_digests_come_with_shared_weights() -> None:
     shared.write(weights.items())
     assert shared.digests == {}
     shared.close()
+
+
+async def test_the_next_version_may_be_written_during_an_update(tied: TinyModel) -> None:
+    """As when a replacement takes the present weights while the trainer publishes newer ones."""
+    shared = SharedWeights()
+
+    class Slow(HFEngine):
+        async def update_weights(self, weights: Any, *, version: int) -> None:
+            await super().update_weights(weights, version=version)
+            shared.write(published(between(tied, 1.0)))
+
+    engine = CheckedEngine(Slow.from_pretrained(tied.path), name="engine 0")
+    shared.write(published(between(tied, 0.5)))
+    await engine.update_weights(shared, version=1)
+    assert engine.weight_version == 1
+    await engine.close()
+    shared.close()

@@ -104,8 +104,11 @@ class CheckedEngine(WrappedEngine[RequestT, SampleT]):
         Raises:
             WrongWeightsError: the engine has other weights than these now.
         """
+        # Taken before the update: while it is under way, a `SharedWeights` may be given the next version. Digests of
+        # weights that are made one by one are filled in during the update.
+        digests = digests_of(weights)
         await super().update_weights(weights, version=version)
-        if digests := digests_of(weights):
+        if digests:
             names = None if self._checked_s is None else self._rotation.choose(time.monotonic() - self._checked_s)
             await self._check(digests, version, names)
             self._checked_s = time.monotonic()
