@@ -3,10 +3,11 @@
 import fcntl
 import json
 import shutil
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from gcore_ckpt import Checkpointer
 from gcore_runs.errors import UserError, said
@@ -41,7 +42,6 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
         self.export = path / "export"
-        self._lock: TextIO | None = None
 
     @classmethod
     def existing(cls, path: str | Path) -> "RunFolder":
@@ -71,7 +71,7 @@ class RunFolder:
         return merge(base, values, source=str(self.config))
 
     def lock(self) -> None:
-        """Keep every other process from writing this run; freed when this one ends, however it ends.
+        """Keep other processes from writing this run until this object is gone, or the process has ended in any way.
 
         Raises:
             UserError: another process has it.
@@ -86,8 +86,9 @@ class RunFolder:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            lock.close()
             raise UserError(f"{self.path} is in use by another process: choose another --name, or wait") from None
-        self._lock = lock
+        weakref.finalize(self, lock.close)
 
 
 def open_run(config: RunConfig, *, may_change: Sequence[str]) -> RunFolder:
