@@ -1,4 +1,4 @@
-"""A cluster that `ray start` has made, with token authentication: who is let in, and what the others are told."""
+"""A cluster that `ray start` has made, with token authentication: who is accepted, and the error that others get."""
 
 import os
 import signal

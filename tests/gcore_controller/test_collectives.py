@@ -323,7 +323,7 @@ def test_a_rank_that_returns_early_is_named(run: Run, when: str) -> None:
             rf"after \d collectives? on that channel; {SAME_CALLS}",
             text,
         )
-    # Those that were told have returned, too, and others may have waited for them.
+    # Ranks that were notified have returned, too, and others may have waited for them.
     assert any("for rank 1, whose program has returned after 1 collective on" in found[rank][1] for rank in (0, 2, 3))
 
 

@@ -20,7 +20,7 @@ RLHF of diffusion and flow-matching models from one command.
 commands:
   train               train on a reward; with no options, a tiny model of coloured digits in minutes
   sample RUN PROMPT   make images with a run's latest policy
-  report RUN          write the run's report.html anew
+  report RUN          write the run's report.html again
   logs RUN            what the run's processes logged, by time
 
 gcore-diffusion COMMAND --help documents every option.
@@ -130,7 +130,7 @@ def _sample(args: Sequence[str]) -> None:
 
 def _report(args: Sequence[str]) -> None:
     parsed = parse_arguments(
-        RunArgs, args, prog="gcore-diffusion report", description="Write a run's report.html anew."
+        RunArgs, args, prog="gcore-diffusion report", description="Write a run's report.html again."
     )
     from gcore_diffusion.report import write_report
     from gcore_runs.run_folder import RunFolder

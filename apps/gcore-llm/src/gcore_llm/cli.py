@@ -26,7 +26,7 @@ commands:
   dpo                 train on pairs of answers, without sampling
   sample RUN PROMPT   complete a prompt with a run's latest policy
   eval RUN            score a run's latest policy on its held-out prompts
-  report RUN          write the run's report.html anew
+  report RUN          write the run's report.html again
   logs RUN            what the run's processes logged, by time
   simulate            what a step of train would take, on up to 100,000 modelled devices
 
@@ -134,7 +134,7 @@ def _eval(args: Sequence[str]) -> None:
 
 
 def _report(args: Sequence[str]) -> None:
-    parsed = parse_arguments(RunArgs, args, prog="gcore-llm report", description="Write a run's report.html anew.")
+    parsed = parse_arguments(RunArgs, args, prog="gcore-llm report", description="Write a run's report.html again.")
     from gcore_llm.report import write_report
     from gcore_runs.run_folder import RunFolder
 

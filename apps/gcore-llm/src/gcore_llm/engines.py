@@ -129,11 +129,11 @@ def engine_factory(
     if isinstance(settings, RolloutConfig):
         # Prompts that are longer than the model allows were refused before (`check_lengths`).
         own["max_model_len"] = min(config.data.max_length, longest_sequence(model) or config.data.max_length)
+        if settings.engine == "vllm":
+            own["speculative_config"] = settings.speculative.as_vllm_takes_it()
     if settings.engine == "vllm":
         from gcore_rollout.vllm_engine import VLLMEngine
 
-        if isinstance(settings, RolloutConfig):
-            own["speculative_config"] = settings.speculative.as_vllm_takes_it()
         return partial(VLLMEngine.from_pretrained, model, **options, **own)
     # A process of its own has a GPU of its own.
     has_process = settings.num_processes > 0 or config.runtime == "ray"

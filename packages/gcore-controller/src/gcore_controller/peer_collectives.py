@@ -117,7 +117,7 @@ class PeerCollectives(CheckedCollectives):
         """Tell the other ranks that this one's program has returned, so that none waits for it."""
         num_calls = self._log.num_calls
         self._log.close()
-        # What another rank that returned earlier has told everyone already covers this one, as a rule.
+        # A notice that another rank sent when it returned usually covers this one already.
         if not any(
             all(count <= num_calls.get(channel, 0) for channel, count in known.items())
             for known in self._returned.values()

@@ -1,6 +1,7 @@
 """A `PackedModel` that packs nothing: one sample a row, padded to the longest of its micro-batch."""
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -13,8 +14,14 @@ from gcore_trainer.token_scores import TokenScores, token_scores
 class PaddedModel(PackedModel):
     """transformers' own forward pass over rectangles; head and loss are gcore's."""
 
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
+        padded = super().from_pretrained(path, **options)
+        # Only now: what loads the model compares packed scores with transformers'.
+        padded.model.set_attn_implementation("sdpa")
+        return padded
+
     def score(self, samples: MicroBatch, *, entropy_grad: bool = False) -> TokenScores:
-        self.model.set_attn_implementation("sdpa")
         rows = [torch.cat([torch.from_numpy(s.prompt_ids), torch.from_numpy(s.response_ids[:-1])]) for s in samples]
         input_ids_BT = pad_sequence(rows, batch_first=True)
         mask_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
