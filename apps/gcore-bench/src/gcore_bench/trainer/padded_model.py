@@ -1,7 +1,6 @@
 """A `PackedModel` that packs nothing: one sample a row, padded to the longest of its micro-batch."""
 
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -14,14 +13,10 @@ from gcore_trainer.token_scores import TokenScores, token_scores
 class PaddedModel(PackedModel):
     """transformers' own forward pass over rectangles; head and loss are gcore's."""
 
-    @classmethod
-    def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
-        padded = super().from_pretrained(path, **options)
-        # Only now: what loads the model compares packed scores with transformers'.
-        padded.model.set_attn_implementation("sdpa")
-        return padded
-
     def score(self, samples: MicroBatch, *, entropy_grad: bool = False) -> TokenScores:
+        # The comparison with transformers that is made when the model is loaded sets it back.
+        if self.model.config._attn_implementation != "sdpa":
+            self.model.set_attn_implementation("sdpa")
         rows = [torch.cat([torch.from_numpy(s.prompt_ids), torch.from_numpy(s.response_ids[:-1])]) for s in samples]
         input_ids_BT = pad_sequence(rows, batch_first=True)
         mask_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
