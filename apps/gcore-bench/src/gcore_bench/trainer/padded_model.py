@@ -13,10 +13,17 @@ from gcore_trainer.token_scores import TokenScores, token_scores
 class PaddedModel(PackedModel):
     """transformers' own forward pass over rectangles; head and loss are gcore's."""
 
+    _is_padded = False
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **options)
+        # Only now: the load-time comparison with transformers needs the packed attention, and restores it.
+        model.set_attn_implementation("sdpa")
+        self._is_padded = True
+
     def score(self, samples: MicroBatch, *, entropy_grad: bool = False) -> TokenScores:
-        # The comparison with transformers that is made when the model is loaded sets it back.
-        if self.model.config._attn_implementation != "sdpa":
-            self.model.set_attn_implementation("sdpa")
+        if not self._is_padded:
+            return super().score(samples, entropy_grad=entropy_grad)
         rows = [torch.cat([torch.from_numpy(s.prompt_ids), torch.from_numpy(s.response_ids[:-1])]) for s in samples]
         input_ids_BT = pad_sequence(rows, batch_first=True)
         mask_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
