@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from gcore_ckpt import Checkpointer, CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, verify
-from gcore_ckpt.checksum import checksum
-from gcore_ckpt.index import decode_index
+from gcore_ckpt.format.checksum import checksum
+from gcore_ckpt.format.index import decode_index
 
 DATA, INDEX = "data-00000.safetensors", "index.json"
 
@@ -170,6 +170,6 @@ def test_step_deleted_while_it_is_opened(step_dir: Path, monkeypatch: pytest.Mon
         shutil.rmtree(step_dir)
         return decode_index(data, where)
 
-    monkeypatch.setattr("gcore_ckpt.reader.decode_index", delete_then_decode)
+    monkeypatch.setattr("gcore_ckpt.loading.reader.decode_index", delete_then_decode)
     with pytest.raises(CheckpointNotFoundError, match="was deleted while it was being read"):
         Checkpointer(step_dir.parent).load()

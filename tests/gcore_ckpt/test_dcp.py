@@ -24,7 +24,7 @@ from gcore_ckpt import (
     CheckpointWriteError,
     CorruptCheckpointError,
 )
-from gcore_ckpt.dcp import import_dcp
+from gcore_ckpt.tools.dcp import import_dcp
 
 
 def save(folder: Path, state: dict[str, Any]) -> Path:

@@ -6,20 +6,20 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
-from gcore_ckpt.agreement import all_succeed, attempt, root_decides
 from gcore_ckpt.calls import Call, Calls
 from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
-from gcore_ckpt.group import Group, ProcessGroupArgument, open_group
-from gcore_ckpt.handle import SaveHandle
-from gcore_ckpt.reader import Step, find_step, open_step
-from gcore_ckpt.retention import Retention
+from gcore_ckpt.format.tree import State
+from gcore_ckpt.loading.reader import Step, find_step, open_step
+from gcore_ckpt.ranks.coordination import all_succeed, attempt, root_decides
+from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, open_group
+from gcore_ckpt.saving.handle import SaveHandle
 from gcore_ckpt.storage import open_storage
-from gcore_ckpt.tree import State
+from gcore_ckpt.storage.retention import Retention
 
 if TYPE_CHECKING:
     import torch
 
-    from gcore_ckpt.pipeline import SavePipeline
+    from gcore_ckpt.saving.pipeline import SavePipeline
 
 _THREADS = min(8, os.cpu_count() or 1)
 
@@ -185,7 +185,7 @@ class Checkpointer:
         *,
         mmap: bool,
     ) -> State:
-        from gcore_ckpt.loader import load_step
+        from gcore_ckpt.loading.loader import load_step
 
         group = self._open_group(call)
         found = root_decides(group, lambda: find_step(self._storage, step))
@@ -314,7 +314,7 @@ class Checkpointer:
     def _open_pipeline(self, call: Call) -> "SavePipeline":
         group = self._open_group(call)
         if self._pipeline is None:
-            from gcore_ckpt.pipeline import SaveOptions, SavePipeline
+            from gcore_ckpt.saving.pipeline import SaveOptions, SavePipeline
 
             options = SaveOptions(
                 retention=self._retention,
@@ -347,3 +347,23 @@ def _check_step(step: int) -> None:
         raise TypeError(f"step is {step!r}; expected an int")
     if step < 0:
         raise ValueError(f"step is {step}; expected 0 or more")
+
+
+def save(path: str | os.PathLike[str], state: State, *, step: int = 0) -> None:
+    """Saves `state` as a step under `path`, and returns once it is committed; see `Checkpointer.save`."""
+    with Checkpointer(path) as checkpointer:
+        checkpointer.save(step, state)
+
+
+def load(
+    path: str | os.PathLike[str],
+    template: State = None,
+    *,
+    step: Step = "latest",
+    only: Sequence[str] | None = None,
+    device: "str | torch.device" = "cpu",
+    mmap: bool = False,
+) -> State:
+    """Loads a step from `path`; see `Checkpointer.load`."""
+    with Checkpointer(path) as checkpointer:
+        return checkpointer.load(template, step=step, only=only, device=device, mmap=mmap)
