@@ -447,21 +447,21 @@ def differences(found: Any, expected: Any, path: str = "") -> list[str]:
     if isinstance(expected, PerRank):
         expected = expected.value
     if type(found) is not type(expected):
-        return [f"{path}: {type(found)}, expected {type(expected)}"]
+        return [f"{path}: {type(found)}; expected {type(expected)}"]
     match expected:
         case dict():
             if sorted(map(repr, found)) != sorted(map(repr, expected)):
-                return [f"{path}: keys {list(found)}, expected {list(expected)}"]
+                return [f"{path}: keys {list(found)}; expected {list(expected)}"]
             return [d for key in expected for d in differences(found[key], expected[key], f"{path}.{key}")]
         case list() | tuple():
             if len(found) != len(expected):
-                return [f"{path}: {len(found)} items, expected {len(expected)}"]
+                return [f"{path}: {len(found)} items; expected {len(expected)}"]
             pairs = zip(found, expected, strict=True)
             return [d for i, pair in enumerate(pairs) for d in differences(*pair, f"{path}.{i}")]
         case torch.Tensor() | Shard() | np.ndarray():
             return [] if _bits(found) == _bits(expected) else [f"{path}: other bits"]
         case _:
-            return [] if found == expected else [f"{path}: {found!r}, expected {expected!r}"]
+            return [] if found == expected else [f"{path}: {found!r}; expected {expected!r}"]
 
 
 def _bits(leaf: Any) -> tuple[Any, ...]:

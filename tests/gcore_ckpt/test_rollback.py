@@ -132,7 +132,7 @@ def test_saves_in_flight_are_set_aside_too(path: str) -> None:
 def test_a_damaged_record_is_an_error_and_nothing_is_loaded(tmp_path: Path) -> None:
     save_steps(tmp_path, 20, 50)
     (tmp_path / "rollback.json").write_text(json.dumps({"pending": "all"}))
-    with pytest.raises(CorruptCheckpointError, match=f"{tmp_path}/rollback.json: format is 'None', expected"):
+    with pytest.raises(CorruptCheckpointError, match=f"{tmp_path}/rollback.json: format is 'None'; expected"):
         Checkpointer(tmp_path).load()
 
 

@@ -54,7 +54,7 @@ _NEED_TORCH = {
     "export_hf": "gcore_ckpt.tools.hugging_face",
     "import_dcp": "gcore_ckpt.tools.dcp",
 }
-"""Where the names are that are imported when they are first asked for, because they bring torch in."""
+"""Modules of the names that are imported lazily, because they import torch."""
 
 
 def __getattr__(name: str) -> object:

@@ -86,7 +86,7 @@ class Checkpointer:
         self._inside: str | None = None
 
     def save(self, step: int, state: State) -> SaveHandle:
-        """Starts to save `state`; on return it is copied out of live memory, and the caller may change it.
+        """Start to save `state`; on return it is copied out of live memory, and the caller may change it.
 
         Args:
             step: Number of the step, 0 or more, not committed or in flight yet.
@@ -97,7 +97,7 @@ class Checkpointer:
 
         Raises:
             TypeError, ValueError: `step` or a leaf of `state` cannot be saved; the message has its path.
-            CheckpointWriteError: The step exists; or an earlier save failed and nobody has waited for its handle, in
+            CheckpointWriteError: The step exists; or an earlier save failed and no call has waited for its handle, in
                 which case this step was not saved and `save` may be called again; or another rank refused.
             CheckpointLockedError: Another writer has the path open for saving.
             CheckpointError: The checkpointer is closed, was used before a fork, or is saving or loading already (a
@@ -145,11 +145,11 @@ class Checkpointer:
         device: "str | torch.device" = "cpu",
         mmap: bool = False,
     ) -> State:
-        """The state of a committed step; saves in flight are not seen. In a group, all ranks load or none does.
+        """Return the state of a committed step; save in flight are not seen. In a group, all ranks load or none does.
 
         Args:
             template: What to fill: a tree like the saved one, or of a part of its dicts. Its tensors, of any sharding,
-                dtype and device, are filled in place; tensors on the meta device are made anew on `device`; small
+                dtype and device, are filled in place; tensors on the meta device are created on `device`; small
                 values and None are replaced by what was saved. None loads everything, every tensor whole.
             step: Number of the step; `"latest"` is the highest committed one.
             only: Without a template: the dotted paths to load, such as `["model"]`.
@@ -200,9 +200,9 @@ class Checkpointer:
         return state
 
     def rollback(self, step: int) -> list[int]:
-        """Makes a committed step the latest: all steps above it are set aside, after the saves in flight.
+        """Make a committed step the latest: all steps above it are set aside, after the saves in flight.
 
-        What is set aside is no step any more: it is not loaded, does not count for `keep`, and its numbers may be
+        What is set aside is no longer a step: it is not loaded, does not count for `keep`, and its numbers may be
         saved again. It stays on disk until `gcore-ckpt prune --set-aside`. The change is atomic. In a group, all ranks
         call this.
 
@@ -228,14 +228,14 @@ class Checkpointer:
             self._inside = None
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending."""
+        """Return the committed steps, ascending."""
         return self._storage.steps()
 
     def wait(self) -> None:
-        """Waits until all saves have ended, and the steps that are not to be kept are deleted.
+        """Wait until all saves have ended, and the steps that are not to be kept are deleted.
 
         Raises:
-            CheckpointWriteError: A save failed, and nobody has waited for its handle, or a deletion did. Raised once.
+            CheckpointWriteError: A save failed, and no call has waited for its handle, or a deletion did. Raised once.
         """
         for handle in [handle for handle in list(self._handles) if not handle.abandoned]:
             handle.join()
@@ -244,12 +244,12 @@ class Checkpointer:
             self._pipeline.wait()
 
     def close(self) -> None:
-        """Waits until all saves have ended and lets the next writer in. Loading goes on; closing again does nothing.
+        """Wait until all saves have ended and let the next writer in. Loading still works; closing again does nothing.
 
         If this is interrupted, the saves in flight are still finished; closing again waits for them again.
 
         Raises:
-            CheckpointWriteError: A save failed, and nobody has waited for its handle; it is closed all the same.
+            CheckpointWriteError: A save failed, and no call has waited for its handle; it is closed all the same.
             CheckpointError: A save or a load is in progress (a signal handler called this).
         """
         if self._pid in (None, os.getpid()):
@@ -350,7 +350,7 @@ def _check_step(step: int) -> None:
 
 
 def save(path: str | os.PathLike[str], state: State, *, step: int = 0) -> None:
-    """Saves `state` as a step under `path`, and returns once it is committed; see `Checkpointer.save`."""
+    """Save `state` as a step under `path`, and return once it is committed; see `Checkpointer.save`."""
     with Checkpointer(path) as checkpointer:
         checkpointer.save(step, state)
 
@@ -364,6 +364,6 @@ def load(
     device: "str | torch.device" = "cpu",
     mmap: bool = False,
 ) -> State:
-    """Loads a step from `path`; see `Checkpointer.load`."""
+    """Load a step from `path`; see `Checkpointer.load`."""
     with Checkpointer(path) as checkpointer:
         return checkpointer.load(template, step=step, only=only, device=device, mmap=mmap)

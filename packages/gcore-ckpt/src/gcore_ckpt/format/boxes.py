@@ -15,7 +15,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Self:
-        """The box of a whole tensor."""
+        """Return the box of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -29,29 +29,29 @@ class Box:
         return tuple(start + extent for start, extent in zip(self.start, self.shape, strict=True))
 
     def inside(self, shape: Sequence[int]) -> bool:
-        """Whether the box lies in a tensor of this shape."""
+        """Return whether the box lies in a tensor of this shape."""
         return len(self.start) == len(self.shape) == len(shape) and all(
             start >= 0 and extent >= 0 and start + extent <= whole
             for start, extent, whole in zip(self.start, self.shape, shape, strict=True)
         )
 
     def intersect(self, other: "Box") -> "Box | None":
-        """What both boxes hold; None if that is nothing."""
+        """Return what both boxes hold; None if that is nothing."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         shape = tuple(end - begin for begin, end in zip(start, stop, strict=True))
         return Box(start, shape) if all(extent > 0 for extent in shape) else None
 
     def relative_to(self, outer: "Box") -> "Box":
-        """The same box, counted from the first index of `outer`."""
+        """Return the same box, counted from the first index of `outer`."""
         return Box(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.shape)
 
     def slices(self) -> tuple[slice, ...]:
-        """Indexes the box in an array of the whole."""
+        """Return the slices that select the box in an array of the whole."""
         return tuple(slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True))
 
     def flat_span(self, shape: Sequence[int]) -> tuple[int, int]:
-        """First element and one past the last, in a row-major tensor of `shape`; the box must not be empty."""
+        """Return the first element and one past the last in a row-major tensor of `shape`; the box is not empty."""
         first = last = 0
         for start, extent, whole in zip(self.start, self.shape, shape, strict=True):
             first = first * whole + start
@@ -59,12 +59,12 @@ class Box:
         return first, last + 1
 
     def is_flat_in(self, shape: Sequence[int]) -> bool:
-        """Whether its elements follow each other without gaps in a row-major tensor of `shape`."""
+        """Return whether its elements follow each other without gaps in a row-major tensor of `shape`."""
         first, last = self.flat_span(shape)
         return last - first == self.size
 
     def split(self, max_size: int) -> Iterator["Box"]:
-        """Parts of at most `max_size` elements (but at least one), cut across the outermost dimensions, in order."""
+        """Yield parts of at most `max_size` elements (but at least one), cut across the outermost dimensions."""
         if self.size <= max(1, max_size):
             yield self
             return
@@ -80,7 +80,7 @@ class Box:
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two of the boxes that share an element, if there are any. Boxes of one tensor; sorting keeps a grid cheap."""
+    """Return two boxes of one tensor that share an element, or None. Sorting keeps a grid of boxes cheap."""
     ordered = sorted((box for box in boxes if box.size), key=lambda box: box.start)
     open_boxes: list[Box] = []
     for box in ordered:

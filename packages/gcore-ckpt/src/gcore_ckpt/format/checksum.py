@@ -12,17 +12,17 @@ PREFIX = "xxh3_64:"
 
 
 def digest(data: bytes | memoryview) -> str:
-    """The hex digits of the checksum of `data`."""
+    """Return the hex digits of the checksum of `data`."""
     hasher = xxhash.xxh3_64()
     hasher.update(data)  # the one-shot function would hold the GIL, and with it the training thread
     return hasher.hexdigest()
 
 
 def checksum(data: bytes | memoryview) -> str:
-    """The checksum of `data` with the name of its kind before it."""
+    """Return the checksum of `data` with the name of its kind before it."""
     return f"{PREFIX}{digest(data)}"
 
 
 def block_count(size_bytes: int, block_bytes: int) -> int:
-    """Blocks of a shard."""
+    """Return the number of blocks of a shard."""
     return -(-size_bytes // block_bytes)

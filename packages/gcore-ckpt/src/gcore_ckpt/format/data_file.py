@@ -1,4 +1,4 @@
-"""Where boxes lie in the data files of a rank, and the safetensors headers that say so.
+"""The layout of boxes in the data files of a rank, and the safetensors headers that record it.
 
 The headers are written here rather than by the safetensors library because they are known before the first byte is
 copied: memory is staged as it will lie in the file, and a file is one write of it.
@@ -42,7 +42,7 @@ class FileLayout:
 
 
 def lay_out(boxes: Mapping[int, HeldBox], max_file_bytes: int | None = None) -> list[FileLayout]:
-    """Places boxes in data files without gaps, as safetensors demands.
+    """Place boxes in data files without gaps, as safetensors demands.
 
     There are several files where there is much to write, so that the first is written while the next is copied. The
     widest elements come first, so that all are aligned. A box that is larger than a file may be is cut across its
@@ -71,7 +71,7 @@ def lay_out(boxes: Mapping[int, HeldBox], max_file_bytes: int | None = None) -> 
 
 
 def lay_out_file(boxes: Sequence[tuple[int, HeldBox]]) -> FileLayout:
-    """Places boxes in one data file, in their order."""
+    """Place boxes in one data file, in their order."""
     header = safetensors_header([held for _, held in boxes])
     placed: list[PlacedBox] = []
     end = len(header)
@@ -82,9 +82,9 @@ def lay_out_file(boxes: Sequence[tuple[int, HeldBox]]) -> FileLayout:
 
 
 def safetensors_header(boxes: Sequence[HeldBox]) -> bytes:
-    """All that precedes the data in a safetensors file: the length, then JSON padded so that data are aligned.
+    """Return all that precedes the data in a safetensors file: the length, then JSON padded so that data are aligned.
 
-    A box that is a whole tensor has the tensor's name, a part has its box behind it: `weight[0:4, 0:8]`.
+    A box that is a whole tensor has the tensor's name, a part is followed by its box: `weight[0:4, 0:8]`.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0

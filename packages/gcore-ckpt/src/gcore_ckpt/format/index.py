@@ -59,7 +59,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class DataFile:
-    """What a data file must look like, and who wrote it.
+    """The expected size of a data file, and the rank that wrote it.
 
     Attributes:
         size_bytes: Its size.
@@ -83,7 +83,7 @@ class Index:
         tensors: By name.
         files: By name.
         version: The format's version.
-        saved_at: When the save was begun, ISO 8601 in UTC.
+        saved_at: When the save started, ISO 8601 in UTC.
         num_ranks: How many ranks saved together.
     """
 
@@ -96,7 +96,7 @@ class Index:
 
 
 def encode_index(index: Index) -> bytes:
-    """The bytes of `index.json`."""
+    """Return the bytes of `index.json`."""
     content = {
         "saved_at": index.saved_at,
         "num_ranks": index.num_ranks,
@@ -126,7 +126,7 @@ def encode_index(index: Index) -> bytes:
 
 
 def decode_index(data: bytes, where: str) -> Index:
-    """Reads and checks `index.json`; shards are checked against the files it names, not against the disk.
+    """Read and check `index.json`; shards are checked against the files it names, not against the disk.
 
     Raises:
         CorruptCheckpointError: With `where`, the path of the file, and what is wrong in it.
@@ -158,12 +158,12 @@ def decode_index(data: bytes, where: str) -> Index:
 
 def _check_first_line(content: Mapping[str, Any], data: bytes) -> int:
     if content.get("format") != FORMAT:
-        raise ValueError(f"format is {content.get('format')!r}, expected {FORMAT!r}")
+        raise ValueError(f"format is {content.get('format')!r}; expected {FORMAT!r}")
     version = validation.member(content, "version", int)
     if version > VERSION:
         raise ValueError(f"format version {version} is newer than {VERSION}, the newest read here: upgrade {FORMAT}")
     if version < 1:
-        raise ValueError(f"unknown format version {version}, expected 1 to {VERSION}")
+        raise ValueError(f"unknown format version {version}; expected 1 to {VERSION}")
     found = checksum(data.partition(b"\n")[2])
     if content["checksum"] != found:
         raise ValueError(f"checksum is {found}, its first line says {content['checksum']}")
@@ -185,7 +185,7 @@ def _tensor(name: str, entry: object, files: Mapping[str, DataFile], block_bytes
         fields = validation.expect(dict, entry, "entry")
         dtype = validation.member(fields, "dtype", str)
         if dtype not in DTYPES:
-            raise ValueError(f"unknown dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
+            raise ValueError(f"unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
         shape = validation.shape(fields["shape"], "shape")
         shards = tuple(
             _shard(shard, dtype, shape, files, block_bytes) for shard in validation.member(fields, "shards", list)
@@ -200,7 +200,7 @@ def _tensor(name: str, entry: object, files: Mapping[str, DataFile], block_bytes
 
 
 def check_complete(tensor: StoredTensor) -> None:
-    """Checks that the shards hold each element once: a reader hands out memory that they fill.
+    """Check that the shards hold each element once: a reader returns memory that they fill.
 
     Raises:
         ValueError: They do not.

@@ -2,7 +2,7 @@
 
     {"format": "gcore-ckpt rollback", "id": "...", "pending": [30, 40], "set_aside": [[30, "<attempt id>"], ...]}
 
-A step that is pending is no step any more, whatever else the storage holds; the writer, or the next one, moves it out
+A step that is pending is no longer a step, whatever else the storage holds; the writer, or the next one, moves it out
 of the way and then writes the record without it. `set_aside` is kept in object stores, where nothing can be renamed.
 """
 
@@ -32,7 +32,7 @@ class Journal:
     set_aside: tuple[tuple[int, str], ...] = ()
 
     def encode(self) -> bytes:
-        """The bytes of the file, never the same twice, so that readers see that it has changed."""
+        """Return the bytes of the file, never the same twice, so that readers see that it has changed."""
         content = {
             "format": _FORMAT,
             "id": uuid.uuid4().hex,
@@ -43,7 +43,7 @@ class Journal:
 
 
 def decode_journal(data: bytes | None, where: str) -> Journal:
-    """The content of the file at `where`; None if it does not exist.
+    """Return the content of the file at `where`; None if it does not exist.
 
     Raises:
         CorruptCheckpointError: It is damaged.
@@ -53,7 +53,7 @@ def decode_journal(data: bytes | None, where: str) -> Journal:
     try:
         content = validation.expect(dict, json.loads(data), "content")
         if content.get("format") != _FORMAT:
-            raise ValueError(f"format is {str(content.get('format'))[:40]!r}, expected {_FORMAT!r}")
+            raise ValueError(f"format is {str(content.get('format'))[:40]!r}; expected {_FORMAT!r}")
         pending = validation.sizes(content.get("pending"), "pending")
         set_aside = [_entry(entry) for entry in validation.expect(list, content.get("set_aside"), "set_aside")]
     except ValueError as error:
@@ -64,5 +64,5 @@ def decode_journal(data: bytes | None, where: str) -> Journal:
 def _entry(entry: object) -> tuple[int, str]:
     fields: Sequence[Any] = validation.expect(list, entry, "entry of set_aside")
     if len(fields) != 2:
-        raise ValueError(f"an entry of set_aside has {len(fields)} members, expected 2")
+        raise ValueError(f"an entry of set_aside has {len(fields)} members; expected 2")
     return validation.size(fields[0], "step"), validation.plain_name(validation.expect(str, fields[1], "attempt"))

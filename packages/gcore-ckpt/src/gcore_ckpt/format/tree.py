@@ -54,14 +54,14 @@ class Leaf:
 
 
 def describe(path: StatePath) -> str:
-    """The place of a leaf as one would write it in Python: `state['optim'][3]`."""
+    """Return the place of a leaf as one would write it in Python: `state['optim'][3]`."""
     return "state" + "".join(f"[{part!r}]" for part in path)
 
 
 def encode(
     state: State, encode_leaf: Callable[[object, StatePath], Leaf | None], rank: int = 0, path: StatePath = ()
 ) -> Node:
-    """Encodes `state`; what is no container and no small value goes to `encode_leaf`, which returns None to refuse it.
+    """Encode `state`; what is no container and no small value goes to `encode_leaf`, which returns None to refuse it.
 
     Values of subclasses (OrderedDict, named tuples, IntEnum, ...) are encoded as the plain type they compare equal to;
     keys of subclasses are refused, so that each key comes back as it was.
@@ -136,7 +136,7 @@ def decode(
     per_rank: Callable[[Mapping[str, Node]], Node],
     depth: int = 0,
 ) -> State:
-    """The state that `encode` made `node` of.
+    """Return the state that `encode` made `node` of.
 
     Args:
         node: An encoded state.
@@ -176,7 +176,7 @@ def decode(
 
 
 def dict_fields(node: Node) -> dict[str | int, Node] | None:
-    """The keys and nodes of an encoded dict; None for any other node.
+    """Return the keys and nodes of an encoded dict; None for any other node.
 
     Raises:
         ValueError: A key is neither a string nor an integer.
@@ -191,7 +191,7 @@ def dict_fields(node: Node) -> dict[str | int, Node] | None:
 
 
 def tensor_name(node: Node) -> str | None:
-    """The name of the tensor or array that a node refers to; None for any other node."""
+    """Return the name of the tensor or array that a node refers to; None for any other node."""
     match node:
         case {"tensor": str(name), **rest} | {"array": str(name), **rest} if not rest:
             return name
@@ -200,7 +200,7 @@ def tensor_name(node: Node) -> str | None:
 
 
 def merge(nodes: Sequence[Node]) -> Node:
-    """The tree of a group from the trees of its ranks: dicts hold the keys of all, `PerRank` the values of all.
+    """Return the tree of a group from the trees of its ranks: dicts hold the keys of all, `PerRank` the values of all.
 
     Raises:
         ValueError: Ranks differ where they must agree, with the path and both values.
@@ -237,7 +237,7 @@ def _merge(nodes: list[tuple[int, Node]], path: StatePath) -> Node:
 
 
 def tuple_items(node: Node) -> list[Node] | None:
-    """The items of an encoded list or tuple; None for any other node."""
+    """Return the items of an encoded list or tuple; None for any other node."""
     match node:
         case list():
             return cast("list[Node]", node)
@@ -248,7 +248,7 @@ def tuple_items(node: Node) -> list[Node] | None:
 
 
 def references(node: Node) -> Iterator[str]:
-    """The names of all tensors and arrays in a tree."""
+    """Return the names of all tensors and arrays in a tree."""
     name = tensor_name(node)
     if name is not None:
         yield name

@@ -1,4 +1,4 @@
-"""Reads JSON that anybody may have written: each part by its exact type and within its bounds."""
+"""Validation of JSON from untrusted sources: each part by its exact type and within its bounds."""
 
 import math
 from collections.abc import Mapping
@@ -7,22 +7,22 @@ from typing import Any, TypeVar, cast
 T = TypeVar("T")
 
 MAX_ELEMENTS = 2**63 - 1
-"""What a tensor can have at most, also where another dimension is 0."""
+"""Most elements that a tensor can have, even where another dimension is 0."""
 
 
 def expect(kind: type[T], value: object, name: str) -> T:
-    """`value`, which is of the type `kind` itself: bool is no int.
+    """Return `value` after checking that it is of the type `kind` itself: bool is no int.
 
     Raises:
         ValueError: It is not.
     """
     if type(value) is not kind:
-        raise ValueError(f"{name} is {str(value)[:80]}, expected {kind.__name__}")
+        raise ValueError(f"{name} is {str(value)[:80]}; expected {kind.__name__}")
     return cast("T", value)
 
 
 def member(fields: Mapping[str, Any], name: str, kind: type[T]) -> T:
-    """The member `name`, which is of the type `kind`.
+    """Return the member `name` after checking that it is of the type `kind`.
 
     Raises:
         KeyError, ValueError: It is missing, or it is not.
@@ -31,19 +31,19 @@ def member(fields: Mapping[str, Any], name: str, kind: type[T]) -> T:
 
 
 def size(value: object, name: str) -> int:
-    """A number of bytes or elements.
+    """Return `value` after checking that it is a number of bytes or elements.
 
     Raises:
         ValueError: It is none.
     """
     number = expect(int, value, name)
     if not 0 <= number <= MAX_ELEMENTS:
-        raise ValueError(f"{name} is {number}, expected {'0 or more' if number < 0 else '2**63 - 1 or less'}")
+        raise ValueError(f"{name} is {number}; expected {'0 or more' if number < 0 else '2**63 - 1 or less'}")
     return number
 
 
 def sizes(value: object, name: str) -> tuple[int, ...]:
-    """Sizes, one for each dimension.
+    """Return sizes, one for each dimension, after checking them.
 
     Raises:
         ValueError: They are none.
@@ -52,7 +52,7 @@ def sizes(value: object, name: str) -> tuple[int, ...]:
 
 
 def shape(value: object, name: str) -> tuple[int, ...]:
-    """The shape of a tensor that can exist.
+    """Return a shape after checking that a tensor of it can exist.
 
     Raises:
         ValueError: It cannot.
@@ -64,7 +64,7 @@ def shape(value: object, name: str) -> tuple[int, ...]:
 
 
 def plain_name(name: str) -> str:
-    """The name of a file inside a folder.
+    """Return the name after checking that it is one of a file inside a folder.
 
     Raises:
         ValueError: It leads elsewhere: a downloaded index would read, and once re-saved publish, any file.

@@ -26,7 +26,7 @@ class StepLeaf:
 
 
 def step_leaves(reader: StepReader, prefix: str = "") -> list[StepLeaf]:
-    """The leaves of a step in the order of its state.
+    """Return the leaves of a step in the order of its state.
 
     Args:
         reader: The step.

@@ -44,7 +44,7 @@ def load_step(
     mmap: bool,
     check: Callable[[], None] = lambda: None,
 ) -> State:
-    """Loads from an open step, as `Checkpointer.load` says; `check` is called before each read and may raise.
+    """Load from an open step, as `Checkpointer.load` says; `check` is called before each read and may raise.
 
     Raises:
         CheckpointMismatchError: It does not hold what is asked for; nothing was filled.
@@ -86,7 +86,7 @@ class Loader:
     _missing: list[tuple[str, torch.Tensor | None]] = field(default_factory=list[tuple[str, torch.Tensor | None]])
 
     def whole(self, only: Sequence[str] | None, workers: Workers) -> State:
-        """The state as it was saved, every tensor whole; leaves that shared memory are one and the same object.
+        """Return the state as it was saved, every tensor whole; leaves that shared memory are one and the same object.
 
         Raises:
             CheckpointMismatchError: `only` names what is not there.
@@ -97,7 +97,7 @@ class Loader:
         return state
 
     def into(self, template: State, workers: Workers) -> State:
-        """The template, its tensors filled and its small values replaced by those that were saved.
+        """Return the template, its tensors filled and its small values replaced by those that were saved.
 
         Raises:
             CheckpointMismatchError: It does not fit what was saved; nothing was filled.
@@ -132,7 +132,7 @@ class Loader:
         return self._fresh[kind, name]
 
     def _mapped(self, stored: StoredTensor) -> torch.Tensor | None:
-        """The tensor in its file, where it lies whole in one; written to, it becomes memory of its own."""
+        """Return the tensor in its file, where it lies whole in one; written to, it becomes memory of its own."""
         files = self.reader.files
         if not isinstance(files, LocalFiles):
             raise ValueError(f"mmap is on and {self.reader.where} is no local folder; expected one, or mmap off")
@@ -143,7 +143,7 @@ class Loader:
         return torch.from_numpy(data).view(TORCH_DTYPES[stored.dtype]).view(stored.shape).to(self.device)
 
     def _match(self, template: State, node: Node | None, path: StatePath) -> State:
-        """What to return for a part of the template; `node` is what was saved in its place, None if nothing was."""
+        """Return the counterpart of a part of the template; `node` is what was saved in its place, or None."""
         match template:
             case dict():
                 return self._match_dict(cast("dict[str | int, State]", template), node, path)
@@ -181,7 +181,7 @@ class Loader:
         return state
 
     def _miss(self, template: State, path: StatePath) -> None:
-        """Notes what is missing; a tensor that shares its memory with one that is not (tied weights) is not missed."""
+        """Note what is missing; a tensor that shares its memory with one that is not (tied weights) is not missed."""
         if isinstance(template, dict) and template:
             for key, value in cast("dict[str | int, State]", template).items():
                 self._miss(value, (*path, key))
@@ -250,7 +250,7 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _materialised(template: State, shard: Shard) -> State:
-    """What stands for a template of meta tensors once it has data."""
+    """Return what stands for a template of meta tensors once it has data."""
     if isinstance(template, torch.Tensor) and is_dtensor(template):
         from gcore_ckpt.ranks.dtensor import dtensor_like
 
@@ -289,12 +289,12 @@ def _kind(node: Node | None) -> str:
 
 
 def _pruned(node: Node, only: Sequence[str], where: str) -> Node:
-    """The parts of a tree under dotted paths of dict keys."""
+    """Return the parts of a tree under dotted paths of dict keys."""
     wanted = list(only)
     used: set[str] = set()
 
     def prune(node: Node, path: str) -> list[Node]:
-        """What is left of a node, in a list; nothing if none of it is wanted."""
+        """Return what is left of a node, in a list; nothing if none of it is wanted."""
         hits = [name for name in wanted if path == name or path.startswith(f"{name}.")]
         if hits:
             used.update(hits)

@@ -1,4 +1,4 @@
-"""Opens a committed step and hands out the bytes of its shards, each block checked against its checksum."""
+"""Opening a committed step and reading its shards, each block checked against its checksum."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,7 +38,7 @@ class StepReader:
         array: Callable[[ArrayKind, str, StoredTensor], object],
         per_rank: Callable[[Mapping[str, Node]], Node],
     ) -> State:
-        """The state of the tree, or of a node in it, with what `array` makes of each stored tensor.
+        """Return the state of the tree, or of a node in it, with what `array` makes of each stored tensor.
 
         Raises:
             CorruptCheckpointError: It is no tree, or refers to what the index does not have.
@@ -58,7 +58,7 @@ class StepReader:
             raise CorruptCheckpointError(f"{self.where}/index.json: tree: {error}") from error
 
     def read_blocks(self, name: str, shard: StoredShard, first: int, buffer: memoryview) -> None:
-        """Fills `buffer` with whole blocks of a shard, from block `first` on, and checks them.
+        """Fill `buffer` with whole blocks of a shard, from block `first` on, and check them.
 
         Raises:
             CorruptCheckpointError: They are not what was saved; `buffer` then holds rubbish.
@@ -74,11 +74,11 @@ class StepReader:
             if found != expected:
                 raise CorruptCheckpointError(
                     f"{self.where}/{shard.file}: tensor {name!r} has checksum {found} in block {first + number} "
-                    f"of its shard {shard.box}, expected {expected}"
+                    f"of its shard {shard.box}; expected {expected}"
                 )
 
     def read(self, name: str, shard: StoredShard, start: int, buffer: memoryview) -> None:
-        """Fills `buffer` from byte `start` of a shard, unchecked.
+        """Fill `buffer` from byte `start` of a shard, unchecked.
 
         Raises:
             CorruptCheckpointError: The file ends before.
@@ -93,14 +93,14 @@ class StepReader:
 
 
 def block_runs(shard: StoredShard, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Blocks `first` to `last` (one past the end) in runs of about the size that is best to read at once."""
+    """Return blocks `first` to `last` (one past the end) in runs of about the size that is best to read at once."""
     step = max(1, _READ_BYTES // shard.block_bytes)
     for start in range(first, last, step):
         yield start, min(start + step, last)
 
 
 def find_step(storage: Storage, step: Step) -> int | None:
-    """The number of a committed step; `"latest"` is the highest. None is what a Hugging Face folder holds.
+    """Return the number of a committed step; `"latest"` is the highest. None is what a Hugging Face folder holds.
 
     Raises:
         CheckpointNotFoundError: It is not there.
@@ -121,7 +121,7 @@ def find_step(storage: Storage, step: Step) -> int | None:
 
 @contextmanager
 def open_step(storage: Storage, step: int | None) -> Generator[StepReader]:
-    """Opens what `find_step` found and checks all but the tensors' bytes.
+    """Open what `find_step` found and check all but the tensors' bytes.
 
     Raises:
         CheckpointNotFoundError: The step is not committed, or was deleted while it was being opened.
@@ -153,7 +153,7 @@ def _open(files: StepFiles, where: str, name: str, expected: DataFile) -> None:
     except ValueError as error:
         raise CorruptCheckpointError(f"{where}/{name}: {error}") from error
     if size_bytes != expected.size_bytes:
-        raise CorruptCheckpointError(f"{where}/{name}: has {size_bytes} bytes, expected {expected.size_bytes}")
+        raise CorruptCheckpointError(f"{where}/{name}: has {size_bytes} bytes; expected {expected.size_bytes}")
     if expected.header_checksum is None:
         return
     header = bytearray(expected.header_size_bytes)
@@ -161,5 +161,5 @@ def _open(files: StepFiles, where: str, name: str, expected: DataFile) -> None:
     found = checksum(bytes(header))
     if found != expected.header_checksum:
         raise CorruptCheckpointError(
-            f"{where}/{name}: header has checksum {found}, expected {expected.header_checksum}"
+            f"{where}/{name}: header has checksum {found}; expected {expected.header_checksum}"
         )

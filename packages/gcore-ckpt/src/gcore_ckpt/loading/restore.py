@@ -40,7 +40,7 @@ class Request:
 def fill(
     reader: StepReader, requests: Sequence[Request], workers: Workers, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Fills every request, reading only the blocks that hold something of it.
+    """Fill every request, reading only the blocks that hold something of it.
 
     Args:
         reader: The step.
@@ -56,7 +56,7 @@ def fill(
 
 
 def _batches(jobs: Iterable[_SizedJob], check: Callable[[], None]) -> Iterator[Job]:
-    """Small jobs many together: handing a job to a thread costs as much as reading a few kilobytes."""
+    """Group small jobs: passing a job to a thread costs as much as reading a few kilobytes."""
     batch: list[Job] = []
     size_bytes = 0
     for job_bytes, job in jobs:
@@ -98,7 +98,7 @@ def _jobs(reader: StepReader, request: Request) -> Iterator[_SizedJob]:
 def _direct_jobs(
     reader: StepReader, name: str, tensor: StoredTensor, shard: StoredShard, inside: Box, target: torch.Tensor
 ) -> Iterator[_SizedJob]:
-    """Reads adjacent elements into place; the blocks at both ends are read beside it where they hold more than that."""
+    """Read adjacent elements into place; the blocks at both ends are read separately where they hold more than that."""
     # Not reshape(-1): a dimension of one element may have any stride, which torch views as no other type.
     memory = target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
     first, last = (element * tensor.itemsize for element in inside.flat_span(shard.box.shape))
@@ -131,7 +131,7 @@ def _direct_jobs(
 def _read_strided(
     reader: StepReader, name: str, tensor: StoredTensor, shard: StoredShard, part: Box, target: torch.Tensor
 ) -> None:
-    """Reads the blocks from the first to the last element of a box, and copies the box out of them."""
+    """Read the blocks from the first to the last element of a box, and copy the box out of them."""
     block, itemsize = shard.block_bytes, tensor.itemsize
     first, last = part.flat_span(shard.box.shape)
     first_block, end_block = first * itemsize // block, block_count(last * itemsize, block)

@@ -15,7 +15,7 @@ _THREADS = 4
 def verify(
     path: str | os.PathLike[str], step: Step = "latest", *, progress: Callable[[int], None] | None = None
 ) -> None:
-    """Reads every byte of a committed step and checks it, in a few megabytes of memory.
+    """Read every byte of a committed step and check it, in a few megabytes of memory.
 
     Args:
         path: The folder or URL of the checkpoints.

@@ -1,1 +1,1 @@
-"""What each rank holds of the global tensors, and how ranks agree with each other."""
+"""The parts of global tensors that each rank holds, and the coordination of ranks."""

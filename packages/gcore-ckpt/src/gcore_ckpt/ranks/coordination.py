@@ -1,4 +1,4 @@
-"""What all ranks must agree on before one of them goes ahead: that none has failed, which step, who writes what."""
+"""Agreement of all ranks before one of them proceeds: that none has failed, the step, and which rank writes what."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ _Message: TypeAlias = Mapping[str, Any]
 
 
 def exchange(group: Group, message: _Message, decide: Callable[[Sequence[_Message]], Sequence[_Message]]) -> _Message:
-    """The root's reply to this rank's message; `decide` makes the replies to all of all messages, at the root.
+    """Return the root's reply to this rank's message; `decide` makes the replies to all of all messages, at the root.
 
     Raises:
         LostRankError: On all ranks that are left: some are gone.
@@ -36,7 +36,7 @@ def exchange(group: Group, message: _Message, decide: Callable[[Sequence[_Messag
 
 
 def all_succeed(group: Group, act: Callable[[], T]) -> T:
-    """Runs `act` on every rank; returns what it returned here if none failed, else raises on all ranks.
+    """Run `act` on every rank; return what it returned here if none failed, else raises on all ranks.
 
     Raises:
         CheckpointError: On the ranks where `act` raised nothing: what the others raised.
@@ -57,7 +57,7 @@ def all_succeed(group: Group, act: Callable[[], T]) -> T:
 
 
 def root_decides(group: Group, decide: Callable[[], T]) -> T:
-    """What `decide` returns, or raises, at the root; a value that JSON holds."""
+    """Return what `decide` returns, or raise, at the root; a value that JSON holds."""
     message: _Message = {}
     error: Exception | None = None
     if group.rank == 0:
@@ -87,7 +87,7 @@ class SavePlanner:
         self._held: dict[int, list[HeldBox]] = {}  # of all ranks, at the root
 
     def plan(self, step: int, prepare: Callable[[], tuple[HeldBox, ...]]) -> list[FileLayout]:
-        """The files that this rank writes, once all ranks are ready to save `step`.
+        """Return the files that this rank writes, once all ranks are ready to save `step`.
 
         Args:
             step: Number of the step, the same on all ranks.
@@ -113,7 +113,7 @@ class SavePlanner:
         return self._files
 
     def _replies(self, messages: Sequence[_Message]) -> list[_Message]:
-        """The root's answer to each rank: an error, what it writes, or that it writes what it wrote before."""
+        """Return the root's answer to each rank: an error, what it writes, or that it writes what it wrote before."""
         failed = {rank: message for rank, message in enumerate(messages) if "error" in message}
         if failed:
             rank, first = next(iter(failed.items()))
@@ -135,7 +135,7 @@ class SavePlanner:
 
 
 def attempt(act: Callable[[], T]) -> tuple[tuple[T] | None, Exception | None]:
-    """What `act` returns, in a tuple, or the error that it raises."""
+    """Return what `act` returns, in a tuple, or the error that it raises."""
     try:
         return (act(),), None
     except Exception as error:  # raised by the caller, once the other ranks have heard of it
@@ -147,7 +147,7 @@ def _as_message(error: Exception | None) -> dict[str, Any]:
 
 
 def _raise_again(message: _Message) -> NoReturn:
-    """Raises what another rank raised, as the same kind of error where it is one of ours."""
+    """Raise what another rank raised, as the same kind of error where it is one of ours."""
     kind = getattr(errors, message["kind"], None)
     if message["kind"] in ("ValueError", "TypeError"):
         kind = {"ValueError": ValueError, "TypeError": TypeError}[message["kind"]]

@@ -1,4 +1,4 @@
-"""Which box of a global tensor a `DTensor` holds; imported only where there is one."""
+"""The box of a global tensor that a `DTensor` holds; imported only where there is one."""
 
 from functools import cache
 from typing import cast
@@ -18,7 +18,7 @@ from gcore_ckpt.ranks.shards import Shard
 
 @torch.no_grad()
 def shard_of_dtensor(tensor: torch.Tensor) -> Shard:
-    """The box of the global tensor that this rank holds.
+    """Return the box of the global tensor that this rank holds.
 
     Raises:
         ValueError: It is no box of it.
@@ -30,7 +30,7 @@ def shard_of_dtensor(tensor: torch.Tensor) -> Shard:
         return Shard(global_shape=tuple(tensor.shape), offset=empty, tensor=local.new_empty(empty))
     box = _box_of_dtensor(tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements))
     if box.shape != tuple(local.shape):
-        raise ValueError(f"is a DTensor of {tuple(local.shape)} local elements, expected {box.shape} by its placements")
+        raise ValueError(f"is a DTensor of {tuple(local.shape)} local elements; expected {box.shape} by its placements")
     return Shard(global_shape=tuple(tensor.shape), offset=box.start, tensor=local)
 
 
@@ -50,7 +50,7 @@ def _box_of_dtensor(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[
 
 
 def _are_adjacent(size: int, dim: int, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> bool:
-    """Whether this rank's indices of a dimension of `size`, sharded more than once, have no gaps between them."""
+    """Return whether this rank's indices of a dimension of `size`, sharded more than once, are contiguous."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     indices = list(range(size))
@@ -67,7 +67,7 @@ def _are_adjacent(size: int, dim: int, mesh: DeviceMesh, placements: tuple[Place
 
 
 def dtensor_like(template: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """A `DTensor` placed like `template`, of this rank's `local` data."""
+    """Return a `DTensor` placed like `template`, of this rank's `local` data."""
     assert isinstance(template, DTensor)
     return DTensor.from_local(
         local,

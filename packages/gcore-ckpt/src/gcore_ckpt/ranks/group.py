@@ -1,7 +1,7 @@
 """The ranks that save and load together: bytes to and from the root, and a clear error when one of them dies.
 
-Point-to-point messages rather than collectives, so that the death of one rank is seen by the root at once, and told to
-all others, instead of leaving them in a call that nobody completes.
+Point-to-point messages rather than collectives, so that the death of one rank is seen by the root at once and reported
+to all others, instead of leaving them in a call that never completes.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ class Group(Protocol):
     size: int
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """The payloads of all ranks, at the root; an empty list elsewhere.
+        """Return the payloads of all ranks, at the root; an empty list elsewhere.
 
         Raises:
             LostRankError: At the root: some ranks are gone. It has heard all others.
@@ -32,7 +32,7 @@ class Group(Protocol):
         ...
 
     def scatter(self, payloads: Sequence[bytes]) -> bytes:
-        """This rank's payload; the root gives all of them, the others none.
+        """Return this rank's payload; the root gives all of them, the others none.
 
         Raises:
             LostRankError: Away from the root: it is gone.
@@ -40,7 +40,7 @@ class Group(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees what the group holds; it is not used any more."""
+        """Free what the group holds; it is no longer used."""
         ...
 
 
@@ -51,11 +51,11 @@ class Alone:
     size = 1
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """This process' payload."""
+        """Return this process' payload."""
         return [payload]
 
     def scatter(self, payloads: Sequence[bytes]) -> bytes:
-        """This process' payload."""
+        """Return this process' payload."""
         return payloads[0]
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class TorchGroup:
             ) from error
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Receives from every rank in turn."""
+        """Receive from every rank in turn."""
         if self.rank != 0:
             self._send(payload, 0)
             return []
@@ -115,18 +115,18 @@ class TorchGroup:
         return received
 
     def scatter(self, payloads: Sequence[bytes]) -> bytes:
-        """Sends to every rank that is still there."""
+        """Send to every rank that is still there."""
         if self.rank != 0:
             return self._receive(0)
         for rank, payload in enumerate(payloads[1:], start=1):
             try:
                 self._send(payload, rank)
-            except LostRankError:  # gather has told, or the next one will
+            except LostRankError:  # gather has reported it, or the next one will
                 continue
         return payloads[0]
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         self._group = None
 
     def _send(self, payload: bytes, rank: int) -> None:
@@ -174,7 +174,7 @@ class TorchGroup:
 
 
 def open_group(process_group: ProcessGroupArgument, timeout_s: float) -> Group:
-    """The group to save and load with: that of torch.distributed where there is one.
+    """Return the group to save and load with: that of torch.distributed where there is one.
 
     Raises:
         ValueError: This process is not in `process_group`.

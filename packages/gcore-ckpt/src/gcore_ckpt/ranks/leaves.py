@@ -23,7 +23,7 @@ _NUMPY_NAMES = {np.dtype(name): name for name, dtype in DTYPES.items() if dtype.
 
 @dataclass(frozen=True, kw_only=True)
 class Holdings:
-    """What a process holds of a state.
+    """The part of a state that a process holds.
 
     Attributes:
         tree: The encoded state.
@@ -37,7 +37,7 @@ class Holdings:
 
 
 def collect(state: State, rank: int = 0) -> Holdings:
-    """Finds what this process, `rank` of its group, holds in `state`; nothing is copied.
+    """Find what this process, `rank` of its group, holds in `state`; nothing is copied.
 
     Raises:
         TypeError, ValueError: The state cannot be saved, with the path of the offending leaf.
@@ -48,7 +48,7 @@ def collect(state: State, rank: int = 0) -> Holdings:
 
 
 def torch_dtype_name(dtype: torch.dtype) -> str:
-    """The name of a torch dtype in `DTYPES`.
+    """Return the name of a torch dtype in `DTYPES`.
 
     Raises:
         TypeError: It cannot be saved.
@@ -72,7 +72,7 @@ class _Leaves:
         self._chosen: set[str] = set()
 
     def add(self, leaf: object, path: StatePath) -> Leaf | None:
-        """Encodes a tensor or an array; None for anything else."""
+        """Encode a tensor or an array; None for anything else."""
         if isinstance(leaf, np.ndarray):
             return Leaf(node={"array": self._add_array(cast("NumpyArray", leaf), path)})
         if is_megatron(leaf, "ShardedObject"):
@@ -144,7 +144,7 @@ class _Leaves:
         return name
 
     def _add_megatron_object(self, leaf: Any, path: StatePath) -> Leaf:
-        """A small value of Megatron's, kept under the key that it has in all processes."""
+        """Encode a small value of Megatron's under the key that it has in all processes."""
         return Leaf(node=encode(leaf.data, self.add, path=(*path, "data")), key=leaf.unique_key)
 
     def _new_name(self, path: StatePath) -> str:

@@ -30,7 +30,7 @@ class Shard:
         return Box(tuple(self.offset), tuple(self.tensor.shape))
 
     def with_tensor(self, tensor: torch.Tensor) -> "Shard":
-        """The same box with other data."""
+        """Return the same box with other data."""
         return Shard(global_shape=self.global_shape, offset=self.offset, tensor=tensor, name=self.name)
 
 

@@ -13,7 +13,7 @@ from gcore_ckpt.ranks.shards import Shard
 
 
 def as_shard(leaf: object) -> Shard | None:
-    """What `leaf` holds of a global tensor; None if it is no tensor.
+    """Return what `leaf` holds of a global tensor; None if it is no tensor.
 
     Raises:
         ValueError: It cannot be a part of one: a box outside the global shape, a pending sum, no data.
@@ -39,13 +39,13 @@ def as_shard(leaf: object) -> Shard | None:
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether this is a `DTensor`. Where nobody has made one, its module, which takes a second, is not imported."""
+    """Return whether this is a `DTensor`, without importing its module, which takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return type(tensor) is not torch.Tensor and module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_megatron(leaf: object, name: str) -> bool:
-    """Whether `leaf` is one of Megatron-Core's marks in a sharded state dict; told by name, so nothing is imported."""
+    """Return whether `leaf` is a sharded object of Megatron-Core, by its class name: nothing is imported."""
     kind = type(leaf)
     return kind.__name__ == name and kind.__module__.startswith("megatron.core.dist_checkpointing")
 

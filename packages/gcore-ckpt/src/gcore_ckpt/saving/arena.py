@@ -16,7 +16,7 @@ class Arena:
         self._pinned = False
 
     def reserve(self, size_bytes: int, *, pinned: bool) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-        """At least `size_bytes` of memory; what an earlier call returned must not be in use any more."""
+        """Return at least `size_bytes` of memory; memory returned by an earlier call must no longer be in use."""
         if len(self._bytes) < size_bytes or (pinned and not self._pinned):
             self._pinned = self._pinned or pinned
             self._bytes = np.empty(0, np.uint8)  # the old memory goes before the new comes
@@ -36,5 +36,5 @@ def _huge_pages(size_bytes: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 
 
 def page_aligned(offset_bytes: int) -> int:
-    """The next multiple of a page."""
+    """Return the next multiple of a page."""
     return -(-offset_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -1,4 +1,4 @@
-"""What a save returns: its outcome, once there is one."""
+"""`SaveHandle`: the outcome of a save, once there is one."""
 
 from concurrent.futures import Future
 
@@ -20,11 +20,11 @@ class SaveHandle:
         self.abandoned = False
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not."""
+        """Return whether the save has ended, well or not."""
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until the step is committed; what retention deletes after that, `Checkpointer.wait` waits for.
+        """Wait until the step is committed; what retention deletes after that, `Checkpointer.wait` waits for.
 
         Raises:
             CheckpointWriteError: The save failed. The `Checkpointer` will not raise this error again.
@@ -35,12 +35,12 @@ class SaveHandle:
         self._future.result()
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Waits until the save has ended, well or not."""
+        """Wait until the save has ended, well or not."""
         if not wait_for([self._future], timeout_s):
             raise TimeoutError(f"step {self.step} is still being written after {timeout_s} s")
 
     def uncollected_error(self) -> BaseException | None:
-        """The error of a save that has ended and that nobody has waited for."""
+        """Return the error of a save that has ended and that no call has waited for."""
         if self._collected or self.abandoned or not self._future.done():
             return None
         return self._future.exception()

@@ -1,4 +1,4 @@
-"""What a process keeps from its first save to its last: lock, plan, staging memory, background thread."""
+"""The parts of a process that live from its first save to its last: lock, plan, staging memory, background thread."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +27,7 @@ _Staged: TypeAlias = "StagedFile | Exception | None"
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """How to save; see `Checkpointer`."""
+    """Options of a save; see `Checkpointer`."""
 
     retention: Retention
     max_in_flight: int
@@ -37,7 +37,7 @@ class SaveOptions:
 
 
 class SavePipeline:
-    """Copies states in the thread of the calls and writes them, in order, in another.
+    """Copies states in the thread of the calls and write them, in order, in another.
 
     Args:
         storage: Where to.
@@ -64,7 +64,7 @@ class SavePipeline:
         self._newest = -1
 
     def save(self, call: Call, step: int, state: State, outcome: Future[None], check: Callable[[], None]) -> None:
-        """Copies `state` and starts to write it.
+        """Copy `state` and start to write it.
 
         Args:
             call: The call that this is.
@@ -104,7 +104,7 @@ class SavePipeline:
             self._deletions.append(self._submit(self._delete_old_steps, step, outcome))
 
     def roll_back(self, call: Call, step: int) -> list[int]:
-        """Sets the steps above a committed one aside, after what is in flight; returns them.
+        """Set the steps above a committed one aside, after what is in flight; return them.
 
         Raises:
             CheckpointNotFoundError: The step is not committed.
@@ -121,11 +121,11 @@ class SavePipeline:
         return later
 
     def went_back(self, step: int) -> None:
-        """Takes note that a step was loaded: what was saved above it is not this run's past any more."""
+        """Record that a step was loaded: steps saved above it no longer belong to this run's past."""
         self._newest = min(self._newest, step)
 
     def wait(self) -> None:
-        """Waits until the steps that retention does not keep are deleted.
+        """Wait until the steps that retention does not keep are deleted.
 
         Raises:
             CheckpointWriteError: They could not be.
@@ -134,7 +134,7 @@ class SavePipeline:
         self._raise_failed_deletion()
 
     def close(self) -> None:
-        """Waits until all is written and lets the next writer in.
+        """Wait until all is written and let the next writer in.
 
         Raises:
             CheckpointWriteError: Old steps could not be deleted; it is closed all the same.
@@ -199,7 +199,7 @@ class SavePipeline:
             self._acquired = True
 
     def _check_order(self, step: int) -> None:
-        """Refuses a step that exists, or that lies below one which is not in the past of this run."""
+        """Refuse a step that exists, or that lies below one which is not in the past of this run."""
         steps = self._storage.steps()
         remedy = "to continue from an earlier step, first call rollback with it, which sets the later ones aside"
         if step in steps:

@@ -1,4 +1,4 @@
-"""Who writes what: every element of every tensor once, replicas spread evenly over the ranks that hold them."""
+"""The plan of a save: every element of every tensor is written once, replicas evenly by the ranks that hold them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,16 +30,16 @@ class HeldBox:
         return self.box.size * DTYPES[self.dtype].size_bytes
 
     def part(self, box: Box) -> "HeldBox":
-        """Another box of the same tensor."""
+        """Return another box of the same tensor."""
         return HeldBox(name=self.name, dtype=self.dtype, shape=self.shape, box=box)
 
 
 Assignment: TypeAlias = list[int]
-"""Which of a rank's boxes it writes, by their numbers in its list, ascending."""
+"""The boxes that a rank writes, by their numbers in its list, ascending."""
 
 
 def assign(held: Sequence[Sequence[HeldBox]]) -> list[Assignment]:
-    """Distributes the boxes that ranks hold: one writer for each, the same bytes for all as far as that goes.
+    """Distribute the boxes that ranks hold: one writer for each, the same bytes for all as far as that goes.
 
     Boxes of one holder stay there; then replicas, the largest first, go to the holder that has the least to write.
 
@@ -69,7 +69,7 @@ def assign(held: Sequence[Sequence[HeldBox]]) -> list[Assignment]:
 
 
 def _holders(held: Sequence[Sequence[HeldBox]]) -> dict[HeldBox, dict[int, int]]:
-    """Each distinct box, with the ranks that hold it and its number in their lists."""
+    """Return each distinct box, with the ranks that hold it and its number in their lists."""
     holders: dict[HeldBox, dict[int, int]] = {}
     for rank, boxes in enumerate(held):
         for number, box in enumerate(boxes):

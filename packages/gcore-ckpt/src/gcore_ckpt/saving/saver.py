@@ -35,7 +35,7 @@ _Key = tuple[str, Box]
 
 @dataclass(kw_only=True)
 class _Report:
-    """What a rank tells the root of its part of a save; JSON between them."""
+    """A rank's report to the root about its part of a save; sent as JSON."""
 
     tree: Node
     shards: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -81,7 +81,7 @@ class Saver:
         self._base: _Base | None = None
 
     def save(self, step: int, tree: Node, staged: Iterable[StagedFile]) -> None:
-        """Commits a step from the files that every rank has staged, or raises the same error on every rank.
+        """Commit a step from the files that every rank has staged, or raise the same error on every rank.
 
         Args:
             step: Its number.
@@ -106,7 +106,7 @@ class Saver:
             raise self._failure(step, error) from error
 
     def _begin(self, step: int) -> str:
-        """The name of this attempt, which the root has chosen, and with it the step to build on."""
+        """Return the name of this attempt, which the root has chosen, and with it the step to build on."""
         message: dict[str, Any] = {}
         if self._group.rank == 0:
             try:
@@ -147,7 +147,7 @@ class Saver:
                     finally:
                         file.release()
             self._report_written(report, written)
-        except Exception as error:  # told to all ranks; nothing is swallowed
+        except Exception as error:  # reported to all ranks; nothing is swallowed
             report.error = str(error) or repr(error)
             for file in _quietly(files):
                 file.release()
@@ -192,7 +192,7 @@ class Saver:
             self._add_file(report, name, layout, [digests[i] for i in changed])
 
     def _digests(self, file: StagedFile) -> list[str]:
-        """The checksums of every box of a file."""
+        """Return the checksums of every box of a file."""
         blocks = [_blocks(box) for box in file.layout.boxes]
         return ["".join(digest(file.data[start:end]) for start, end in box) for box in blocks]
 
@@ -210,7 +210,7 @@ class Saver:
         )
 
     def _link_unchanged(self, report: _Report, layout: FileLayout, digests: Sequence[str]) -> list[int]:
-        """Reports the boxes that the base holds, to be linked; returns the numbers of the others."""
+        """Report the boxes that the base holds, to be linked; return the numbers of the others."""
         base = self._base
         assert base is not None
         unchanged: dict[str, list[tuple[int, StoredShard]]] = {}
@@ -237,7 +237,7 @@ class Saver:
         return [i for i in range(len(layout.boxes)) if i not in linked]
 
     def _finish(self, attempt: str, step: int, report: _Report) -> None:
-        """The root commits what all ranks have written; every rank learns how that went."""
+        """Commit what all ranks have written, at the root; every rank learns the outcome."""
         if self._group.rank != 0:
             self._group.gather(json.dumps(asdict(report), separators=(",", ":")).encode())
             error = json.loads(self._group.scatter([]))["error"]
@@ -307,7 +307,7 @@ def _shard_fields(box: PlacedBox, file: str, offset_bytes: int, checksums: str) 
 
 
 def _merged_index(reports: Sequence[_Report]) -> Index:
-    """The index of a step from the parts of all ranks.
+    """Return the index of a step from the parts of all ranks.
 
     Raises:
         ValueError: They do not fit together.
@@ -351,7 +351,7 @@ def _base(step: int, index: Index) -> _Base:
 
 
 def _quietly(files: Iterable[StagedFile]) -> Iterator[StagedFile]:
-    """What is left of an iterator of which an error has been seen already."""
+    """Return what is left of an iterator of which an error has been seen already."""
     try:
         yield from files
     except Exception:  # its first error is the one that is reported

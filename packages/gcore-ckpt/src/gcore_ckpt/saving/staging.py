@@ -36,7 +36,7 @@ class StagedFile:
     Attributes:
         layout: Its header and places.
         data: All its bytes; page-aligned.
-        settled: Set once the caller of the save is not waiting for copies any more: until then, what can wait leaves
+        settled: Set once the caller of the save no longer waits for copies: until then, what can wait leaves
             memory and processors to them.
         release: Gives the memory back, once it is written.
     """
@@ -70,9 +70,9 @@ class Stager:
         return CHUNK_BYTES if self._staging == "chunked" else None
 
     def stage(self, files: Sequence[FileLayout], holdings: Holdings, working: Working) -> Iterator[StagedFile]:
-        """Copies the boxes of each file, in order; waits where no memory is free.
+        """Copy the boxes of each file, in order; wait where no memory is free.
 
-        Once the iterator has ended, `holdings` are not needed any more.
+        Once the iterator has ended, `holdings` are no longer needed.
 
         Args:
             files: The files.
@@ -87,7 +87,7 @@ class Stager:
     def _stage_together(
         self, files: Sequence[FileLayout], holdings: Holdings, working: Working
     ) -> Iterator[StagedFile]:
-        """Copies files into one arena; each is handed out, to be written, before the next is copied."""
+        """Copy files into one arena; each is yielded, to be written, before the next is copied."""
         starts = [0]
         for file in files:
             starts.append(page_aligned(starts[-1] + file.size_bytes))
@@ -143,7 +143,7 @@ class Stager:
 def _as_plain_arrays(
     target: NumpyArray, source: torch.Tensor | NumpyArray, slices: tuple[slice, ...], placed: PlacedBox
 ) -> _Copy:
-    """Both sides as numpy arrays of one type and shape, which numpy copies without the GIL, whatever the strides."""
+    """Return both sides as numpy arrays of one type and shape, which numpy copies without the GIL."""
     if isinstance(source, torch.Tensor):
         source = source.detach().resolve_conj().resolve_neg()
         size_bytes = DTYPES[placed.held.dtype].size_bytes
@@ -153,7 +153,7 @@ def _as_plain_arrays(
 
 
 def _in_jobs(copies: Sequence[_Copy]) -> Iterator[Callable[[], None]]:
-    """Jobs of about the same size: large copies cut in pieces, small ones many together."""
+    """Return jobs of about the same size: large copies cut in pieces, small ones many together."""
     job: list[_Copy] = []
     size_bytes = 0
     for target, source in copies:

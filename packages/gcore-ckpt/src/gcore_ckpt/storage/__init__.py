@@ -1,4 +1,4 @@
-"""Where steps are kept: a local or mounted folder, an object store, a Hugging Face folder."""
+"""Storages of steps: a local or mounted folder, an object store, a Hugging Face folder."""
 
 import os
 import re

@@ -53,7 +53,7 @@ class LocalStorage:
         return
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending; none if there is no such folder."""
+        """Return the committed steps, ascending; none if there is no such folder."""
         if not self._path.is_dir():
             return []
         data = self._journal_bytes()
@@ -68,12 +68,12 @@ class LocalStorage:
 
     @contextmanager
     def open_step(self, step: int) -> Generator["LocalFiles"]:
-        """Opens a committed step; its files stay readable while it is open, also if they are deleted meanwhile."""
+        """Open a committed step; its files stay readable while it is open, also if they are deleted meanwhile."""
         with LocalFiles(self._path / step_name(step)) as files:
             yield files
 
     def acquire(self) -> None:
-        """Creates the folder, takes its lock and removes what dead writers left."""
+        """Create the folder, take its lock and remove what dead writers left."""
         _create_directory(self._path)
         self._lock = WriterLock(self._path)
         try:
@@ -84,20 +84,20 @@ class LocalStorage:
             raise
 
     def release(self) -> None:
-        """Lets the next writer in."""
+        """Let the next writer in."""
         self._workers.close()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def begin(self, step: int) -> str:
-        """Creates the temporary folder of a step."""
+        """Create the temporary folder of a step."""
         attempt = _temp_name(step)
         (self._path / attempt).mkdir()
         return attempt
 
     def write_file(self, attempt: str, name: str, parts: Sequence[memoryview]) -> None:
-        """Writes past the page cache where memory and file system allow it: faster, and it costs training no CPU."""
+        """Write past the page cache where memory and file system allow it: faster, and it costs training no CPU."""
         path = self._path / attempt / name
         if not (len(parts) == 1 and _is_aligned(parts[0]) and self._write_direct(path, parts[0])):
             with path.open("wb", buffering=0) as file:
@@ -106,11 +106,11 @@ class LocalStorage:
                 os.fsync(file.fileno())
 
     def link_file(self, attempt: str, step: int, file: str, name: str) -> None:
-        """Hard-links a file of a committed step."""
+        """Hard-link a file of a committed step."""
         (self._path / attempt / name).hardlink_to(self._path / step_name(step) / file)
 
     def commit(self, attempt: str, step: int, index: bytes, sizes: Mapping[str, int]) -> None:
-        """Writes and syncs the index, syncs the folder, renames it, syncs the parent."""
+        """Write and sync the index, sync the folder, rename it, and sync its parent."""
         temp = self._path / attempt
         for name, expected in sizes.items():
             found = (temp / name).stat().st_size if (temp / name).exists() else None
@@ -128,22 +128,22 @@ class LocalStorage:
         _sync_directory(self._path)
 
     def abort(self, attempt: str) -> None:
-        """Removes an attempt; what stays is removed when the folder is next opened for saving."""
+        """Remove an attempt; what stays is removed when the folder is next opened for saving."""
         shutil.rmtree(self._path / attempt, ignore_errors=True)
 
     def remove(self, step: int) -> None:
-        """Renames a step away, then deletes it."""
+        """Rename a step away, then delete it."""
         self._remove_folder(step_name(step), step)
 
     def set_aside(self, steps: Sequence[int]) -> None:
-        """Records the steps, which is the atomic act, then renames them."""
+        """Record the steps, which is the atomic act, then rename them."""
         self._finish_setting_aside()  # of an earlier call that failed halfway
         if steps:
             self._write_journal(Journal(pending=tuple(steps)))
             self._finish_setting_aside()
 
     def steps_set_aside(self) -> list[int]:
-        """The numbers in the names of the folders, and what is about to be one."""
+        """Return the numbers in the names of the folders, and what is about to be one."""
         if not self._path.is_dir():
             return []
         matches = (_SET_ASIDE.fullmatch(entry.name) for entry in self._path.iterdir())
@@ -152,7 +152,7 @@ class LocalStorage:
         return sorted([*(int(match[1]) for match in matches if match), *waiting])
 
     def remove_set_aside(self) -> None:
-        """Deletes the folders."""
+        """Delete the folders."""
         for entry in list(self._path.iterdir()):
             if match := _SET_ASIDE.fullmatch(entry.name):
                 self._remove_folder(entry.name, int(match[1]))
@@ -163,7 +163,7 @@ class LocalStorage:
         shutil.rmtree(temp)
 
     def _remove_leftovers(self) -> None:
-        """Removes what dead writers left: exactly what this class names so, and nothing else that is hidden here."""
+        """Remove what dead writers left: exactly what this class names so, and nothing else that is hidden here."""
         for entry in self._path.iterdir():
             if _TEMP_FOLDER.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
@@ -200,7 +200,7 @@ class LocalStorage:
         _sync_directory(self._path)
 
     def _write_direct(self, path: Path, data: memoryview) -> bool:
-        """Writes and syncs whole pages with O_DIRECT and the rest without; False if the file system cannot."""
+        """Write and sync whole pages with O_DIRECT and the rest without; False if the file system cannot."""
         pages = len(data) // _PAGE_BYTES * _PAGE_BYTES
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o666)
@@ -249,15 +249,15 @@ class LocalFiles:
         self._folder = None
 
     def read_index(self) -> bytes:
-        """The bytes of `index.json`."""
+        """Return the bytes of `index.json`."""
         return (self._directory / INDEX_FILE).read_bytes()
 
     def path(self, name: str) -> Path:
-        """Where a file lies."""
+        """Return where a file lies."""
         return self._directory / name
 
     def open(self, name: str) -> int:
-        """Opens a data file and returns its size."""
+        """Open a data file and return its size."""
         path = self._directory / name
         if path.exists() and not path.is_file():  # opening a pipe would wait for ever
             raise ValueError("is no regular file")
@@ -270,7 +270,7 @@ class LocalFiles:
         return os.stat(name, dir_fd=self._folder).st_size
 
     def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> int:
-        """Fills `buffer` from a file that `open` has found."""
+        """Fill `buffer` from a file that `open` has found."""
         if name in self._files:
             return _read_fully(self._files[name].fileno(), offset_bytes, buffer)
         fd = os.open(name, os.O_RDONLY, dir_fd=self._folder)
@@ -325,7 +325,7 @@ def _pwrite_fully(fd: int, data: memoryview, offset: int) -> None:
 
 
 def _sync_directory(path: Path) -> None:
-    """Makes the names in a folder survive a power cut."""
+    """Make the names in a folder survive a power cut."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

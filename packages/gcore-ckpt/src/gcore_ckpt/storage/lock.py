@@ -12,14 +12,14 @@ LOCK_FILE = ".lock"
 
 
 class WriterLock:
-    """Holds the lock of `path` until `release` or the end of the process; `kill -9` leaves nothing behind.
+    """Holds the lock of `path` until `release` or the end of the process; `kill -9` leaves nothing.
 
     Raises:
         CheckpointLockedError: Another writer holds it, in this process or any other.
     """
 
     def __init__(self, path: Path) -> None:
-        # The file is never removed: a writer that has opened it would lock a name that nobody else can see.
+        # The file is never removed: a writer that has opened it would lock a name that no other process can see.
         self._file = (path / LOCK_FILE).open("a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -37,12 +37,12 @@ class WriterLock:
         _held.add(self)
 
     def release(self) -> None:
-        """Lets the next writer in."""
+        """Let the next writer in."""
         _held.discard(self)
         self._file.close()
 
     def drop_inherited(self) -> None:
-        """Closes a forked child's copy: it would keep the lock held after the writer is dead."""
+        """Close a forked child's copy: it would keep the lock held after the writer is dead."""
         self._file.close()
 
 

@@ -36,7 +36,7 @@ class ObjectStorage:
 
     An object store has no locks, so two writers may have the path open. A commit of a step that is there is refused,
     so neither replaces what the other has committed; but unfinished attempts below the newest step count as dead, so
-    the writer that is behind can lose one, and its commit then fails.
+    the slower writer can lose one, and its commit then fails.
 
     Raises:
         ValueError: Another kind of URL, or no valid one.
@@ -56,7 +56,7 @@ class ObjectStorage:
         return _MAX_FILE_BYTES
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending."""
+        """Return the committed steps, ascending."""
         committed, _, has_journal = self._scan()
         if not has_journal:
             return sorted(committed)
@@ -69,34 +69,34 @@ class ObjectStorage:
 
     @contextmanager
     def open_step(self, step: int) -> Generator[StepFiles]:
-        """Opens a committed step; `FileNotFoundError` if it is not there."""
+        """Open a committed step; `FileNotFoundError` if it is not there."""
         attempt, sizes = self._read_commit(step_name(step))
         yield _ObjectFiles(self._objects, attempt, sizes)
 
     def acquire(self) -> None:
-        """Checks that the place can be listed. Takes no lock: the class docstring says why that is safe."""
+        """Check that the place can be listed. Takes no lock: the class docstring says why that is safe."""
         if self._scan()[2]:
             self._finish_setting_aside(self._read_journal())
 
     def release(self) -> None:
-        """Does nothing: there is no lock."""
+        """Do nothing: there is no lock."""
 
     def begin(self, step: int) -> str:
-        """Returns a fresh name for an attempt; writes nothing."""
+        """Return a fresh name for an attempt; write nothing."""
         attempt = f"{step_name(step)}/{uuid.uuid4().hex}"
         self._live.add(attempt)
         return attempt
 
     def write_file(self, attempt: str, name: str, parts: Sequence[memoryview]) -> None:
-        """Writes a data file as one object."""
+        """Write a data file as one object."""
         self._objects.write(f"{attempt}/{name}", b"".join(parts))
 
     def link_file(self, attempt: str, step: int, file: str, name: str) -> None:
-        """Raises `OSError`: an object has one name."""
+        """Raise `OSError`: an object has one name."""
         raise OSError(f"{attempt}/{name} cannot be a link to {file} of step {step}: hard links need a local folder")
 
     def commit(self, attempt: str, step: int, index: bytes, sizes: Mapping[str, int]) -> None:
-        """Makes the attempt the committed step; then removes what dead attempts have left.
+        """Make the attempt the committed step; then remove what dead attempts have left.
 
         Raises:
             FileExistsError: The step is committed already; it is left as it is.
@@ -120,7 +120,7 @@ class ObjectStorage:
             self._remove_dead_attempts()
 
     def abort(self, attempt: str) -> None:
-        """Removes what an attempt has written, as far as the store answers; the rest goes with a later commit."""
+        """Remove what an attempt has written, as far as the store answers; the rest goes with a later commit."""
         self._live.discard(attempt)
         with suppress(OSError, CheckpointError):
             # A commit that failed for want of an answer may have happened.
@@ -128,7 +128,7 @@ class ObjectStorage:
                 self._objects.delete_folder(attempt)
 
     def remove(self, step: int) -> None:
-        """Deletes a committed step, but not what was set aside under its number."""
+        """Delete a committed step, but not what was set aside under its number."""
         self._objects.write(f"{step_name(step)}/{_COMMITTED}", None)
         kept = self._set_aside_attempts()
         if not any(attempt.startswith(f"{step_name(step)}/") for attempt in kept):
@@ -138,7 +138,7 @@ class ObjectStorage:
             self._objects.delete_folder(attempt)
 
     def set_aside(self, steps: Sequence[int]) -> None:
-        """Records the attempts, which is the atomic act, then takes back their commits."""
+        """Record the attempts, which is the atomic act, then take back their commits."""
         journal = self._finish_setting_aside(self._read_journal())  # of an earlier call that failed halfway
         if not steps:
             return
@@ -147,11 +147,11 @@ class ObjectStorage:
         self._finish_setting_aside(self._replace(journal, Journal(pending=tuple(steps), set_aside=set_aside)))
 
     def steps_set_aside(self) -> list[int]:
-        """The steps in the record."""
+        """Return the steps in the record."""
         return sorted(step for step, _ in self._read_journal().content.set_aside)
 
     def remove_set_aside(self) -> None:
-        """Deletes the attempts, then forgets them."""
+        """Delete the attempts, then forget them."""
         journal = self._read_journal()
         for attempt in _attempts(journal.content):
             self._objects.delete_folder(attempt)
@@ -182,7 +182,7 @@ class ObjectStorage:
         return _attempts(self._read_journal().content)
 
     def _scan(self) -> tuple[set[int], dict[int, set[str]], bool]:
-        """The committed steps, the attempts of each step that has any, and whether there is a record of rollbacks."""
+        """Return the committed steps, the attempts of each step, and whether there is a record of rollbacks."""
         committed: set[int] = set()
         attempts: dict[int, set[str]] = {}
         has_journal = False
@@ -200,7 +200,7 @@ class ObjectStorage:
         return committed, attempts, has_journal
 
     def _read_commit(self, folder: str) -> tuple[str, dict[str, int]]:
-        """The attempt that is a committed step, and the sizes of its data files."""
+        """Return the attempt that is a committed step, and the sizes of its data files."""
         found = self._objects.read(f"{folder}/{_COMMITTED}")
         if found.state != "value":
             raise FileNotFoundError(f"{self} holds no committed {folder}")
@@ -240,7 +240,7 @@ class ObjectStorage:
         for step, names in attempts.items():
             if step > newest or (step in committed and len(names) == 1):
                 continue
-            # Read now: since the listing, a writer that is behind may have committed.
+            # Read now: since the listing, a slower writer may have committed.
             for attempt in names - kept - {self._committed_attempt(step_name(step))}:
                 self._objects.delete_folder(attempt)
 

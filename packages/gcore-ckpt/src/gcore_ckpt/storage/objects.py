@@ -49,7 +49,7 @@ class Objects:
         return self._wait(self._store.read(key, byte_range=byte_range), size_bytes)
 
     def size(self, key: str, expected: int) -> int | None:
-        """The size of an object in bytes, by a read of its last byte if it is as expected; None if there is none."""
+        """Return the size of an object in bytes, or None, by a read of its last byte if it is as expected."""
         start = max(expected - 1, 0)
         try:
             found = self.read(key, slice(start, None))
@@ -58,7 +58,7 @@ class Objects:
         return start + len(found.value) if found.state == "value" else None
 
     def write(self, key: str, value: bytes | None, if_equal: bytes | None = None) -> bool:
-        """Writes an object, or deletes it for None; False if it is not of the generation `if_equal`."""
+        """Write an object, or delete it for None; False if it is not of the generation `if_equal`."""
         stamp = self._wait(self._store.write(key, value, if_equal=if_equal), len(value or b""))
         return bool(stamp.generation)
 
@@ -80,7 +80,7 @@ class Objects:
 
 
 def _spec(url: str) -> dict[str, Any]:
-    """What tensorstore opens. The prefix ends with a slash, lest `ckpt` hold the steps of `ckpt-2`."""
+    """Return what tensorstore opens. The prefix ends with a slash, lest `ckpt` hold the steps of `ckpt-2`."""
     if url.partition("://")[0] not in _SCHEMES:
         raise ValueError("a path is a local folder, s3://bucket/folder or gs://bucket/folder")
     spec: dict[str, Any] = ts.KvStore.Spec(url).to_json()

@@ -1,4 +1,4 @@
-"""Which steps stay."""
+"""Retention: the steps that are kept."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ class Retention:
 
     Attributes:
         keep: How many of the latest; None keeps all.
-        keep_every: Steps that are multiples of this stay for good, beside the latest; None for no such steps.
+        keep_every: Steps that are multiples of this stay for good, next to the latest; None for no such steps.
 
     Raises:
         ValueError: A number is below 1.
@@ -31,7 +31,7 @@ class Retention:
             )
 
     def superfluous(self, steps: list[int], committed: int | None = None) -> list[int]:
-        """Those of `steps` (ascending) that may go, never the one just committed."""
+        """Return those of `steps` (ascending) that may go, never the one just committed."""
         if self.keep is None:
             return []
         others = [step for step in steps if step != committed]
@@ -40,7 +40,7 @@ class Retention:
         return [step for step in lowest if self.keep_every is None or step % self.keep_every != 0]
 
     def apply(self, storage: Storage, committed: int | None = None) -> list[int]:
-        """Deletes the superfluous steps and returns them.
+        """Delete the superfluous steps and return them.
 
         Raises:
             OSError: One could not be deleted.

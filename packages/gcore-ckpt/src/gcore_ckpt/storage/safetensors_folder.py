@@ -33,7 +33,7 @@ _DTYPE_OF_CODE = {dtype.safetensors: name for name, dtype in DTYPES.items() if d
 
 
 def find_weights(storage: Storage) -> Path | None:
-    """The file that says what a local path holds in Hugging Face's form; None where there is none.
+    """Return the file that says what a local path holds in Hugging Face's form; None where there is none.
 
     It is `model.safetensors`, else `model.safetensors.index.json`, else the only `*.safetensors` file of the folder, or
     the path itself where it is one.
@@ -49,16 +49,16 @@ def find_weights(storage: Storage) -> Path | None:
         if (path / name).exists():
             return path / name
     files = list(path.glob("*.safetensors"))
-    # Beside an `index.json` it is a step's data file, whose names of tensors are not those of the state.
+    # Next to an `index.json` it is a step's data file, whose names of tensors are not those of the state.
     return files[0] if len(files) == 1 and not (path / INDEX_FILE).exists() else None
 
 
 @contextmanager
 def open_weights(storage: Storage) -> Generator[tuple[str, StepFiles, Index]]:
-    """Opens what `find_weights` finds, a flat dict of tensors by name: the path of the folder, its files, their index.
+    """Open what `find_weights` finds, a flat dict of tensors by name: the path of the folder, its files, their index.
 
     Raises:
-        CheckpointNotFoundError: It is not there any more.
+        CheckpointNotFoundError: It is no longer there.
         CorruptCheckpointError: It is damaged, or of a form that is not read here.
     """
     from gcore_ckpt.storage.local import LocalFiles
@@ -76,12 +76,12 @@ def open_weights(storage: Storage) -> Generator[tuple[str, StepFiles, Index]]:
 
 
 def _read_sharded(files: StepFiles, folder: Path) -> Index:
-    """The index of a folder of several files, with the tensors that its weight map names."""
+    """Return the index of a folder of several files, with the tensors that its weight map names."""
     where = folder / WEIGHTS_INDEX_FILE
     try:
         size_bytes = _open(files, folder, WEIGHTS_INDEX_FILE)
         if size_bytes > _MAX_JSON_BYTES:
-            raise ValueError(f"has {size_bytes} bytes, expected at most {_MAX_JSON_BYTES}")
+            raise ValueError(f"has {size_bytes} bytes; expected at most {_MAX_JSON_BYTES}")
         content = _parse(_read(files, WEIGHTS_INDEX_FILE, 0, size_bytes))
         if "weight_map" not in content:
             raise ValueError("weight_map is missing")
@@ -105,7 +105,7 @@ def _index(files: Mapping[str, DataFile], tensors: Mapping[str, StoredTensor]) -
 
 
 def _read_header(files: StepFiles, folder: Path, name: str) -> tuple[DataFile, dict[str, StoredTensor]]:
-    """What a safetensors file holds, in the order of its header."""
+    """Return the tensors of a safetensors file in the order of its header."""
     try:
         size_bytes = _open(files, folder, name)
         length = _LENGTH_BYTES
@@ -134,13 +134,13 @@ def _tensor(name: str, entry: object, file: str, header_size_bytes: int) -> Stor
             raise ValueError(f"{' and '.join(sorted(missing))} is missing")
         code = validation.expect(str, fields["dtype"], "dtype")
         if code not in _DTYPE_OF_CODE:
-            raise ValueError(f"unknown dtype {code[:40]!r}, expected one of {', '.join(_DTYPE_OF_CODE)}")
+            raise ValueError(f"unknown dtype {code[:40]!r}; expected one of {', '.join(_DTYPE_OF_CODE)}")
         shape, offsets = (
             validation.shape(fields["shape"], "shape"),
             validation.sizes(fields["data_offsets"], "data_offsets"),
         )
         if len(offsets) != 2:
-            raise ValueError(f"data_offsets are {len(offsets)} numbers, expected 2")
+            raise ValueError(f"data_offsets are {len(offsets)} numbers; expected 2")
         begin, end = offsets
         dtype = _DTYPE_OF_CODE[code]
         size_bytes = math.prod(shape) * DTYPES[dtype].size_bytes
@@ -156,7 +156,7 @@ def _tensor(name: str, entry: object, file: str, header_size_bytes: int) -> Stor
 
 
 def _check_places(tensors: Mapping[str, StoredTensor], header_size_bytes: int, size_bytes: int) -> None:
-    """Checks that the tensors fill the file without gap or overlap, as the format demands."""
+    """Check that the tensors fill the file without gap or overlap, as the format demands."""
     end = header_size_bytes
     places = sorted((tensor.shards[0].offset_bytes, tensor.size_bytes, name) for name, tensor in tensors.items())
     for offset_bytes, length, name in places:

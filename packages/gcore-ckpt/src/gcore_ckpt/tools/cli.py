@@ -30,7 +30,7 @@ _EXIT_FOUND, _EXIT_ERROR, _EXIT_INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code; wrong use raises `SystemExit(2)`."""
+    """Run a command and return its exit code; wrong use raises `SystemExit(2)`."""
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)

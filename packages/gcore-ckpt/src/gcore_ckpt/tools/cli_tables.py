@@ -1,4 +1,4 @@
-"""What the `gcore-ckpt` command prints: tables, sizes and a bar for progress."""
+"""Output of the `gcore-ckpt` command: tables, sizes and a progress bar."""
 
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -29,29 +29,29 @@ def console() -> Console:
 
 
 def say(line: str) -> None:
-    """Prints a line as it is, for people and for pipes."""
+    """Print a line as it is, for people and for pipes."""
     console().print(Text(plain(line)), soft_wrap=True)
 
 
 def plain(text: str) -> str:
-    """The text without what a terminal would obey: names in a checkpoint may be anything."""
+    """Return the text without control characters, which names in a checkpoint may contain."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def step_row(step: int | None, index: Index) -> Row:
-    """A step's line in the table of `ls`."""
+    """Return a step's line in the table of `ls`."""
     size_bytes = sum(file.size_bytes for file in index.files.values())
     saved_at = index.saved_at or "-"
     return step_label(step), decimal(size_bytes), str(len(index.tensors)), saved_at, str(index.num_ranks)
 
 
 def print_steps(rows: Iterable[Row]) -> None:
-    """The table of `ls`."""
+    """Print the table of `ls`."""
     console().print(_table(("step", "size", "tensors", "saved at", "ranks"), rows, right=("step", "size", "tensors")))
 
 
 def print_step(reader: StepReader, leaves: Sequence[StepLeaf]) -> None:
-    """What `show` prints."""
+    """Print the output of `show`."""
     index = reader.index
     sizes = sum(file.size_bytes for file in index.files.values())
     saved = f", saved at {index.saved_at} by {index.num_ranks} rank(s)" if index.saved_at else ""
@@ -72,7 +72,7 @@ def print_step(reader: StepReader, leaves: Sequence[StepLeaf]) -> None:
 
 
 def print_differences(differences: Iterable[Difference], a: str, b: str) -> int:
-    """The table of `diff`; returns how many there are."""
+    """Print the table of `diff`; returns how many there are."""
     rows = [(d.kind, d.path, _short(d.a or "-"), _short(d.b or "-")) for d in differences]
     if rows:
         console().print(_table(("differs in", "leaf", a, b), rows))
@@ -82,13 +82,13 @@ def print_differences(differences: Iterable[Difference], a: str, b: str) -> int:
 
 
 def step_label(step: int | None) -> str:
-    """The step's number; a Hugging Face folder has none."""
+    """Return the step's number; a Hugging Face folder has none."""
     return "-" if step is None else str(step)
 
 
 @contextmanager
 def progress_bar(label: str, total_bytes: int | None) -> Generator[Callable[[int], None]]:
-    """Shows on standard error, where that is a terminal, how many bytes are done; gives what to call with more."""
+    """Show on standard error, where that is a terminal, how many bytes are done; give what to call with more."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     errors = Console(stderr=True)

@@ -1,4 +1,4 @@
-"""What two steps differ in: their leaves, and the tensors' bytes, which are read only where no checksums settle it."""
+"""Differences between two steps: leaves, and the tensors' bytes, which are read only where no checksums settle it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Difference:
 
 
 def compare(a: StepReader, b: StepReader) -> Iterator[Difference]:
-    """The differences between two open steps, in the order of the first.
+    """Return the differences between two open steps, in the order of the first.
 
     Raises:
         CorruptCheckpointError: One of them is not what was saved.
@@ -87,7 +87,7 @@ def _same_bytes(a: StepReader, b: StepReader, name_a: str, name_b: str) -> bool:
 
 
 def _checksums(tensor: StoredTensor) -> dict[tuple[Box, int], str] | None:
-    """The checksums by the box and the size of the blocks; None where there are none."""
+    """Return the checksums by the box and the size of the blocks; None where there are none."""
     found: dict[tuple[Box, int], str] = {}
     for shard in tensor.shards:
         if shard.checksums is None:

@@ -42,7 +42,7 @@ _RECORDS = {
 
 
 def import_dcp(source: str | os.PathLike[str], path: str | os.PathLike[str], *, step: int = 0) -> None:
-    """Reads a checkpoint that `torch.distributed.checkpoint.save` wrote to a folder, and saves it as a step.
+    """Read a checkpoint that `torch.distributed.checkpoint.save` wrote to a folder, and save it as a step.
 
     One process does it, with the whole state in host memory. Dicts and lists come back nested where the checkpoint
     says how they were; torch has made strings of its dicts' integer keys. Sharded tensors are saved whole.
@@ -69,7 +69,7 @@ def import_dcp(source: str | os.PathLike[str], path: str | os.PathLike[str], *, 
 
 
 class _Record:
-    """What a pickle says of an object: the arguments of its call, and its state."""
+    """The record of an object in a pickle: the arguments of its call, and its state."""
 
     def __init__(self, *args: object) -> None:
         self.args = args
@@ -183,7 +183,7 @@ def _place(name: str, info: object, box: Box | None) -> _Place:
 
 
 def _check_whole(name: str, shape: tuple[int, ...], itemsize: int, places: list[_Place]) -> None:
-    """Checks that the chunks hold each element once and that their bytes are enough for it."""
+    """Check that the chunks hold each element once and that their bytes are enough for it."""
     boxes = [place.box for place in places if place.box is not None]
     if any(not box.inside(shape) for box in boxes):
         raise ValueError(f"{name!r} has a chunk outside of its shape {shape}")
@@ -216,7 +216,7 @@ def _load(folder: Path, place: _Place) -> State:
     with (folder / place.file).open("rb") as file:
         size_bytes = os.fstat(file.fileno()).st_size
         if place.offset_bytes + place.length_bytes > size_bytes:
-            raise ValueError(f"{place.file} has {size_bytes} bytes, expected more: it was cut short")
+            raise ValueError(f"{place.file} has {size_bytes} bytes; expected more: it was cut short")
         file.seek(place.offset_bytes)
         data = file.read(place.length_bytes)
     try:
@@ -277,5 +277,5 @@ def _sizes(value: object) -> tuple[int, ...]:
 
 def _expect(kind: type[Any], value: object, name: str) -> Any:
     if type(value) is not kind:
-        raise ValueError(f"{name} is a {type(value).__name__}, expected {kind.__name__}")
+        raise ValueError(f"{name} is a {type(value).__name__}; expected {kind.__name__}")
     return value

@@ -64,7 +64,7 @@ def export_hf(
     config_from: str | os.PathLike[str] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Writes the tensors of a step as `model.safetensors`, or as several such files and their index.
+    """Write the tensors of a step as `model.safetensors`, or as several such files and their index.
 
     One process does it, whatever the sharding was, in host memory of the size of the largest tensor. The folder
     appears whole or not at all. Of tensors that share their memory the first is written, as transformers expects.
@@ -121,7 +121,7 @@ def _float_name(dtype: str | torch.dtype | None) -> str | None:
 
 
 def _read_configs(folder: Path, float_dtype: str | None) -> dict[str, bytes]:
-    """The files to copy, by name."""
+    """Return the files to copy, by name."""
     if not (folder / _CONFIG_FILE).is_file():
         raise ValueError(f"config_from is {str(folder)!r}; expected a folder that holds {_CONFIG_FILE}")
     paths = {path for pattern in _CONFIG_PATTERNS for path in folder.glob(pattern) if path.is_file()}
@@ -129,14 +129,14 @@ def _read_configs(folder: Path, float_dtype: str | None) -> dict[str, bytes]:
     if float_dtype is not None:
         config = json.loads(files[_CONFIG_FILE])
         if not isinstance(config, dict):
-            raise ValueError(f"config_from has a {_CONFIG_FILE} that is a {type(config).__name__}, expected a dict")
+            raise ValueError(f"config_from has a {_CONFIG_FILE} that is a {type(config).__name__}; expected a dict")
         stated = {key: float_dtype for key in _CONFIG_DTYPES if key in config}
         files[_CONFIG_FILE] = (json.dumps(config | stated, indent=2, ensure_ascii=False) + "\n").encode()
     return files
 
 
 def _weights(reader: StepReader, prefix: str, float_dtype: str | None) -> list[_Weight]:
-    """The tensors under the prefix, each stored one once."""
+    """Return the tensors under the prefix, each stored one once."""
     leaves = step_leaves(reader)
     start = f"{prefix}." if prefix else ""
     weights: list[_Weight] = []
@@ -183,7 +183,7 @@ def _weight(reader: StepReader, path: str, name: str, stored: str, float_dtype: 
 
 
 def _split(weights: Sequence[_Weight], max_bytes: int) -> dict[str, list[_Weight]]:
-    """The tensors of each file, by its name; in a file the widest elements come first, so that all are aligned."""
+    """Return the tensors of each file by its name, the widest elements first, so that all are aligned."""
     files: list[list[_Weight]] = [[]]
     used_bytes = 0
     for weight in weights:
