@@ -63,7 +63,7 @@ APPS_MODULES = ["gcore_runs", "gcore_llm", "gcore_diffusion", "gcore_bench"]
 ONLY_IN_APPS = ["pydantic", "tyro", "tomllib", "tomli_w", "argparse", "rich", *APPS_MODULES]
 
 FOR_COMMANDS = ["argparse", "rich", "tomllib"]
-"""Of these, what a package's `cli.py` and `cli_*.py` may import, and nothing else of it."""
+"""Of these, what a package's `cli.py`, `cli_*.py` and `cli/` may import, and nothing else of it."""
 
 DISTRIBUTED_AS = {"orbax": "orbax-checkpoint", "megatron": "megatron-core", "PIL": "pillow", "sklearn": "scikit-learn"}
 """Top-level modules whose distribution has another name."""
@@ -128,7 +128,7 @@ def test_packages_take_dataclasses_and_parse_nothing(package: Distribution) -> N
 
 def is_command(path: Path) -> bool:
     """Whether the file is a part of a package's command line."""
-    return path.stem == "cli" or path.stem.startswith("cli_")
+    return path.stem == "cli" or path.stem.startswith("cli_") or path.parent.name == "cli"
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=by_name)

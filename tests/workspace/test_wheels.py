@@ -24,7 +24,7 @@ NEEDED_TO_IMPORT = {
 
 WITHOUT_EXTRA = [
     ("controller", "ray", "ray", "import gcore_controller.ray_runtime"),
-    ("placement", "cli", "rich", "import gcore_placement.cli_tables"),
+    ("placement", "cli", "rich", "import gcore_placement.cli.plan_table"),
     ("rollout", "http", "aiohttp", "from gcore_rollout.rewards import HTTPReward as use; use('http://localhost')"),
     ("rollout", "math-verify", "math_verify", "from gcore_rollout.rewards import MathVerifyReward as use; use()"),
     ("rollout", "diffusion", "diffusers", "import gcore_rollout.diffusion.engine"),

@@ -8,7 +8,7 @@ from gcore_placement import EngineCosts, JobCosts, PartitionSpace, RoleLimits, S
 from gcore_placement.simulation.scenarios import JOBS
 from gcore_placement.simulation.simulator import Simulator
 from gcore_placement.simulation.studies import Comparison, compare
-from gcore_placement.simulation.trace_recipes import Drift, TraceRecipe, steady
+from gcore_placement.workload.trace_recipes import Drift, TraceRecipe, steady
 
 NUM_DEVICES = 64
 UNIT_DEVICES = 4

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_placement._assignment import Assignment, by_part
+from gcore_placement.balancing.assignment import Assignment, by_part
 
 MAX_SUMS = 1 << 16
 """Sums of two items that a round looks at, on either side."""
@@ -15,7 +15,7 @@ GOLDEN = 0.6180339887498949
 """Multiples of it, without their whole part, are spread evenly over [0, 1]."""
 
 
-def exchange_two_for_two(
+def swap_pairs(
     assignment: Assignment, heavy: NDArray[np.intp], light: NDArray[np.intp], *, target: float, number: int
 ) -> None:
     """Makes the best exchange of two items for two of each pair `heavy[i]`, `light[i]`, in place.

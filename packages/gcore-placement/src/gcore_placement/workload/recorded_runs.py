@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_placement.errors import PlacementError, check_above_0, check_share, refusal
-from gcore_placement.simulation.traces import RecordedStep, Trace, recorded_trace
+from gcore_placement.workload.traces import RecordedStep, Trace, recorded_trace
 
 JUDGE_SIGMA = 0.6
 """Of judgements, whose lengths no run records."""

@@ -3,10 +3,10 @@
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gcore_placement._assignment import Assignment, sum_per_part
-from gcore_placement._refine import refine
-from gcore_placement._start import best_fit_decreasing, fill_empty, longest_first_within
-from gcore_placement.balance import balance, scale_to_one
+from gcore_placement.balancing.assignment import Assignment, sum_per_part
+from gcore_placement.balancing.balance import balance, scale_to_one
+from gcore_placement.balancing.initial_assignment import best_fit_decreasing, fill_empty, longest_first_within
+from gcore_placement.balancing.refine import refine
 from gcore_placement.errors import PlacementError, check_amount_list, check_lengths, check_positive
 
 
@@ -37,7 +37,7 @@ def micro_batches(
     check_positive("num_multiple", num_multiple)
     work = tokens if costs is None else check_amount_list("costs", costs)
     if len(work) != len(tokens):
-        raise PlacementError(f"costs must have one value per sequence: {len(tokens)} lengths, got {len(work)} costs")
+        raise PlacementError(f"costs has {len(work)} values; expected one per sequence ({len(tokens)})")
     if not len(tokens):
         return []
     if tokens.max() > max_tokens:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from gcore_placement.errors import check_lengths, check_positive, refusal
-from gcore_placement.workload import FORWARD_AND_BACKWARD
+from gcore_placement.workload.transformer import FORWARD_AND_BACKWARD
 
 Architecture = Literal["dit", "mmdit"]
 

@@ -6,7 +6,7 @@ Shapes: R = 2 roles, policy and reward; H rounds that are remembered.
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_placement.role_load import RoleLoad
+from gcore_placement.partition.role_load import RoleLoad
 
 NUM_ROUNDS = 21
 """That are remembered: noise is told from the changes between them."""

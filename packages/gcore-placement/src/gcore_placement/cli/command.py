@@ -11,13 +11,13 @@ from importlib import import_module
 from gcore_placement.errors import PlacementError
 
 COMMANDS = {
-    "plan": ("gcore_placement.cli_plan", "where each role should run, how long a step takes, and what memory holds"),
+    "plan": ("gcore_placement.cli.plan", "where each role should run, how long a step takes, and what memory holds"),
     "simulate": (
-        "gcore_placement.cli_simulate",
+        "gcore_placement.cli.simulate",
         "strategies of placement on a trace: step time, and where devices idle",
     ),
     "ledger": (
-        "gcore_placement.cli_ledger",
+        "gcore_placement.cli.ledger",
         "where the devices' time of a run went: to work, or to a cause of idleness",
     ),
 }

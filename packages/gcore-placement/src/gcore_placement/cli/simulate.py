@@ -6,9 +6,8 @@ import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gcore_placement.errors import MissingExtraError, PlacementError, check_positive
-from gcore_placement.simulation.page import page
-from gcore_placement.simulation.recorded_runs import run_trace
+from gcore_placement.cli.page import page
+from gcore_placement.errors import MissingExtraError, PlacementError, check_positive, refusal
 from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENARIOS, scenario
 from gcore_placement.simulation.simulator import Simulator
 from gcore_placement.simulation.studies import (
@@ -21,8 +20,9 @@ from gcore_placement.simulation.studies import (
     prediction_study,
 )
 from gcore_placement.simulation.study_tables import study_text
-from gcore_placement.simulation.traces import Trace
 from gcore_placement.simulation.waves import WaveRuns, run_in_turns, run_side_by_side
+from gcore_placement.workload.recorded_runs import run_trace
+from gcore_placement.workload.traces import Trace
 
 STUDY_SIZES = (
     (64, None, (*SCENARIOS, *PUBLISHED)),
@@ -36,13 +36,13 @@ def main(argv: Sequence[str]) -> int:
     """Simulates, prints and writes; returns the exit code."""
     arguments = _parser().parse_args(argv)
     try:
-        from gcore_placement.cli_simulate_tables import counting, in_processes, print_comparison
+        from gcore_placement.cli.simulate_table import counting, in_processes, print_comparison
     except ModuleNotFoundError as error:
         raise MissingExtraError("rich", "cli") from error
     for option in ("html", "study", "save_trace"):
         path: Path | None = getattr(arguments, option)
         if path is not None and not path.absolute().parent.is_dir():
-            raise PlacementError(f"--{option.replace('_', '-')} must be in a folder that exists, got {str(path)!r}")
+            raise refusal(f"--{option.replace('_', '-')}", str(path), "a path in a folder that exists")
     if arguments.steps is not None:
         check_positive("--steps", arguments.steps)
     check_positive("--processes", arguments.processes)

@@ -77,7 +77,9 @@ class Trace:
         same_step = (step_change == 0) & np.isin(wave_change, (0, 1))
         next_step = (step_change == 1) & (self.wave[1:] == 0)
         if self.step[0] or self.wave[0] or not (same_step | next_step).all():
-            raise PlacementError("step and wave must both start at 0 and rise by 1, waves anew in every step")
+            raise PlacementError(
+                "step and wave are out of order; expected both from 0, rising by 1, waves from 0 in each step"
+            )
 
     @property
     def num_steps(self) -> int:
@@ -131,10 +133,10 @@ class Trace:
                 arrays: dict[str, Any] = dict(stored)
         except (BadZipFile, EOFError, ValueError, TypeError) as error:
             raise PlacementError(
-                f"{path} is no trace: an .npz file that Trace.save wrote is expected ({error})"
+                f"{path} is not a trace; expected an .npz file written by Trace.save ({error})"
             ) from error
         if set(arrays) != {*names, "format"} or int(arrays["format"]) != FORMAT:
-            raise PlacementError(f"{path} is no trace of format {FORMAT}: it holds {sorted(arrays)}")
+            raise PlacementError(f"{path} holds {sorted(arrays)}; expected a trace of format {FORMAT}")
         del arrays["format"]
         arrays["name"] = str(arrays["name"])
         return cls(**arrays)

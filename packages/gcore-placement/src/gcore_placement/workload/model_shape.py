@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_placement.errors import refusal, required
-from gcore_placement.workload import TransformerWorkload
+from gcore_placement.workload.transformer import TransformerWorkload
 
 MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 

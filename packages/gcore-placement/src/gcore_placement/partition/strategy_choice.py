@@ -4,8 +4,8 @@ from statistics import median
 from typing import Literal
 
 from gcore_placement.errors import check_amounts, check_positive
-from gcore_placement.partition import PartitionSpace
-from gcore_placement.role_load import RoleLoad, stage_seconds
+from gcore_placement.partition.role_load import RoleLoad, stage_seconds
+from gcore_placement.partition.space import PartitionSpace
 
 Strategy = Literal["colocated", "dynamic"]
 """colocated: all devices generate, then all judge. dynamic: side by side, on a partition that follows the load."""

@@ -8,12 +8,12 @@ from typing import Any
 
 from gcore_placement.cluster import DEVICES, Cluster, Device
 from gcore_placement.correction import RUN_FILE, Correction
-from gcore_placement.errors import PlacementError
-from gcore_placement.job import Job
-from gcore_placement.lengths import Lengths
-from gcore_placement.model_shape import ModelShape
+from gcore_placement.errors import PlacementError, refusal
 from gcore_placement.planning.planner import plan
 from gcore_placement.planning.step_time import STRATEGIES
+from gcore_placement.workload.job import Job
+from gcore_placement.workload.lengths import Lengths
+from gcore_placement.workload.model_shape import ModelShape
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
         return 0
-    from gcore_placement.cli_tables import print_plan
+    from gcore_placement.cli.plan_table import print_plan
 
     print_plan(found)
     return 0
@@ -51,11 +51,11 @@ def read_model(path: str) -> ModelShape:
     try:
         config: Any = json.loads(file.read_text())
     except FileNotFoundError:
-        raise PlacementError(f"model must be a Hugging Face folder or its config.json, got {path!r}") from None
+        raise refusal("model", path, "a Hugging Face folder or its config.json") from None
     except ValueError as error:
-        raise PlacementError(f"{file} must hold JSON: {error}") from None
+        raise PlacementError(f"{file} is not JSON; expected a Hugging Face config.json ({error})") from None
     if not isinstance(config, dict):
-        raise PlacementError(f"{file} must hold a JSON object, got {type(config).__name__}")
+        raise PlacementError(f"{file} is a JSON {type(config).__name__}; expected an object")
     return ModelShape.from_config(config)
 
 

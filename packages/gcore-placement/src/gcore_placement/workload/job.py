@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_placement.errors import check_positive, check_share, refusal
-from gcore_placement.lengths import Lengths
-from gcore_placement.model_shape import ModelShape
+from gcore_placement.workload.lengths import Lengths
+from gcore_placement.workload.model_shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -3,9 +3,15 @@
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gcore_placement._assignment import Assignment, sum_per_part
-from gcore_placement._refine import refine
-from gcore_placement._start import best_fit_decreasing, fill_empty, fold, longest_first, longest_first_within
+from gcore_placement.balancing.assignment import Assignment, sum_per_part
+from gcore_placement.balancing.initial_assignment import (
+    best_fit_decreasing,
+    fill_empty,
+    fold,
+    longest_first,
+    longest_first_within,
+)
+from gcore_placement.balancing.refine import refine
 from gcore_placement.errors import (
     PlacementError,
     check_above_0,
@@ -116,7 +122,7 @@ def _capacity(
     check_above_0("capacity", capacity)
     sizes = check_amount_list("weights", weights)
     if len(sizes) != num_items:
-        raise PlacementError(f"weights must have one value per cost: {num_items} costs, got {len(sizes)} weights")
+        raise PlacementError(f"weights has {len(sizes)} values; expected one per cost ({num_items})")
     if num_items and sizes.max() > capacity:
         raise refusal("capacity", capacity, f"at least {float(sizes.max())}, the largest weight")
     return sizes, capacity

@@ -4,9 +4,9 @@ from collections import deque
 
 import numpy as np
 
-from gcore_placement._assignment import Assignment
-from gcore_placement._search import ExchangeSearch
-from gcore_placement._two_for_two import exchange_two_for_two
+from gcore_placement.balancing.assignment import Assignment
+from gcore_placement.balancing.exchange_search import ExchangeSearch
+from gcore_placement.balancing.pair_swaps import swap_pairs
 
 MAX_ROUNDS = 200
 CLOSE_ENOUGH = 2e-10
@@ -66,9 +66,7 @@ def _refine(assignment: Assignment, *, lower_bound: float, target: float) -> Non
         if assignment.makespan - lower_bound <= WORTHWHILE * (makespan - lower_bound):
             continue
         ranked = np.argsort(assignment.loads, kind="stable")
-        exchange_two_for_two(
-            assignment, ranked[::-1][: num_parts // 2], ranked[: num_parts // 2], target=target, number=number
-        )
+        swap_pairs(assignment, ranked[::-1][: num_parts // 2], ranked[: num_parts // 2], target=target, number=number)
         if assignment.makespan < makespan:
             continue
         ranked = np.argsort(assignment.loads, kind="stable")

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_placement.errors import check_above_0, check_amounts, check_positive, refusal
-from gcore_placement.load_history import Load, LoadHistory
-from gcore_placement.partition import Partition, PartitionSpace
-from gcore_placement.role_load import RoleLoad, stage_seconds
+from gcore_placement.partition.load_history import Load, LoadHistory
+from gcore_placement.partition.role_load import RoleLoad, stage_seconds
+from gcore_placement.partition.space import Partition, PartitionSpace
 
 _MEDIAN_DEVIATION = np.sqrt(np.pi / 2)
 """Of the median of many normal variables, over that of their mean."""

@@ -7,7 +7,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gcore_placement.errors import PlacementError, check_above_0, check_amount_list, check_amounts
+from gcore_placement.errors import check_above_0, check_amount_list, check_amounts, refusal
 
 _EDGES = np.concatenate([np.linspace(0, 1, 513)[:-1], 1 - 2.0 ** -np.arange(10, 42), [1.0]])
 """Of the probability that each length of a law stands for: finer and finer in the long tail."""
@@ -33,7 +33,7 @@ class Lengths:
         check_above_0("longest", longest)
         check_amounts("sigma", sigma)
         if median > longest:
-            raise PlacementError(f"median must be at most longest ({longest}), got {median}")
+            raise refusal("median", median, f"at most longest ({longest})")
         normal = NormalDist()
         middles = (_EDGES[1:] + _EDGES[:-1]) / 2
         deviations = np.array([normal.inv_cdf(float(p)) for p in middles])
@@ -50,7 +50,7 @@ class Lengths:
         """
         values = np.sort(check_amount_list("lengths", lengths))
         if not values.size:
-            raise PlacementError("lengths must hold at least one, got none")
+            raise refusal("lengths", [], "at least one length")
         return cls(values=values, edges=np.linspace(0, 1, values.size + 1))
 
     def __repr__(self) -> str:

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_placement._assignment import NOTHING, Assignment, Exchanges
+from gcore_placement.balancing.assignment import NOTHING, Assignment, Exchanges
 
 
 class ExchangeSearch:

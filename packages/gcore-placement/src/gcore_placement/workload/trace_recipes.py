@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_placement.errors import check_above_0, check_amounts, check_positive, check_share
-from gcore_placement.simulation.traces import Trace
+from gcore_placement.workload.traces import Trace
 
 _MAX_WAVES = 4
 
