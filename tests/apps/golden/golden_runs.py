@@ -13,7 +13,7 @@ from typing import Any
 from command_line import Cli, read_rows
 from tiny_jobs import EVENS, make_chatty_model, own_job
 
-FOLDER = Path(__file__).parent / "runs"
+FOLDER = Path(__file__).parent / "metrics"
 
 MACHINE = ("timing_s/", "perf/", "ledger/", "forecast/", "controller/")
 """Prefixes of metrics that depend on the machine and its load."""

@@ -1,4 +1,4 @@
-"""Twenty steps of every command give the metrics that are recorded in `runs`; `record.py` records them again.
+"""Twenty steps of every command give the metrics that are recorded in `metrics`; `record.py` records them again.
 
 A run in one thread is equal to the bit, its exported weights included, where processor and torch are those of the
 record. Other processors round otherwise, and a rounding may flip a sampled token: there the first steps are compared,
