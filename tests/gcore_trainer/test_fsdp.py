@@ -12,12 +12,20 @@ from rank_pool import RankServer
 from trainer_oracles import SIZES, Group, make_samples, off_policy, save_model, split
 from transformers import Qwen2Config
 
-from gcore_trainer import MicroBatch, OptimizerConfig, PolicyLossConfig, Sample
-from gcore_trainer.config import ValueLossConfig
-from gcore_trainer.objectives import Objective, PolicyObjective, ValueObjective
-from gcore_trainer.packed_model import PackedModel, PackedValueModel
-from gcore_trainer.parallel import ParallelConfig
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import (
+    MicroBatch,
+    Objective,
+    OptimizerConfig,
+    PackedModel,
+    PackedValueModel,
+    ParallelConfig,
+    PolicyLossConfig,
+    PolicyObjective,
+    Sample,
+    TorchTrainer,
+    ValueLossConfig,
+    ValueObjective,
+)
 
 GROUPS = [Group(12, [20, 1, 9, 33]), Group(25, [7, 7]), Group(3, [25]), Group(9, [4, 18])]
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, grad_clip=0.5, lr_warmup_steps=3)

@@ -16,10 +16,9 @@ from trainer_oracles import SIZES
 from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 import gcore_trainer.megatron
-from gcore_trainer.errors import ConfigError, UnsupportedModelError
+from gcore_trainer import ConfigError, ParallelConfig, UnsupportedModelError
 from gcore_trainer.megatron.architecture import Architecture
-from gcore_trainer.megatron.weights import Piece
-from gcore_trainer.parallel import ParallelConfig
+from gcore_trainer.megatron.weights.pieces import Piece
 
 QUANTIZED: dict[str, Any] = {**SIZES, "quantization_config": {"quant_method": "fp8"}}
 

@@ -19,8 +19,8 @@ from transformers import (
     Qwen2MoeConfig,
 )
 
-from gcore_trainer import BatchError, Sample, UnsupportedModelError, packed_attention
-from gcore_trainer.packed_model import PackedModel, PackedValueModel
+from gcore_trainer import BatchError, PackedModel, PackedValueModel, Sample, UnsupportedModelError
+from gcore_trainer.packing import attention as packed_attention
 
 ORIGINAL = 16
 LONGROPE: dict[str, Any] = {

@@ -11,12 +11,27 @@ import torch
 from trainer_oracles import Group, load_padded, make_samples, padded_scores, split
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from gcore_trainer import BatchError, ConfigError, OptimizerConfig, PolicyLossConfig, Sample, TrainerError
-from gcore_trainer.config import DPOConfig, RewardModelConfig, ValueLossConfig
-from gcore_trainer.objectives import Objective, PolicyObjective, SFTObjective, ValueObjective
-from gcore_trainer.packed_model import PackedModel, PackedValueModel
-from gcore_trainer.preference_objectives import DPOObjective, RewardModelObjective, scored_at_end
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import (
+    BatchError,
+    ConfigError,
+    DPOConfig,
+    DPOObjective,
+    Objective,
+    OptimizerConfig,
+    PackedModel,
+    PackedValueModel,
+    PolicyLossConfig,
+    PolicyObjective,
+    RewardModelConfig,
+    RewardModelObjective,
+    Sample,
+    SFTObjective,
+    TorchTrainer,
+    TrainerError,
+    ValueLossConfig,
+    ValueObjective,
+    scored_at_end,
+)
 
 GROUPS = [Group(12, [20, 1, 9, 33]), Group(25, [7, 7]), Group(3, [25, 8])]
 STILL = OptimizerConfig(lr=1e-30, grad_clip=float("inf"))

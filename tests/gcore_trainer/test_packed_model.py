@@ -16,8 +16,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from gcore_trainer import ConfigError, UnsupportedModelError
-from gcore_trainer.packed_model import PackedModel
+from gcore_trainer import ConfigError, PackedModel, UnsupportedModelError
 
 _loaded: dict[Path, tuple[PackedModel, Any]] = {}
 

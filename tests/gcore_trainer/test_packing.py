@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_oracles import Group, groups, make_samples
 
-from gcore_trainer.errors import ConfigError
-from gcore_trainer.packing import PackedBatch, pack
+from gcore_trainer import ConfigError, PackedBatch, pack
 
 
 @settings(max_examples=50)

@@ -11,9 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore_trainer import BatchError, ConfigError
+from gcore_trainer import BatchError, ConfigError, bradley_terry_loss, dpo_loss
 from gcore_trainer.config import DPOLossType
-from gcore_trainer.preference_losses import bradley_terry_loss, dpo_loss
 
 seeds = st.integers(0, 2**32 - 1)
 

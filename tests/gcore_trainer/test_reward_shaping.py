@@ -9,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from gcore_trainer import BatchError, ConfigError, StateError
-from gcore_trainer.losses import kl_penalty
-from gcore_trainer.reward_shaping import (
+from gcore_trainer import (
     AdaptiveKLController,
+    BatchError,
+    ConfigError,
     FixedKLController,
     RewardKL,
+    StateError,
     kl_estimates,
+    kl_penalty,
     kl_rewards,
     overlong_penalty,
 )

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 from numpy.typing import NDArray
 
-from gcore_trainer import BatchError, ConfigError
-from gcore_trainer.rollout_correction import (
+from gcore_trainer import (
+    BatchError,
+    ConfigError,
     RolloutCorrectionConfig,
-    RolloutIS,
-    RolloutRS,
     rollout_correction,
     weight_moments,
 )
+from gcore_trainer.advantages.rollout_correction import RolloutIS, RolloutRS
 
 Array = NDArray[np.float64]
 

@@ -22,13 +22,21 @@ from trainer_oracles import (
 )
 from transformers import MixtralConfig, OlmoeConfig, PreTrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
-from gcore_trainer import MicroBatch, OptimizerConfig, PolicyLossConfig, Sample
-from gcore_trainer.config import ValueLossConfig
-from gcore_trainer.errors import BatchError, TrainerError
-from gcore_trainer.objectives import PolicyObjective, ValueObjective
-from gcore_trainer.packed_model import PackedModel, PackedValueModel
-from gcore_trainer.parallel import ParallelConfig
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import (
+    BatchError,
+    MicroBatch,
+    OptimizerConfig,
+    PackedModel,
+    PackedValueModel,
+    ParallelConfig,
+    PolicyLossConfig,
+    PolicyObjective,
+    Sample,
+    TorchTrainer,
+    TrainerError,
+    ValueLossConfig,
+    ValueObjective,
+)
 
 NUM_EXPERTS, TOP_K = 6, 2
 SHAPE = (SIZES["num_hidden_layers"], NUM_EXPERTS, TOP_K)

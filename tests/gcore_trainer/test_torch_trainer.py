@@ -20,10 +20,17 @@ from trainer_oracles import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gcore_trainer import BatchError, NonFiniteGradientError, OptimizerConfig, PolicyLossConfig, Sample
-from gcore_trainer.objectives import PolicyObjective, SFTObjective
-from gcore_trainer.packed_model import PackedModel
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import (
+    BatchError,
+    NonFiniteGradientError,
+    OptimizerConfig,
+    PackedModel,
+    PolicyLossConfig,
+    PolicyObjective,
+    Sample,
+    SFTObjective,
+    TorchTrainer,
+)
 
 GROUPS = [Group(12, [20, 1, 9, 33]), Group(25, [7, 7]), Group(3, [25])]
 LOSS = PolicyLossConfig()

@@ -8,10 +8,15 @@ import torch
 from trainer_oracles import SIZES, Group, make_samples, save_model, split
 from transformers import Qwen2Config
 
-from gcore_trainer import OptimizerConfig, PolicyLossConfig, Sample, StateError
-from gcore_trainer.objectives import PolicyObjective
-from gcore_trainer.packed_model import PackedModel
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import (
+    OptimizerConfig,
+    PackedModel,
+    PolicyLossConfig,
+    PolicyObjective,
+    Sample,
+    StateError,
+    TorchTrainer,
+)
 
 GROUPS = [Group(12, [20, 1, 9, 33]), Group(25, [7, 7]), Group(3, [25])]
 

@@ -77,7 +77,7 @@ def initial_a(layer: str, rank: int, in_features: int, *, seed: int = 0) -> "tor
     return torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
 
 
-def merged(
+def merge_lora(
     parameters: Iterable[tuple[str, "torch.Tensor"]], adapters: Mapping[str, "torch.Tensor"], config: LoRAConfig
 ) -> Iterator[tuple[str, "torch.Tensor"]]:
     """Hugging Face names and weights with the adapters in them, one at a time.

@@ -16,8 +16,7 @@ from gcore_diffusion.config import DemoConfig
 from gcore_diffusion.demo.digits import COLOURS, PROMPTS, load
 from gcore_diffusion.demo.tiny_pipeline import make_tiny_pipeline
 from gcore_runs.display import Display
-from gcore_trainer.diffusion.ema import EMA
-from gcore_trainer.diffusion.process import FlowProcess
+from gcore_trainer import EMA, FlowProcess
 
 _LR = 2e-3
 _WARMUP_STEPS = 30

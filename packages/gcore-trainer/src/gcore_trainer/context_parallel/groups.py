@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from gcore_trainer.context_parallel.layout import PaddingMultiples, local_places, padding_multiples
 from gcore_trainer.errors import ConfigError
-from gcore_trainer.packing import PackedBatch
+from gcore_trainer.packing.pack import PackedBatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from gcore_trainer.context_parallel.groups import ContextParallel
 from gcore_trainer.context_parallel.layout import equal_segments
 from gcore_trainer.context_parallel.ring import ring_attention
 from gcore_trainer.errors import BatchError
-from gcore_trainer.packed_attention import AttentionPlan, PackedPlan
-from gcore_trainer.packing import PackedBatch
+from gcore_trainer.packing.attention import AttentionPlan, PackedPlan
+from gcore_trainer.packing.pack import PackedBatch
 
 
 class ContextParallelPlan(AttentionPlan):

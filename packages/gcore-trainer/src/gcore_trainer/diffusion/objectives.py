@@ -1,6 +1,6 @@
-"""What a diffusion trainer minimises: an objective turns a pass over a micro-batch into its share of the batch's loss.
+"""What a diffusion trainer minimises: an objective turns a pass over a micro-batch into its part of the batch's loss.
 
-Shares add up, over passes, micro-batches and ranks. So a batch's gradient does not depend on how it is split.
+Parts add up, over passes, micro-batches and ranks. So a batch's gradient does not depend on how it is split.
 """
 
 from abc import ABC, abstractmethod
@@ -19,10 +19,10 @@ from gcore_trainer.diffusion.losses import (
     nft_loss,
 )
 from gcore_trainer.diffusion.process import FlowProcess, NoiseProcess
-from gcore_trainer.diffusion.types import Conditioned, DiffusionMicroBatch, DiffusionSample, stacked
+from gcore_trainer.diffusion.sample import Conditioned, DiffusionMicroBatch, DiffusionSample, stacked
 from gcore_trainer.errors import BatchError
 
-Share = tuple[torch.Tensor, dict[str, torch.Tensor]]
+PartialLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """A pass's part of the loss, and of sums that `DiffusionObjective.metrics` turns into metrics."""
 
 
@@ -91,7 +91,7 @@ class DiffusionObjective(ABC):
         return len(samples)
 
     @abstractmethod
-    def share(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> Share:
+    def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         """The part of the batch's loss that a pass over these images makes up.
 
         Args:
@@ -106,7 +106,7 @@ class DiffusionObjective(ABC):
         return sums
 
 
-class PolicyGradientObjective(DiffusionObjective):
+class DenoisingPolicyObjective(DiffusionObjective):
     """DDPO, Flow-GRPO and GRPO-Guard: a pass for each recorded step.
 
     Metrics: ``actor/pg_loss``, ``actor/pg_clipfrac``, ``actor/ppo_kl`` (mean of old minus new log-prob),
@@ -135,7 +135,7 @@ class PolicyGradientObjective(DiffusionObjective):
     def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
         return samples[0].num_steps
 
-    def share(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> Share:
+    def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         device = models.policy.device
         latents, following, levels, next_levels, timesteps = (
             stacked(samples, name, device, step=index)
@@ -195,7 +195,7 @@ class NFTObjective(DiffusionObjective):
         del samples
         return self._config.num_timesteps
 
-    def share(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> Share:
+    def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         assert models.old is not None
         device, bound = models.policy.device, self._config.adv_clip_max
         clean = stacked(samples, "clean_latents", device)
@@ -243,7 +243,7 @@ class DiffusionDPOObjective(DiffusionObjective):
     def weight(self, samples: Sequence[DiffusionSample]) -> int:
         return len(samples) // 2
 
-    def share(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> Share:
+    def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         assert models.reference is not None
         device = models.policy.device
         clean = stacked(samples, "clean_latents", device)
@@ -288,7 +288,7 @@ class RewardGradientObjective(DiffusionObjective):
         del samples
         return 1
 
-    def share(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> Share:
+    def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         del index
         device, conditions = models.policy.device, Conditioned.of(samples, models.policy.device)
         latents = stacked(samples, "latents", device, step=0)
