@@ -244,13 +244,13 @@ def test_a_batch_that_lacks_something_is_refused(pipeline: Path, tmp_path: Path)
         trainer.train_step([[replace(s, advantage=None) for s in samples]])
     with pytest.raises(BatchError, match="holds no image"):
         trainer.train_step([])
-    with pytest.raises(BatchError, match="steps: one number above 0"):
+    with pytest.raises(BatchError, match="steps; expected one number above 0"):
         trainer.train_step([[samples[0], samples[1].at_steps([0])]])
     with pytest.raises(BatchError, match="ref_means is None"):
         trainer_of(pipeline, POLICY["flow-grpo with kl"]()).train_step([samples])
-    with pytest.raises(BatchError, match="3 images: pairs"):
+    with pytest.raises(BatchError, match="3 images; expected pairs"):
         trainer_of(pipeline, OBJECTIVES["dpo"]()).train_step([samples[:3]])
-    with pytest.raises(BatchError, match="do not reach the end"):
+    with pytest.raises(BatchError, match="end before sampling does"):
         trainer_of(pipeline, OBJECTIVES["reward gradient"]()).train_step([[s.at_steps([0]) for s in samples]])
     with pytest.raises(ConfigError, match="reference is None"):
         DiffusionTrainer(Denoiser.from_pretrained(pipeline), optimizer=OptimizerConfig(), objective=OBJECTIVES["dpo"]())

@@ -160,7 +160,7 @@ def test_a_layout_that_does_not_fit_is_refused(
 def test_heads_that_do_not_divide_are_refused(rank_server: RankServer, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {**SIZES, "hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
     path = save_model(Qwen2Config(**sizes), tmp_path / "three", seed=0)
-    message = "ulysses_sequence_parallel_size is 2: a divisor of the model's 3 attention heads is needed"
+    message = "ulysses_sequence_parallel_size is 2; expected a divisor of the model's 3 attention heads"
     arguments = (str(path), PolicyObjective(PolicyLossConfig()), OPTIMIZER, ULYSSES, [], {})
     for error in rank_server.shared(2).errors("train", *arguments, size=2):
         assert error == f"ConfigError: {message}"

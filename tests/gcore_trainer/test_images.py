@@ -240,5 +240,5 @@ def test_what_sees_no_images_refuses_them(qwen2_vl: Path, tmp_path: Path) -> Non
 
 def test_tokens_of_a_model_that_sees_are_not_divided(qwen2_vl: Path) -> None:
     packed = PackedModel.from_pretrained(qwen2_vl)
-    with pytest.raises(UnsupportedModelError, match="sizes of 1 are needed"):
+    with pytest.raises(UnsupportedModelError, match="expected context and sequence parallel sizes of 1"):
         packed.divide_tokens(ContextParallel(ring=cast(Any, SimpleNamespace(size=lambda: 2))))

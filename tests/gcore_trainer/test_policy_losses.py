@@ -13,8 +13,10 @@ from gcore_trainer import (
     ConfigError,
     PolicyLoss,
     PolicyLossConfig,
+    PolicyTokens,
     policy_loss,
 )
+from gcore_trainer.losses.policy.gspo import gspo
 
 Array = NDArray[np.float64]
 
@@ -44,14 +46,14 @@ def test_gspo(rows: list[list[tuple[float, float, float, bool]]]) -> None:
     ratio = np.array(ratios)
     assume((np.abs(ratio[:, None] - [0.7, 1.3]) > 1e-9).all())
     log_probs = torch.from_numpy(new).requires_grad_()
-    result = policy_loss(
-        PolicyLossConfig(loss_mode="gspo", clip_ratio_low=0.3, clip_ratio_high=0.3),
-        log_probs,
-        torch.from_numpy(old),
-        torch.from_numpy(advantages),
+    tokens = PolicyTokens(
+        log_probs=log_probs,
+        old_log_probs=torch.from_numpy(old),
+        advantages=torch.from_numpy(advantages),
         mask=torch.from_numpy(mask),
         lengths=lengths,
     )
+    result = gspo(tokens, PolicyLossConfig(clip_ratio_low=0.3, clip_ratio_high=0.3))
     assert_allclose(result.ratio.detach().numpy(), ratio, rtol=1e-10)
     clipped = ratio.clip(0.7, 1.3)
     assert_allclose(result.loss.detach().numpy(), np.maximum(-advantages * ratio, -advantages * clipped), atol=1e-9)

@@ -141,7 +141,7 @@ def broken(state: dict[str, Any], how: str) -> dict[str, Any]:
     [
         ("name missing", "^model does not match.*norm"),
         ("name unknown", r"^model does not match.*another\.weight"),
-        ("shape", r"^model\['.*'\] has shape \(3,\): the model has \(64,\)"),
+        ("shape", r"^model\['.*'\] has shape \(3,\); expected \(64,\)"),
         ("moment missing", "^exp_avg_sq does not match.*norm"),
         ("moment shape", r"^exp_avg_sq\['.*'\] has shape \(3,\)"),
         ("moments missing", "^exp_avg_sq does not match"),

@@ -51,7 +51,9 @@ def add_lora(model: Any, config: LoRAConfig, *, seed: int = 0) -> None:
             raise ConfigError(f"target_modules is {names}: {error}") from None
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and not isinstance(module.get_base_layer(), torch.nn.Linear):
-            raise ConfigError(f"target_modules is {names}: {name} is no linear layer, and only those can be merged")
+            raise ConfigError(
+                f"target_modules is {names}; expected linear layers, which alone can be merged: {name} is none"
+            )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(A_OF):

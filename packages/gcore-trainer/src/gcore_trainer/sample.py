@@ -34,12 +34,12 @@ class Images:
 
     def __post_init__(self) -> None:
         if self.grid_thw.ndim != 2 or self.grid_thw.shape[1] != 3 or not self.grid_thw.size:
-            raise BatchError(f"grid_thw has shape {self.grid_thw.shape}: (images, 3) and an image at least are needed")
+            raise BatchError(f"grid_thw has shape {self.grid_thw.shape}; expected (images, 3) and at least one image")
         num_patches = int(self.grid_thw.prod(1).sum())
         if self.pixel_values.ndim != 2 or self.pixel_values.shape[0] != num_patches:
             raise BatchError(
-                f"pixel_values has shape {self.pixel_values.shape}: ({num_patches}, features) is needed, "
-                f"for that many patches are in grid_thw"
+                f"pixel_values has shape {self.pixel_values.shape}; expected "
+                f"({num_patches}, features), the number of patches in grid_thw"
             )
         require_finite("pixel_values", self.pixel_values)
 
@@ -88,21 +88,21 @@ class Sample:
         for field in ("prompt_ids", "response_ids"):
             value: NDArray[np.int64] = getattr(self, field)
             if value.ndim != 1 or value.size == 0:
-                raise BatchError(f"{field} has shape {value.shape}: one dimension and at least one token are needed")
+                raise BatchError(f"{field} has shape {value.shape}; expected one dimension and at least one token")
             if value.dtype != np.int64:
-                raise BatchError(f"{field} has dtype {value.dtype}: int64 is needed")
+                raise BatchError(f"{field} has dtype {value.dtype}; expected int64")
         if self.response_mask is not None and self.response_mask.dtype != np.bool_:
-            raise BatchError(f"response_mask has dtype {self.response_mask.dtype}: bool is needed")
+            raise BatchError(f"response_mask has dtype {self.response_mask.dtype}; expected bool")
         for field in _PER_TOKEN:
             value_or_none: NDArray[np.generic] | None = getattr(self, field)
             if value_or_none is not None and value_or_none.shape != self.response_ids.shape:
                 raise BatchError(
-                    f"{field} has shape {value_or_none.shape}: that of response_ids, {self.response_ids.shape}, needed"
+                    f"{field} has shape {value_or_none.shape}; expected that of response_ids, {self.response_ids.shape}"
                 )
         routing = self.routed_experts
         if routing is not None and (routing.ndim != 3 or routing.shape[0] != self.num_inputs):
             raise BatchError(
-                f"routed_experts has shape {routing.shape}: ({self.num_inputs}, layers, experts) is needed, for "
+                f"routed_experts has shape {routing.shape}; expected ({self.num_inputs}, layers, experts), for "
                 f"{self.prompt_ids.size} prompt and {self.response_ids.size} response tokens without the last"
             )
 

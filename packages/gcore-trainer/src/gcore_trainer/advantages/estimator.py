@@ -76,9 +76,8 @@ class AdvantageEstimator:
             if is_needed and getattr(group, field) is None:
                 raise BatchError(f"{field} is None; expected a value, which the advantage estimator needs")
         found = self.function(group, config)
-        advantages, returns = found, None
-        if isinstance(found, AdvantagesAndReturns):
-            advantages, returns = found.advantages, found.returns
+        has_returns = isinstance(found, AdvantagesAndReturns)
+        advantages, returns = (found.advantages, found.returns) if has_returns else (found, None)
         if (returns is None) == self.needs_critic:
             raise BatchError(
                 f"returns is {returns}; expected {'returns' if self.needs_critic else 'None'} for an advantage "

@@ -30,10 +30,10 @@ def overlong_penalty(
     """
     if not 1 <= overlong_buffer_len <= max_response_length:
         raise ConfigError(
-            f"overlong_buffer_len is {overlong_buffer_len}: 1 to max_response_length={max_response_length} is needed"
+            f"overlong_buffer_len is {overlong_buffer_len}; expected 1 to max_response_length={max_response_length}"
         )
     if not 0 <= penalty_factor < math.inf:
-        raise ConfigError(f"penalty_factor is {penalty_factor}: a finite number, 0 or more is needed")
+        raise ConfigError(f"penalty_factor is {penalty_factor}; expected a finite number, 0 or more")
     exceeded = length - (max_response_length - overlong_buffer_len)
     return -penalty_factor * min(max(exceeded / overlong_buffer_len, 0.0), 1.0)
 
@@ -99,7 +99,7 @@ def kl_rewards(
     """
     counted = np.flatnonzero(mask)
     if counted.size == 0:
-        raise BatchError(f"mask of {mask.size} tokens has none that counts: at least one is needed")
+        raise BatchError(f"mask of {mask.size} tokens has none that counts; expected at least one")
     rewards = -coef * kl_estimates(log_probs, ref_log_probs, mask, kind)
     rewards[counted[-1]] += score
     return rewards
@@ -148,9 +148,9 @@ class AdaptiveKLController:
             ConfigError: a setting is out of its bounds.
         """
         if not 0 < target_kl < math.inf:
-            raise ConfigError(f"target_kl is {target_kl}: a finite number above 0 is needed")
+            raise ConfigError(f"target_kl is {target_kl}; expected a finite number above 0")
         if horizon < 1:
-            raise ConfigError(f"horizon is {horizon}: 1 or more is needed")
+            raise ConfigError(f"horizon is {horizon}; expected 1 or more")
         self.value = _checked_coef(kl_coef)
         self._target_kl = target_kl
         self._horizon = horizon
@@ -166,10 +166,10 @@ class AdaptiveKLController:
             BatchError: the divergence is not finite, or n_steps so large that the value could leave the positive side.
         """
         if not math.isfinite(current_kl):
-            raise BatchError(f"current_kl is {current_kl}: a finite number is needed")
+            raise BatchError(f"current_kl is {current_kl}; expected a finite number")
         if not 0 <= n_steps < 5 * self._horizon:
             raise BatchError(
-                f"n_steps is {n_steps}: 0 or more, and less than five times horizon={self._horizon}, needed"
+                f"n_steps is {n_steps}; expected 0 or more, and less than five times horizon={self._horizon}"
             )
         error = min(max(current_kl / self._target_kl - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * n_steps / self._horizon
@@ -189,11 +189,11 @@ class AdaptiveKLController:
 
 def _checked_coef(kl_coef: float) -> float:
     if not 0 <= kl_coef < math.inf:
-        raise ConfigError(f"kl_coef is {kl_coef}: a finite number, 0 or more is needed")
+        raise ConfigError(f"kl_coef is {kl_coef}; expected a finite number, 0 or more")
     return float(kl_coef)
 
 
 def _loaded_value(state: Mapping[str, float]) -> float:
     if set(state) != {"value"} or not 0 <= state["value"] < math.inf:
-        raise StateError(f"state is {dict(state)}: one entry 'value', a finite number, 0 or more, is needed")
+        raise StateError(f"state is {dict(state)}; expected one entry 'value', a finite number, 0 or more")
     return float(state["value"])

@@ -175,7 +175,7 @@ def weight_moments(
         ConfigError: there are no weights, ``rollout_is`` being none.
     """
     if config.rollout_is is None:
-        raise ConfigError("rollout_is is None: token or sequence is needed for weights")
+        raise ConfigError("rollout_is is None; expected token or sequence for weights")
     tokens = _Tokens.of(old_log_probs, rollout_log_probs, masks)
     return _weight_moments(tokens, _weights(tokens, config), config)
 
@@ -199,10 +199,10 @@ class _Tokens:
     ) -> "_Tokens":
         shapes = [[array.shape for array in arrays] for arrays in (old_log_probs, rollout_log_probs, masks)]
         if shapes[0] != shapes[2] or shapes[1] != shapes[2]:
-            raise BatchError(f"old_log_probs, rollout_log_probs and masks have shapes {shapes}: equal ones are needed")
+            raise BatchError(f"old_log_probs, rollout_log_probs and masks have shapes {shapes}; expected equal shapes")
         counts = np.array([mask.sum() for mask in masks], np.int64)
         if not counts.any():
-            raise BatchError(f"masks of {len(masks)} samples have no token that counts: at least one is needed")
+            raise BatchError(f"masks of {len(masks)} samples have no token that counts; expected at least one")
         for field, arrays in (("old_log_probs", old_log_probs), ("rollout_log_probs", rollout_log_probs)):
             for i, (array, mask) in enumerate(zip(arrays, masks, strict=True)):
                 require_finite(f"{field}[{i}]", array, mask)

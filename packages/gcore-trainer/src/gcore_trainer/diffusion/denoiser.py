@@ -151,9 +151,9 @@ def pipeline_component(path: str | Path) -> tuple[str, str]:
     """
     index = Path(path) / "model_index.json"
     if not index.is_file():
-        raise UnsupportedModelError(f"{path} has no model_index.json: a pipeline's folder of diffusers is needed")
+        raise UnsupportedModelError(f"{path} has no model_index.json; expected a pipeline's folder of diffusers")
     components = json.loads(index.read_text())
     for name in _COMPONENTS:
         if components.get(name) and components[name][1]:
             return name, components[name][1]
-    raise UnsupportedModelError(f"{index} names none of {', '.join(_COMPONENTS)}: a pipeline with one is needed")
+    raise UnsupportedModelError(f"{index} names none of {', '.join(_COMPONENTS)}; expected a pipeline with one")

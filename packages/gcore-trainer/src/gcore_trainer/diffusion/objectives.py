@@ -126,7 +126,7 @@ class DenoisingPolicyObjective(DiffusionObjective):
     def check(self, samples: Sequence[DiffusionSample]) -> None:
         if len({s.num_steps for s in samples}) != 1 or not samples[0].num_steps:
             raise BatchError(
-                f"latents have {sorted({s.num_steps for s in samples})} steps: one number above 0 is needed"
+                f"latents have {sorted({s.num_steps for s in samples})} steps; expected one number above 0"
             )
         for name in self.reads:
             if any(getattr(s, name) is None for s in samples):
@@ -234,7 +234,7 @@ class DiffusionDPOObjective(DiffusionObjective):
 
     def check(self, samples: Sequence[DiffusionSample]) -> None:
         if len(samples) % 2:
-            raise BatchError(f"{len(samples)} images: pairs of a chosen and a rejected one are needed")
+            raise BatchError(f"micro_batches hold {len(samples)} images; expected pairs of a chosen and a rejected one")
 
     def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
         del samples
@@ -282,7 +282,7 @@ class RewardGradientObjective(DiffusionObjective):
     def check(self, samples: Sequence[DiffusionSample]) -> None:
         for sample in samples:
             if not sample.num_steps or sample.next_levels is None or sample.next_levels[-1] not in (0.0, 1.0):
-                raise BatchError("the recorded steps do not reach the end of sampling: its last ones are needed")
+                raise BatchError("the recorded steps end before sampling does; expected the last steps of sampling")
 
     def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
         del samples

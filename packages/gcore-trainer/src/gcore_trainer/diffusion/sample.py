@@ -57,7 +57,7 @@ class DiffusionSample:
         for name in (*_PER_STEP, *_OF_STEPS):
             value = getattr(self, name)
             if value is not None and len(value) != len(self.latents):
-                raise BatchError(f"{name} has {len(value)} steps: as many as latents, {len(self.latents)}, are needed")
+                raise BatchError(f"{name} has {len(value)} steps; expected as many as latents, {len(self.latents)}")
 
     @property
     def num_steps(self) -> int:

@@ -89,7 +89,7 @@ class DiffusionTrainer(BaseTrainer):
         shape = (0, 0, 0)
         try:
             if not samples:
-                raise BatchError("micro_batches holds no image: at least one is needed on every replica")
+                raise BatchError("micro_batches holds no image; expected at least one on every replica")
             self._objective.check(samples)
             for i, batch in enumerate(micro_batches):
                 for j, sample in enumerate(batch):
@@ -100,7 +100,7 @@ class DiffusionTrainer(BaseTrainer):
         everyones = self._replicas.gather_or_raise(shape, error)
         passes = {count for _, count, _ in everyones}
         if len(passes) != 1:
-            raise BatchError(f"replicas make {sorted(passes)} passes over an image: one number is needed")
+            raise BatchError(f"replicas make {sorted(passes)} passes over an image; expected one number")
         (num_passes,) = passes
         total = sum(weight for weight, *_ in everyones) * num_passes
         sums = self._backward(micro_batches, max(count for *_, count in everyones), num_passes, total)

@@ -58,7 +58,7 @@ def dpo_loss(
     """
     if not 0 <= label_smoothing < 0.5 or (label_smoothing and loss_type != "sigmoid"):
         raise ConfigError(
-            f"label_smoothing is {label_smoothing}: in [0, 0.5), and 0 unless loss_type is sigmoid, is needed "
+            f"label_smoothing is {label_smoothing}; expected a number in [0, 0.5), and 0 unless loss_type is sigmoid "
             f"(loss_type is {loss_type!r})"
         )
     _require_one_shape(
@@ -113,4 +113,4 @@ def _require_one_shape(**tensors: torch.Tensor) -> None:
     """Shapes [P] and [P, 1] would make [P, P] pairs without a word."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if any(len(shape) != 1 for shape in shapes.values()) or len(set(shapes.values())) != 1:
-        raise BatchError(f"shapes are {shapes}: equal ones of one dimension are needed")
+        raise BatchError(f"shapes are {shapes}; expected equal shapes of one dimension")

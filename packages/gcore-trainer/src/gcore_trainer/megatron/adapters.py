@@ -46,8 +46,8 @@ def target_layers(architecture: Architecture, config: LoRAConfig) -> frozenset[s
         if not found:
             accepted = ", ".join(kind.partition(".")[2] for kind in kinds)
             raise ConfigError(
-                f"target_modules is {config.target_modules}: no layer is named {name!r}; all-linear alone or some of "
-                f"{accepted} are needed"
+                f"target_modules is {config.target_modules}; expected all-linear alone or some of {accepted}: no layer "
+                f"is named {name!r}"
             )
         targets |= found
     return frozenset(targets)

@@ -84,12 +84,12 @@ class MegatronTrainer(Trainer):
         device: torch.device | None = None,
     ) -> None:
         if not 0 < temperature < np.inf:
-            raise ConfigError(f"temperature is {temperature}: a finite number above 0 is needed")
+            raise ConfigError(f"temperature is {temperature}; expected a finite number above 0")
         if dtype not in _DTYPES:
-            raise ConfigError(f"dtype is {dtype}: one of {', '.join(map(str, _DTYPES))} is needed")
+            raise ConfigError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}")
         if lora is not None and objective.scores == "values":
             raise ConfigError(
-                f"lora is {lora}: none is needed where objective is {type(objective).__name__}, which looks at values"
+                f"lora is {lora}; expected None for objective {type(objective).__name__}, which reads values"
             )
         hf_config = AutoConfig.from_pretrained(path)
         architecture = Architecture.of(hf_config)

@@ -103,7 +103,7 @@ def routing_of_row(samples: MicroBatch, batch: PackedBatch) -> NDArray[np.int64]
         return None
     if len(given) < len(samples) or len({r.shape[1:] for r in given}) > 1:
         shapes = sorted({None if s.routed_experts is None else s.routed_experts.shape[1:] for s in samples}, key=str)
-        raise BatchError(f"routed_experts of a micro-batch have layers and experts {shapes}: the same are needed")
+        raise BatchError(f"routed_experts of a micro-batch have layers and experts {shapes}; expected the same")
     # Padding passes through experts too, whichever.
     _, num_layers, top_k = given[0].shape
     routing = np.empty((batch.input_ids.size, num_layers, top_k), np.int64)

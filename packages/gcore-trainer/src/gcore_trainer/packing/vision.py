@@ -111,7 +111,7 @@ class Vision:
         if found != needed:
             raise BatchError(
                 f"a prompt has runs of {found} image tokens ({self._image_token_id}), and images of {needed} merged "
-                "patches: one run for each image is needed, of as many tokens"
+                "patches; expected one run for each image, of as many tokens"
             )
 
 

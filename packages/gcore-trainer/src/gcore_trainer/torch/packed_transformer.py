@@ -72,8 +72,8 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         self._text_config = model.config.get_text_config()
         if self._text_config._attn_implementation != ATTENTION_NAME:
             raise UnsupportedModelError(
-                f"the model's attn_implementation is {self._text_config._attn_implementation!r}: "
-                f"{ATTENTION_NAME!r} is needed; {type(self).__name__}.from_pretrained loads it so"
+                f"the model's attn_implementation is {self._text_config._attn_implementation!r}; expected "
+                f"{ATTENTION_NAME!r}; {type(self).__name__}.from_pretrained loads it so"
             )
         layer_types: set[str] = set(getattr(self._text_config, "layer_types", None) or ())
         self._has_linear_attention = "linear_attention" in layer_types
@@ -137,9 +137,11 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         if (model_type := config.model_type) in VISION_MODELS:
             auto_class, attention = cls._vision_class, {"text_config": attention, "vision_config": "sdpa"}
         if auto_class is None:
-            raise UnsupportedModelError(f"{path} is a {model_type!r} model: {cls.__name__} takes none that sees images")
+            raise UnsupportedModelError(
+                f"{path} is a {model_type!r} model; expected one without images for {cls.__name__}"
+            )
         if type(config) not in auto_class._model_mapping:
-            raise UnsupportedModelError(f"model_type is {model_type!r}: {auto_class.__name__} has no such model")
+            raise UnsupportedModelError(f"model_type is {model_type!r}; expected one that {auto_class.__name__} has")
         load = partial(auto_class.from_pretrained, path, dtype=dtype, attn_implementation=attention)
         try:
             model, loaded = load(output_loading_info=True, **cls._load_options())
@@ -226,8 +228,8 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             )
         if self.vision is not None and context.size > 1:
             raise UnsupportedModelError(
-                f"{self.model.config.model_type!r} sees images, and {context.size} ranks are to divide its rows: "
-                "context and sequence parallel sizes of 1 are needed"
+                f"{self.model.config.model_type!r} sees images, and {context.size} ranks are to divide its rows; "
+                "expected context and sequence parallel sizes of 1"
             )
         self._context = context
 

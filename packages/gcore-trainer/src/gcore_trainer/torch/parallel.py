@@ -56,8 +56,8 @@ class TorchParallel:
         """
         if packed.num_attention_heads % self.context.ulysses_size:
             raise ConfigError(
-                f"ulysses_sequence_parallel_size is {self.context.ulysses_size}: a divisor of the model's "
-                f"{packed.num_attention_heads} attention heads is needed"
+                f"ulysses_sequence_parallel_size is {self.context.ulysses_size}; expected a divisor of the model's "
+                f"{packed.num_attention_heads} attention heads"
             )
         packed.divide_tokens(self.context)
         dtype = packed.compute_dtype

@@ -121,17 +121,16 @@ class BaseTrainer:
         """
         own = self.state()
         if difference := sorted(state.keys() ^ own.keys()):
-            raise StateError(f"state has other names than this trainer's: {difference} are on one side only")
+            raise StateError(f"state does not match this trainer's: names on one side only: {difference}")
         for group, tensors in own.items():
             if not isinstance(tensors, dict):
                 continue
             if difference := sorted(state[group].keys() ^ tensors.keys()):
-                raise StateError(f"{group} has other names than the model: {difference[:3]} are on one side only")
+                raise StateError(f"{group} does not match the model: names on one side only: {difference[:3]}")
             for name, tensor in tensors.items():
                 if isinstance(tensor, torch.Tensor) and state[group][name].shape != tensor.shape:
                     raise StateError(
-                        f"{group}[{name!r}] has shape {tuple(state[group][name].shape)}; expected the model's, "
-                        f"{tuple(tensor.shape)}"
+                        f"{group}[{name!r}] has shape {tuple(state[group][name].shape)}; expected {tuple(tensor.shape)}"
                     )
         self._optimizer.load(state)
         for group, tensors in self._averages().items():
