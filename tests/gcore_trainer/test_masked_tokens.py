@@ -16,7 +16,6 @@ from rank_pool import RankServer
 from trainer_oracles import Group, gradients, make_samples, off_policy, split
 
 from gcore_trainer import (
-    POLICY_LOSSES,
     BatchError,
     DPOConfig,
     DPOObjective,
@@ -49,7 +48,7 @@ from gcore_trainer import (
     whitening_moments,
 )
 from gcore_trainer.advantages.rollout_correction import RolloutIS, RolloutRS
-from gcore_trainer.config import DPOLossType
+from gcore_trainer.config import POLICY_LOSSES, DPOLossType
 
 GROUPS = [Group(7, [9, 1, 5]), Group(3, [6])]
 STILL = OptimizerConfig(lr=1e-30, grad_clip=float("inf"))

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore_trainer import (
-    POLICY_LOSSES,
     AdaptiveKLController,
     BatchError,
     BatchTotals,
@@ -37,6 +36,7 @@ from gcore_trainer import (
     whiten,
     whitening_moments,
 )
+from gcore_trainer.config import POLICY_LOSSES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "packages/gcore-trainer/docs/verl.md").read_text()

@@ -15,7 +15,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gcore_trainer import POLICY_LOSSES as BUILT_IN
 from gcore_trainer import (
     AdaptiveKLController,
     BatchTotals,
@@ -39,6 +38,7 @@ from gcore_trainer import (
     whitening_moments,
 )
 from gcore_trainer.advantages.rollout_correction import RolloutIS, RolloutRS
+from gcore_trainer.config import POLICY_LOSSES as BUILT_IN
 
 TOLERANCE = 1e-6
 """Of a difference, relative to the largest expected entry; our advantages and weights are float32."""

@@ -27,7 +27,6 @@ from gcore_trainer.advantages.reward_shaping import (
 from gcore_trainer.advantages.rollout_correction import RolloutCorrectionConfig, rollout_correction, weight_moments
 from gcore_trainer.advantages.whitening import whiten, whitening_moments
 from gcore_trainer.config import (
-    POLICY_LOSSES,
     AdvantageConfig,
     DPOConfig,
     KLPenalty,
@@ -54,7 +53,7 @@ from gcore_trainer.sample import Images, MicroBatch, Sample
 
 if TYPE_CHECKING:
     from gcore_trainer.diffusion.denoiser import Denoiser, pipeline_component
-    from gcore_trainer.diffusion.ema import EMA
+    from gcore_trainer.diffusion.ema import MovingAverage
     from gcore_trainer.diffusion.objectives import (
         DenoisingPolicyObjective,
         DiffusionDPOObjective,
@@ -93,8 +92,6 @@ if TYPE_CHECKING:
     from gcore_trainer.training.trainer import Trainer
 
 __all__ = [
-    "EMA",
-    "POLICY_LOSSES",
     "AdaptiveKLController",
     "AdvantageConfig",
     "AdvantageEstimator",
@@ -125,6 +122,7 @@ __all__ = [
     "MegatronTrainer",
     "MicroBatch",
     "MissingExtraError",
+    "MovingAverage",
     "NFTConfig",
     "NFTObjective",
     "NoiseProcess",
@@ -193,7 +191,7 @@ __all__ = [
 
 _LAZY = {
     "gcore_trainer.diffusion.denoiser": ["Denoiser", "pipeline_component"],
-    "gcore_trainer.diffusion.ema": ["EMA"],
+    "gcore_trainer.diffusion.ema": ["MovingAverage"],
     "gcore_trainer.diffusion.objectives": [
         "DenoisingPolicyObjective",
         "DiffusionDPOObjective",

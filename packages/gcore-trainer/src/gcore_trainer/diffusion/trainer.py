@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gcore_trainer.config import OptimizerConfig
 from gcore_trainer.diffusion.denoiser import Denoiser
-from gcore_trainer.diffusion.ema import EMA
+from gcore_trainer.diffusion.ema import MovingAverage
 from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, TransitionKernel
 from gcore_trainer.diffusion.sample import Conditioned, DiffusionMicroBatch, stacked
 from gcore_trainer.errors import BatchError, ConfigError, TrainerError
@@ -66,7 +66,7 @@ class DiffusionTrainer(BaseTrainer):
             config=optimizer, optimizer=self._adamw, replicas=parallel.replicas if parallel else Replicas()
         )
         self._models = Models(policy=denoiser, old=old, reference=reference)
-        self._ema = EMA(parameters, ema_decay) if ema_decay is not None else None
+        self._ema = MovingAverage(parameters, ema_decay) if ema_decay is not None else None
         self._old = old
         self._old_decay = old_decay
 
