@@ -21,7 +21,7 @@ HEAVY = {
         "gcore_llm.report",
         "gcore_llm.train",
         "gcore_rollout.hf_engine",
-        "gcore_trainer.torch_trainer",
+        "gcore_trainer.torch.trainer",
         "torch.utils.tensorboard",
         "transformers.models.qwen3.modeling_qwen3",
     ),

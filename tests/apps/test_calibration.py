@@ -20,7 +20,7 @@ from gcore_llm.simulate.measured import STAGES, MeasuredRun, read_run
 from gcore_llm.simulate.run import simulate
 from gcore_runs.errors import UserError
 from gcore_runs.settings import to_toml
-from gcore_trainer.parallel import ParallelConfig
+from gcore_trainer import ParallelConfig
 
 TRUE = Parameters(
     base_s=0.02,

@@ -9,9 +9,7 @@ from gcore_runs.errors import UserError, check_at_least, check_port, check_run_n
 from gcore_runs.placement_config import PlacementConfig
 from gcore_runs.ray_config import RayConfig
 from gcore_runs.sizes import Sizes, check_engines, check_judges_in_turns
-from gcore_trainer import OptimizerConfig
-from gcore_trainer.config import LoRAConfig
-from gcore_trainer.diffusion.config import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig
+from gcore_trainer import DenoisingPolicyConfig, DiffusionDPOConfig, LoRAConfig, NFTConfig, OptimizerConfig
 
 Algorithm = Literal["flow_grpo", "ddpo", "grpo_guard", "nft", "dpo", "reward_gradient"]
 KernelName = Literal["flow_sde", "dance_sde", "cps", "ddim", "ode"]

@@ -179,8 +179,8 @@ def _is_evaluated(run: RunFolder, config: DiffusionConfig, step: int) -> bool:
 
 def _export(learner: SavedLearner, model: Path, path: Path) -> None:
     """The pipeline's folder with the trained denoiser in it."""
-    from gcore_trainer.diffusion.denoiser import component_of
+    from gcore_trainer import pipeline_component
 
-    name, _ = component_of(model)
+    name, _ = pipeline_component(model)
     shutil.copytree(model, path, ignore=lambda folder, _: [name] if Path(folder) == model else [])
     learner.save_pretrained(path / name)

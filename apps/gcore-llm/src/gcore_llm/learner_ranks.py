@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gcore_rollout.weight_digests import DigestedWeights
     from gcore_rollout.weight_report import Digest
 
-_PRELOADED = ["gcore_trainer.torch_trainer", "gcore_trainer.frozen_model", "torch._dynamo"]
+_PRELOADED = ["gcore_trainer.torch.trainer", "gcore_trainer.torch.frozen_model", "torch._dynamo"]
 """What ranks would import, each for itself."""
 
 _DEATH_S = 0.5

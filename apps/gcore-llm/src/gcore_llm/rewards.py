@@ -267,10 +267,10 @@ def _check_pairwise(config: TrainConfig) -> None:
             "reward_model.judge.pairwise is true and rollout.multi_turn makes several turns: one of them is needed, "
             "for what is compared is one response to one prompt"
         )
-    if config.algorithm.adv_estimator == "remax":
+    if config.algorithm.estimator.needs_greedy:
         raise UserError(
-            "reward_model.judge.pairwise is true and algorithm.adv_estimator is 'remax': another estimator is needed, "
-            "for its greedy response is in no group"
+            "reward_model.judge.pairwise is true and algorithm.adv_estimator is "
+            f"{config.algorithm.adv_estimator!r}: another estimator is needed, for its greedy response is in no group"
         )
 
 

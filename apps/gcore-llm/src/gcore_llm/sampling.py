@@ -73,7 +73,7 @@ class Sampling:
             n=config.rollout.n,
             seed=config.seed,
             timer=ctx.timer,
-            with_greedy=config.algorithm.adv_estimator == "remax",
+            with_greedy=config.algorithm.estimator.needs_greedy,
         )
         self._unfinished: list[UnfinishedGroup] = []
         self._wave_groups: list[Group] = []

@@ -56,7 +56,7 @@ def train(config: TrainConfig, display: Display) -> Result:
         check_model(Path(config.model))
     elif config.rollout.is_on_servers:
         raise UserError(f"rollout.engine is {config.rollout.engine!r} and model is not set: servers need a model")
-    if config.critic.model and config.algorithm.adv_estimator == "gae":
+    if config.critic.model and config.algorithm.estimator.needs_critic:
         check_model(Path(config.critic.model), setting="critic.model")
     if config.rollout.speculative.model:
         check_model(Path(config.rollout.speculative.model), setting="rollout.speculative.model")
