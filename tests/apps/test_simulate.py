@@ -29,8 +29,7 @@ from gcore_llm.simulate.replica_choice import LeastLoaded
 from gcore_llm.simulate.reward import ModelledReward
 from gcore_llm.simulate.run import Simulation, simulate
 from gcore_llm.simulate.work import coarse_workload, make_prompts, sample_name, weights_bytes
-from gcore_rollout import Completion, Request, SamplingParams
-from gcore_rollout.errors import RolloutError
+from gcore_rollout import Completion, Request, RolloutError, SamplingParams
 from gcore_runs.errors import UserError
 from gcore_runs.ranks import deal
 from gcore_trainer import MicroBatch

@@ -13,16 +13,25 @@ from faulty_engines import EXPECTED, FAULTS, TENSOR, make_faulty
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore_rollout import vllm_engine, weight_digests
-from gcore_rollout.checked_engine import CheckedEngine, Rotation
-from gcore_rollout.engine_process import PRELOAD_HF, PRELOAD_VLLM, EngineProcess
-from gcore_rollout.errors import WrongWeightsError
-from gcore_rollout.hf_engine import HFEngine
-from gcore_rollout.replicas import EngineReplicas
-from gcore_rollout.vllm_engine import VLLMEngine
-from gcore_rollout.weight_digests import DigestedWeights, digest
-from gcore_rollout.weight_report import Digest, Digests, HeldTensor, all_digests, check_weights
-from gcore_rollout.weight_sync.shared_weights import SharedWeights
+from gcore_rollout import (
+    PRELOAD_HF,
+    PRELOAD_VLLM,
+    Digest,
+    Digests,
+    EngineProcess,
+    EngineReplicas,
+    HeldTensor,
+    HFEngine,
+    SharedWeights,
+    VLLMEngine,
+    WrongWeightsError,
+    all_digests,
+    check_weights,
+    vllm_engine,
+    weight_digests,
+)
+from gcore_rollout.weight_sync.checked_engine import CheckedEngine, Rotation
+from gcore_rollout.weight_sync.digests import DigestedWeights, digest
 
 pytestmark = VLLM_IMPORT_WARNINGS
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.groups import Group
-from gcore_rollout.diffusion import ImageSample
+from gcore_rollout import ImageSample
 from gcore_trainer.advantages import grpo_advantages
 from gcore_trainer.diffusion.types import DiffusionSample
 

@@ -21,8 +21,7 @@ from gcore_diffusion.rewards import Rewards, build_rewards, try_reward
 from gcore_diffusion.roles import Sampler
 from gcore_diffusion.sampling import images, kernel_of
 from gcore_diffusion.services import LocalServices
-from gcore_rollout.diffusion import ImageRequest, ImageSampling
-from gcore_rollout.errors import RolloutError
+from gcore_rollout import ImageRequest, ImageSampling, RolloutError
 from gcore_runs.devices import DeviceTimers
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError

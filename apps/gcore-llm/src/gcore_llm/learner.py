@@ -19,7 +19,7 @@ from gcore_trainer.config import LoRAConfig
 if TYPE_CHECKING:
     import torch
 
-    from gcore_rollout.weight_digests import DigestedWeights
+    from gcore_rollout import DigestedWeights
     from gcore_trainer.frozen_model import FrozenModel
     from gcore_trainer.objectives import Objective
     from gcore_trainer.torch_parallel import TorchParallel
@@ -139,7 +139,7 @@ class LocalLearner:
     def export_weights(self) -> "DigestedWeights":
         import torch
 
-        from gcore_rollout.weight_digests import DigestedWeights
+        from gcore_rollout import DigestedWeights
 
         # Some parameters stay in float32 in engines of another type.
         dtypes = [torch.float32, getattr(torch, self._dtype)]

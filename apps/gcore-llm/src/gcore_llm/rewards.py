@@ -10,11 +10,11 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.engines import check_engine, start_judge
 from gcore_llm.reward_config import JudgeConfig
 from gcore_llm.roles import build_tokenizer, check_model, eos_token_ids
-from gcore_rollout import Engine, SamplingParams
-from gcore_rollout.multi_turn import ChatEncoder
-from gcore_rollout.rewards import (
+from gcore_rollout import (
+    ChatEncoder,
     CodeReward,
     CompositeReward,
+    Engine,
     GroupRewardRunner,
     HTTPReward,
     JudgeModel,
@@ -26,11 +26,12 @@ from gcore_rollout.rewards import (
     RewardFunction,
     RewardRunner,
     RewardRunnerConfig,
+    SamplingParams,
+    Sandbox,
     ScorePattern,
     WinnerPattern,
     load_reward,
 )
-from gcore_rollout.sandbox import Sandbox
 from gcore_runs.errors import UserError
 from gcore_runs.watched import UNWATCHED, Watched
 
@@ -178,7 +179,7 @@ async def _reward_model(config: TrainConfig, watched: Watched, judge: Engine | N
     if config.reward_model.kind == "classifier":
         import torch
 
-        from gcore_rollout.rewards.sequence_classifier import SequenceClassifierReward
+        from gcore_rollout import SequenceClassifierReward
 
         dtype: torch.dtype = getattr(torch, config.dtype)
         tokenizer = build_tokenizer(Path(path))

@@ -12,7 +12,7 @@ class MultiTurnConfig:
     """Responses of several turns, in an environment or with tools."""
 
     environment: str = ""
-    """PATH.py:function, which makes from a row an environment of one episode (gcore_rollout.multi_turn.Environment),
+    """PATH.py:function, which makes from a row an environment of one episode (gcore_rollout.Environment),
     such as a ToolEnvironment; it rewards turns, and the reward, if there is one, scores the last. Empty: one turn."""
     max_revisions: int = 0
     """In the place of an environment: so many times a response is handed back with its reward's feedback, such as a

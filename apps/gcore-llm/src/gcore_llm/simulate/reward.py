@@ -12,7 +12,7 @@ from gcore_llm.simulate.load import LoadMeter
 from gcore_llm.simulate.replay import Replay
 from gcore_llm.simulate.replica_choice import LeastLoaded
 from gcore_llm.simulate.work import group_and_index
-from gcore_rollout.rewards import RewardRunner, RewardRunnerConfig
+from gcore_rollout import RewardRunner, RewardRunnerConfig
 
 _GROUP_STREAM = 3
 _SAMPLE_STREAM = 4

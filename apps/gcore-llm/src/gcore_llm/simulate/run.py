@@ -20,7 +20,7 @@ from gcore_llm.simulate.load import LoadMeter
 from gcore_llm.simulate.replay import Replay
 from gcore_llm.simulate.reward import ModelledReward
 from gcore_llm.simulate.work import SampleNames, coarse_workload, make_prompts, weights_bytes
-from gcore_rollout.rewards import Failure
+from gcore_rollout import Failure
 
 
 @dataclass(frozen=True, kw_only=True)
