@@ -27,9 +27,9 @@ from gcore_rollout import (
     WrongWeightsError,
     all_digests,
     check_weights,
-    vllm_engine,
-    weight_digests,
 )
+from gcore_rollout.engines.vllm import engine as vllm_engine
+from gcore_rollout.weight_sync import digests as digests_module
 from gcore_rollout.weight_sync.checked_engine import CheckedEngine, Rotation
 from gcore_rollout.weight_sync.digests import DigestedWeights, digest
 
@@ -201,7 +201,7 @@ def test_a_digest_does_not_depend_on_how_much_is_read_at_a_time(monkeypatch: pyt
     tensors = [torch.randn(size) for size in (5, 2**17, 2**17 + 3, 9 * 2**17 + 3)]
     expected = [digest(tensor) for tensor in tensors]
     for num_blocks in (2, 128):
-        monkeypatch.setattr(weight_digests, "_BLOCKS_AT_ONCE", {"cpu": num_blocks})
+        monkeypatch.setattr(digests_module, "_BLOCKS_AT_ONCE", {"cpu": num_blocks})
         assert [digest(tensor) for tensor in tensors] == expected
 
 

@@ -24,7 +24,8 @@ from engine_oracles import (
     until_sampled,
 )
 
-from gcore_rollout import MissingExtraError, RequestError, UnsupportedModelError, VLLMEngine, vllm_engine
+from gcore_rollout import MissingExtraError, RequestError, UnsupportedModelError, VLLMEngine
+from gcore_rollout.engines.vllm import engine as vllm_engine
 
 pytestmark = VLLM_IMPORT_WARNINGS
 
