@@ -11,13 +11,13 @@ from xml.etree import ElementTree
 import pytest
 from recorded_run import recorded_run
 
+from gcore_bench.placement.study.payloads import ControllerHost, payload_load
+from gcore_bench.placement.study.studies import break_study, drift_study, with_judge_error
 from gcore_placement import DynamicPartitionConfig, Trace, TraceRecipe
 from gcore_placement.cli import main
 from gcore_placement.cli.simulate_table import in_processes
 from gcore_placement.simulation import scenarios, studies
-from gcore_placement.simulation.payloads import ControllerHost, payload_load
 from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCENARIOS, Scale, scenario
-from gcore_placement.simulation.studies import break_study, drift_study, with_judge_error
 from gcore_placement.workload.trace_recipes import steady
 
 

@@ -20,15 +20,12 @@ APPS_MAY_IMPORT = {
 
 ADAPTERS = {
     "vllm": [
-        "packages/gcore-rollout/src/gcore_rollout/vllm_engine.py",
-        "packages/gcore-rollout/src/gcore_rollout/vllm_process.py",
-        "packages/gcore-rollout/src/gcore_rollout/vllm_speculation.py",
-        "packages/gcore-rollout/src/gcore_rollout/vllm_weights.py",
+        "packages/gcore-rollout/src/gcore_rollout/engines/vllm/",
         "apps/gcore-bench/src/gcore_bench/rollout/vllm_contender.py",
         "apps/gcore-bench/src/gcore_bench/grpo/trl_weight_sync.py",
     ],
-    "reasoning_gym": ["packages/gcore-rollout/src/gcore_rollout/rewards/reasoning_gym.py"],
-    "math_verify": ["packages/gcore-rollout/src/gcore_rollout/rewards/math_verify.py"],
+    "reasoning_gym": ["packages/gcore-rollout/src/gcore_rollout/rewards/kinds/reasoning_gym.py"],
+    "math_verify": ["packages/gcore-rollout/src/gcore_rollout/rewards/kinds/math_verify.py"],
     "trl": [
         "apps/gcore-bench/src/gcore_bench/grpo/",
         "apps/gcore-bench/src/gcore_bench/trainer/trl_contender.py",
@@ -40,7 +37,7 @@ ADAPTERS = {
     "orbax": ["apps/gcore-bench/src/gcore_bench/ckpt/orbax_contender.py"],
     "sglang": [],
     "diffusers": [
-        "packages/gcore-rollout/src/gcore_rollout/diffusion/",
+        "packages/gcore-rollout/src/gcore_rollout/engines/diffusion/",
         "packages/gcore-trainer/src/gcore_trainer/diffusion/",
         "apps/gcore-diffusion/src/gcore_diffusion/demo/",
         "apps/gcore-diffusion/src/gcore_diffusion/learner.py",
@@ -49,7 +46,7 @@ ADAPTERS = {
     "megatron": ["packages/gcore-trainer/src/gcore_trainer/megatron/"],
     "ray": [
         "packages/gcore-controller/src/gcore_controller/ray_runtime/",
-        "packages/gcore-rollout/src/gcore_rollout/ray_engine.py",
+        "packages/gcore-rollout/src/gcore_rollout/engines/ray/",
         "packages/gcore-rollout/src/gcore_rollout/weight_sync/weight_references.py",
         "apps/gcore-bench/src/gcore_bench/controller/",
         "apps/gcore-runs/src/gcore_runs/on_ray/",

@@ -16,11 +16,7 @@ from gcore_ckpt import Checkpointer
 from gcore_controller import Collectives
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.sampling import has_reference_pass, kernel_of
-from gcore_rollout import Engine
-from gcore_rollout.diffusion import ImageRequest, ImageSample
-from gcore_rollout.diffusion.recording import suited
-from gcore_rollout.weight_digests import DigestedWeights
-from gcore_rollout.weight_report import all_digests, check_weights
+from gcore_rollout import DigestedWeights, Engine, ImageRequest, ImageSample, all_digests, check_weights, suited
 from gcore_runs.devices import DeviceTimers, rank_name
 from gcore_runs.errors import UserError
 from gcore_trainer import (

@@ -18,7 +18,7 @@ from gcore_trainer import LoRAConfig, MicroBatch, OptimizerConfig
 if TYPE_CHECKING:
     import torch
 
-    from gcore_rollout.weight_digests import DigestedWeights
+    from gcore_rollout import DigestedWeights
     from gcore_trainer import FrozenModel, Objective, TorchParallel, Trainer
 
 Role = Literal["actor", "critic", "reference"]
@@ -135,7 +135,7 @@ class LocalLearner:
     def export_weights(self) -> "DigestedWeights":
         import torch
 
-        from gcore_rollout.weight_digests import DigestedWeights
+        from gcore_rollout import DigestedWeights
 
         # Some parameters stay in float32 in engines of another type.
         dtypes = [torch.float32, getattr(torch, self._dtype)]

@@ -21,7 +21,7 @@ from gcore_llm.services import Inputs, LocalServices
 from gcore_llm.tasks import load_task
 from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
 from gcore_llm.warmup import require_worked_examples, warm_up
-from gcore_rollout.rewards import Failed
+from gcore_rollout import Failed
 from gcore_runs.devices import DeviceTimers
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError

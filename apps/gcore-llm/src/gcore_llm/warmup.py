@@ -11,7 +11,7 @@ from gcore_llm.evaluate import evaluate
 from gcore_llm.prompts import PromptSets
 from gcore_llm.roles import Sampler, build_engine
 from gcore_llm.tasks import WORKED_EXAMPLES
-from gcore_rollout.rewards import RewardRunner
+from gcore_rollout import RewardRunner
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import RunFolder, append_json, write_atomically, write_jsonl

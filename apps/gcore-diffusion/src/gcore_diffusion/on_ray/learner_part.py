@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_rollout import Engine
-from gcore_rollout.diffusion import ImageRequest, ImageSample
+from gcore_rollout import Engine, ImageRequest, ImageSample
 from gcore_runs.on_ray.ranks_part import BaseRanksPart
 from gcore_trainer import DiffusionMicroBatch
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.simulate.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig
-from gcore_llm.simulate.lengths import SampledLengths, fit_lengths
 from gcore_llm.simulate.replay import Replay
+from gcore_placement.workload.sampled_lengths import SampledLengths, fit_lengths
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import RunFolder, read_jsonl
 

@@ -6,11 +6,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gcore_placement.cli.page import page
-from gcore_placement.errors import MissingExtraError, PlacementError, check_positive, refusal
-from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENARIOS, scenario
-from gcore_placement.simulation.simulator import Simulator
-from gcore_placement.simulation.studies import (
+from gcore_bench.placement.study.studies import (
     Comparison,
     RunAll,
     break_study,
@@ -19,7 +15,11 @@ from gcore_placement.simulation.studies import (
     payload_study,
     prediction_study,
 )
-from gcore_placement.simulation.study_tables import study_text
+from gcore_bench.placement.study.tables import study_text
+from gcore_placement.cli.page import page
+from gcore_placement.errors import MissingExtraError, PlacementError, check_positive, refusal
+from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENARIOS, scenario
+from gcore_placement.simulation.simulator import Simulator
 from gcore_placement.simulation.waves import WaveRuns, run_in_turns, run_side_by_side
 from gcore_placement.workload.recorded_runs import run_trace
 from gcore_placement.workload.traces import Trace

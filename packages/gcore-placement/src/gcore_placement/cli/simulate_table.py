@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from gcore_bench.placement.study.studies import Comparison, RunAll
 from gcore_placement.simulation.step_account import IDLE
-from gcore_placement.simulation.studies import Comparison, RunAll
 
 _FILE_WIDTH = 10_000  # columns where the output is no terminal: nothing is cut or folded
 

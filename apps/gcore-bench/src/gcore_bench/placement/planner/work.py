@@ -18,8 +18,8 @@ from gcore_bench.trainer.measure import PeakMemory, measured
 from gcore_bench.trainer.models import LOSS, OPTIMIZER
 from gcore_bench.trainer.ranks import joined_world
 from gcore_placement import balance, micro_batches
-from gcore_rollout import Request, SamplingParams, slot_attention
-from gcore_rollout.hf_engine import HFEngine
+from gcore_rollout import HFEngine, Request, SamplingParams
+from gcore_rollout.engines.hf import slot_attention
 from gcore_trainer import PackedModel, ParallelConfig, PolicyObjective, Sample, TorchParallel, TorchTrainer
 from gcore_trainer.packing import attention as packed_attention
 
