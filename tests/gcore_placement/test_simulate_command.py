@@ -172,7 +172,7 @@ def test_a_run_of_gcore_llm_is_simulated_and_a_wrong_one_refused(
     assert main(["simulate", "--from-run", str(recorded_run(tmp_path / "mine")), "--judge-length", "40"]) == 0
     assert "mine: 64 devices, 2 steps" in capsys.readouterr().out
     assert main(["simulate", "--from-run", str(tmp_path / "none")]) == 2
-    assert "is no folder of a gcore-llm run, with config.toml and metrics.jsonl" in capsys.readouterr().err
+    assert "expected a gcore-llm run, with config.toml and metrics.jsonl" in capsys.readouterr().err
 
 
 def test_published_runs_grow_as_they_are_published(capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,7 +97,7 @@ def _run_settings(folder: Path) -> tuple[int, float]:
         return int(config["rollout"]["n"]), float(config["reward_model"]["judge"]["max_response_length"])
     except (OSError, KeyError, ValueError) as error:
         raise PlacementError(
-            f"{str(folder)!r} is no folder of a gcore-llm run, with config.toml and metrics.jsonl: {error!r}"
+            f"--from-run is {str(folder)!r}; expected a gcore-llm run, with config.toml and metrics.jsonl ({error!r})"
         ) from error
 
 
