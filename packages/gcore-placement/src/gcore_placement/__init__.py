@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gcore_placement.planning.plan import Alternative, EnginePlan, Plan
     from gcore_placement.planning.planner import plan
     from gcore_placement.planning.step_time import StepTime, Strategy, predict_step
+    from gcore_placement.simulation.comparison import Comparison, compare
     from gcore_placement.simulation.least_loaded import LeastLoaded
     from gcore_placement.simulation.replica import Replica, ReplicaRequest
     from gcore_placement.simulation.running_ledger import RunningLedger
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Alternative",
     "Cluster",
+    "Comparison",
     "Correction",
     "Device",
     "DiffusionWorkload",
@@ -88,6 +90,7 @@ __all__ = [
     "TransformerWorkload",
     "balance",
     "blend",
+    "compare",
     "engine_load",
     "fit_lengths",
     "log_normal",
@@ -118,6 +121,7 @@ _MODULES = {
     "planning.plan": "Alternative EnginePlan Plan",
     "planning.planner": "plan",
     "planning.step_time": "StepTime Strategy predict_step",
+    "simulation.comparison": "Comparison compare",
     "simulation.least_loaded": "LeastLoaded",
     "simulation.replica": "Replica ReplicaRequest",
     "simulation.running_ledger": "RunningLedger",
