@@ -2,12 +2,10 @@
 
 import asyncio
 import json
-import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any, Literal
 
 import numpy as np
@@ -26,14 +24,15 @@ from gcore_llm.simulate.load import LoadMeter
 from gcore_llm.simulate.reward import ModelledReward
 from gcore_llm.simulate.run import Simulation, simulate
 from gcore_llm.simulate.work import coarse_workload, make_prompts, sample_name, weights_bytes
-from gcore_placement.simulation.least_loaded import LeastLoaded
-from gcore_placement.simulation.running_ledger import COLUMNS, IDLE, WORK, Ledger
-from gcore_placement.workload.draws import blend
-from gcore_rollout import Completion, Request, RolloutError, SamplingParams
+from gcore_placement import RunningLedger
+from gcore_placement.simulation.running_ledger import IDLE, WORK
+from gcore_rollout import Completion, Request, SamplingParams
+from gcore_rollout.errors import RolloutError
 from gcore_runs.errors import UserError
 from gcore_runs.ranks import deal
 from gcore_trainer import MicroBatch
 
+COLUMNS = (*WORK, *IDLE)
 SMALL = SimulateConfig(
     devices=8,
     controllers=2,
@@ -113,33 +112,6 @@ def test_device_seconds_add_up(partial_rollout: bool) -> None:
         assert all(load > 0 for load in step.controller_load)
         assert len(step.controller_load) == 3
     assert all(sum(step.device_s[idle] for step in steps) > 0 for idle in IDLE)
-
-
-def test_the_ledger_names_the_cause() -> None:
-    async def program(_: Context[None]) -> dict[str, float]:
-        ledger = Ledger(num_devices=4, num_reward_devices=1, num_controllers=2)
-        ledger.enter(0, "gen")
-        ledger.enter(1, "gen")
-        ledger.generate(2)
-        await asyncio.sleep(10)
-        ledger.generate(-1)
-        ledger.reward(1)
-        ledger.enter(0, "reward")
-        ledger.enter(1, None)
-        await asyncio.sleep(4)
-        ledger.generate(-1)
-        ledger.reward(-1)
-        with ledger.whole("training", 0.75):
-            await asyncio.sleep(8)
-        return ledger.cut()
-
-    (seconds,) = run_simulated(program, roles=None)
-    assert seconds == pytest.approx(
-        {
-            **{"generation": 20 + 4, "reward": 4, "preparation": 0, "training": 24, "sync": 0},
-            **{"long_tail": 10, "waiting_for_reward": 4, "reward_devices": 10, "imbalance": 8, "barriers": 4},
-        }
-    )
 
 
 class Spy:
@@ -247,20 +219,14 @@ def test_partial_rollout_cuts_the_tail_and_no_length(alone: tuple[Spy, Simulatio
 
 def test_a_share_of_groups_has_scores_that_differ() -> None:
     config = replace(SMALL, reward=RewardModel(acceptance=0.6))
-    ledger, meter = Ledger(num_devices=8, num_reward_devices=0, num_controllers=1), LoadMeter(1)
+    ledger, meter = (
+        RunningLedger(num_devices=8, num_reward_devices=0, num_controllers=1, clock=simulated_s),
+        LoadMeter(1),
+    )
     rule = ModelledReward(config, ledger=ledger, meter=meter).rule
     groups = [[rule("", str(sample_name(seed, i)), {}) for i in range(4)] for seed in range(4000)]
     assert np.mean([len(set(scores)) > 1 for scores in groups]) == pytest.approx(0.6, abs=0.03)
     assert np.mean(groups) == pytest.approx(0.5, abs=0.03)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-def test_responses_to_a_prompt_are_as_alike_as_is_asked_for(share: float) -> None:
-    uniforms = np.random.default_rng(0).uniform(size=(4000, 3))
-    pairs = np.array([[blend(prompt, own, share) for own in (first, second)] for prompt, first, second in uniforms])
-    assert np.quantile(pairs, [0.1, 0.5, 0.9]) == pytest.approx([0.1, 0.5, 0.9], abs=0.02)
-    normals = np.vectorize(NormalDist().inv_cdf)(pairs)
-    assert np.corrcoef(normals.T)[0, 1] == pytest.approx(share, abs=0.05)
 
 
 def test_lengths_are_log_normal_and_cut() -> None:
@@ -275,7 +241,7 @@ def on_engine(config: SimulateConfig, use: Callable[[ModelledEngine], Any]) -> A
     """What ``use`` returns, in simulated time."""
 
     async def program(_: Context[None]) -> Any:
-        ledger = Ledger(num_devices=config.devices, num_reward_devices=0, num_controllers=1)
+        ledger = RunningLedger(num_devices=config.devices, num_reward_devices=0, num_controllers=1, clock=simulated_s)
         engine = ModelledEngine(
             config,
             num_replicas=config.num_engine_replicas,
@@ -295,6 +261,10 @@ ONE = replace(
     controllers=1,
     engine=EngineModel(base_s=0.03, per_sample_s=0.01, prefill_tokens_per_s=1000),
 )
+
+
+def simulated_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def request(n: int, seed: int = 0, begun: tuple[Completion, ...] = ()) -> Request:
@@ -382,19 +352,6 @@ def test_micro_batches_are_dealt_there_and_back() -> None:
     assert deal([2.0, 5.0], 3) == [[1], [0], []]
 
 
-def test_the_least_loaded_is_found() -> None:
-    draw = random.Random(0)
-    choice, loads = LeastLoaded(7), [0] * 7
-    for _ in range(3000):
-        if draw.random() < 0.5:
-            replica, load = choice.take(draw.randrange(1, 4))
-            assert loads[replica] == min(loads)
-            loads[replica] = load
-        else:
-            replica = draw.randrange(7)
-            loads[replica] = choice.add(replica, -(loads[replica] // 2))
-
-
 def test_a_controllers_load_is_its_own_code() -> None:
     def spin(seconds: float) -> None:
         end_s = time.thread_time() + seconds
@@ -463,22 +420,28 @@ def test_command_prints_its_table(cli: Cli, model: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--devices", "0"], "devices is 0: 1 or more is needed"),
-        (["--controllers", "0"], "controllers is 0: 1 or more is needed"),
-        (["--token-unit", "100"], r"token_unit is 100: a divisor of max_prompt_length \(1024\) is needed"),
-        (["--devices", "6", "--controllers", "1"], r"learner.devices_per_replica is 8: a divisor of devices \(6\)"),
-        (["--engine.devices-per-replica", "3"], "engine.devices_per_replica is 3: a divisor of the devices that gener"),
-        (["--engine.base-s", "0"], "engine.base_s is 0.0: a finite number above 0 is needed"),
-        (["--reward.acceptance", "0"], "reward.acceptance is 0.0: a number above 0, at most 1 is needed"),
-        (["--reward.devices", "4"], "reward.devices is 4 and reward.latency_s is 0: a latency above 0 is needed"),
-        (["--reward.devices", "512", "--reward.latency-s", "1"], r"fewer than devices \(512\) are needed"),
-        (["--response-length.median", "inf"], "response_length.median is inf: a finite number above 0 is needed"),
-        (["--learner.device", "abacus"], "learner.device is 'abacus': one of B200, H200, H100"),
-        (["--learner.utilisation", "1.5"], "learner.utilisation is 1.5: a number above 0, at most 1 is needed"),
-        (["--prompt-share", "2"], "prompt_share is 2.0: a number from 0 to 1 is needed"),
-        (["--controllers", "300"], "controllers is 300 and the engine has 256 replicas: one for each controller"),
+        (["--devices", "0"], "devices is 0[:;] .*1"),
+        (["--controllers", "0"], "controllers is 0[:;] .*1"),
+        (["--token-unit", "100"], r"token_unit is 100; expected a divisor of max_prompt_length \(1024\)"),
+        (
+            ["--devices", "6", "--controllers", "1"],
+            r"learner.devices_per_replica is 8; expected a divisor of devices \(6\)",
+        ),
+        (
+            ["--engine.devices-per-replica", "3"],
+            "engine.devices_per_replica is 3; expected a divisor of the devices that",
+        ),
+        (["--engine.base-s", "0"], "engine.base_s is 0.0; expected a finite number above 0"),
+        (["--reward.acceptance", "0"], "reward.acceptance is 0.0; expected a number above 0, at most 1"),
+        (["--reward.devices", "4"], r"reward.latency_s is 0; expected above 0 where reward.devices is above 0 \(4\)"),
+        (["--reward.devices", "512", "--reward.latency-s", "1"], r"expected fewer than devices \(512\)"),
+        (["--response-length.median", "inf"], "response_length.median is inf; expected a finite number above 0"),
+        (["--learner.device", "abacus"], "learner.device is 'abacus'; expected one of B200, H200, H100"),
+        (["--learner.utilisation", "1.5"], "learner.utilisation is 1.5; expected a number above 0, at most 1"),
+        (["--prompt-share", "2"], "prompt_share is 2.0; expected a number from 0 to 1"),
+        (["--controllers", "300"], r"controllers is 300; expected at most the replicas of the engine \(256\)"),
         (["--n", "1"], "rollout.n is 1; expected at least 2 for algorithm.adv_estimator"),
-        (["--n", "70000"], "n is 70000: 65536 or less is needed"),
+        (["--n", "70000"], "n is 70000; expected at most 65536"),
     ],
 )
 def test_wrong_settings_are_refused(options: list[str], message: str) -> None:
@@ -487,8 +450,8 @@ def test_wrong_settings_are_refused(options: list[str], message: str) -> None:
 
 
 def test_wrong_folders_are_refused(cli: Cli) -> None:
-    assert "model is 'nowhere': a Hugging Face folder with config.json is" in cli.refused(
+    assert "model is 'nowhere'; expected a Hugging Face folder with config.json" in cli.refused(
         "simulate", "--model", "nowhere"
     )
-    assert "json is 'no/out.json': a file in an existing" in cli.refused("simulate", "--json", "no/out.json")
+    assert "json is 'no/out.json'; expected a file in an existing" in cli.refused("simulate", "--json", "no/out.json")
     assert not list(cli.cwd.iterdir())

@@ -1,4 +1,4 @@
-"""Which of many replicas has least to do."""
+"""The choice of the replica with the least load."""
 
 from heapq import heapify, heappop, heappush
 
@@ -8,11 +8,11 @@ class LeastLoaded:
 
     def __init__(self, num_replicas: int) -> None:
         self._loads = [0] * num_replicas
-        # Beside each replica's present load it holds past ones, which are passed over.
+        # Besides each replica's present load, the heap holds past ones, which are skipped.
         self._heap = [(0, replica) for replica in range(num_replicas)]
 
     def take(self, amount: int) -> tuple[int, int]:
-        """The replica with the least load, which is given ``amount`` more, and what its load is now."""
+        """Add ``amount`` to the replica with the least load; return the replica and its new load."""
         load, replica = self._heap[0]
         while load != self._loads[replica]:
             heappop(self._heap)
@@ -20,7 +20,7 @@ class LeastLoaded:
         return replica, self.add(replica, amount)
 
     def add(self, replica: int, amount: int) -> int:
-        """Change a replica's load; what it is now."""
+        """Change the load of a replica; return its new load."""
         self._loads[replica] += amount
         heappush(self._heap, (self._loads[replica], replica))
         if len(self._heap) > 8 * len(self._loads) + 64:

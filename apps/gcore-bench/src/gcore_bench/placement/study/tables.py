@@ -1,4 +1,4 @@
-"""What the studies found, as Markdown."""
+"""The results of the studies as Markdown tables."""
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean
@@ -13,7 +13,7 @@ def study_text(
     predictions: Sequence[tuple[float, Sequence[float], Sequence[float]]],
     breaks: Sequence[SeededComparison],
 ) -> str:
-    """All tables: means over seeds, and from the least to the most."""
+    """Return all tables: means over seeds, with the least and the most."""
     error_rows = [
         (f"{error:.3g}", _spread(corrected), _spread(uncorrected)) for error, corrected, uncorrected in predictions
     ]
@@ -41,7 +41,7 @@ def study_text(
 
 
 def comparison_table(comparisons: Iterable[SeededComparison]) -> str:
-    """Seconds of a step, what dynamic gains, and idle shares, of all device-seconds."""
+    """Return a table of the seconds of a step, the gain of dynamic, and idle shares of all device-seconds."""
     head = (
         "devices",
         "trace",
@@ -75,7 +75,7 @@ def comparison_table(comparisons: Iterable[SeededComparison]) -> str:
 
 
 def _spread(values: Sequence[float], *, digits: int = 2) -> str:
-    """The mean, and the range if there is one."""
+    """Format the mean, and the range if there is one."""
     low, mean, high = (f"{value:.{digits}f}" for value in (min(values), fmean(values), max(values)))
     return mean if low == high else f"{mean} ({low} to {high})"
 

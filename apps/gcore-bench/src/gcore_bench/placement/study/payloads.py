@@ -1,25 +1,25 @@
-"""How large payloads limit controllers: images and video beside the tokens of prompts and samples."""
+"""The load of controllers from large payloads: images and video in addition to tokens."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
+from gcore_placement import Trace
 from gcore_placement.errors import check_above_0, check_positive
-from gcore_placement.workload.traces import Trace
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerHost:
-    """What one controller's host can take.
+    """The rates and the memory of one controller's host.
 
     Raises:
         PlacementError: a number is not above 0.
     """
 
     link_bytes_per_s: float = 12.5e9
-    """Of its network link, one way: 100 Gb/s."""
+    """Bytes per second of its network link, one way: 100 Gb/s."""
     copy_bytes_per_s: float = 2e9
-    """At which one process packs and unpacks payloads."""
+    """Bytes per second at which one process packs and unpacks payloads."""
     memory_bytes: float = 1e12
 
     def __post_init__(self) -> None:
@@ -29,27 +29,27 @@ class ControllerHost:
 
 @dataclass(frozen=True, kw_only=True)
 class PayloadLoad:
-    """What a step's payloads are to the busiest of its controllers."""
+    """The load of a step's payloads on the busiest controller."""
 
     seconds: float
-    """In which it receives and hands on what passes through it."""
+    """Seconds in which it receives payloads and sends them on."""
     held_bytes: float
-    """That it holds at once."""
+    """Bytes that it holds at once."""
     max_over_mean: float
-    """Its bytes over the mean of controllers: 1 is even."""
+    """Its bytes over the mean of all controllers; 1 is even."""
 
 
 def payload_load(
     trace: Trace, step: int, *, num_controllers: int, copies: int = 3, host: ControllerHost | None = None
 ) -> PayloadLoad:
-    """One step's payloads through controllers that take prompts in turns.
+    """Return the load of one step's payloads on controllers that take prompts in turn.
 
     Args:
-        trace: whose payloads they are.
-        step: of the trace.
-        num_controllers: that share the step's prompts; 1 is a single controller.
+        trace: holds the payloads.
+        step: index of the step.
+        num_controllers: controllers that share the step's prompts.
         copies: how often a payload passes through: to the policy, to the judge and to training, say.
-        host: of each controller.
+        host: host of each controller.
     """
     check_positive("num_controllers", num_controllers)
     check_positive("copies", copies)

@@ -1,66 +1,46 @@
-"""The questions that G-Core's paper leaves open, asked of the simulator. Answers are in docs/open-questions.md."""
+"""Simulations that answer the questions which G-Core's paper leaves open.
+
+The answers are in packages/gcore-placement/docs/open-questions.md.
+"""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
 
 from gcore_bench.placement.study.payloads import ControllerHost, PayloadLoad, payload_load
-from gcore_placement.costs import EngineCosts, JobCosts, SwapCosts
-from gcore_placement.partition.dynamic_partition import DynamicPartitionConfig
+from gcore_placement import (
+    Comparison,
+    DynamicPartitionConfig,
+    EngineCosts,
+    JobCosts,
+    SwapCosts,
+    TraceRecipe,
+    compare,
+)
 from gcore_placement.simulation.scenarios import JOBS, SCALES, SCENARIOS, scenario, sized
-from gcore_placement.simulation.simulator import Simulator, StrategyRun
-from gcore_placement.workload.trace_recipes import TraceRecipe
 
 T = TypeVar("T")
 
 ERRORS = (1 / 8, 1 / 4, 1 / 2, 1 / 1.5, 1.0, 1.5, 2.0, 4.0, 8.0)
-"""What the judge is believed to cost, over what it does."""
+"""Believed costs of the judge, over its true ones."""
 SEEDS = (1, 2, 3)
-"""Of every trace in a study. The policy was made with seed 0 in view."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """The strategies on one trace."""
-
-    name: str
-    num_devices: int
-    colocated: StrategyRun
-    best_split: StrategyRun
-    dynamic: StrategyRun
-    clairvoyant: StrategyRun
-
-    @property
-    def runs(self) -> tuple[StrategyRun, StrategyRun, StrategyRun, StrategyRun]:
-        return self.colocated, self.best_split, self.dynamic, self.clairvoyant
+"""Seeds of each trace in a study. The policy was tuned on seed 0."""
 
 
 SeededComparison = Sequence[Comparison]
-"""The same, of one trace's recipe with several seeds."""
+"""Comparisons on traces of one recipe with several seeds."""
 
 
 class RunAll(Protocol):
-    """Calls what does not depend on each other, such as in several processes; what was returned, in the same order."""
+    """Calls independent tasks, for example in several processes, and returns their results in the same order."""
 
     def __call__(self, tasks: Sequence[Callable[[], T]], /) -> list[T]: ...
 
 
 def in_turn(tasks: Sequence[Callable[[], T]]) -> list[T]:
-    """`RunAll` here, one after the other."""
+    """Call the tasks in this process, one after the other."""
     return [task() for task in tasks]
-
-
-def compare(name: str, simulator: Simulator) -> Comparison:
-    """All strategies on a simulator's trace."""
-    return Comparison(
-        name=name,
-        num_devices=simulator.space.num_devices,
-        colocated=simulator.colocated(),
-        clairvoyant=simulator.clairvoyant(),
-        best_split=simulator.best_split(),
-        dynamic=simulator.dynamic(),
-    )
 
 
 def drift_study(
@@ -70,7 +50,7 @@ def drift_study(
     seeds: Sequence[int] = SEEDS,
     run_all: RunAll = in_turn,
 ) -> list[SeededComparison]:
-    """Question 1: dynamic against the best static split, for devices, steps and scenarios."""
+    """Answer question 1: dynamic against the best static split, for devices, steps and scenarios."""
     tasks = [
         partial(_compared, name, job, num_devices, num_steps, seed)
         for num_devices, num_steps, names in sizes
@@ -83,7 +63,7 @@ def drift_study(
 def payload_study(
     controllers: Sequence[int] = (1, 8, 64, 512), *, num_devices: int = 10_000, host: ControllerHost | None = None
 ) -> list[tuple[float, int, PayloadLoad]]:
-    """Question 2: payload bytes of a prompt (median), controllers, and what a step is to the busiest of these."""
+    """Answer question 2: median payload bytes of a prompt, controllers, and a step's load of the busiest of these."""
     rows: list[tuple[float, int, PayloadLoad]] = []
     for median_bytes in (1e5, 8e6, 1e8):
         recipe = replace(
@@ -106,11 +86,11 @@ def prediction_study(
     seeds: Sequence[int] = SEEDS,
     run_all: RunAll = in_turn,
 ) -> list[tuple[float, list[float], list[float]]]:
-    """Question 3: dynamic, for costs of the judge that are believed to be off by a factor.
+    """Answer question 3: dynamic, for costs of the judge that are believed to be off by a factor.
 
     Returns:
-        For each of ERRORS, what the best static split takes over what dynamic takes, with each seed: where measurements
-        correct the model, and where not.
+        For each of ERRORS the seconds of the best static split over those of dynamic, with each seed: where
+        measurements correct the model, and where they do not.
     """
     by_seed = run_all([partial(_gains, name, job, num_devices, num_steps, seed, ERRORS) for seed in seeds])
     return [
@@ -127,7 +107,7 @@ def break_study(
     seeds: Sequence[int] = SEEDS,
     run_all: RunAll = in_turn,
 ) -> list[SeededComparison]:
-    """Where the scheme's gain ends: each of its conditions broken, one at a time, on the scenario of a curriculum."""
+    """Break each condition of the scheme, one at a time, on the curriculum, to find where its gain ends."""
     costs, batch = JOBS[job], SCALES[num_devices].train_batch_size
     assert costs.reward is not None
     slow = replace(costs, swap=replace(costs.swap, load_s=1200.0))
@@ -158,7 +138,7 @@ def break_study(
 
 
 def with_judge_error(costs: JobCosts, error: float) -> JobCosts:
-    """Costs whose judge takes `error` times as long."""
+    """Return costs whose judge takes `error` times as long."""
     assert costs.reward is not None
     reward = replace(
         costs.reward,
@@ -171,7 +151,7 @@ def with_judge_error(costs: JobCosts, error: float) -> JobCosts:
 
 
 def _on_devices(costs: EngineCosts, num_devices: int) -> EngineCosts:
-    """The same engine on more devices to a replica, as fast for each of them."""
+    """Return the engine with more devices to a replica, as fast per device."""
     ratio = costs.devices_per_replica / num_devices
     return replace(
         costs,
@@ -194,7 +174,7 @@ def _compared_recipe(name: str, recipe: TraceRecipe, job: str, num_devices: int,
 def _gains(
     name: str, job: str, num_devices: int, num_steps: int, seed: int, errors: Sequence[float]
 ) -> list[tuple[float, float]]:
-    """For each error the best split's seconds over dynamic's, corrected and not."""
+    """Return for each error the best split's seconds over dynamic's, corrected and not."""
     simulator = scenario(name, job, num_devices, num_steps=num_steps, seed=seed)
     split_s = simulator.best_split().seconds
     configs = DynamicPartitionConfig(), DynamicPartitionConfig(is_corrected=False)
