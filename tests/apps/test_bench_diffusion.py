@@ -22,6 +22,8 @@ from gcore_rollout.diffusion import FlowSDE
 from gcore_rollout.diffusion.recording import load_pipeline
 from gcore_runs.display import Display
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_plain_loop_steps_as_flow_grpo_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its Gaussians are those of gcore's kernel, its loss moves weights, and its ratio begins at 1."""

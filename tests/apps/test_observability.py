@@ -286,6 +286,7 @@ def begun(logs: Path) -> list[int]:
     return [int(process) for line in told for process in re.findall(r"process (\d+) on \S+ begins$", line)]
 
 
+@pytest.mark.slow
 async def test_engine_processes_log_and_are_seen_whichever_has_a_place(tmp_path: Path, tiny: Path) -> None:
     config = own_data()
     config = replace(config, threads=1, device="cpu", rollout=replace(config.rollout, num_processes=2))

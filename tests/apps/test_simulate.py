@@ -396,6 +396,7 @@ def test_the_least_loaded_is_found() -> None:
             loads[replica] = choice.add(replica, -(loads[replica] // 2))
 
 
+@pytest.mark.slow
 def test_a_controllers_load_is_its_own_code() -> None:
     def spin(seconds: float) -> None:
         end_s = time.thread_time() + seconds

@@ -26,7 +26,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("fault", faulty_engines.FAULTS)
-@pytest.mark.parametrize("kind", ["hf", "vllm"])
+@pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
 def test_a_run_stops_within_the_step(
     kind: str, fault: str, own_args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

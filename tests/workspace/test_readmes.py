@@ -157,6 +157,7 @@ def by_path(document: Path) -> str:
     return relative(document)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", list(examples()), ids=lambda e: e.where)
 def test_python_examples_run(example: Example, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
@@ -180,6 +181,7 @@ def test_shell_commands_are_all_checked(document: Path) -> None:
     assert not unknown, "\n".join(unknown)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=by_path)
 def test_shell_commands_run(document: Path, tmp_path: Path) -> None:
     """All that are not checked elsewhere, in the document's order and in one empty folder."""
