@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.text import Text
 
 # As gcore_rollout's tests use it.
-sys.path.append(str(Path(__file__).parents[1] / "gcore_rollout"))
+sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
 from fake_engine import FakeEngine  # pyright: ignore[reportMissingImports]
 
 from gcore_controller import Context, Span, run_inline

@@ -12,7 +12,7 @@ from command_line import Cli, assert_same_metrics, metrics_of, option_set, read_
 from process_tree import left_after
 
 # The servers of gcore_rollout's tests are started in the same way.
-sys.path.append(str(Path(__file__).parents[1] / "gcore_rollout"))
+sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
 from server_processes import free_port, served  # pyright: ignore[reportMissingImports]
 
 from gcore_llm.engine_config import SpeculativeConfig

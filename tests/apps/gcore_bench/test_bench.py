@@ -32,7 +32,7 @@ from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
 from gcore_rollout.rewards import load_reward
 
 VERL = os.environ.get("GCORE_VERL_PYTHON", "")
-VERL_SCRIPTS = Path(__file__).parents[2] / "scripts" / "verl-cpu"
+VERL_SCRIPTS = Path(__file__).parents[3] / "scripts" / "verl-cpu"
 
 
 def step(wall_s: float, *, cpu_s: float = 1.0, lengths: tuple[int, ...] = (2, 4)) -> StepFigures:
