@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 TOKEN = "0123456789abcdef" * 4
 BIN = Path(sys.executable).parent
 

@@ -90,6 +90,7 @@ def phase(run: Path) -> str:
     return f"after step {steps_done(run)}, checkpoints of {Checkpointer(run / 'checkpoints').steps()}{exported}"
 
 
+@pytest.mark.slow
 def test_kill_at_any_moment(cli: Cli, whole: Callable[[int], Whole]) -> None:
     """One kill in each equal part of the run's time, from its warm-up to its report."""
     rng = random.Random(SEED)
@@ -114,6 +115,7 @@ def is_killed(command: Command, delay_s: float) -> bool:
     return command.wait().code == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_kill_again_and_again(cli: Cli, whole: Callable[[int], Whole]) -> None:
     """Kills on the way to a checkpoint, just behind it, and between the last one and the export do not add up."""
     expected = whole(1)

@@ -162,6 +162,7 @@ def test_memory_that_is_shared_does_not_count() -> None:
         shared.unlink()
 
 
+@pytest.mark.slow
 def test_copies_of_more_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "MOST_COPIED_BYTES", 1 << 20)
     assert memory.copy_seconds(1 << 30) > memory.copy_seconds(1 << 10) > 0
@@ -298,6 +299,7 @@ def test_the_page_has_a_line_for_each_number_of_controllers(tmp_path: Path) -> N
     assert "<script src=" not in page
 
 
+@pytest.mark.slow
 def test_bench_measures_controllers(tmp_path: Path) -> None:
     options = ["--quick", "--contenders", "gcore", "verl", "--html", "page.html", "--json", "figures.json"]
     command = [sys.executable, "-m", "gcore_bench.cli", "controller", *options]
@@ -334,6 +336,7 @@ def test_bench_measures_controllers(tmp_path: Path) -> None:
     assert sizes == [(8, 1), (8, 4), (64, 1), (64, 4)]
 
 
+@pytest.mark.slow
 def test_wrong_options_end_with_one_message(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gcore_bench.cli", "controller", "--workers", "0"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)

@@ -21,6 +21,8 @@ from gcore_diffusion.demo.pretraining import taught_pipeline
 from gcore_rollout import FlowSDE, load_pipeline
 from gcore_runs.display import Display
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_plain_loop_steps_as_flow_grpo_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its Gaussians are those of gcore's kernel, its loss moves weights, and its ratio begins at 1."""

@@ -40,6 +40,7 @@ def test_long_responses_go_on_in_later_steps(cli: Cli, own_args: list[str], chat
         assert {name: row[name] for name in same} == {name: expected[name] for name in same}
 
 
+@pytest.mark.slow
 def test_stale_responses_are_made_anew(cli: Cli, own_args: list[str], chatty: Path) -> None:
     cli.ok(*args_of(own_args, chatty, 4), "--rollout.max-staleness", "1")
     rows = step_rows(cli.cwd / "runs/default")
@@ -109,6 +110,7 @@ def test_turns_that_are_cut_off(cli: Cli, own_args: list[str], chatty: Path) -> 
     assert " ".join(out.split()).count("of the episodes ended because a turn was cut off before its end") == 1
 
 
+@pytest.mark.slow
 def test_a_judge_whose_verdict_is_read(cli: Cli, own_args: list[str], chatty: Path) -> None:
     """Responses are handed back with the judge's words, and the last one's score counts."""
     args = option_set(option_set(own_args, "--model", str(chatty)), "--data.max-response-length", "96")
@@ -124,6 +126,7 @@ def test_a_judge_whose_verdict_is_read(cli: Cli, own_args: list[str], chatty: Pa
         assert row["training/rollout_probs_diff_mean"] < 1e-5
 
 
+@pytest.mark.slow
 def test_a_broken_environment(cli: Cli, own_args: list[str], chatty: Path) -> None:
     args = multi_turn_args(cli, own_args, chatty, "broken")
     finished = cli(*args)

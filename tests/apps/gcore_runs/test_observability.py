@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.text import Text
 
 # As gcore_rollout's tests use it.
-sys.path.append(str(Path(__file__).parents[1] / "gcore_rollout"))
+sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
 from fake_engine import FakeEngine  # pyright: ignore[reportMissingImports]
 
 from gcore_controller import Context, Span, run_inline
@@ -285,6 +285,7 @@ def begun(logs: Path) -> list[int]:
     return [int(process) for line in told for process in re.findall(r"process (\d+) on \S+ begins$", line)]
 
 
+@pytest.mark.slow
 async def test_engine_processes_log_and_are_seen_whichever_has_a_place(tmp_path: Path, tiny: Path) -> None:
     config = own_data()
     config = replace(config, threads=1, device="cpu", rollout=replace(config.rollout, num_processes=2))

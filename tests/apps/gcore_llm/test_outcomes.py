@@ -131,6 +131,7 @@ def test_a_reward_that_exits(cli: Cli, own_args: list[str], reward: str, exit_of
     assert flat(message).endswith(f"tried to end the process: {exit_of}")
 
 
+@pytest.mark.slow
 def test_a_trial_that_blocks(cli: Cli, own_args: list[str]) -> None:
     finished = cli(*with_reward(cli, own_args, "blocking", "--reward-calls.timeout-s", "0.5"))
     assert finished.code == 2
@@ -149,6 +150,7 @@ def interrupted(cli: Cli, args: list[str]) -> Finished:
     return command.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--reward-calls.in-threads", "True"]], ids=["sync", "in threads"])
 @pytest.mark.parametrize("reward", ["blocking", "blocking_later"])
 def test_one_ctrl_c_ends_a_reward_that_blocks(cli: Cli, own_args: list[str], reward: str, options: list[str]) -> None:

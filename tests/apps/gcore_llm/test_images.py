@@ -89,6 +89,7 @@ def test_a_longer_run_goes_on_with_its_images(cli: Cli, job: list[str]) -> None:
     assert [reproducible(row) for row in straight] == [reproducible(row) for row in extended]
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_from_text_with_marks_and_paths(cli: Cli, job: list[str]) -> None:
     (cli.cwd / "squares").mkdir()
     rows: list[dict[str, Any]] = []
@@ -106,6 +107,7 @@ def test_two_ranks_learn_from_text_with_marks_and_paths(cli: Cli, job: list[str]
         assert row["training/rollout_probs_diff_mean"] < 1e-5
 
 
+@pytest.mark.slow
 def test_vllm_sees_what_the_trainer_sees(cli: Cli, job: list[str]) -> None:
     assert cli(*fresh(job), "--rollout.engine", "vllm").code == 0
     rows = step_rows(cli.cwd / "runs" / "run")

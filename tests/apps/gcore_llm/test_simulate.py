@@ -352,6 +352,7 @@ def test_micro_batches_are_dealt_there_and_back() -> None:
     assert deal([2.0, 5.0], 3) == [[1], [0], []]
 
 
+@pytest.mark.slow
 def test_a_controllers_load_is_its_own_code() -> None:
     def spin(seconds: float) -> None:
         end_s = time.thread_time() + seconds

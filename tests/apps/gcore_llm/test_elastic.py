@@ -52,6 +52,7 @@ def wait_for(command: Command, condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_run_grows_and_shrinks_with_its_cluster(cli: Cli, own_args: list[str], cluster: Cluster) -> None:
     """The samples and the training are those of a run that nothing happened to."""
     (cli.cwd / "holding.py").write_text(REWARD)
@@ -87,6 +88,7 @@ def test_a_run_grows_and_shrinks_with_its_cluster(cli: Cli, own_args: list[str],
     assert_same_metrics(run, cli.cwd / "runs/undisturbed")
 
 
+@pytest.mark.slow
 def test_a_run_may_ask_for_all_of_its_room(cli: Cli, own_args: list[str], cluster: Cluster) -> None:
     options = ["--ray.address", cluster.address, "--controllers", "5", "--ray.elastic", "False"]
     refused = cli(*own_args, "--runtime", "ray", *options)

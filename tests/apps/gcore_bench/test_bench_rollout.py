@@ -167,6 +167,7 @@ class FakeProcesses:
         return self._engine
 
 
+@pytest.mark.slow
 async def test_the_time_without_a_token_is_that_of_the_copy(tmp_path: Path) -> None:
     clock = StepClock(tmp_path / "clock")
     engine = FakeEngine(clock)
@@ -239,6 +240,7 @@ def test_quick_changes_sizes_only() -> None:
     assert RolloutOptions(rounds=7).sized() == RolloutOptions(rounds=7)
 
 
+@pytest.mark.slow
 def test_bench_measures_rollouts(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gcore_bench.cli", "rollout", "--quick", "--json", str(tmp_path / "figures.json")]
     done = subprocess.run(command, env=os.environ.copy(), capture_output=True, text=True, timeout=900, check=False)
@@ -291,6 +293,7 @@ def test_bench_measures_rollouts(tmp_path: Path) -> None:
     assert all(min(row["alone_ms"], row["cpu_ms"], row["together_ms"]) > 0 for row in rows.values())
 
 
+@pytest.mark.slow
 def test_wrong_options_end_with_one_message(tmp_path: Path) -> None:
     options = ["--parts", "generation", "--contenders", "gcore-hf", "--vocab-size", "0"]
     command = [sys.executable, "-m", "gcore_bench.cli", "rollout", *options]

@@ -32,7 +32,7 @@ from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
 from gcore_rollout import load_reward
 
 VERL = os.environ.get("GCORE_VERL_PYTHON", "")
-VERL_SCRIPTS = Path(__file__).parents[2] / "scripts" / "verl-cpu"
+VERL_SCRIPTS = Path(__file__).parents[3] / "scripts" / "verl-cpu"
 
 
 def step(wall_s: float, *, cpu_s: float = 1.0, lengths: tuple[int, ...] = (2, 4)) -> StepFigures:
@@ -222,6 +222,7 @@ def test_verls_rewards_are_those_of_all() -> None:
             assert len(scores) > 1
 
 
+@pytest.mark.slow
 def test_a_program_is_watched_with_what_it_starts_and_leaves_nothing(tmp_path: Path) -> None:
     code = "import subprocess, sys; p = subprocess.Popen(['sleep', '100'], start_new_session=True); "
     code += "print(p.pid, flush=True); memory = b'x' * 2**27; p.wait(2.5)"
@@ -248,6 +249,7 @@ def test_gcore_gets_no_dynamic_sampling_and_one_update(name: str) -> None:
     assert config.actor.loss.kl_loss_coef == 0
 
 
+@pytest.mark.slow
 def test_bench_measures_gcore_and_trl(tmp_path: Path) -> None:
     options = ["--workload", "short", "--contenders", "gcore", "trl", "--rounds", "1", "--steps", "2"]
     options += ["--warmup-steps", "1", "--threads", "1", "--work-dir", str(tmp_path / "work")]

@@ -25,6 +25,8 @@ from gcore_runs.errors import RankError
 from gcore_runs.on_ray.reports import Announcements, Report
 from gcore_runs.on_ray.training_ranks import RayLearner
 
+pytestmark = pytest.mark.slow
+
 NUM_KILLS = int(os.environ.get("GCORE_CHAOS_KILLS", "3"))
 """In the run that is disturbed; more of them make it longer."""
 

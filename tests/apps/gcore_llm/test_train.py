@@ -184,6 +184,7 @@ def reward(prompt, completion, row):
 '''
 
 
+@pytest.mark.slow
 def test_any_number_of_controllers_gives_the_same_run(cli: Cli, own_args: list[str]) -> None:
     """The same prompts, samples and scores, and losses that differ by the order of additions alone."""
     runs: dict[int, list[dict[str, float]]] = {}
@@ -345,6 +346,7 @@ def test_small_micro_batches_change_nothing(cli: Cli, trained: Path, own_args: l
             assert row[name] == pytest.approx(expected[name], abs=1e-4), name
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs gcore-rollout[vllm]")
 def test_vllm_engine(cli: Cli, own_args: list[str]) -> None:
     finished = cli(*own_args, "--rollout.engine", "vllm")

@@ -18,6 +18,8 @@ from gcore_llm.rollout_config import RolloutConfig
 from gcore_rollout import UnsupportedModelError
 from gcore_runs.errors import UserError
 
+pytestmark = pytest.mark.slow
+
 ORIGINAL = 32
 SERVED = 64
 

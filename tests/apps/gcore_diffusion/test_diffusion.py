@@ -167,6 +167,7 @@ def test_ddim_pipelines_and_classes(cli: Cli, own_args: list[str], tmp_path: Pat
     assert row["held_out/score/mean"] > 0
 
 
+@pytest.mark.slow
 def test_controllers_and_engines_elsewhere_make_the_same_images(cli: Cli, own_args: list[str]) -> None:
     """To what sums round to in batches of other sizes."""
     cli.ok(*own_args, "--name", "one")
@@ -177,6 +178,7 @@ def test_controllers_and_engines_elsewhere_make_the_same_images(cli: Cli, own_ar
     assert (cli.cwd / "runs/processes/logs/engine-1.log").is_file()
 
 
+@pytest.mark.slow
 def test_a_cluster_trains_alike_whatever_dies(cli: Cli, own_args: list[str]) -> None:
     """Two controllers, engines and ranks are actors; one of each is killed on the way."""
     args = option_set([*own_args, "--actor.loss.kl-loss-coef", "0.1"], "--trainer.total-training-steps", "6")
@@ -214,6 +216,7 @@ def judged(own_args: list[str], tmp_path_factory: pytest.TempPathFactory) -> lis
     ]
 
 
+@pytest.mark.slow
 def test_engines_go_to_a_judge_that_is_busy(cli: Cli, judged: list[str]) -> None:
     cli.ok(*judged, "--name", "inline")
     ray = ["--runtime", "ray", "--rollout.num-processes", "2", "--placement.strategy", "dynamic"]
@@ -244,6 +247,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(cli: Cli, own_args: list[str]) -> 
     assert exports[0].read_bytes() == exports[1].read_bytes()
 
 
+@pytest.mark.slow
 def test_an_interrupt_saves_the_last_step(cli: Cli, own_args: list[str]) -> None:
     many = option_set(own_args, "--trainer.total-training-steps", "1000")
     command = cli.start(*many)
@@ -347,6 +351,7 @@ def test_batches_of_any_size(cli: Cli, own_args: list[str]) -> None:
             assert row.get(name, 0.0) == pytest.approx(other.get(name, 0.0), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_one_ctrl_c_ends_a_reward_that_blocks(cli: Cli, own_args: list[str]) -> None:
     """And one that leaves is named."""
     (cli.cwd / "odd.py").write_text("""
@@ -443,6 +448,7 @@ def test_recipes_are_what_a_file_can_hold(name: str, tmp_path: Path) -> None:
     assert merge(DiffusionConfig(), tomllib.loads(to_toml(config)), source="test") == config
 
 
+@pytest.mark.slow
 def test_digits_are_scored_by_two_classifiers() -> None:
     """Of digits that neither was taught on, each reads most."""
     reward, digits = DigitReward(), load()

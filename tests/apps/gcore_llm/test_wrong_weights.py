@@ -8,7 +8,7 @@ import pytest
 from command_line import Cli, option_set, step_rows
 
 # The faults are those that the engines themselves are tested with.
-sys.path.append(str(Path(__file__).parents[1] / "gcore_rollout"))
+sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
 import faulty_engines  # pyright: ignore[reportMissingImports]
 from engine_oracles import VLLM_IMPORT_WARNINGS  # pyright: ignore[reportMissingImports]
 from rich.console import Console
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("fault", faulty_engines.FAULTS)
-@pytest.mark.parametrize("kind", ["hf", "vllm"])
+@pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
 def test_a_run_stops_within_the_step(
     kind: str, fault: str, own_args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

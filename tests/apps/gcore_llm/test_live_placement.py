@@ -109,6 +109,7 @@ def judged(own_args: list[str], tiny: Path) -> list[str]:
     return option_set([*args, "--trainer.test-freq", "1000"], "--trainer.total-training-steps", "6")
 
 
+@pytest.mark.slow
 def test_engines_of_a_run_go_where_they_are_needed(cli: Cli, judged: list[str]) -> None:
     """To the judge, or to both roles in turns; samples and training are those of a run in one process."""
     cli.ok(*judged, "--name", "inline")

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from command_line import Cli, option_set, read_rows, step_rows
 
+pytestmark = pytest.mark.slow
+
 RANKS = ["--trainer.num-processes", "2"]
 SAME = {"actor/pg_loss", "actor/grad_norm", "actor/entropy", "actor/kl_loss", "critic/score/mean", "critic/vf_loss"}
 

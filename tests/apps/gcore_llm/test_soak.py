@@ -8,6 +8,8 @@ import pytest
 from command_line import Cli, step_rows
 from process_tree import grandchildren
 
+pytestmark = pytest.mark.slow
+
 REWARD = """
 def reward(prompt, completion, row):
     return float(sum(map(ord, completion)) % 3 == 0)

@@ -12,7 +12,7 @@ from command_line import Cli, assert_same_metrics, metrics_of, option_set, read_
 from process_tree import left_after
 
 # The servers of gcore_rollout's tests are started in the same way.
-sys.path.append(str(Path(__file__).parents[1] / "gcore_rollout"))
+sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
 from server_processes import free_port, served  # pyright: ignore[reportMissingImports]
 
 from gcore_llm.engine_config import SpeculativeConfig
@@ -67,6 +67,7 @@ def engines_of(cli: Cli) -> set[int]:
     return {int(pid) for line in (cli.cwd / "engines").read_text().splitlines() for pid in line.split()}
 
 
+@pytest.mark.slow
 def test_engine_processes_that_are_killed(cli: Cli, own_args: list[str]) -> None:
     """Before the first weights came and after: the run has every sample once, and is the same as with none killed."""
     # So long that the second one's replacement is there before the end.
@@ -100,6 +101,7 @@ def test_engine_processes_that_are_killed(cli: Cli, own_args: list[str]) -> None
     assert not left_after(engines, 5.0)
 
 
+@pytest.mark.slow
 def test_resumption_with_engine_processes(cli: Cli, own_args: list[str]) -> None:
     """A run of partial rollouts that is killed takes its engines with it, and goes on with what was begun."""
     base = option_set(option_set(own_args, "--data.max-response-length", "192"), "--trainer.total-training-steps", "3")
@@ -123,6 +125,7 @@ def test_resumption_with_engine_processes(cli: Cli, own_args: list[str]) -> None
     assert not left_after(engines_of(cli), 5.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("action", "code"), [("raise ValueError('enough')", 2), ("os.kill(os.getpid(), signal.SIGINT)", 130)]
 )
@@ -145,6 +148,7 @@ def test_an_engine_of_ones_own(cli: Cli, own_args: list[str]) -> None:
     assert all(options == {"max_num_seqs": 256, "eos_token_ids": [1], "device": "cpu"} for options in made)
 
 
+@pytest.mark.slow
 def test_speculation_in_a_process(cli: Cli, own_args: list[str]) -> None:
     """vLLM, with guesses from the text itself: greedy responses stay, and log-probs are the trainer's."""
     args = option_set(own_args, "--data.max-response-length", "32")
@@ -202,6 +206,7 @@ def server_args(cli: Cli, own_args: list[str], url: str) -> list[str]:
     return [*own_args, "--rollout.engine", "vllm_server", "--rollout.urls", url, "--rollout.weights-dir", "weights"]
 
 
+@pytest.mark.slow
 def test_a_server(cli: Cli, own_args: list[str], server_args: list[str], url: str) -> None:
     cli.ok(*own_args, "--name", "here")
     (expected, *_) = val_rows(cli.cwd / "runs/here")
@@ -220,6 +225,7 @@ def test_a_server(cli: Cli, own_args: list[str], server_args: list[str], url: st
     assert "step 2: held-out score" in cli.ok("eval", "runs/second")
 
 
+@pytest.mark.slow
 def test_a_judge_on_a_server(cli: Cli, own_args: list[str], tiny: Path, url: str) -> None:
     judge = ["--reward-model.kind", "judge", "--reward-model.path", str(tiny)]
     for name, value in {"engine": "vllm_server", "urls": url, "pattern": r"(\d)", "high": "9"}.items():
@@ -230,6 +236,7 @@ def test_a_judge_on_a_server(cli: Cli, own_args: list[str], tiny: Path, url: str
     assert all(0 < row["reward/model/parsed/mean"] < 1 for row in step_rows(cli.cwd / "runs/default"))
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path, url: str) -> None:
     other = cli.cwd / "other"
     shutil.copytree(tiny, other)

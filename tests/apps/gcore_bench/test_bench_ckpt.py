@@ -146,6 +146,7 @@ def figures_of(tmp_path: Path, *options: str) -> dict[str, Any]:
     return part
 
 
+@pytest.mark.slow
 def test_bench_measures_saves_and_loads(tmp_path: Path) -> None:
     part = figures_of(tmp_path, "--part", "single", "--contenders", "gcore", "dcp", "torch.save")
     metrics = {column.metric for column in PARTS["single"].columns}
@@ -157,6 +158,7 @@ def test_bench_measures_saves_and_loads(tmp_path: Path) -> None:
         assert line["ratios"].keys() == line["seconds"].keys()
 
 
+@pytest.mark.slow
 def test_bench_measures_ranks(tmp_path: Path) -> None:
     part = figures_of(tmp_path, "--part", "ranks", "--ranks", "2", "--contenders", "gcore")
     (gcore,) = part["summary"]["lines"]
@@ -164,6 +166,7 @@ def test_bench_measures_ranks(tmp_path: Path) -> None:
     assert gcore["ratios"].keys() == {"stall", "durable"}
 
 
+@pytest.mark.slow
 def test_wrong_options_end_with_one_message(tmp_path: Path) -> None:
     done = bench(tmp_path, "--ranks", "0")
     assert done.returncode == 2

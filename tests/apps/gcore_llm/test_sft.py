@@ -18,7 +18,7 @@ from finetune_cases import TEMPLATE, causal_lm, finished, interrupt_and_resume, 
 from prometheus_client.parser import text_string_to_metric_families
 
 # As gcore_rollout's tests find one.
-sys.path.append(str(Path(__file__).parents[1] / "gcore_rollout"))
+sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
 from server_processes import free_port  # pyright: ignore[reportMissingImports]
 
 from gcore_llm.finetune.data import sft_tokens

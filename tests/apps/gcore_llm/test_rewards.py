@@ -35,6 +35,7 @@ def rows_of(cli: Cli, own_args: list[str], *options: str) -> list[dict[str, floa
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_processes", ["0", "1"])
 def test_a_judge_beside_a_function(cli: Cli, own_args: list[str], tiny: Path, num_processes: str) -> None:
     """A tiny policy learns from a rule and, half as much, from a tiny judge, in its process or in another."""
@@ -93,6 +94,7 @@ def test_a_judge_that_compares(cli: Cli, own_args: list[str], tiny: Path, has_fu
             assert row["val/greedy/score/mean"] + row["val/sampled/score/mean"] == pytest.approx(2.0)
 
 
+@pytest.mark.slow
 def test_comparison_of_responses_that_took_several_steps(
     cli: Cli, own_args: list[str], chatty: Path, tiny: Path
 ) -> None:
@@ -176,6 +178,7 @@ def test_a_server_whose_failure_ends_the_run(cli: Cli, own_args: list[str], url:
     assert "answered 400 Bad Request: 'no digits'" in " ".join(finished.err.split())
 
 
+@pytest.mark.slow
 def test_programs_are_run(cli: Cli, own_args: list[str]) -> None:
     """A model that writes no programs scores 0, and no step finds anything to learn."""
     data = write_rows(cli.cwd / "code.jsonl", ({"prompt": f"{i}", "tests": ["assert True"]} for i in range(20)))

@@ -160,6 +160,7 @@ def as_arguments(options: dict[str, Any]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_bench_measures_the_trainer(tmp_path: Path) -> None:
     arguments = as_arguments({**RUN, "context_sizes": [1, 2], "json": tmp_path / "figures.json"})
     command = [sys.executable, "-m", "gcore_bench.cli", "trainer", *arguments]

@@ -104,6 +104,7 @@ def bench(tmp_path: Path, part: str) -> tuple[dict[str, Any], str]:
     return found, done.stdout
 
 
+@pytest.mark.slow
 def test_bench_measures_the_balancer(tmp_path: Path) -> None:
     part, _ = bench(tmp_path, "balancer")
     assert len(part["rows"]) == 24
@@ -114,6 +115,7 @@ def test_bench_measures_the_balancer(tmp_path: Path) -> None:
     assert "(met in all 24)" in part["aims"][0]
 
 
+@pytest.mark.slow
 def test_bench_measures_the_planner(tmp_path: Path) -> None:
     part, printed = bench(tmp_path, "planner")
     rows = {row["name"]: row for row in part["rows"]}
@@ -139,6 +141,7 @@ def test_bench_measures_the_planner(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_bench_measures_live_runs(tmp_path: Path) -> None:
     part, printed = bench(tmp_path, "live")
     rows = {row["strategy"]: row for row in part["rows"]}
