@@ -15,8 +15,8 @@ import pytest
 from command_line import Cli
 
 from gcore_controller import Context, run_simulated
-from gcore_llm.exchange import workload_of
 from gcore_llm.learner import Role
+from gcore_llm.micro_batches import workload_of
 from gcore_llm.simulate import run as run_module
 from gcore_llm.simulate.command import parse_simulate
 from gcore_llm.simulate.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gcore_controller import Context, DynamicSampler, Harvest, run_inline
-from gcore_controller.prompts import ShardedSampler
+from gcore_controller import Context, DynamicSampler, SampledBatch, ShardedSampler, run_inline
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class Group:
 class Steps:
     """What one controller saw over some steps."""
 
-    harvests: list[Harvest[Group]]
+    harvests: list[SampledBatch[Group]]
     surplus: list[list[int]]
     """Tickets carried over, after each step."""
     states: list[dict[str, object]]
@@ -28,7 +27,7 @@ class Steps:
 async def sample(
     accepted: list[bool], quotas: list[int], *, world_size: int, max_waves: int = 50, interrupted: bool = False
 ) -> list[Steps]:
-    """Harvest a step for each quota; a ticket carries a signal as ``accepted`` says, over and over."""
+    """SampledBatch a step for each quota; a ticket carries a signal as ``accepted`` says, over and over."""
 
     async def program(ctx: Context[None]) -> Steps:
         next_ticket = 0
@@ -46,7 +45,7 @@ async def sample(
                 state = sampler.state(lambda group: group.ticket)
                 sampler = DynamicSampler(group=ctx.group, max_waves=max_waves)
                 sampler.load_state(state, Group)
-            seen.harvests.append(await sampler.harvest(quota, wave))
+            seen.harvests.append(await sampler.collect(quota, wave))
             seen.surplus.append([g.ticket for g in sampler.surplus])
             seen.states.append(sampler.state(lambda group: group.ticket))
         return seen

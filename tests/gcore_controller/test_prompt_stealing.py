@@ -5,8 +5,7 @@ import asyncio
 import pytest
 from runtimes import Ctx, Run, inline, over_messages
 
-from gcore_controller.prompt_stealing import SharedPrompts
-from gcore_controller.prompts import PromptLoader
+from gcore_controller import PromptLoader, SharedPrompts
 
 ROWS = [f"row {i}" for i in range(23)]
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gcore_controller import PromptLoader, ShardedSampler
 from gcore_controller.errors import StateError
-from gcore_controller.prompts import PromptLoader, ShardedSampler
 from gcore_controller.stages import StageTimer, seconds_by_stage
 
 sizes = st.integers(1, 30)
@@ -102,8 +102,8 @@ def test_a_state_of_other_data_is_refused() -> None:
     loader.take(2)
     expected = loader.state()
     for state, message in (
-        (PromptLoader([1, 2], seed=0).state(), "the saved position has num_rows=2: this data set has num_rows=3"),
-        (PromptLoader([1, 2, 3], seed=9).state(), "the saved position has seed=9: this data set has seed=0"),
+        (PromptLoader([1, 2], seed=0).state(), "num_rows of the saved position is 2; expected 3, as this data set has"),
+        (PromptLoader([1, 2, 3], seed=9).state(), "seed of the saved position is 9; expected 0, as this data set has"),
     ):
         with pytest.raises(StateError, match=message):
             loader.load_state(state)
@@ -111,5 +111,5 @@ def test_a_state_of_other_data_is_refused() -> None:
 
 
 def test_no_rows() -> None:
-    with pytest.raises(ValueError, match="num_rows is 0: a data set needs at least one row"):
+    with pytest.raises(ValueError, match="num_rows is 0; expected at least 1"):
         PromptLoader([], seed=0)

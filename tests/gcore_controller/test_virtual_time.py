@@ -46,7 +46,7 @@ def test_results_are_those_of_the_inline_runtime(world_size: int) -> None:
             await asyncio.sleep(0.001 * (ctx.rank + 1))
             return [Group(t) for t in tickets if t % 3]
 
-        harvest = await DynamicSampler[Group](group=ctx.group, max_waves=9).harvest(20, wave)
+        harvest = await DynamicSampler[Group](group=ctx.group, max_waves=9).collect(20, wave)
         gathered = await ctx.group.all_gather(f"{ctx.rank} has {len(harvest.groups)}")
         return [g.ticket for g in harvest.groups], gathered
 

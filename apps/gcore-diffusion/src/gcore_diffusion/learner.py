@@ -13,7 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from gcore_ckpt import Checkpointer
-from gcore_controller import Collectives
+from gcore_controller import Collectives, DeviceTimers, rank_name
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.sampling import has_reference_pass, kernel_of
 from gcore_rollout import Engine
@@ -21,7 +21,6 @@ from gcore_rollout.diffusion import ImageRequest, ImageSample
 from gcore_rollout.diffusion.recording import suited
 from gcore_rollout.weight_digests import DigestedWeights
 from gcore_rollout.weight_report import all_digests, check_weights
-from gcore_runs.devices import DeviceTimers, rank_name
 from gcore_runs.errors import UserError
 from gcore_trainer import OptimizerConfig
 from gcore_trainer.diffusion.denoiser import Denoiser

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from gcore_controller import Context
+from gcore_controller import Context, DeviceTimers
 from gcore_rollout import Engine
 from gcore_rollout.ray_engine import EngineHandle, RayEngine
 from gcore_rollout.replicas import EngineReplicas
 from gcore_rollout.turns import Turns
-from gcore_runs.devices import DeviceTimers
 from gcore_runs.logs import log_to
 from gcore_runs.on_ray.reports import Announcements
 from gcore_runs.on_ray.services import Handles
