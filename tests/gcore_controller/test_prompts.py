@@ -47,7 +47,7 @@ def test_epochs_and_seeds_differ_in_order() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_loader_gives_tickets_and_their_rows(num_workers: int) -> None:
+def test_loader_gives_prompt_indices_and_their_rows(num_workers: int) -> None:
     names = [f"row {i}" for i in range(7)]
     order = ShardedSampler(7, seed=5, rank=0, world_size=1)
     taken: dict[int, str] = {}
@@ -55,7 +55,7 @@ def test_loader_gives_tickets_and_their_rows(num_workers: int) -> None:
         loader = PromptLoader(names, seed=5, rank=rank, world_size=3, num_workers=num_workers)
         taken |= dict(loader.take(2) + loader.take(11))
         assert loader.epoch == 13 / 7
-    assert taken == {ticket: names[order.row(ticket)] for ticket in range(13)}
+    assert taken == {index: names[order.row(index)] for index in range(13)}
 
 
 def test_waiting_for_rows_is_a_stage_of_its_own() -> None:
@@ -94,7 +94,7 @@ def test_a_resumed_loader_goes_on_in_the_same_order(
         loader.load_state(dict(state))
         taken += loader.take(8)
     order = ShardedSampler(num_rows, seed=seed, rank=0, world_size=1)
-    assert sorted(taken) == [(ticket, order.row(ticket)) for ticket in range(sum(draws) + 8)]
+    assert sorted(taken) == [(index, order.row(index)) for index in range(sum(draws) + 8)]
 
 
 def test_a_state_of_other_data_is_refused() -> None:
