@@ -10,8 +10,8 @@ import pytest
 from command_line import Cli, option_set, read_rows, reproducible, step_rows, val_rows, write_rows
 from tiny_vision_model import Reference, png, save_vision_model
 
-from gcore_llm.exchange import sample_flops, workload_of
 from gcore_llm.images import PromptImages
+from gcore_llm.micro_batches import sample_flops, workload_of
 from gcore_trainer import Images, Sample
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
@@ -121,7 +121,7 @@ def test_vllm_sees_what_the_trainer_sees(cli: Cli, job: list[str]) -> None:
         ({"prompt": "no mark", "images": ["a.png"]}, "places for 0 images and 1 images"),
         ({"prompt": "<image><image>", "images": ["a.png"]}, "places for 2 images and 1 images"),
         ({"prompt": "<image>", "images": None}, "places for 1 images and 0 images"),
-        ({"prompt": "<image>", "images": ["b.png"]}, "is 'b.png': there is no such file"),
+        ({"prompt": "<image>", "images": ["b.png"]}, "is 'b.png'; expected an existing file"),
         ({"prompt": "<image>", "images": [3]}, "is 3: a path, or the bytes of an image file"),
         ({"prompt": "<image>", "images": ["rows.jsonl"]}, "no image file that Pillow reads"),
     ],

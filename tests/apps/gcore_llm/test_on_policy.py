@@ -1,19 +1,7 @@
 """`gcore-llm train` with the schedule sync: every batch is by the present weights, for every batch size."""
 
-import asyncio
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
-
-import numpy as np
 import pytest
 from command_line import Cli, assert_same_metrics, option_set, step_rows
-
-from gcore_controller import Context, run_inline
-from gcore_llm.config import TrainConfig
-from gcore_llm.groups import Group, Response
-from gcore_llm.prompts import Prompt, PromptSets
-from gcore_llm.sampling import Sampling
 
 
 def small_batches(own_args: list[str], size: int, *, filters: bool) -> list[str]:
@@ -53,52 +41,3 @@ def reward(prompt, completion, row):
     assert sum(row["sampling/stale_groups"] for row in rows) > 0
     cli.ok(*args, "--name", "four", "--controllers", "4")
     assert_same_metrics(cli.cwd / "runs/four", cli.cwd / "runs/one")
-
-
-def group(ticket: int, version: int) -> Group:
-    responses = [
-        Response(
-            token_ids=np.arange(3),
-            log_probs=np.zeros(3, np.float32),
-            weight_versions=np.full(3, version, np.int32),
-            truncated=False,
-            score=float(score),
-        )
-        for score in range(2)
-    ]
-    return Group(ticket=ticket, prompt_ids=np.arange(4), responses=responses)
-
-
-async def harvested(config: TrainConfig, present: int, versions: list[int]) -> dict[str, float]:
-    """The metrics of a batch that an engine with weights ``present`` answers with samples of these versions."""
-    prompts = PromptSets(train=[Prompt(text="", token_ids=(1,), row={})] * 8, val=[], num_too_long=0)
-
-    async def program(ctx: Context[Any]) -> dict[str, float]:
-        sampling = Sampling(ctx, config, prompts, cast(Any, None), None)
-
-        async def sample_wave(count: int) -> list[Group]:
-            assert count == len(versions)
-            return [group(ticket, version) for ticket, version in enumerate(versions)]
-
-        async def exchanged(groups: list[Group], **_: object) -> list[Group]:
-            return groups
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sampling, "_sample_wave", sample_wave)
-            patch.setattr("gcore_llm.sampling.exchange", exchanged)
-            return (await sampling.next()).metrics
-
-    roles = SimpleNamespace(policy=SimpleNamespace(weight_version=present), policy_slots=None, comparison=None)
-    [metrics] = await run_inline(program, roles=roles, world_size=1)
-    return metrics
-
-
-def test_a_sample_of_other_weights_is_an_error() -> None:
-    config = TrainConfig()
-    config = replace(config, data=replace(config.data, train_batch_size=2))
-    assert asyncio.run(harvested(config, 5, [5, 5]))["sampling/oldest_version"] == 5
-    message = r"prompt 1 has tokens by weights of version 4; expected version 5, the present one, alone"
-    with pytest.raises(RuntimeError, match=message):
-        asyncio.run(harvested(config, 5, [5, 4]))
-    ahead = replace(config, trainer=replace(config.trainer, schedule="one_step_off"))
-    assert asyncio.run(harvested(ahead, 5, [5, 4]))["sampling/oldest_version"] == 4

@@ -34,7 +34,7 @@ def prepared(
         )
         for s, score in zip(samples, scores, strict=True)
     ]
-    group = Group(ticket=7, prompt_ids=np.arange(3), responses=responses, greedy_score=0.25)
+    group = Group(prompt_index=7, prompt_ids=np.arange(3), responses=responses, greedy_score=0.25)
 
     async def program(context: Any) -> tuple[list[list[Sample]], dict[str, float]]:
         kl = kl_controller(algorithm.kl_ctrl)

@@ -32,7 +32,7 @@ from rich.text import Text
 sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
 from fake_engine import FakeEngine  # pyright: ignore[reportMissingImports]
 
-from gcore_controller import Context, Span, run_inline
+from gcore_controller import Context, DeviceTimers, Span, merge_spans, on_wall_clock, run_inline
 from gcore_llm.cli import main
 from gcore_llm.engines import start_policy
 from gcore_llm.learner_part import SharedLearner
@@ -40,7 +40,6 @@ from gcore_llm.recipes import own_data
 from gcore_llm.report import write_report
 from gcore_rollout import EngineReplicas, Request, SamplingParams
 from gcore_runs import merged_logs
-from gcore_runs.devices import DeviceTimers, merged
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
 from gcore_runs.logs import log_to
@@ -48,7 +47,7 @@ from gcore_runs.merged_logs import merged_lines
 from gcore_runs.metrics import MetricsWriter
 from gcore_runs.prometheus import PrometheusExporter
 from gcore_runs.run_folder import RunFolder, read_jsonl
-from gcore_runs.spans import SpanWriter, StepSpans, on_wall_clock
+from gcore_runs.spans import SpanWriter, StepSpans
 from gcore_runs.watched import Watched
 
 
@@ -194,7 +193,7 @@ def test_device_is_in_the_stage_of_the_call_that_began_last() -> None:
 
 def test_spans_of_a_device_from_several_controllers_are_one_row() -> None:
     first, second, other = span("gen", 1, 2), span("sync", 3, 4), span("train", 1, 4)
-    assert merged([{"engine 0": [second], "trainer 0": [other]}, {}, {"engine 0": [first]}]) == {
+    assert merge_spans([{"engine 0": [second], "trainer 0": [other]}, {}, {"engine 0": [first]}]) == {
         "engine 0": [second, first],
         "trainer 0": [other],
     }

@@ -9,7 +9,7 @@ from gcore_controller import InlineCollectives, InlineGroup, StageTimer
 from gcore_llm.config import TrainConfig
 from gcore_llm.evaluate import evaluate
 from gcore_llm.prompts import PromptSets
-from gcore_llm.roles import Sampler, build_engine
+from gcore_llm.roles import SamplingRoles, build_engine
 from gcore_llm.tasks import WORKED_EXAMPLES
 from gcore_rollout import RewardRunner
 from gcore_runs.display import Display
@@ -50,7 +50,7 @@ async def warm_up(
     )
     trainer = TorchTrainer(packed, optimizer=optimizer, objective=SFTObjective())
     policy = await build_engine(config, initial, tokenizer, watched=Watched(logs=run.logs))
-    sampler = Sampler(policy=policy, reward=reward, tokenizer=tokenizer)
+    sampler = SamplingRoles(policy=policy, reward=reward, tokenizer=tokenizer)
     try:
         await _until_accurate(config, run, trainer, samples, sampler, prompts, display)
     finally:
@@ -68,7 +68,7 @@ async def _until_accurate(
     run: RunFolder,
     trainer: TorchTrainer,
     samples: list[Sample],
-    sampler: Sampler,
+    sampler: SamplingRoles,
     prompts: PromptSets,
     display: Display,
 ) -> None:

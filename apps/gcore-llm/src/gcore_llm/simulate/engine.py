@@ -16,8 +16,7 @@ from gcore_llm.simulate.load import LoadMeter
 from gcore_llm.simulate.replay import Replay
 from gcore_llm.simulate.work import drawn_length, sample_name
 from gcore_placement import EngineCosts, LeastLoaded, Replica, ReplicaRequest, RunningLedger, blend, uniform
-from gcore_rollout import Call, Completion, EngineStats, Request
-from gcore_rollout.errors import RolloutError
+from gcore_rollout import Call, Completion, EngineStats, Request, RolloutError
 
 if TYPE_CHECKING:
     import torch

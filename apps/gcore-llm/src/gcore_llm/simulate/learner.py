@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_llm.exchange import sample_flops
 from gcore_llm.learner import Role
+from gcore_llm.micro_batches import sample_flops
 from gcore_llm.simulate.config import SimulateConfig
 from gcore_llm.simulate.load import LoadMeter
 from gcore_placement import RunningLedger, TransformerWorkload

@@ -7,11 +7,10 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from gcore_controller import Context, Span, StageTimer, run_simulated
+from gcore_controller import Context, Span, StageTimer, State, run_simulated
 from gcore_llm.evaluate import Evaluation
-from gcore_llm.program import Job, rlhf_program
-from gcore_llm.roles import Sampler
-from gcore_llm.sampling import State
+from gcore_llm.modality import Job, rlhf_program
+from gcore_llm.roles import SamplingRoles
 from gcore_llm.services import sharing
 from gcore_llm.simulate.config import SimulateConfig
 from gcore_llm.simulate.engine import ModelledEngine, ModelledWeights
@@ -79,7 +78,7 @@ def simulate(
     weights = ModelledWeights()
     reward = ModelledReward(config, ledger=ledger, meter=meter, replay=replay).runner()
 
-    def sampler(num_replicas: int) -> Sampler:
+    def sampler(num_replicas: int) -> SamplingRoles:
         policy = ModelledEngine(
             config,
             num_replicas=num_replicas,
@@ -90,9 +89,9 @@ def simulate(
             replay=replay,
         )
         slots = num_replicas * config.engine.max_num_seqs if config.engine.prompts == "stealing" else None
-        return Sampler(policy=policy, policy_slots=slots, reward=reward, tokenizer=SampleNames())
+        return SamplingRoles(policy=policy, policy_slots=slots, reward=reward, tokenizer=SampleNames())
 
-    def samplers() -> list[Sampler]:
+    def samplers() -> list[SamplingRoles]:
         """Return the samplers by rank."""
         num_replicas, size = config.num_engine_replicas, config.controllers
         if config.engine.prompts == "shared":
@@ -112,7 +111,7 @@ def simulate(
     )
     real = sharing(learner, rlhf_program(job, recorder))
 
-    async def program(ctx: Context[Sequence[Sampler]]) -> None:
+    async def program(ctx: Context[Sequence[SamplingRoles]]) -> None:
         own = ctx.with_roles(ctx.roles[ctx.rank])
         await meter.run(ctx.rank, real(replace(own, timer=_LedgerTimer(ctx.rank, ledger))))
 

@@ -1,4 +1,4 @@
-"""When a run's devices, its engines and training ranks, work, and at what."""
+"""Timers of the devices, engines and training ranks, that a process sends calls to."""
 
 import time
 from collections import Counter
@@ -6,23 +6,21 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from gcore_controller import Span
-from gcore_runs.spans import on_wall_clock
+from gcore_controller.stages import Span, on_wall_clock
 
 
 def rank_name(rank: int) -> str:
-    """What the row of a training rank is called."""
+    """Return the name of a training rank in the timeline."""
     return f"trainer {rank}"
 
 
 class DeviceTimers:
-    """Notes in which stages the devices are that this process has calls to.
+    """Record the stages of the devices that this process sends calls to.
 
-    A device is in a stage while a call of that stage is unanswered; with several at a time, in that of the call which
-    began last.
+    A device is in a stage while a call of that stage is unanswered; with several calls, in the stage of the latest.
 
     Attributes:
-        generated: Tokens, or images, of each stage since the last `drain`.
+        generated: Number of tokens, or images, generated in each stage since the last `drain`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,27 +30,23 @@ class DeviceTimers:
 
     @contextmanager
     def stage(self, stage: str, *names: str) -> Generator[None]:
-        """Have devices in a stage inside the block.
-
-        Args:
-            names: of the devices' rows.
-        """
+        """Attribute the time inside the block to ``stage`` on the devices of these names."""
         call = object()
         devices = [self._devices.setdefault(name, _Device()) for name in names]
         now_s = self._clock()
         for device in devices:
             device.calls[call] = stage
-            device.turn(now_s)
+            device.switch(now_s)
         try:
             yield
         finally:
             now_s = self._clock()
             for device in devices:
                 del device.calls[call]
-                device.turn(now_s)
+                device.switch(now_s)
 
     def drain(self) -> dict[str, list[Span]]:
-        """The spans since the last call, by device, in seconds of UTC; a stage that still runs is cut and goes on."""
+        """Return the spans since the last call, by device, in seconds of UTC; a running stage is cut and continues."""
         self.generated.clear()
         now_s = self._clock()
         return {name: on_wall_clock(device.drain(now_s), now_s) for name, device in self._devices.items()}
@@ -61,13 +55,13 @@ class DeviceTimers:
 @dataclass(eq=False)
 class _Device:
     calls: dict[object, str] = field(default_factory=dict[object, str])
-    """Stages of the unanswered calls, in the order in which they began."""
+    """Stages of the unanswered calls, in the order of their start."""
     _stage: str | None = None
     _since_s: float = 0.0
     _spans: list[Span] = field(default_factory=list[Span])
 
-    def turn(self, now_s: float) -> None:
-        """The calls have changed."""
+    def switch(self, now_s: float) -> None:
+        """Switch to the stage of the latest call."""
         stage = next(reversed(self.calls.values()), None)
         if stage != self._stage:
             self._cut(now_s)
@@ -84,13 +78,13 @@ class _Device:
         self._since_s = now_s
 
 
-def generation_metrics(parts: "Iterable[Counter[str]]") -> dict[str, float]:
-    """What all processes together generated, by stage: `DeviceTimers.generated` of each."""
+def generation_metrics(parts: Iterable[Counter[str]]) -> dict[str, float]:
+    """Return what all processes generated together, by stage, from the `DeviceTimers.generated` of each."""
     return {f"perf/generated/{stage}": float(number) for stage, number in sum(parts, Counter[str]()).items()}
 
 
-def merged(parts: Iterable[Mapping[str, Sequence[Span]]]) -> dict[str, list[Span]]:
-    """What several processes, or several calls of `DeviceTimers.drain`, tell of the same devices."""
+def merge_spans(parts: Iterable[Mapping[str, Sequence[Span]]]) -> dict[str, list[Span]]:
+    """Join the spans that several processes, or several calls of `DeviceTimers.drain`, recorded of the same devices."""
     spans: dict[str, list[Span]] = {}
     for part in parts:
         for name, own in part.items():

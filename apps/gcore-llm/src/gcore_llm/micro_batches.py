@@ -1,18 +1,17 @@
-"""Between sampling and training: an even share of simulated work for every controller, in micro-batches that fit."""
+"""The simulated work of training on samples, and micro-batches of even work that fit in memory."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from gcore_controller import Collectives
 from gcore_llm.groups import Group
-from gcore_placement import TransformerWorkload, balance, micro_batches
+from gcore_placement import TransformerWorkload, micro_batches
 from gcore_trainer import Sample
 
 
 def workload_of(model: Path) -> TransformerWorkload:
-    """The cost model of a Hugging Face folder's architecture; of a mixture of experts, its active part."""
+    """Return the cost model of a Hugging Face folder's architecture; for a mixture of experts, of the active part."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model).get_text_config()
@@ -31,7 +30,7 @@ def workload_of(model: Path) -> TransformerWorkload:
 
 
 def group_costs(workload: TransformerWorkload, groups: Sequence[Group]) -> list[float]:
-    """Simulated FLOPs of training on each group, its prompt computed once."""
+    """Return the simulated FLOPs of training on each group, whose prompt is computed once."""
     lengths = [group.lengths for group in groups]
     padded = np.zeros((len(groups), max((own.size for own in lengths), default=1)), np.int64)
     for row, own in zip(padded, lengths, strict=True):
@@ -40,7 +39,7 @@ def group_costs(workload: TransformerWorkload, groups: Sequence[Group]) -> list[
 
 
 def sample_flops(workload: TransformerWorkload, samples: Sequence[Sample]) -> float:
-    """Simulated FLOPs of training on some samples, a prompt that several share computed once."""
+    """Return the simulated FLOPs of training on some samples; a prompt that several share is computed once."""
     lengths: dict[bytes, list[int]] = {}
     prompts: dict[bytes, int] = {}
     for sample in samples:
@@ -50,41 +49,22 @@ def sample_flops(workload: TransformerWorkload, samples: Sequence[Sample]) -> fl
     return sum(float(workload.group_flops(prompts[key], np.array(found))) for key, found in lengths.items())
 
 
-async def exchange(groups: Sequence[Group], *, workload: TransformerWorkload, group: Collectives) -> list[Group]:
-    """Spread all controllers' groups so that each gets about the same simulated work.
-
-    The first controller assigns, for all controllers may be one process; only groups that change hands move.
-
-    Returns:
-        this controller's new share, by ticket.
-    """
-    mine = [(g.ticket, cost) for g, cost in zip(groups, group_costs(workload, groups), strict=True)]
-    everyones = sorted(entry for part in await group.all_gather(mine) for entry in part)
-    parts = balance([cost for _, cost in everyones], group.world_size) if group.rank == 0 else None
-    owner = {everyones[i][0]: rank for rank, part in enumerate(await group.broadcast(parts)) for i in part.tolist()}
-    outgoing: list[list[Group]] = [[] for _ in range(group.world_size)]
-    for entry in groups:
-        outgoing[owner[entry.ticket]].append(entry)
-    incoming = await group.all_to_all(outgoing)
-    return sorted((g for part in incoming for g in part), key=lambda g: g.ticket)
-
-
 def split_in_micro_batches(
     groups: Sequence[Group], *, workload: TransformerWorkload, max_tokens: int, num_multiple: int = 1
 ) -> list[list[tuple[int, int]]]:
-    """Micro-batches of (group index, response index) within ``max_tokens`` packed tokens, of about even work.
+    """Return micro-batches of (group index, response index) within ``max_tokens`` packed tokens, of about even work.
 
-    A group stays whole, so that its prompt is computed once, unless it alone exceeds the budget. Their number is a
-    multiple of ``num_multiple``, unless there are fewer groups.
+    A group stays whole, so that its prompt is computed once, unless it exceeds the budget on its own. The number of
+    micro-batches is a multiple of ``num_multiple``, unless there are fewer groups.
     """
     units: list[list[tuple[int, int]]] = []
     tokens: list[int] = []
     costs: list[float] = []
     for g, group in enumerate(groups):
         lengths = group.lengths
-        room = max(1, max_tokens - group.prompt_ids.size)
+        capacity = max(1, max_tokens - group.prompt_ids.size)
         whole = [np.arange(lengths.size)]
-        for part in whole if lengths.sum() <= room else micro_batches(lengths, max_tokens=room):
+        for part in whole if lengths.sum() <= capacity else micro_batches(lengths, max_tokens=capacity):
             units.append([(g, i) for i in part.tolist()])
             tokens.append(group.prompt_ids.size + int(lengths[part].sum()))
             costs.append(float(workload.group_flops(group.prompt_ids.size, lengths[part])))
