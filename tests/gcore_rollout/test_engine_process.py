@@ -25,7 +25,7 @@ from gcore_rollout.hf_engine import HFEngine
 from gcore_rollout.vllm_engine import VLLMEngine
 from gcore_rollout.weight_sync.shared_weights import SharedWeights
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 # All engines here come from one server: what they need is imported once.
 start = partial(EngineProcess.start, preload=(*PRELOAD_VLLM, "fake_engine"))

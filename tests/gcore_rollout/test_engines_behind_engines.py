@@ -25,7 +25,7 @@ from gcore_rollout.weight_sync.weight_references import WeightReferences
 
 globals().update(PROMISES)
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*:FutureWarning")]
 
 
 class Transparent(SlowEngine):

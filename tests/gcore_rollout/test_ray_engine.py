@@ -38,6 +38,7 @@ from gcore_rollout.weight_report import all_digests, check_weights
 from gcore_rollout.weight_sync.weight_references import WeightReferences
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore:.*:FutureWarning"),
 ]

@@ -28,7 +28,7 @@ from gcore_rollout import vllm_engine
 from gcore_rollout.errors import MissingExtraError, RequestError, UnsupportedModelError
 from gcore_rollout.vllm_engine import VLLMEngine
 
-pytestmark = VLLM_IMPORT_WARNINGS
+pytestmark = [pytest.mark.slow, *VLLM_IMPORT_WARNINGS]
 
 
 def test_importing_the_module_does_not_import_vllm() -> None:

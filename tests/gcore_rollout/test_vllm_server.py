@@ -16,6 +16,8 @@ from test_engines import MAX_NUM_SEQS, TOLERANCE, Subject
 from gcore_rollout.servers.client import ServerClient
 from gcore_rollout.servers.vllm import VLLMServerEngine
 
+pytestmark = pytest.mark.slow
+
 globals().update(PROMISES)
 
 

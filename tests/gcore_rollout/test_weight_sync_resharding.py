@@ -12,6 +12,8 @@ from gcore_rollout.hf_engine import HFEngine
 from gcore_rollout.weight_sync.delta import make_delta
 from gcore_rollout.weight_sync.mirror import FullWeights, WeightMirror
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def rank_server() -> Iterator[RankServer]:

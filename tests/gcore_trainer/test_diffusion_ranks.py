@@ -13,6 +13,8 @@ from gcore_trainer.diffusion.objectives import DiffusionDPOObjective, DiffusionO
 from gcore_trainer.diffusion.process import FlowProcess
 from gcore_trainer.diffusion.types import DiffusionMicroBatch, DiffusionSample
 
+pytestmark = pytest.mark.slow
+
 OBJECTIVES: dict[str, DiffusionObjective] = {
     # It keeps the policy that samples apart; its sibling asks the reference.
     "nft": NFTObjective(NFTConfig(num_timesteps=2)),

@@ -34,6 +34,8 @@ from gcore_trainer.packed_model import PackedModel
 from gcore_trainer.torch_trainer import TorchTrainer
 from gcore_trainer.types import Sample
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS, SAVED, RESUMED = 10, 5, 8
 LORA = LoRAConfig(rank=4, alpha=8)
 # With a smaller eps, an entry whose gradient is no more than rounding error moves by whole steps of the rate.

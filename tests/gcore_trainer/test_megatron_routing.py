@@ -28,6 +28,8 @@ from gcore_trainer.objectives import PolicyObjective
 from gcore_trainer.packed_model import PackedModel
 from gcore_trainer.torch_trainer import TorchTrainer
 
+pytestmark = pytest.mark.slow
+
 SHAPE = (4, MOE["num_experts"], MOE["num_experts_per_tok"])
 OPTIONS: dict[str, Any] = {
     "optimizer": OptimizerConfig(lr=1e-3),

@@ -32,6 +32,8 @@ from transformers import AutoModelForCausalLM
 from gcore_trainer.config import OptimizerConfig
 from gcore_trainer.objectives import PolicyObjective, SFTObjective
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 10
 OPTIONS: dict[str, Any] = {"optimizer": OPTIMIZER, "objective": PolicyObjective(LOSS)}
 
