@@ -76,3 +76,4 @@ FRAGMENTS: dict[str, int] = {
     "gcore-llm": 96,
     "gcore-runs": 78,
 }
+TRACED_FILES: dict[str, int] = {"start": 127, "step": 90}

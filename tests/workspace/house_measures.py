@@ -5,8 +5,11 @@ After a change that lowers a number:
 """
 
 import ast
+import json
 import pprint
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -163,6 +166,12 @@ def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str, tuple[str, ...]]]:
                     pass
 
 
+def traced_files() -> dict[str, int]:
+    """Return how many files a run touches before its first step, and in one step."""
+    command = [sys.executable, Path(__file__).with_name("trace_step.py"), "--json"]
+    return json.loads(subprocess.check_output(command, text=True, timeout=900))
+
+
 def limits() -> str:
     """Return the text of `house_limits.py`."""
     values = {
@@ -172,6 +181,7 @@ def limits() -> str:
         "DEEP_IMPORTS": {name: len(found) for name, found in deep_imports().items()},
         "DIALECT": {name: len(found) for name, found in dialect().items()},
         "FRAGMENTS": {name: len(found) for name, found in fragments().items()},
+        "TRACED_FILES": traced_files(),
     }
     types = {"CYCLES": "list[tuple[str, ...]]"}
     lines = [

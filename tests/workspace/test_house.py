@@ -12,6 +12,7 @@ from house_measures import (
     fragments,
     full_folders,
     long_files,
+    traced_files,
 )
 
 COMMAND = "python tests/workspace/house_measures.py > tests/workspace/house_limits.py && ruff format tests/workspace"
@@ -48,6 +49,15 @@ def test_prose_is_plain() -> None:
 def test_docstrings_are_sentences() -> None:
     for name, found in fragments().items():
         assert len(found) <= house_limits.FRAGMENTS.get(name, 0), "\n".join(found)
+
+
+@pytest.mark.slow
+def test_a_run_touches_few_files() -> None:
+    """`trace_step.py --files` lists them: those before the first step of `gcore-llm train`, and those of one step."""
+    found = traced_files()
+    assert found.keys() == house_limits.TRACED_FILES.keys()
+    assert {part: n for part, n in found.items() if n > house_limits.TRACED_FILES[part]} == {}
+    assert min(found.values()) > 10, "the marks of a step are not found"
 
 
 @pytest.mark.parametrize(
