@@ -145,7 +145,7 @@ def test_model(cli: Cli, own_args: list[str], tiny: Path, damage: Callable[[Path
     [
         ("def reward(p, c, r): return None", "returned None; expected one number"),
         ("def reward(p, c, r): return float('nan')", "returned nan; expected a finite number"),
-        ("def reward(p, c, r): return 'good'", "returned 'good', one number is needed"),
+        ("def reward(p, c, r): return 'good'", "returned 'good'; expected one number"),
         ("def reward(p, c, r): return r['gold']", "KeyError: 'gold'"),
         ("def reward(p, c): return 1.0", "TypeError"),
         ("async def reward(p, c, r): raise OSError('no judge')", "OSError: no judge"),

@@ -312,7 +312,7 @@ class DiffusionConfig:
         engines = self.rollout.num_processes or self.controllers
         in_turns = self.placement.strategy == "colocated"
         judges = 0
-        if self.reward.kind == "judge":
+        if self.reward.is_judged:
             judges = engines if in_turns else self.reward.judge.num_processes or 1
         return Sizes(
             controllers=self.controllers,
@@ -346,7 +346,7 @@ class DiffusionConfig:
             )
         if self.runtime == "ray":
             check_engines(self.rollout.num_processes, controllers=self.controllers)
-        if self.placement.strategy != "split" and (self.runtime != "ray" or self.reward.kind != "judge"):
+        if self.placement.strategy != "split" and (self.runtime != "ray" or not self.reward.is_judged):
             raise UserError(
                 f"placement.strategy is {self.placement.strategy!r}, runtime is {self.runtime!r} and reward.kind is "
                 f"{self.reward.kind!r}: engines and a judge share devices, for which 'ray' and 'judge' are needed"
@@ -378,5 +378,5 @@ class DiffusionConfig:
             )
         if self.model and not self.data.train_files:
             raise UserError("data.train_files is not set: one or more files of prompts are needed with model")
-        if self.model and self.reward.kind in ("", "digit", "colour"):
+        if self.model and self.reward.needs_embedded_model:
             raise UserError(f"reward.kind is {self.reward.kind!r}: with model another one is needed")

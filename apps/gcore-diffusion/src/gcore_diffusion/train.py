@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from gcore_diffusion.config import MAY_CHANGE, DiffusionConfig
 from gcore_diffusion.demo.digits import PROMPTS
 from gcore_diffusion.demo.pretraining import taught_pipeline
-from gcore_diffusion.engines import start_engines
+from gcore_diffusion.engines import judge_factory, start_engines
 from gcore_diffusion.evaluate import Evaluation
-from gcore_diffusion.judge import judge_factory
 from gcore_diffusion.pipeline_files import check_pipeline
 from gcore_diffusion.program import Job
 from gcore_diffusion.prompts import PromptSets, load_prompts
@@ -57,7 +56,7 @@ def train(config: DiffusionConfig, display: Display) -> Result:
         check_pipeline(Path(config.model))
     prompts = load_prompts(config.data, PROMPTS)
     rewards = None
-    if config.reward.kind == "judge":
+    if config.reward.is_judged:
         judge_factory(config)
     else:
         rewards = build_rewards(config, judge=None)

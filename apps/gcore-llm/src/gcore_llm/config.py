@@ -368,7 +368,7 @@ class TrainConfig:
     @property
     def num_ray_judges(self) -> int:
         """Replicas of a judge's engine on ray; 0: no model that the run starts is asked for verdicts."""
-        if self.reward_model.kind != "judge" or self.reward_model.judge.is_on_servers:
+        if not self.reward_model.is_judge or self.reward_model.judge.is_on_servers:
             return 0
         if self.placement.strategy == "colocated":
             return self.num_ray_engines
@@ -420,7 +420,7 @@ class TrainConfig:
                 f"rollout.n is {self.rollout.n}; expected at least 2 with algorithm.filter_groups, which drops groups "
                 "whose responses all score alike, or algorithm.filter_groups False"
             )
-        if self.reward_model.kind == "judge" and self.reward_model.judge.pairwise:
+        if self.reward_model.is_pairwise:
             raise UserError(
                 f"rollout.n is {self.rollout.n}; expected at least 2 with reward_model.judge.pairwise, which compares "
                 "the responses of a group"
@@ -448,7 +448,7 @@ class TrainConfig:
             "model is ''": not self.model,
             f"trainer.backend is {self.trainer.backend!r}": self.trainer.backend != "torch",
             f"trainer.parallel.context_parallel_size is {sizes.context_parallel_size}": sizes.context_parallel_size > 1,
-            f"rollout.engine is {self.rollout.engine!r}": self.rollout.engine not in ("hf", "vllm"),
+            f"rollout.engine is {self.rollout.engine!r}": not self.rollout.takes_images,
             "rollout.multi_turn makes several turns": bool(
                 self.rollout.multi_turn.environment or self.rollout.multi_turn.max_revisions
             ),

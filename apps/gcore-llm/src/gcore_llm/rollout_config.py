@@ -70,7 +70,7 @@ class RolloutConfig(EngineConfig):
                 f"rollout.engine is {self.engine!r} and rollout.weights_dir is {self.weights_dir!r}: "
                 "a folder is needed with vllm_server and sglang_server, none with other engines"
             )
-        if self.speculative.num_speculative_tokens and self.engine != "vllm":
+        if self.speculative.num_speculative_tokens and not self.takes_speculation:
             raise UserError(
                 f"rollout.speculative.num_speculative_tokens is {self.speculative.num_speculative_tokens} and "
                 f"rollout.engine is {self.engine!r}: 'vllm' is needed; a server is told when it is started"
