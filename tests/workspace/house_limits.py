@@ -17,8 +17,8 @@ CYCLES: list[tuple[str, ...]] = [
         "gcore_bench.trainer.trl_contender",
         "gcore_bench.trainer.verl_contender",
     ),
-    ("gcore_ckpt.dtensor", "gcore_ckpt.shards"),
-    ("gcore_ckpt.local_storage", "gcore_ckpt.object_storage", "gcore_ckpt.storage"),
+    ("gcore_ckpt.ranks.dtensor", "gcore_ckpt.ranks.shards"),
+    ("gcore_ckpt.storage.local", "gcore_ckpt.storage.object_store", "gcore_ckpt.storage"),
     ("gcore_diffusion.judge", "gcore_diffusion.rewards"),
     ("gcore_diffusion.learner", "gcore_diffusion.roles", "gcore_diffusion.sampling"),
     ("gcore_runs.recording", "gcore_runs.services"),
@@ -45,11 +45,11 @@ FULL_FOLDERS: dict[str, int] = {
 }
 LONG_FILES: dict[str, int] = {
     "apps/gcore-llm/src/gcore_llm/config.py": 461,
-    "packages/gcore-rollout/src/gcore_rollout/diffusion/engine.py": 448,
+    "packages/gcore-rollout/src/gcore_rollout/engines/diffusion/engine.py": 448,
     "packages/gcore-rollout/src/gcore_rollout/hf_engine.py": 467,
     "packages/gcore-rollout/src/gcore_rollout/replicas.py": 474,
     "packages/gcore-rollout/src/gcore_rollout/servers/engine.py": 451,
-    "packages/gcore-rollout/src/gcore_rollout/vllm_engine.py": 451,
+    "packages/gcore-rollout/src/gcore_rollout/engines/vllm/": 451,
     "packages/gcore-trainer/src/gcore_trainer/packed_model.py": 483,
 }
 DEEP_IMPORTS: dict[str, int] = {"gcore-bench": 33, "gcore-diffusion": 30, "gcore-llm": 39, "gcore-runs": 12}
