@@ -123,8 +123,8 @@ def no_weights(model: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (shutil.rmtree, "model is 'model': a Hugging Face folder with config.json is needed"),
-        (no_config, "model is 'model': a Hugging Face folder with config.json is needed"),
+        (shutil.rmtree, "model is 'model'; expected a Hugging Face folder with config.json"),
+        (no_config, "model is 'model'; expected a Hugging Face folder with config.json"),
         (broken_config, "model folder model has a config.json that does not load"),
         (unknown_architecture, "model folder model has a config.json that does not load"),
         (no_weights, "model folder model has no weights"),
@@ -199,7 +199,7 @@ def bad_data(cli: Cli, own_args: list[str], text: str, *options: str, name: str 
     ("text", "expected"),
     [
         ('{"prompt": "a"}\n{"prompt": ', "bad.jsonl:2 is not JSON"),
-        ('{"prompt": "a"}\n["b"]\n', "bad.jsonl:2 is list: a JSON object is needed"),
+        ('{"prompt": "a"}\n["b"]\n', "bad.jsonl:2 is list; expected a JSON object"),
         (
             '{"prompt": "a"}\n{"question": "b"}\n',
             "bad.jsonl: row 2 has no column 'prompt' (data.prompt_key); it has 'question'",
@@ -207,7 +207,7 @@ def bad_data(cli: Cli, own_args: list[str], text: str, *options: str, name: str 
         ('{"prompt": ""}\n', "bad.jsonl: prompt of row 1 is empty"),
         ('{"prompt": 7}\n', "bad.jsonl: prompt of row 1 is 7"),
         ('{"prompt": []}\n', "bad.jsonl: prompt of row 1 is []"),
-        ('{"prompt": [{"role": "user"}]}\n', "text, or a list of messages with role and content, is needed"),
+        ('{"prompt": [{"role": "user"}]}\n', "expected text, or a list of messages with role and content"),
         ('{"prompt": [{"role": "user", "content": "a"}]}\n', "the model's tokenizer has no chat template"),
         ("\n", "bad.jsonl has no rows"),
     ],
@@ -220,7 +220,7 @@ def test_data_files(cli: Cli, own_args: list[str]) -> None:
     assert "data.max_prompt_length is 3: all 2 prompts are longer, the shortest has 4 tokens" in bad_data(
         cli, own_args, '{"prompt": "aaaa"}\n{"prompt": "aaaaa"}\n', "--data.max-prompt-length", "3"
     )
-    assert "bad.csv ends in '.csv': .jsonl or .parquet is needed" in bad_data(cli, own_args, "", name="bad.csv")
+    assert "bad.csv ends in '.csv'; expected .jsonl or .parquet" in bad_data(cli, own_args, "", name="bad.csv")
     assert "bad.parquet is not Parquet" in bad_data(cli, own_args, "prompt", name="bad.parquet")
     (cli.cwd / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
     assert "latin.jsonl is not UTF-8" in cli.refused(*option_set(own_args, "--data.train-files", "latin.jsonl"))

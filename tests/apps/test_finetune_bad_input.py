@@ -30,7 +30,7 @@ def job(command: str, model: Path | str, *options: str) -> list[str]:
         (["--name", "a/b"], "name is 'a/b': a plain folder name is needed"),
         (["--task.name", "chain_sum"], "one source of rows is needed"),
         (["--data.train-files", "nowhere.jsonl"], "data file nowhere.jsonl does not exist"),
-        (["--model", "nowhere"], "model is 'nowhere': a Hugging Face folder with config.json is needed"),
+        (["--model", "nowhere"], "model is 'nowhere'; expected a Hugging Face folder with config.json"),
         (["--config", "nowhere.toml"], "config is nowhere.toml: No such file"),
         (
             ["--trainer.prometheus-port", "-1"],

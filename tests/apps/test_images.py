@@ -119,7 +119,7 @@ def test_vllm_sees_what_the_trainer_sees(cli: Cli, job: list[str]) -> None:
         ({"prompt": "no mark", "images": ["a.png"]}, "places for 0 images and 1 images"),
         ({"prompt": "<image><image>", "images": ["a.png"]}, "places for 2 images and 1 images"),
         ({"prompt": "<image>", "images": None}, "places for 1 images and 0 images"),
-        ({"prompt": "<image>", "images": ["b.png"]}, "is 'b.png': there is no such file"),
+        ({"prompt": "<image>", "images": ["b.png"]}, "is 'b.png'; expected an existing file"),
         ({"prompt": "<image>", "images": [3]}, "is 3: a path, or the bytes of an image file"),
         ({"prompt": "<image>", "images": ["rows.jsonl"]}, "no image file that Pillow reads"),
     ],

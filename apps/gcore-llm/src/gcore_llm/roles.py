@@ -72,7 +72,7 @@ def check_model(path: Path, *, setting: str = "model") -> None:
         UserError: not a Hugging Face folder with weights, or of an architecture that transformers does not know.
     """
     if not (path / "config.json").is_file():
-        raise UserError(f"{setting} is {str(path)!r}: a Hugging Face folder with config.json is needed")
+        raise UserError(f"{setting} is {str(path)!r}; expected a Hugging Face folder with config.json")
     from transformers import AutoConfig
 
     try:
@@ -80,7 +80,7 @@ def check_model(path: Path, *, setting: str = "model") -> None:
     except (ValueError, OSError) as error:
         raise UserError(f"model folder {path} has a config.json that does not load: {error}") from None
     if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
-        raise UserError(f"model folder {path} has no weights: model.safetensors is needed")
+        raise UserError(f"model folder {path} has no weights; expected model.safetensors")
     check_safetensors(path)
 
 
@@ -96,7 +96,7 @@ def build_tokenizer(path: Path) -> Any:
         (path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     ):
         raise UserError(
-            f"model folder {path} has no tokenizer: tokenizer.json (save_pretrained of the tokenizer) is needed"
+            f"model folder {path} has no tokenizer; expected tokenizer.json (save_pretrained of the tokenizer)"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)

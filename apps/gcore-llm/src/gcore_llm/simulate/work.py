@@ -55,7 +55,7 @@ def coarse_workload(config: SimulateConfig) -> CoarseWorkload:
         return CoarseWorkload(**_BUILT_IN, token_unit=config.token_unit)
     folder = Path(config.model)
     if not (folder / "config.json").is_file():
-        raise UserError(f"model is {config.model!r}: a Hugging Face folder with config.json is needed")
+        raise UserError(f"model is {config.model!r}; expected a Hugging Face folder with config.json")
     try:
         shape = workload_of(folder)
     except (ValueError, OSError) as error:
