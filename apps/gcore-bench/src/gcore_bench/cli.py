@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 
 import tyro
@@ -10,53 +9,37 @@ from rich.console import Console
 
 from gcore_bench.harness.errors import BenchError
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Bench:
-    """A command: the class of its options, the module with its ``run(options, console)``, and a line of help."""
-
-    options: str
-    module: str
-    summary: str
-
-
 _BENCHES = {
-    "grpo": _Bench(
-        options="GrpoOptions",
-        module="bench",
-        summary="GRPO steps under gcore and TRL's GRPOTrainer or verl: the same task, model, batch and step count",
+    "grpo": (
+        "bench:GrpoOptions",
+        "GRPO steps under gcore and TRL's GRPOTrainer or verl: the same task, model, batch and step count",
     ),
-    "ckpt": _Bench(
-        options="CkptOptions",
-        module="bench",
-        summary="saves and loads of one state under gcore-ckpt, DCP, Orbax and others, against memory and disk",
+    "ckpt": (
+        "bench:CkptOptions",
+        "saves and loads of one state under gcore-ckpt, DCP, Orbax and others, against memory and disk",
     ),
-    "trainer": _Bench(
-        options="TrainerOptions",
-        module="bench",
-        summary="training steps, log-probabilities and long sequences under gcore-trainer, TRL's and verl's losses",
+    "trainer": (
+        "bench:TrainerOptions",
+        "training steps, log-probabilities and long sequences under gcore-trainer, TRL's and verl's losses",
     ),
-    "rollout": _Bench(
-        options="RolloutOptions",
-        module="bench",
-        summary="generation, new weights and sandboxed programs under gcore-rollout, bare vLLM and transformers",
+    "rollout": (
+        "bench:RolloutOptions",
+        "generation, new weights and sandboxed programs under gcore-rollout, bare vLLM and transformers",
     ),
-    "controller": _Bench(
-        options="ControllerOptions",
-        module="bench",
-        summary="large payloads under gcore-controller and verl's single driver, and its load in simulated clusters",
+    "controller": (
+        "bench:ControllerOptions",
+        "large payloads under gcore-controller and verl's single driver, and its load in simulated clusters",
     ),
-    "diffusion": _Bench(
-        options="DiffusionBenchOptions",
-        module="bench",
-        summary="Flow-GRPO steps under gcore-diffusion and a plain loop on diffusers; samplers and a judge, simulated",
+    "diffusion": (
+        "bench:DiffusionBenchOptions",
+        "Flow-GRPO steps under gcore-diffusion and a plain loop on diffusers; samplers and a judge, simulated",
     ),
-    "placement": _Bench(
-        options="PlacementOptions",
-        module="command",
-        summary="sequences distributed over ranks, against verl; predictions against measured runs; live runs",
+    "placement": (
+        "command:PlacementOptions",
+        "sequences distributed over ranks, against verl; predictions against measured runs; live runs",
     ),
 }
+"""By command: its module with ``run(options, console)`` and the class in its module ``options``; a line of help."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -68,12 +51,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     name = args[0]
     if name not in _BENCHES:
         raise SystemExit(f"gcore-bench: the command is {name!r}; expected one of {', '.join(_BENCHES)}")
-    bench = _BENCHES[name]
+    module, _, class_name = _BENCHES[name][0].partition(":")
     try:
-        options_class = getattr(import_module(f"gcore_bench.{name}.options"), bench.options)
+        options_class = getattr(import_module(f"gcore_bench.{name}.options"), class_name)
         options = tyro.cli(options_class, args=args[1:], prog=f"gcore-bench {name}")
         # Imported after the options are checked, because it may take seconds.
-        import_module(f"gcore_bench.{name}.{bench.module}").run(options, _console())
+        import_module(f"gcore_bench.{name}.{module}").run(options, _console())
     except BenchError as error:
         print(f"gcore-bench: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -84,7 +67,7 @@ def _usage() -> str:
         "usage: gcore-bench COMMAND [options]\n",
         "Every claim gcore makes, measured against a peer or a physical limit.\n",
         "commands:",
-        *(f"  {name:<12}{bench.summary}" for name, bench in _BENCHES.items()),
+        *(f"  {name:<12}{summary}" for name, (_, summary) in _BENCHES.items()),
         "\ngcore-bench COMMAND --help documents every option.",
     ]
     return "\n".join(lines) + "\n"
