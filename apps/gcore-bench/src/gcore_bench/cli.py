@@ -39,7 +39,7 @@ _BENCHES = {
         "sequences distributed over ranks, against verl; predictions against measured runs; live runs",
     ),
 }
-"""By command: its module with ``run(options, console)`` and the class in its module ``options``; a line of help."""
+"""Module with ``run(options, console)`` and class of the options, and a line of help, of each command."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -21,7 +21,7 @@ class Part:
 
     @property
     def has_limits(self) -> bool:
-        """Whether limits are measured in the part."""
+        """True if limits are measured in the part."""
         return not self.ratio_to
 
 

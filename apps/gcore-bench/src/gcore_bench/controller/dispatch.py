@@ -102,7 +102,7 @@ class _Contenders:
         except Exception as error:
             if "running low on memory" in str(error):
                 raise _OutOfMemoryError from error
-            # Ray's message goes on with hundreds of lines about all processes of the machine.
+            # The rest of Ray's message is hundreds of lines about all processes of the machine.
             reason = str(error).strip().partition("\n")[0]
             raise BenchError(f"{name} failed at {payload.nbytes / 2**20:,.0f} MB: {reason}") from error
 

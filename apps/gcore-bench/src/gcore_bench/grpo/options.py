@@ -30,7 +30,7 @@ class GrpoOptions(BenchOptions):
     verl_python: Path | None = None
     """Python of verl's environment, which scripts/verl-cpu/setup makes; None: the one that GCORE_VERL_PYTHON names."""
     rounds: Count = 2
-    """How often each contender runs."""
+    """Number of rounds, in each of which every contender runs once."""
     steps: NonNegative = 0
     """Measured steps of a run; 0: the workload's own number."""
     warmup_steps: Count = 3

@@ -1,4 +1,4 @@
-"""What all benches share: turns, processes, medians, tables, options, and the file with every figure.
+"""The parts that all benches share: turns, processes, medians, tables, options, and the file with every figure.
 
 How a bench is built
 ====================

@@ -56,7 +56,7 @@ class BenchOptions:
     """
 
     rounds: Count = 3
-    """How often everything is measured; contenders take turns within a round."""
+    """Number of rounds, in each of which everything is measured once, in turn."""
     json: OutputFile = None
     """File to write every figure to."""
 

@@ -51,7 +51,7 @@ class Outcome:
     """Results of the children of one measurement."""
 
     values: list[Any]
-    """By rank, as `child` wrote them."""
+    """Results by rank."""
     footprints: list[tuple[float, Footprint]]
     """Sizes of all of them together, by time on the monotonic clock."""
 

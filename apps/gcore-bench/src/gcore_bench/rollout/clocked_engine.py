@@ -18,7 +18,7 @@ Source = Literal["caller", "here", "file"]
 class _ClockedHFEngine(HFEngine):
     clock: StepClock
     is_timed = False
-    """Whether passes are recorded; those that load the engine are not."""
+    """True while passes are recorded; those that load the engine are not."""
     source: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None
 
     def __init__(self, model: Any, **options: Any) -> None:

@@ -14,7 +14,7 @@ from gcore_bench.rollout.sandbox_calls import BARE
 from gcore_bench.rollout.sync import MEMCPY
 
 Ratios = Mapping[str, Mapping[str, float]]
-"""By row and metric."""
+"""Ratios by row and metric."""
 
 _OVER = {
     "generation": {"tokens_per_s": "tokens_per_s", "cpu_s": "cpu_s"},

@@ -47,7 +47,7 @@ class Way:
     update: Callable[[int], Awaitable[object]]
     """Updates the weights to the given version."""
     starts_inside: bool = False
-    """Whether the measured call is made in the engine's process."""
+    """True if the measured call is made in the engine's process."""
 
 
 async def run_rounds(

@@ -23,7 +23,7 @@ class TrainerOptions(BenchOptions):
     contenders: tuple[StepContender, ...] = get_args(StepContender)
     """Contenders of the parts step and tokens, in the order in which they run."""
     rounds: Count = 2
-    """How often each contender runs."""
+    """Number of rounds, in each of which every contender runs once."""
     steps: Count = 2
     """Measured steps of a run."""
     prompts: Count = 8
