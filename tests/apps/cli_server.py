@@ -19,7 +19,7 @@ HEAVY = {
         "gcore_llm.finetune.run",
         "gcore_llm.inspect_run",
         "gcore_llm.report",
-        "gcore_llm.train",
+        "gcore_llm.training",
         "gcore_rollout.hf_engine",
         "gcore_trainer.torch_trainer",
         "torch.utils.tensorboard",
@@ -27,7 +27,7 @@ HEAVY = {
     ),
     "gcore_diffusion": (
         "gcore_diffusion.inspect_run",
-        "gcore_diffusion.train",
+        "gcore_diffusion.training",
         "diffusers.models.transformers.transformer_sd3",
         "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
         "sklearn.linear_model",

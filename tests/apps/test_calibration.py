@@ -19,7 +19,7 @@ from gcore_llm.simulate.lengths import SampledLengths, fit_lengths, step_lengths
 from gcore_llm.simulate.measured import STAGES, MeasuredRun, read_run
 from gcore_llm.simulate.run import simulate
 from gcore_runs.errors import UserError
-from gcore_runs.settings import to_toml
+from gcore_runs.settings.values import to_toml
 from gcore_trainer.parallel import ParallelConfig
 
 TRUE = Parameters(

@@ -25,7 +25,7 @@ from gcore_diffusion.demo.digits import PROMPTS, DigitReward, load
 from gcore_diffusion.grids import grid
 from gcore_diffusion.recipes import RECIPES
 from gcore_runs.run_folder import RunFolder
-from gcore_runs.settings import merge, resolve, to_toml
+from gcore_runs.settings.values import merge, resolve, to_toml
 
 REWARD = """
 import numpy as np

@@ -44,10 +44,10 @@ from gcore_runs import merged_logs
 from gcore_runs.devices import DeviceTimers, merged
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
-from gcore_runs.logs import log_to
-from gcore_runs.merged_logs import merged_lines
-from gcore_runs.metrics import MetricsWriter
-from gcore_runs.prometheus import PrometheusExporter
+from gcore_runs.logs.merging import merged_lines
+from gcore_runs.logs.writing import log_to
+from gcore_runs.metrics.prometheus import PrometheusExporter
+from gcore_runs.metrics.writer import MetricsWriter
 from gcore_runs.run_folder import RunFolder, read_jsonl
 from gcore_runs.spans import SpanWriter, StepSpans, on_wall_clock
 from gcore_runs.watched import Watched
@@ -417,7 +417,7 @@ def test_display_shows_the_busiest_controller_where_loads_are_known() -> None:
 WORKER = """
 import ctypes, logging, os, signal, sys, warnings
 from pathlib import Path
-from gcore_runs.logs import log_to
+from gcore_runs.logs.writing import log_to
 
 log_to(Path(sys.argv[1]), "engine", int(sys.argv[2]), redirect=True)
 logging.getLogger("a.b").info("first\\nsecond")
@@ -480,7 +480,7 @@ def test_all_that_a_dying_process_wrote_is_in_its_log(tmp_path: Path, end: str, 
     assert work(tmp_path, 3, end) == code
     assert [path.name for path in tmp_path.iterdir()] == ["engine-3.log"]
     lines = told(merged_lines(tmp_path))
-    assert re.fullmatch(r"engine-3 INFO gcore_runs.logs: process \d+ on \S+ begins", lines[0])
+    assert re.fullmatch(r"engine-3 INFO gcore_runs.logs.writing: process \d+ on \S+ begins", lines[0])
     assert lines[1:3] == ["engine-3 INFO a.b: first", "engine-3 INFO second"]
     assert lines[3] == "engine-3 WARNING py.warnings: <string>:8: UserWarning: careful"
     assert lines[lines.index("engine-3 ERROR root: caught") + 1] == "engine-3 ERROR Traceback (most recent call last):"
@@ -564,7 +564,7 @@ def test_role_that_no_file_can_be_named_after_is_refused(tmp_path: Path, role: s
 
 
 def test_files_begin_anew_when_they_are_full_and_output_goes_along(tmp_path: Path) -> None:
-    code = "import logging, os, sys; from pathlib import Path; from gcore_runs.logs import log_to\n"
+    code = "import logging, os, sys; from pathlib import Path; from gcore_runs.logs.writing import log_to\n"
     code += "log_to(Path(sys.argv[1]), 'trainer', 0, redirect=True, max_file_bytes=2000)\n"
     code += "for i in range(30): logging.info('record %d', i); os.write(1, b'output %d\\n' % i)"
     subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=600)
@@ -676,6 +676,6 @@ def test_reader_that_has_seen_enough_is_no_error(run_dir: Path) -> None:
 
 
 def test_importing_the_reader_is_cheap() -> None:
-    code = "import json, sys, gcore_runs.logs, gcore_runs.merged_logs; print(json.dumps([*sys.modules]))"
+    code = "import json, sys, gcore_runs.logs.writing, gcore_runs.logs.merging; print(json.dumps([*sys.modules]))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"numpy", "torch", "rich", "prometheus_client"} & set(json.loads(result.stdout))

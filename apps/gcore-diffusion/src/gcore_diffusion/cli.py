@@ -11,7 +11,7 @@ from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.recipes import RECIPES
 from gcore_runs.command_line import NOTHING_LEARNED, Command, RunArgs, logs_command, run_command
 from gcore_runs.errors import RankError, UserError, check_at_least
-from gcore_runs.options import parse, parse_arguments
+from gcore_runs.settings.options import parse, parse_arguments
 
 _USAGE = """usage: gcore-diffusion COMMAND [options]
 
@@ -89,7 +89,7 @@ def _train(args: Sequence[str]) -> None:
     config = parse_train(args)
     from rich.table import Table
 
-    from gcore_diffusion.train import train
+    from gcore_diffusion.training import train
     from gcore_runs.display import Display
 
     with Display() as display:

@@ -6,8 +6,7 @@ from typing import Literal, Self
 
 from gcore_diffusion.reward_config import RewardConfig
 from gcore_runs.errors import UserError, check_at_least, check_port, check_run_name
-from gcore_runs.placement_config import PlacementConfig
-from gcore_runs.ray_config import RayConfig
+from gcore_runs.settings.cluster import PlacementConfig, RayConfig
 from gcore_runs.sizes import Sizes, check_engines, check_judges_in_turns
 from gcore_trainer import OptimizerConfig
 from gcore_trainer.config import LoRAConfig

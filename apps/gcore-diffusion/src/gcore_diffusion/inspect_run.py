@@ -11,7 +11,7 @@ from gcore_rollout.diffusion import ImageRequest, ImageSampling
 from gcore_rollout.diffusion.engine import DiffusersEngine
 from gcore_runs.errors import UserError, check_at_least
 from gcore_runs.run_folder import RunFolder
-from gcore_runs.settings import resolve
+from gcore_runs.settings.values import resolve
 
 
 async def sample_run(

@@ -13,7 +13,7 @@ from gcore_llm.finetune.command import run_fine_tuning
 from gcore_llm.recipes import RECIPES
 from gcore_runs.command_line import NOTHING_LEARNED, Command, RunArgs, logs_command, run_command
 from gcore_runs.errors import RankError, UserError, check_at_least
-from gcore_runs.options import parse, parse_arguments
+from gcore_runs.settings.options import parse, parse_arguments
 
 _USAGE = """usage: gcore-llm COMMAND [options]
 
@@ -90,7 +90,7 @@ def _train(args: Sequence[str]) -> None:
     config = parse_train(args)
     from rich.table import Table
 
-    from gcore_llm.train import train
+    from gcore_llm.training import train
     from gcore_runs.display import Display
 
     with Display() as display:

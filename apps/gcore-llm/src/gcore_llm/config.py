@@ -8,8 +8,7 @@ from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_llm.rollout_config import RolloutConfig
 from gcore_llm.trainer_config import TrainerConfig
 from gcore_runs.errors import UserError, check_at_least, check_run_name
-from gcore_runs.placement_config import PlacementConfig
-from gcore_runs.ray_config import RayConfig
+from gcore_runs.settings.cluster import PlacementConfig, RayConfig
 from gcore_runs.sizes import Sizes, check_engines, check_judges_in_turns
 from gcore_trainer import OptimizerConfig, PolicyLossConfig
 from gcore_trainer.advantages import GroupEstimator

@@ -11,11 +11,11 @@ from gcore_llm.evaluate import Evaluation, evaluate
 from gcore_llm.prompts import Problem, make_prompts
 from gcore_llm.rewards import Rewards
 from gcore_llm.roles import Sampler, build_engine, build_tokenizer, build_world, check_model
-from gcore_llm.train import load_prompts
+from gcore_llm.training import load_prompts
 from gcore_rollout import Engine, Request, SamplingParams
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import RunFolder
-from gcore_runs.settings import resolve
+from gcore_runs.settings.values import resolve
 from gcore_trainer.lora import merged
 
 

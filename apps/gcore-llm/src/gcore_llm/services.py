@@ -15,13 +15,13 @@ from gcore_llm.prompts import PromptSets
 from gcore_llm.rewards import Rewards
 from gcore_llm.roles import Roles, Sampler, World, build_engine, build_learner
 from gcore_runs.devices import DeviceTimers
-from gcore_runs.logs import logs_of
+from gcore_runs.logs.writing import logs_of
 from gcore_runs.recording import Recorder
 from gcore_runs.services import InlineServices
 from gcore_runs.watched import Watched
 
 if TYPE_CHECKING:
-    from gcore_runs.prometheus import PrometheusExporter
+    from gcore_runs.metrics.prometheus import PrometheusExporter
 
 
 @dataclass(frozen=True, kw_only=True)

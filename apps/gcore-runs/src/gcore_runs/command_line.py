@@ -9,7 +9,7 @@ from pathlib import Path
 import tyro
 
 from gcore_runs.errors import check_at_least, one_line, said
-from gcore_runs.options import parse_arguments
+from gcore_runs.settings.options import parse_arguments
 
 Command = Callable[[Sequence[str]], None]
 """Given the arguments behind its name."""
@@ -108,7 +108,7 @@ class LogsArgs:
 def logs_command(app: str, args: Sequence[str]) -> None:
     """What the processes of a run have logged, by time."""
     parsed = parse_arguments(LogsArgs, args, prog=f"{app} logs")
-    from gcore_runs.merged_logs import merged_lines
+    from gcore_runs.logs.merging import merged_lines
     from gcore_runs.run_folder import RunFolder
 
     check_at_least("lines", parsed.lines, 0)

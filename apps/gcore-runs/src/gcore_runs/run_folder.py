@@ -11,7 +11,7 @@ from typing import Any
 
 from gcore_ckpt import Checkpointer
 from gcore_runs.errors import UserError, said
-from gcore_runs.settings import ConfigT, RunConfig, differences, merge, read_toml, to_toml
+from gcore_runs.settings.values import ConfigT, RunConfig, differences, merge, read_toml, to_toml
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from gcore_ckpt import Checkpointer
 from gcore_runs.display import Display
 from gcore_runs.errors import RankError
-from gcore_runs.metrics import MetricsWriter
+from gcore_runs.metrics.writer import MetricsWriter
 from gcore_runs.recording import Present, Saving
 from gcore_runs.run_folder import RunFolder
 from gcore_runs.services import RunConfig, RunJob, Services
 from gcore_runs.spans import SpanWriter
 
 if TYPE_CHECKING:
-    from gcore_runs.prometheus import PrometheusExporter
+    from gcore_runs.metrics.prometheus import PrometheusExporter
 
 _MAX_LOSSES = 5
 """So many times in a row services may die without a step made in between."""

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 from gcore_runs.errors import UserError
-from gcore_runs.placement_config import PlacementConfig
-from gcore_runs.ray_config import RayConfig
+from gcore_runs.settings.cluster import PlacementConfig, RayConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from gcore_rollout.checked_engine import CheckedEngine, WeightRecord
 from gcore_rollout.forwarding import WrappedEngine
 from gcore_rollout.types import RequestT, SampleT
 from gcore_runs.devices import DeviceTimers
-from gcore_runs.logs import logged
+from gcore_runs.logs.writing import logged
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ from gcore_llm.services import sharing
 from gcore_rollout import Completion, Engine, Request
 from gcore_rollout.forwarding import WrappedEngine
 from gcore_rollout.rewards import Failure
-from gcore_runs.settings import resolve
+from gcore_runs.settings.values import resolve
 
 
 def run(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gcore_llm.finetune.config import FineTuneConfig
 from gcore_llm.finetune.recipes import FINE_TUNING_RECIPES
-from gcore_runs.options import parse
+from gcore_runs.settings.options import parse
 
 _DESCRIPTIONS = {
     "sft": "Fine-tune on messages, on prompts with completions, or on text.",

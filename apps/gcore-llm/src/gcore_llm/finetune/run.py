@@ -28,13 +28,13 @@ from gcore_placement import TransformerWorkload
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
 from gcore_runs.interrupt import Stop
-from gcore_runs.logs import log_to
-from gcore_runs.metrics import MetricsWriter, metrics_server
+from gcore_runs.logs.writing import log_to
+from gcore_runs.metrics.writer import MetricsWriter, metrics_server
 from gcore_runs.run_folder import Result, RunFolder, finish_report, open_run, read_jsonl, write_atomically
-from gcore_runs.settings import resolve
+from gcore_runs.settings.values import resolve
 
 if TYPE_CHECKING:
-    from gcore_runs.prometheus import PrometheusExporter
+    from gcore_runs.metrics.prometheus import PrometheusExporter
 
 _logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from gcore_llm.on_ray.controller import controller_program
 from gcore_llm.program import Job
 from gcore_llm.roles import build_tokenizer, eos_token_ids
 from gcore_llm.services import Inputs
-from gcore_runs.logs import logs_of
+from gcore_runs.logs.writing import logs_of
 from gcore_runs.on_ray.engine_actors import Factory, Role
 from gcore_runs.on_ray.services import RayServices
 from gcore_runs.on_ray.training_ranks import RayLearner

@@ -14,7 +14,7 @@ from gcore_rollout.ray_engine import EngineHandle, RayEngine
 from gcore_rollout.replicas import EngineReplicas
 from gcore_rollout.turns import Turns
 from gcore_runs.devices import DeviceTimers
-from gcore_runs.logs import log_to
+from gcore_runs.logs.writing import log_to
 from gcore_runs.on_ray.reports import Announcements
 from gcore_runs.on_ray.services import Handles
 from gcore_runs.sizes import SizedConfig

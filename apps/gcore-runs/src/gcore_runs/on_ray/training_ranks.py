@@ -17,7 +17,7 @@ from gcore_controller.ray_runtime import RayReference, free_resources, reason_of
 from gcore_rollout.weight_report import Digests, all_digests
 from gcore_rollout.weight_sync.weight_references import WeightReferences
 from gcore_runs.errors import RankError
-from gcore_runs.logs import log_to
+from gcore_runs.logs.writing import log_to
 from gcore_runs.ranks import RankLearner, Replica, sendable
 from gcore_runs.sizes import SizedConfig
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
-from gcore_runs.arguments import Arguments, check_no_positional, nested, read_arguments, setting_types
 from gcore_runs.errors import UserError
-from gcore_runs.settings import ConfigT, SettingsT, merge, read_toml, validated
+from gcore_runs.settings.arguments import Arguments, check_no_positional, nested, read_arguments, setting_types
+from gcore_runs.settings.values import ConfigT, SettingsT, merge, read_toml, validated
 
 ArgsT = TypeVar("ArgsT")
 

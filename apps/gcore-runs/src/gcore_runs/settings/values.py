@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
-from gcore_runs.arguments import setting_types
 from gcore_runs.errors import UserError
-from gcore_runs.other_names import hint
+from gcore_runs.settings.arguments import setting_types
+from gcore_runs.settings.other_names import hint
 
 
 class RunConfig(Protocol):

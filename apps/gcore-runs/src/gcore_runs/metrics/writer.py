@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 from gcore_runs.run_folder import RunFolder, append_json, read_jsonl, write_jsonl
 
 if TYPE_CHECKING:
-    from gcore_runs.prometheus import PrometheusExporter
+    from gcore_runs.metrics.prometheus import PrometheusExporter
 
 
 def metrics_server(*, run: str, port: int, host: str, app: str) -> "AbstractContextManager[PrometheusExporter | None]":
@@ -18,7 +18,7 @@ def metrics_server(*, run: str, port: int, host: str, app: str) -> "AbstractCont
     """
     if not port:
         return nullcontext()
-    from gcore_runs.prometheus import PrometheusExporter
+    from gcore_runs.metrics.prometheus import PrometheusExporter
 
     return PrometheusExporter(run=run, port=port, host=host, app=app)
 

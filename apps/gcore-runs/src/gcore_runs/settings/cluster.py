@@ -1,9 +1,10 @@
-"""Settings of the cluster that a run is on."""
+"""Settings of the cluster that a run is on, and of which engines generate and which judge."""
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
-from gcore_runs.errors import UserError
+from gcore_runs.errors import UserError, check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,3 +32,20 @@ class RayConfig:
                 raise UserError(f"ray.{name} is {getattr(self, name)}: a finite number, 0 or more is needed")
         if not self.timeout_s > 0:
             raise UserError(f"ray.timeout_s is {self.timeout_s}: above 0 is needed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    """How the engines of a run on ray are divided between the policy and a judge; all ranks train."""
+
+    strategy: Literal["split", "dynamic", "colocated", "auto"] = "split"
+    """split: rollout.num-processes engines generate, reward-model.judge.num-processes judge. dynamic: so many at first;
+    then, between steps, an engine at a time moves from the role that idles to the one that is busy, more at once where
+    the load has jumped, as long as that saves more than it costs. colocated: each of rollout.num-processes devices has
+    an engine of both, and all generate, then all judge; the engines that wait are asleep. auto: dynamic, or colocated
+    where that takes less, swaps included."""
+    horizon_steps: int = 20
+    """Steps over which a move must save more time than it takes; how long moves take is measured."""
+
+    def __post_init__(self) -> None:
+        check_at_least("placement.horizon_steps", self.horizon_steps, 1)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from gcore_runs.errors import UserError
-from gcore_runs.logs import MARK, NUM_OLD_FILES
+from gcore_runs.logs.writing import MARK, NUM_OLD_FILES
 
 _POLL_S = 0.3
 

@@ -27,13 +27,13 @@ from gcore_runs.display import Display
 from gcore_runs.errors import UserError
 from gcore_runs.interrupt import at_once
 from gcore_runs.learning_signal import check_signal
-from gcore_runs.logs import log_to
-from gcore_runs.metrics import MetricsWriter, metrics_server
+from gcore_runs.logs.writing import log_to
+from gcore_runs.metrics.writer import MetricsWriter, metrics_server
 from gcore_runs.run_folder import Result, RunFolder, finish_report, open_run, read_jsonl, write_atomically
 from gcore_runs.run_loop import RunLoop, closed, steps_made
 from gcore_runs.run_warnings import RunWarnings
 from gcore_runs.services import SavedLearner, Services
-from gcore_runs.settings import resolve
+from gcore_runs.settings.values import resolve
 from gcore_runs.spans import SpanWriter
 from gcore_runs.watched import Watched
 

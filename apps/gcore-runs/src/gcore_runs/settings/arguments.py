@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from gcore_runs.errors import UserError
-from gcore_runs.other_names import hint
+from gcore_runs.settings.other_names import hint
 
 _FLAG_VALUES = ("true", "false", "1", "0", "yes", "no", "on", "off")
 
