@@ -122,9 +122,9 @@ def test_a_timed_reward_hands_over_what_it_noted_once() -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(BenchError, match="rounds is 0: 1 or more is needed"):
+    with pytest.raises(BenchError, match="rounds is 0; expected 1 or more"):
         GrpoOptions(rounds=0)
-    with pytest.raises(BenchError, match="steps is -1: 0 or more is needed"):
+    with pytest.raises(BenchError, match="steps is -1; expected 0 or more"):
         GrpoOptions(steps=-1)
 
 

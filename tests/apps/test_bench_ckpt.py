@@ -96,8 +96,8 @@ def test_one_bit_is_a_difference() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rounds": 0}, "rounds is 0: 1 or more is needed"),
-        ({"ranks": 1}, "ranks is 1: 2 or more is needed"),
+        ({"rounds": 0}, "rounds is 0; expected 1 or more"),
+        ({"ranks": 1}, "ranks is 1; expected 2 or more"),
         ({"size_gb": float("nan")}, "size_gb is nan"),
         ({"contenders": ()}, "contenders is empty"),
         ({"contenders": ("orbax",), "part": "loop"}, "contenders is orbax: part loop measures gcore"),
@@ -167,5 +167,5 @@ def test_bench_measures_ranks(tmp_path: Path) -> None:
 def test_wrong_options_end_with_one_message(tmp_path: Path) -> None:
     done = bench(tmp_path, "--ranks", "0")
     assert done.returncode == 2
-    assert done.stderr == "gcore-bench: error: ranks is 0: 2 or more is needed\n"
+    assert done.stderr == "gcore-bench: error: ranks is 0; expected 2 or more\n"
     assert bench(tmp_path, "--contenders", "pickle").returncode == 2

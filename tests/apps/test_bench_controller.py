@@ -250,9 +250,9 @@ def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rounds": 0}, "rounds is 0: 1 or more is needed"),
+        ({"rounds": 0}, "rounds is 0; expected 1 or more"),
         ({"parts": ()}, "parts is empty"),
-        ({"payload_mb": (64, 0)}, "payload_mb holds 0: 1 or more is needed"),
+        ({"payload_mb": (64, 0)}, "payload_mb holds 0; expected 1 or more"),
         ({"controllers": (1, 3)}, "samples is 64: a multiple of 3 is needed"),
         ({"workers": 5}, "samples is 64: a multiple of 5 is needed"),
         ({"devices": (8, 12)}, "devices holds 12: multiples of 8"),
@@ -338,4 +338,4 @@ def test_wrong_options_end_with_one_message(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gcore_bench.cli", "controller", "--workers", "0"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2
-    assert done.stderr == "gcore-bench: error: workers is 0: 1 or more is needed\n"
+    assert done.stderr == "gcore-bench: error: workers is 0; expected 1 or more\n"

@@ -220,8 +220,8 @@ async def test_an_isolation_that_the_machine_does_not_give_is_left_out(monkeypat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rounds": 0}, "rounds is 0: 1 or more is needed"),
-        ({"calls": 0}, "calls is 0: 1 or more is needed"),
+        ({"rounds": 0}, "rounds is 0; expected 1 or more"),
+        ({"calls": 0}, "calls is 0; expected 1 or more"),
         ({"parts": ()}, "parts is empty"),
         ({"contenders": ()}, "contenders is empty"),
         ({"hidden_size": 192}, "hidden_size is 192: a multiple of 128 is needed"),
@@ -298,4 +298,4 @@ def test_wrong_options_end_with_one_message(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gcore_bench.cli", "rollout", *options]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2
-    assert done.stderr == "gcore-bench: error: vocab_size is 0: 16 or more is needed\n"
+    assert done.stderr == "gcore-bench: error: vocab_size is 0; expected 16 or more\n"

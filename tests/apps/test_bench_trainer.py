@@ -132,8 +132,8 @@ def test_the_table_shows_ratios_to_gcore() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rounds": 0}, "rounds is 0: 1 or more is needed"),
-        ({"n": 1}, "n is 1: 2 or more is needed"),
+        ({"rounds": 0}, "rounds is 0; expected 1 or more"),
+        ({"n": 1}, "n is 1; expected 2 or more"),
         ({"parts": ()}, "parts is empty"),
         ({"hidden_size": 100}, "hidden_size is 100: a multiple of 32 is needed"),
         ({"max_tokens": 100}, "max_tokens is 100: the longest sample needs 480"),
@@ -141,8 +141,8 @@ def test_the_table_shows_ratios_to_gcore() -> None:
         ({"parts": ("mfu",)}, "parts holds mfu: device cpu has step, tokens, balance, log-probs, context"),
         ({"device": "cuda"}, "parts holds step: device cuda has log-probs, mfu"),
         ({"padded_micro_batches": 33}, "padded_micro_batches is 33: there are 32 responses"),
-        ({"lengths": (8,)}, "lengths holds 8: 32 or more is needed"),
-        ({"logits_mb": 0.0}, "logits_mb is 0.0: above 0 is needed"),
+        ({"lengths": (8,)}, "lengths holds 8; expected 32 or more"),
+        ({"logits_mb": 0.0}, "logits_mb is 0.0; expected above 0"),
         ({"sigma": -1.0}, "sigma is -1.0"),
         ({"json": Path("/nowhere/x.json")}, "json is /nowhere/x.json: /nowhere is no folder"),
     ],

@@ -273,11 +273,11 @@ def test_runs_of_another_kind_are_refused(cli: Cli, alone: SimulateConfig) -> No
     ("parse", "options", "message"),
     [
         (parse_calibrate, ["--held-out", "1"], "held_out is 1.0: 0 or more, below 1 is needed"),
-        (parse_calibrate, ["--warmup-steps", "-1"], "warmup_steps is -1: 0 or more is needed"),
-        (parse_calibrate, ["--max-steps", "1"], "max_steps is 1: 2 or more is needed"),
+        (parse_calibrate, ["--warmup-steps", "-1"], "warmup_steps is -1; expected 0 or more"),
+        (parse_calibrate, ["--max-steps", "1"], "max_steps is 1; expected 2 or more"),
         (parse_simulate, ["--learner.flops-per-s", "-1"], "learner.flops_per_s is -1.0: a finite number, 0 or more"),
         (parse_simulate, ["--learner.forward-share", "0"], "learner.forward_share is 0.0: a finite number above 0"),
-        (parse_simulate, ["--overhead-s", "inf"], "overhead_s is inf: a finite number, 0 or more is needed"),
+        (parse_simulate, ["--overhead-s", "inf"], "overhead_s is inf; expected a finite number, 0 or more"),
     ],
 )
 def test_wrong_settings_are_refused(parse: Callable[[list[str]], object], options: list[str], message: str) -> None:

@@ -196,7 +196,7 @@ def test_a_cluster_trains_alike_whatever_dies(cli: Cli, own_args: list[str]) -> 
         os.kill(descendants(command.pid, title)[0], signal.SIGKILL)
     finished = command.wait()
     assert finished.code == 0, finished
-    assert finished.out.count("going on after step") == 2
+    assert finished.out.count("continuing after step") == 2
     rows, others = (
         [{k: v for k, v in row.items() if not k.startswith("perf/generated")} for row in reproducible(path)]
         for path in (run, cli.cwd / "runs/one")
@@ -224,7 +224,7 @@ def test_engines_go_to_a_judge_that_is_busy(cli: Cli, judged: list[str]) -> None
     cli.ok(*judged, "--name", "inline")
     ray = ["--runtime", "ray", "--rollout.num-processes", "2", "--placement.strategy", "dynamic"]
     out = cli.ok(*judged, *ray, "--placement.horizon-steps", "1000")
-    assert "1 engine moved from the policy to the judge: 1 generate and 2 judge now; going on after step" in out
+    assert "1 engine moved from the policy to the judge: 1 generate and 2 judge now; continuing after step" in out
     rows = step_rows(cli.cwd / "runs/default")
     assert (rows[0]["placement/judges"], rows[-1]["placement/judges"]) == (1, 2)
     for row, other in zip(rows, step_rows(cli.cwd / "runs/inline"), strict=True):
@@ -418,10 +418,10 @@ def test_damaged_pipeline(cli: Cli, own_args: list[str], damage: Callable[[Path]
 def test_wrong_arguments_of_sample_and_report(cli: Cli, own_args: list[str]) -> None:
     cli.ok(*own_args)
     for options, expected in (
-        (["--n", "0"], "n is 0: 1 or more is needed"),
+        (["--n", "0"], "n is 0; expected 1 or more"),
         (["--n", "x"], "n is 'x'; expected a valid integer"),
         (["--guidance-scale", "nan"], "guidance_scale is nan; expected a finite number"),
-        (["--seed", "-1"], "seed is -1: 0 or more is needed"),
+        (["--seed", "-1"], "seed is -1; expected 0 or more"),
         (["--out", "x.quux"], "out is 'x.quux'; expected a file that ends in .png"),
         (["--out", "nowhere/x.png"], "out is 'nowhere/x.png'; expected a file in an existing folder"),
         (["--num-images", "4"], "unknown option --num-images; known here: "),

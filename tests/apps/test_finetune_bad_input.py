@@ -21,13 +21,13 @@ def job(command: str, model: Path | str, *options: str) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--optim.lr", "-1"], "lr is -1.0: a finite number above 0 is needed"),
-        (["--optim.lr-warmup-steps-ratio", "2"], "optim.lr_warmup_steps_ratio is 2.0: a number from 0 to 1 is needed"),
-        (["--trainer.total-epochs", "0"], "trainer.total_epochs is 0.0: a finite number above 0 is needed"),
-        (["--data.max-length", "1"], "data.max_length is 1: 2 or more is needed"),
+        (["--optim.lr", "-1"], "lr is -1.0; expected a finite number above 0"),
+        (["--optim.lr-warmup-steps-ratio", "2"], "optim.lr_warmup_steps_ratio is 2.0; expected a number from 0 to 1"),
+        (["--trainer.total-epochs", "0"], "trainer.total_epochs is 0.0; expected a finite number above 0"),
+        (["--data.max-length", "1"], "data.max_length is 1; expected 2 or more"),
         (["--data.train-batch-sise", "1"], "--data.train-batch-size"),
         (["--max-token-len", "31"], "max_token_len is 31: at least "),
-        (["--name", "a/b"], "name is 'a/b': a plain folder name is needed"),
+        (["--name", "a/b"], "name is 'a/b'; expected a plain folder name"),
         (["--task.name", "chain_sum"], "one source of rows is needed"),
         (["--data.train-files", "nowhere.jsonl"], "data file nowhere.jsonl does not exist"),
         (["--model", "nowhere"], "model is 'nowhere': a Hugging Face folder with config.json is needed"),
@@ -47,7 +47,7 @@ def test_options(cli: Cli, tiny: Path, options: list[str], expected: str) -> Non
 @pytest.mark.parametrize(
     ("command", "options", "expected"),
     [
-        ("dpo", ["--loss.beta", "0"], "beta is 0.0: a finite number above 0 is needed"),
+        ("dpo", ["--loss.beta", "0"], "beta is 0.0; expected a finite number above 0"),
         ("dpo", ["--loss.loss-type", "orpo"], "orpo"),
         ("dpo", ["--max-token-len", "63"], "max_token_len is 63: at least 2 * data.max_length = 64 is needed"),
         ("reward-model", ["--loss.center-rewards-coefficient", "-1"], "center_rewards_coefficient is -1.0"),
@@ -154,7 +154,7 @@ def test_changed_settings_on_resume(cli: Cli, tiny: Path) -> None:
     args = job("sft", tiny, "--trainer.total-training-steps", "1")
     cli.ok(*args)
     error = cli.refused(*args, "--optim.lr", "1e-4")
-    assert "runs/sft was begun with other settings (optim.lr: 1e-05 -> 0.0001)" in error
+    assert "runs/sft was started with other settings (optim.lr: 1e-05 -> 0.0001)" in error
     write_rows(cli.cwd / "rows.jsonl", [*pairs(3, seed=0)])
     error = cli.refused(*job("dpo", tiny, "--name", "sft"))
     assert "runs/sft is a run of the command sft: one of dpo is needed" in error

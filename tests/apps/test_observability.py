@@ -609,7 +609,7 @@ def test_some_logs(run_dir: Path, capsys: pytest.CaptureFixture[str], options: l
     [
         (["--role", "engin"], "has no logs of role engin, rank any; there are: engine-1, main"),
         (["--role", "engine", "--rank", "7"], "has no logs of role engine, rank 7; there are: engine-1, main"),
-        (["--lines", "-1"], "lines is -1: 0 or more is needed"),
+        (["--lines", "-1"], "lines is -1; expected 0 or more"),
     ],
 )
 def test_logs_that_are_not_there(

@@ -251,7 +251,7 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--rollout.num-processes", "-1"], "rollout.num_processes is -1: 0 or more is needed"),
+        (["--rollout.num-processes", "-1"], "rollout.num_processes is -1; expected 0 or more"),
         (["--rollout.urls", "http://h:1"], "rollout.engine is 'hf' and rollout.urls is ['http://h:1']"),
         (["--rollout.engine", "vllm_server"], "rollout.engine is 'vllm_server' and rollout.urls is []"),
         (["--rollout.engine", "vllm_server", "--rollout.urls", "h:1"], "rollout.urls has 'h:1': http://HOST:PORT"),
@@ -269,9 +269,9 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
             "rollout.num_processes is 2 and rollout.engine is 'vllm_server': 0 is needed",
         ),
         (["--rollout.speculative.num-speculative-tokens", "2"], "rollout.engine is 'hf': 'vllm' is needed"),
-        (["--rollout.speculative.num-speculative-tokens", "-1"], "num_speculative_tokens is -1: 0 or more is needed"),
-        (["--rollout.speculative.model", "x"], "rollout.speculative.num_speculative_tokens is 0: 1 or more is needed"),
-        (["--rollout.speculative.prompt-lookup-max", "1"], "prompt_lookup_max is 1: 2 or more is needed"),
+        (["--rollout.speculative.num-speculative-tokens", "-1"], "num_speculative_tokens is -1; expected 0 or more"),
+        (["--rollout.speculative.model", "x"], "rollout.speculative.num_speculative_tokens is 0; expected 1 or more"),
+        (["--rollout.speculative.prompt-lookup-max", "1"], "prompt_lookup_max is 1; expected 2 or more"),
         (
             ["--reward-model.judge.urls", "http://h:1"],
             "reward_model.judge.engine is 'hf' and reward_model.judge.urls is ['http://h:1']",

@@ -135,7 +135,7 @@ def test_sample_continues_the_prompt(shared_cli: Cli, trained: Path) -> None:
     assert drawn == shared_cli.ok(*args)
     assert drawn != shared_cli.ok(*args, "--seed", "1")
     bad = shared_cli("sample", trained, "3+4=", "--n", "0")
-    assert (bad.code, bad.err) == (2, "gcore-llm: error: n is 0: 1 or more is needed\n")
+    assert (bad.code, bad.err) == (2, "gcore-llm: error: n is 0; expected 1 or more\n")
 
 
 def test_eval_gives_the_last_held_out_score(shared_cli: Cli, trained: Path) -> None:

@@ -319,7 +319,7 @@ async def test_a_composite_is_retried_and_dropped_like_its_parts() -> None:
     [
         ({}, {}, "rewards is empty"),
         ({"a": long}, {"b": 1}, r"weights has \['b'\]: the names of rewards are needed, \['a'\]"),
-        ({"a": long}, {"a": float("nan")}, r"weights\['a'\] is nan: a finite number is needed"),
+        ({"a": long}, {"a": float("nan")}, r"weights\['a'\] is nan; expected a finite number"),
         ({"a": long}, {"a": 0}, r"weights are all 0 \(\['a'\]\)"),
     ],
 )
@@ -378,8 +378,8 @@ def test_metrics() -> None:
         (lambda: RewardRunnerConfig(max_concurrency=0), "max_concurrency is 0: at least 1 is needed"),
         (lambda: RewardRunnerConfig(timeout_s=0), "timeout_s is 0: more than 0 is needed"),
         (lambda: RewardRunnerConfig(on_error="skip"), "on_error is 'skip': one of raise, drop is needed"),  # pyright: ignore[reportArgumentType]
-        (lambda: RetryPolicy(max_retries=-1), "max_retries is -1: 0 or more is needed"),
-        (lambda: RetryPolicy(backoff_s=-1), "backoff_s is -1: 0 or more is needed"),
+        (lambda: RetryPolicy(max_retries=-1), "max_retries is -1; expected 0 or more"),
+        (lambda: RetryPolicy(backoff_s=-1), "backoff_s is -1; expected 0 or more"),
         (lambda: RetryPolicy(backoff_s=2, max_backoff_s=1), "max_backoff_s is 1: at least backoff_s=2 is needed"),
         (lambda: ThreadedReward(long, max_workers=0), "max_workers is 0: at least 1 is needed"),
     ],

@@ -184,7 +184,7 @@ async def test_texts_that_do_not_fit(length: int) -> None:
         ({"num_labels": 2}, {}, UnsupportedModelError, "num_labels=2: 1 is needed"),
         ({"pad_token_id": None}, {}, UnsupportedModelError, "no pad_token_id"),
         ({}, {"max_batch_tokens": 0}, RewardConfigError, "max_batch_tokens is 0: at least 1 is needed"),
-        ({}, {"max_wait_s": -1}, RewardConfigError, "max_wait_s is -1: 0 or more is needed"),
+        ({}, {"max_wait_s": -1}, RewardConfigError, "max_wait_s is -1; expected 0 or more"),
         ({}, {"max_length": -1}, RewardConfigError, "max_length is -1 "),
     ],
 )

@@ -101,8 +101,8 @@ def test_padding_fills_segments_and_a_last_one_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"multiple_of": 0}, "multiple_of is 0: 1 or more is needed"),
-        ({"share_prefix": False, "segment_multiple_of": -1}, "segment_multiple_of is -1: 1 or more is needed"),
+        ({"multiple_of": 0}, "multiple_of is 0; expected 1 or more"),
+        ({"share_prefix": False, "segment_multiple_of": -1}, "segment_multiple_of is -1; expected 1 or more"),
         ({"segment_multiple_of": 2}, "segment_multiple_of is 2 with share_prefix=True: False is needed"),
     ],
 )

@@ -47,7 +47,7 @@ class JudgeConfig:
             raise UserError(f"reward.judge.low and reward.judge.high are both {self.low}; expected two scores")
         check_at_least("reward.judge.num_processes", self.num_processes, 0)
         if self.engine == "vllm" and not self.num_processes:
-            raise UserError("reward.judge.num_processes is 0 and reward.judge.engine is 'vllm': 1 or more is needed")
+            raise UserError("reward.judge.num_processes is 0 and reward.judge.engine is 'vllm'; expected 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,124 +1,135 @@
-"""`gcore-diffusion train`: from a config to a finished run's folder."""
+"""`gcore-diffusion train`: from settings to a finished run."""
 
-import asyncio
 import shutil
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gcore_diffusion.config import MAY_CHANGE, DiffusionConfig
+from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.demo.digits import PROMPTS
-from gcore_diffusion.demo.pretraining import taught_pipeline
-from gcore_diffusion.engines import start_engines
-from gcore_diffusion.evaluate import Evaluation
-from gcore_diffusion.judge import judge_factory
 from gcore_diffusion.pipeline_files import check_pipeline
-from gcore_diffusion.program import Job
 from gcore_diffusion.prompts import PromptSets, load_prompts
-from gcore_diffusion.recorder import RunRecorder
 from gcore_diffusion.report import write_report
-from gcore_diffusion.rewards import Rewards, build_rewards, try_reward
-from gcore_diffusion.roles import Sampler
-from gcore_diffusion.sampling import images, kernel_of
-from gcore_diffusion.services import LocalServices
-from gcore_rollout.diffusion import ImageRequest, ImageSampling
-from gcore_rollout.errors import RolloutError
-from gcore_runs.devices import DeviceTimers
-from gcore_runs.display import Display
 from gcore_runs.errors import UserError
-from gcore_runs.interrupt import at_once
-from gcore_runs.learning_signal import check_signal
-from gcore_runs.logs.writing import log_to
-from gcore_runs.metrics.writer import MetricsWriter, metrics_server
-from gcore_runs.run_folder import Result, RunFolder, finish_report, open_run, read_jsonl, write_atomically
-from gcore_runs.run_loop import RunLoop, closed, steps_made
-from gcore_runs.run_warnings import RunWarnings
-from gcore_runs.services import SavedLearner, Services
+from gcore_runs.run_folder import Result
 from gcore_runs.settings.values import resolve
-from gcore_runs.spans import SpanWriter
-from gcore_runs.watched import Watched
+from gcore_runs.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from gcore_runs.metrics.prometheus import PrometheusExporter
+    from gcore_diffusion.evaluate import Evaluation
+    from gcore_diffusion.program import Job
+    from gcore_diffusion.recorder import RunRecorder
+    from gcore_diffusion.rewards import Rewards
+    from gcore_diffusion.roles import Sampler
+    from gcore_runs.display import Display
+    from gcore_runs.metrics.writer import MetricsWriter
+    from gcore_runs.services import SavedLearner, Services
+    from gcore_runs.spans import SpanWriter
 
 
-def train(config: DiffusionConfig, display: Display) -> Result:
-    """Run, or go on with, the job that ``config`` describes.
+def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
+    """Train a diffusion model on a reward, or resume the run of this name.
+
+    Args:
+        config: the run's settings.
+        display: where progress is shown; None: nowhere, and `logging` gets the same lines.
+
+    Returns:
+        the run's folder, and its first and last evaluation.
 
     Raises:
-        UserError: wrong settings, found before anything is trained.
+        UserError: wrong settings or data, found before anything is trained.
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
-    import torch
-
     config = resolve(config)
-    torch.set_num_threads(config.threads)
-    torch.manual_seed(config.seed)
-    if config.model:
-        check_pipeline(Path(config.model))
-    prompts = load_prompts(config.data, PROMPTS)
-    rewards = None
+    with Supervisor(config, app="gcore-diffusion", display=display) as supervisor:
+        if config.model:
+            check_pipeline(Path(config.model))
+        prompts = load_prompts(config.data, PROMPTS)
+        rewards = _checked_rewards(config)
+        _check_cluster(config)
+        run = supervisor.open_run()
+        first_step = supervisor.resume(config.trainer.total_training_steps)
+        if first_step is not None:
+            model = Path(config.model) if config.model else _embedded_model(config, supervisor.display)
+            supervisor.display.say("trying the pipeline and the reward on an image")
+            starting = _start(config, model, prompts, rewards, run.checkpoints, supervisor.display)
+            with supervisor.started(starting) as services:
+                _train(services, prompts, first_step, supervisor)
+                supervisor.export(partial(_export, services.learner, model))
+        return supervisor.finish(write_report)
+
+
+def _checked_rewards(config: DiffusionConfig) -> "Rewards | None":
+    """Return the rewards; None: they need a judge, which is started with the engines."""
+    from gcore_diffusion.judge import judge_factory
+    from gcore_diffusion.rewards import build_rewards
+
     if config.reward.kind == "judge":
         judge_factory(config)
-    else:
-        rewards = build_rewards(config, judge=None)
+        return None
+    return build_rewards(config, judge=None)
+
+
+def _check_cluster(config: DiffusionConfig) -> None:
     if config.runtime == "ray":
         from gcore_runs.on_ray.cluster import check_cluster
 
         check_cluster(config)
-    host, port = config.trainer.prometheus_host, config.trainer.prometheus_port
-    server = metrics_server(run=config.name, port=port, host=host, app="gcore-diffusion")
-    with at_once(), server as prometheus, asyncio.Runner() as runner:
-        run = open_run(config, may_change=MAY_CHANGE)
-        display.say(f"run folder: {run.path}")
-        with log_to(run.logs, "main"):
-            first_step = steps_made(run, config.trainer.total_training_steps, display)
-            if first_step is not None:
-                model = Path(config.model) if config.model else taught_pipeline(config.demo, seed=0, display=display)
-                display.say("trying the pipeline and the reward on an image")
-                services = runner.run(_start(config, model, prompts, rewards, run, display))
-                with closed(services, runner):
-                    _train(services, config, prompts, run, first_step, runner, display, prometheus)
-                    write_atomically(run.export, partial(_export, services.learner, model))
-    has_signal = check_signal(run, RunWarnings(run, display))
-    finish_report(write_report, run)
-    rows = [row for row in read_jsonl(run.metrics) if "val/score/mean" in row]
-    return Result(run=run.path, before=rows[0] if rows else {}, after=rows[-1] if rows else {}, has_signal=has_signal)
+
+
+def _embedded_model(config: DiffusionConfig, display: "Display") -> Path:
+    from gcore_diffusion.demo.pretraining import pretrained_pipeline
+
+    return pretrained_pipeline(config.demo, seed=0, display=display)
 
 
 async def _start(
     config: DiffusionConfig,
     model: Path,
     prompts: PromptSets,
-    rewards: Rewards | None,
-    run: RunFolder,
-    display: Display,
-) -> Services[Job, DiffusionConfig, Evaluation]:
-    """The services, once an image has been made and scored here.
+    rewards: "Rewards | None",
+    checkpoints: Path,
+    display: "Display",
+) -> "Services[Job, DiffusionConfig, Evaluation]":
+    """Make and score an image in this process, then start the services.
 
     Args:
         rewards: None: they need a judge, which is started here.
     """
+    from gcore_diffusion.engines import start_engines
+    from gcore_diffusion.rewards import build_rewards
+    from gcore_diffusion.roles import Sampler
+    from gcore_diffusion.services import LocalServices
+    from gcore_runs.devices import DeviceTimers
+    from gcore_runs.logs.writing import logs_of
+    from gcore_runs.watched import Watched
+
     devices, is_on_ray = DeviceTimers(), config.runtime == "ray"
-    watched = Watched(devices=devices, logs=run.logs, announce=display.say)
+    watched = Watched(devices=devices, logs=logs_of(checkpoints), announce=display.say)
     engines = await start_engines(config, model, watched, is_trial=is_on_ray)
     try:
         rewards = rewards or build_rewards(config, judge=engines.judge)
         sampler = Sampler(policy=engines.policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
         if not is_on_ray:
-            return LocalServices(config, sampler, engines, model, run.checkpoints)
+            return LocalServices(config, sampler, engines, model, checkpoints)
     except BaseException:
         await engines.close()
         raise
     await engines.close()
     from gcore_diffusion.on_ray.services import start_on_ray
 
-    return await start_on_ray(config, model, run.checkpoints, announce=display.say)
+    return await start_on_ray(config, model, checkpoints, announce=display.say)
 
 
-async def _try(config: DiffusionConfig, sampler: Sampler, prompts: PromptSets) -> None:
-    """Make an image and score one, so that what cannot work is found before anything is trained."""
+async def _try(config: DiffusionConfig, sampler: "Sampler", prompts: PromptSets) -> None:
+    """Make an image and score one, so that an error is found before anything is trained."""
+    from gcore_diffusion.rewards import try_reward
+    from gcore_diffusion.sampling import images, kernel_of
+    from gcore_rollout.diffusion import ImageRequest, ImageSampling
+    from gcore_rollout.errors import RolloutError
+
     sampling = ImageSampling(
         num_inference_steps=1,
         guidance_scale=config.rollout.guidance_scale,
@@ -129,7 +140,7 @@ async def _try(config: DiffusionConfig, sampler: Sampler, prompts: PromptSets) -
     try:
         (made,) = await images(sampler.policy, [ImageRequest(request_id="try", prompt=first.text, sampling=sampling)])
     except (ValueError, TypeError, RuntimeError) as error:
-        # Pipelines refuse what they do not like in their own words.
+        # Pipelines raise errors of these kinds for settings that they do not support.
         if isinstance(error, RolloutError):
             raise
         raise UserError(f"the pipeline makes no image of {first.text!r} with these settings: {error}") from error
@@ -140,45 +151,34 @@ async def _try(config: DiffusionConfig, sampler: Sampler, prompts: PromptSets) -
 
 
 def _train(
-    services: Services[Job, DiffusionConfig, Evaluation],
-    config: DiffusionConfig,
+    services: "Services[Job, DiffusionConfig, Evaluation]",
     prompts: PromptSets,
-    run: RunFolder,
     first_step: int,
-    runner: asyncio.Runner,
-    display: Display,
-    prometheus: "PrometheusExporter | None",
+    supervisor: Supervisor,
 ) -> None:
-    def recorder(job: Job, writer: MetricsWriter, spans: SpanWriter) -> RunRecorder:
-        return RunRecorder(job, run, services.learner, writer=writer, spans=spans, display=display)
+    """Run the controllers' program on its services."""
+    from gcore_diffusion.program import Job
+    from gcore_diffusion.recorder import RunRecorder
+    from gcore_runs.run_loop import RunLoop
 
+    def recorder(job: Job, writer: "MetricsWriter", spans: "SpanWriter") -> "RunRecorder":
+        return RunRecorder(
+            job, supervisor.run, services.learner, writer=writer, spans=spans, display=supervisor.display
+        )
+
+    config = services.config
     job = Job(
-        config=services.config,
+        config=config,
         prompts=prompts,
         first_step=first_step,
-        is_evaluated=_is_evaluated(run, config, first_step),
+        is_evaluated=supervisor.is_evaluated(first_step, config.trainer.total_training_steps),
         is_policy_behind=first_step > 0,
     )
-    RunLoop(
-        services=services,
-        run=run,
-        recorder=recorder,
-        is_evaluated=partial(_is_evaluated, run),
-        runner=runner,
-        display=display,
-        tensorboard=config.trainer.tensorboard,
-        prometheus=prometheus,
-    ).to_the_end(job)
+    RunLoop(supervisor=supervisor, services=services, recorder=recorder).to_the_end(job)
 
 
-def _is_evaluated(run: RunFolder, config: DiffusionConfig, step: int) -> bool:
-    if step and step % config.trainer.test_freq:
-        return True
-    return step > 0 and any(row["step"] == step and "val/score/mean" in row for row in read_jsonl(run.metrics))
-
-
-def _export(learner: SavedLearner, model: Path, path: Path) -> None:
-    """The pipeline's folder with the trained denoiser in it."""
+def _export(learner: "SavedLearner", model: Path, path: Path) -> None:
+    """Write the pipeline's folder with the trained denoiser in it."""
     from gcore_trainer.diffusion.denoiser import component_of
 
     name, _ = component_of(model)

@@ -4,14 +4,15 @@ import fcntl
 import json
 import shutil
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gcore_ckpt import Checkpointer
 from gcore_runs.errors import UserError, said
-from gcore_runs.settings.values import ConfigT, RunConfig, differences, merge, read_toml, to_toml
+from gcore_runs.settings.run_config import BaseRunConfig
+from gcore_runs.settings.values import ConfigT, differences, merge, read_toml, to_toml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +92,8 @@ class RunFolder:
         weakref.finalize(self, lock.close)
 
 
-def open_run(config: RunConfig, *, may_change: Sequence[str]) -> RunFolder:
-    """The folder for this config, locked: that of the run it resumes, or a new one.
-
-    Args:
-        may_change: settings that a resumed run may be given anew.
+def open_run(config: BaseRunConfig) -> RunFolder:
+    """Lock and return the folder for this config: that of the run it resumes, or a new one.
 
     Raises:
         UserError: the run of this name has other settings and something to resume, or is in use.
@@ -109,11 +107,11 @@ def open_run(config: RunConfig, *, may_change: Sequence[str]) -> RunFolder:
     folder.lock()
     if folder.config.is_file() and (folder.model.is_dir() or Checkpointer(folder.checkpoints).steps()):
         found = differences(folder.load_config(type(config)), config)
-        changed = [difference for difference in found if not difference.startswith(tuple(may_change))]
+        changed = [difference for difference in found if not difference.startswith(config.may_change)]
         if changed:
             raise UserError(
-                f"{folder.path} was begun with other settings ({'; '.join(changed)}): "
-                "give the same ones to resume it, or --resume never, or another --name"
+                f"{folder.path} was started with other settings ({'; '.join(changed)}); expected the same to resume it, "
+                "or --resume never, or another --name"
             )
     write_atomically(folder.config, lambda path: path.write_text(to_toml(config)))
     return folder
@@ -153,21 +151,6 @@ def append_json(path: Path, row: dict[str, Any]) -> None:
 def _named(error: OSError, path: Path) -> OSError:
     """The same error with a file name: one of a full disk has none."""
     return error if error.filename is not None else OSError(error.errno, error.strerror, str(path))
-
-
-def finish_report(write: Callable[[Path], object], run: RunFolder) -> None:
-    """Write the report of a run that is complete.
-
-    Raises:
-        UserError: it cannot be written; all else is there.
-    """
-    try:
-        write(run.path)
-    except OSError as error:
-        raise UserError(
-            f"the run is complete, with its export at {run.export}, but its report cannot be written: {said(error)}; "
-            f"the command report {run.path} writes it"
-        ) from error
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

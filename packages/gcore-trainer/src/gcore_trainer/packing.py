@@ -84,7 +84,7 @@ def pack(
     """
     for name, value in (("multiple_of", multiple_of), ("segment_multiple_of", segment_multiple_of)):
         if value < 1:
-            raise ConfigError(f"{name} is {value}: 1 or more is needed")
+            raise ConfigError(f"{name} is {value}; expected 1 or more")
     if share_prefix and segment_multiple_of > 1:
         raise ConfigError(f"segment_multiple_of is {segment_multiple_of} with share_prefix=True: False is needed")
     by_prompt: dict[bytes, list[int]] = {}

@@ -28,7 +28,7 @@ class ParallelConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name != "sequence_parallel" and value < 1:
-                raise ConfigError(f"{field.name} is {value}: 1 or more is needed")
+                raise ConfigError(f"{field.name} is {value}; expected 1 or more")
         if self.context_parallel_size % self.ulysses_sequence_parallel_size:
             raise ConfigError(
                 f"ulysses_sequence_parallel_size is {self.ulysses_sequence_parallel_size}: a divisor of "

@@ -47,9 +47,9 @@ class CkptOptions:
     def __post_init__(self) -> None:
         for name, lowest in (("rounds", 1), ("tensors", 3), ("ranks", 2)):
             if getattr(self, name) < lowest:
-                raise BenchError(f"{name} is {getattr(self, name)}: {lowest} or more is needed")
+                raise BenchError(f"{name} is {getattr(self, name)}; expected {lowest} or more")
         if not self.size_gb >= 0.001:
-            raise BenchError(f"size_gb is {self.size_gb}: 0.001 or more is needed")
+            raise BenchError(f"size_gb is {self.size_gb}; expected 0.001 or more")
         if not self.contenders:
             raise BenchError("contenders is empty: at least one is needed")
         if not any(self.contenders_of(part) for part in self.part_names):

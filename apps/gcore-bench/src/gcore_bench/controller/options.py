@@ -52,14 +52,14 @@ class ControllerOptions:
         lowest |= {"object_store_mb": 0, "seed": 0}
         for name, least in lowest.items():
             if getattr(self, name) < least:
-                raise BenchError(f"{name} is {getattr(self, name)}: {least} or more is needed")
+                raise BenchError(f"{name} is {getattr(self, name)}; expected {least} or more")
         for name in ("parts", "contenders", "payload_mb", "controllers", "devices", "sim_controllers"):
             values = getattr(self, name)
             if not values:
                 raise BenchError(f"{name} is empty: at least one is needed")
             for value in values:
                 if isinstance(value, int) and value < 1:
-                    raise BenchError(f"{name} holds {value}: 1 or more is needed")
+                    raise BenchError(f"{name} holds {value}; expected 1 or more")
         for number in (self.workers, *self.controllers):
             if self.samples % number:
                 raise BenchError(f"samples is {self.samples}: a multiple of {number} is needed")

@@ -17,7 +17,7 @@ from gcore_bench.diffusion.options import DiffusionBenchOptions
 from gcore_bench.diffusion.plain_loop import Spec
 from gcore_bench.grpo.processes import Program, run_program
 from gcore_diffusion.config import DemoConfig
-from gcore_diffusion.demo.pretraining import taught_pipeline
+from gcore_diffusion.demo.pretraining import pretrained_pipeline
 from gcore_runs.display import Display
 from gcore_runs.run_folder import read_jsonl
 
@@ -58,7 +58,7 @@ def run_loop(options: DiffusionBenchOptions, *, say: Callable[[str], object]) ->
     # What the model has learned changes no time.
     demo = DemoConfig(num_steps=1, cache_dir=str(folder))
     with Display(Console(quiet=True)) as display:
-        model = taught_pipeline(demo, seed=0, display=display)
+        model = pretrained_pipeline(demo, seed=0, display=display)
     steps: dict[str, list[dict[str, float]]] = {}
     loads: dict[str, float] = {}
     for number in range(options.rounds):

@@ -49,7 +49,7 @@ class DiffusionBenchOptions:
             ("seed", 0),
         ):
             if getattr(self, name) < least:
-                raise BenchError(f"{name} is {getattr(self, name)}: {least} or more is needed")
+                raise BenchError(f"{name} is {getattr(self, name)}; expected {least} or more")
         if self.prompts % 8 or self.prompts > len(PROMPTS):
             # Dynamic sampling draws by eights: of other batches, some steps would have nothing to generate.
             raise BenchError(f"prompts is {self.prompts}: a multiple of 8, at most {len(PROMPTS)}, is needed")

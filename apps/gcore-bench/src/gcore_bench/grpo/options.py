@@ -46,7 +46,7 @@ class GrpoOptions:
     def __post_init__(self) -> None:
         for name, lowest in (("rounds", 1), ("steps", 0), ("warmup_steps", 1), ("threads", 1), ("seed", 0)):
             if getattr(self, name) < lowest:
-                raise BenchError(f"{name} is {getattr(self, name)}: {lowest} or more is needed")
+                raise BenchError(f"{name} is {getattr(self, name)}; expected {lowest} or more")
         if "verl" in self.running:
             self.python_of_verl()
 

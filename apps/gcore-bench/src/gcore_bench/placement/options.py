@@ -59,7 +59,7 @@ class PlacementOptions:
                 raise BenchError(f"{name} is empty: at least one is needed")
             for value in values:
                 if isinstance(value, int) and value < 1:
-                    raise BenchError(f"{name} holds {value}: 1 or more is needed")
+                    raise BenchError(f"{name} holds {value}; expected 1 or more")
         for samples in self.samples:
             for ranks in self.ranks:
                 if samples % ranks:
@@ -77,7 +77,7 @@ class PlacementOptions:
             ("live_swap_ms", 0),
         ):
             if getattr(self, name) < least:
-                raise BenchError(f"{name} is {getattr(self, name)}: {least} or more is needed")
+                raise BenchError(f"{name} is {getattr(self, name)}; expected {least} or more")
         if self.json is not None and not self.json.absolute().parent.is_dir():
             raise BenchError(f"json is {self.json}: {self.json.absolute().parent} is no folder")
 

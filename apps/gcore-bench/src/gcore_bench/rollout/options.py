@@ -59,7 +59,7 @@ class RolloutOptions:
         lowest |= {"max_prompt_length": 3, "hidden_size": 128, "vocab_size": 16, "seed": 0}
         for name, least in lowest.items():
             if getattr(self, name) < least:
-                raise BenchError(f"{name} is {getattr(self, name)}: {least} or more is needed")
+                raise BenchError(f"{name} is {getattr(self, name)}; expected {least} or more")
         for name in ("parts", "contenders"):
             if not getattr(self, name):
                 raise BenchError(f"{name} is empty: at least one is needed")

@@ -68,17 +68,17 @@ class TrainerOptions:
         lowest |= {"n": 2, "max_response_length": 2, "max_prompt_length": 3, "hidden_size": 32, "seed": 0}
         for name, least in lowest.items():
             if getattr(self, name) < least:
-                raise BenchError(f"{name} is {getattr(self, name)}: {least} or more is needed")
+                raise BenchError(f"{name} is {getattr(self, name)}; expected {least} or more")
         for name in ("parts", "contenders", "vocab_sizes", "lengths", "context_sizes"):
             if not getattr(self, name):
                 raise BenchError(f"{name} is empty: at least one is needed")
         for name, least in (("vocab_sizes", 2), ("lengths", 32)):
             if min(getattr(self, name)) < least:
-                raise BenchError(f"{name} holds {min(getattr(self, name))}: {least} or more is needed")
+                raise BenchError(f"{name} holds {min(getattr(self, name))}; expected {least} or more")
         if not 0 <= self.sigma < 10:
             raise BenchError(f"sigma is {self.sigma}: a number in [0, 10) is needed")
         if not self.logits_mb > 0:
-            raise BenchError(f"logits_mb is {self.logits_mb}: above 0 is needed")
+            raise BenchError(f"logits_mb is {self.logits_mb}; expected above 0")
         if self.hidden_size % 32:
             raise BenchError(f"hidden_size is {self.hidden_size}: a multiple of 32 is needed")
         if unfit := [size for size in self.context_sizes if size not in (1, 2, 4, 8)]:

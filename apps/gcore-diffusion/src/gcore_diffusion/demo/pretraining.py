@@ -26,7 +26,7 @@ _UNCONDITIONAL = 0.1
 """Share of images that are shown without their prompt, for guidance."""
 
 
-def taught_pipeline(config: DemoConfig, *, seed: int, display: Display) -> Path:
+def pretrained_pipeline(config: DemoConfig, *, seed: int, display: Display) -> Path:
     """The folder of a taught pipeline: one that an earlier run has left, or a new one."""
     cache = Path(config.cache_dir) if config.cache_dir else _user_cache()
     key = hashlib.sha256(repr((sorted(asdict(config).items()), seed, _source())).encode()).hexdigest()[:12]

@@ -35,7 +35,7 @@ async def start_on_ray(inputs: Inputs, model: Path, checkpoints: Path) -> RaySer
     factories: dict[Role, Callable[[TrainConfig], Factory]] = {
         "engine": _engines(model, inputs.tokenizer, lambda config: config.rollout)
     }
-    if inputs.config.num_ray_judges:
+    if inputs.config.sizes.judges:
         path = Path(inputs.config.reward_model.path)
         factories["judge"] = _engines(path, build_tokenizer(path), lambda config: config.reward_model.judge)
     logs = logs_of(checkpoints.absolute())

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
@@ -15,26 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 from gcore_runs.errors import UserError
 from gcore_runs.settings.arguments import setting_types
 from gcore_runs.settings.other_names import hint
+from gcore_runs.settings.run_config import BaseRunConfig
 
-
-class RunConfig(Protocol):
-    """What the settings of every command that makes a run have in common. They are a frozen dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def runs_dir(self) -> str: ...
-    @property
-    def resume(self) -> str: ...
-    @property
-    def threads(self) -> int: ...
-    @property
-    def device(self) -> str: ...
-
-
-ConfigT = TypeVar("ConfigT", bound=RunConfig)
+ConfigT = TypeVar("ConfigT", bound=BaseRunConfig)
 SettingsT = TypeVar("SettingsT")
 
 _MAX_INT = 2**63 - 1
@@ -156,7 +139,7 @@ def read_toml(path: Path | str) -> dict[str, Any]:
         raise UserError(f"config is {path}: not TOML: {error}") from None
 
 
-def to_toml(config: RunConfig) -> str:
+def to_toml(config: BaseRunConfig) -> str:
     """Every field, resolved; unset ones (None) are left out."""
     return tomli_w.dumps(_without_none(dataclasses.asdict(config)))
 
@@ -187,7 +170,7 @@ def resolve(config: ConfigT) -> ConfigT:
     return dataclasses.replace(config, threads=config.threads or len(os.sched_getaffinity(0)), device=device)
 
 
-def differences(old: RunConfig, new: RunConfig) -> list[str]:
+def differences(old: BaseRunConfig, new: BaseRunConfig) -> list[str]:
     """Fields that differ, as ``name: old -> new``."""
     a, b = (dict(_flat(dataclasses.asdict(c), "")) for c in (old, new))
     return [

@@ -34,7 +34,7 @@ class ImageSampling:
         if self.num_inference_steps < 1:
             raise RequestError(f"num_inference_steps is {self.num_inference_steps}: at least 1 is needed")
         if not self.guidance_scale >= 0:
-            raise RequestError(f"guidance_scale is {self.guidance_scale}: 0 or more is needed")
+            raise RequestError(f"guidance_scale is {self.guidance_scale}; expected 0 or more")
         if self.window is not None:
             first, end = self.window
             if not 0 <= first < end <= self.num_inference_steps:

@@ -33,7 +33,7 @@ class JPEGCompressibility:
         if sign not in (-1, 1):
             raise RewardConfigError(f"sign is {sign}: -1 or 1 is needed")
         if size < 0:
-            raise RewardConfigError(f"size is {size}: 0 or more is needed")
+            raise RewardConfigError(f"size is {size}; expected 0 or more")
         self._library = Image
         self._sign = sign
         self._size = size

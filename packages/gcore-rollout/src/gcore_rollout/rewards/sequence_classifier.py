@@ -65,7 +65,7 @@ class SequenceClassifierReward:
         if max_batch_tokens < 1:
             raise RewardConfigError(f"max_batch_tokens is {max_batch_tokens}: at least 1 is needed")
         if not max_wait_s >= 0:
-            raise RewardConfigError(f"max_wait_s is {max_wait_s}: 0 or more is needed")
+            raise RewardConfigError(f"max_wait_s is {max_wait_s}; expected 0 or more")
         self._model = model.eval().requires_grad_(False)
         self._encode = encode
         self._max_batch_tokens = max_batch_tokens
