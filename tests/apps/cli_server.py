@@ -17,16 +17,23 @@ from gcore_rollout.rewards import import_reasoning_gym
 HEAVY = {
     "gcore_llm": (
         "gcore_llm.finetune.run",
+        "gcore_llm.finetune.trained_model",
         "gcore_llm.inspect_run",
+        "gcore_llm.recorder",
         "gcore_llm.report",
+        "gcore_llm.services",
         "gcore_llm.training",
         "gcore_rollout.hf_engine",
+        "gcore_runs.run_loop",
         "gcore_trainer.torch_trainer",
         "torch.utils.tensorboard",
         "transformers.models.qwen3.modeling_qwen3",
     ),
     "gcore_diffusion": (
+        "gcore_diffusion.demo.pretraining",
         "gcore_diffusion.inspect_run",
+        "gcore_diffusion.recorder",
+        "gcore_diffusion.services",
         "gcore_diffusion.training",
         "diffusers.models.transformers.transformer_sd3",
         "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",

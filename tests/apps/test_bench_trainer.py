@@ -142,7 +142,7 @@ def test_the_table_shows_ratios_to_gcore() -> None:
         ({"device": "cuda"}, "parts holds step: device cuda has log-probs, mfu"),
         ({"padded_micro_batches": 33}, "padded_micro_batches is 33: there are 32 responses"),
         ({"lengths": (8,)}, "lengths holds 8; expected 32 or more"),
-        ({"logits_mb": 0.0}, "logits_mb is 0.0; expected above 0"),
+        ({"logits_mb": 0.0}, "logits_mb is 0.0: above 0 is needed"),
         ({"sigma": -1.0}, "sigma is -1.0"),
         ({"json": Path("/nowhere/x.json")}, "json is /nowhere/x.json: /nowhere is no folder"),
     ],

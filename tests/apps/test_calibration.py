@@ -277,7 +277,7 @@ def test_runs_of_another_kind_are_refused(cli: Cli, alone: SimulateConfig) -> No
         (parse_calibrate, ["--max-steps", "1"], "max_steps is 1; expected 2 or more"),
         (parse_simulate, ["--learner.flops-per-s", "-1"], "learner.flops_per_s is -1.0: a finite number, 0 or more"),
         (parse_simulate, ["--learner.forward-share", "0"], "learner.forward_share is 0.0: a finite number above 0"),
-        (parse_simulate, ["--overhead-s", "inf"], "overhead_s is inf; expected a finite number, 0 or more"),
+        (parse_simulate, ["--overhead-s", "inf"], "overhead_s is inf: a finite number, 0 or more is needed"),
     ],
 )
 def test_wrong_settings_are_refused(parse: Callable[[list[str]], object], options: list[str], message: str) -> None:

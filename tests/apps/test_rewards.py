@@ -202,7 +202,7 @@ def test_programs_are_run(cli: Cli, own_args: list[str]) -> None:
             ["--reward-model.kind", "server", "--reward-model.path", "x"],
             "url is 'x': http://... or https://... is needed",
         ),
-        (["--reward-model.weight", "0"], "reward_model.weight is 0.0; expected a finite number other than 0"),
+        (["--reward-model.weight", "0"], "reward_model.weight is 0.0: a finite number other than 0 is needed"),
         (
             ["--reward-model.judge.engine", "vllm"],
             "reward_model.judge.num_processes is 0 and reward_model.judge.engine",
@@ -221,7 +221,7 @@ def test_programs_are_run(cli: Cli, own_args: list[str]) -> None:
             [*PAIRWISE, "--reward-model.path", "x", "--algorithm.adv-estimator", "remax"],
             "reward_model.judge.pairwise is true and algorithm.adv_estimator is 'remax'",
         ),
-        (["--reward-calls.timeout-s", "0"], "reward_calls.timeout_s is 0.0; expected above 0"),
+        (["--reward-calls.timeout-s", "0"], "reward_calls.timeout_s is 0.0: above 0 is needed"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -261,6 +261,6 @@ def test_demo(cli: Cli) -> None:
     assert "Loss per step" in page
     assert "Held-out loss" in page
     assert "Samples before and after" not in page
-    assert "is a run of the command sft: one of train is needed" in cli.refused("sample", run, "1+1=")
+    assert "is a run of the command sft; expected one of train" in cli.refused("sample", run, "1+1=")
     exported = causal_lm(run / "export")
     assert np.isfinite(exported(torch.tensor([[5, 6]])).logits.detach().numpy()).all()

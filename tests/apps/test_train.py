@@ -156,7 +156,7 @@ def test_the_same_command_after_the_end_trains_nothing(shared_cli: Cli, embedded
     kept = ("metrics.jsonl", "warmup.jsonl", "export/model.safetensors", "samples/after.jsonl")
     before = {name: (embedded / name).stat().st_mtime_ns for name in kept}
     out = shared_cli.ok(*EMBEDDED, "--name", "embedded")
-    assert "complete: 4 steps are done" in out
+    assert "complete: 4 of 4 steps are done" in out
     assert "warm-up" not in out
     assert {name: (embedded / name).stat().st_mtime_ns for name in kept} == before
 

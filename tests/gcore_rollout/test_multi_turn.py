@@ -284,7 +284,7 @@ async def test_broken_environments_are_reported() -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(RequestError, match="max_turns is 0; expected a finite number above 0"):
+    with pytest.raises(RequestError, match="max_turns is 0: a finite number above 0 is needed"):
         EpisodeLimits(max_turns=0)
     with pytest.raises(ValueError, match="a reply that does not end the episode needs one or more"):
         Reply(reward=1.0)
@@ -396,5 +396,5 @@ async def test_without_words_the_score_is_said() -> None:
 def test_bad_revisions_are_refused() -> None:
     with pytest.raises(RequestError, match="max_revisions is 0: at least 1 is needed"):
         RevisionEnvironment([], by_length(""), good_enough=1.0, max_revisions=0)
-    with pytest.raises(RequestError, match="good_enough is nan; expected a finite number"):
+    with pytest.raises(RequestError, match="good_enough is nan: a finite number is needed"):
         RevisionEnvironment([], by_length(""), good_enough=float("nan"), max_revisions=1)

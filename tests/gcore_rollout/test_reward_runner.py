@@ -319,7 +319,7 @@ async def test_a_composite_is_retried_and_dropped_like_its_parts() -> None:
     [
         ({}, {}, "rewards is empty"),
         ({"a": long}, {"b": 1}, r"weights has \['b'\]: the names of rewards are needed, \['a'\]"),
-        ({"a": long}, {"a": float("nan")}, r"weights\['a'\] is nan; expected a finite number"),
+        ({"a": long}, {"a": float("nan")}, r"weights\['a'\] is nan: a finite number is needed"),
         ({"a": long}, {"a": 0}, r"weights are all 0 \(\['a'\]\)"),
     ],
 )

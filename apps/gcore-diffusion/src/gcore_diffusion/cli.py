@@ -9,8 +9,8 @@ import tyro
 
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.recipes import RECIPES
-from gcore_runs.command_line import NOTHING_LEARNED, Command, RunArgs, logs_command, run_command
-from gcore_runs.errors import RankError, UserError, check_at_least
+from gcore_runs.command_line import Command, logs_command, report_command, run_command, run_training
+from gcore_runs.errors import UserError, check_at_least
 from gcore_runs.settings.options import parse, parse_arguments
 
 _USAGE = """usage: gcore-diffusion COMMAND [options]
@@ -56,23 +56,8 @@ class SampleArgs:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """See `run_command`."""
-    run_command(
-        "gcore-diffusion",
-        _COMMANDS,
-        argv,
-        usage=_USAGE,
-        expected_errors=_expected_errors,
-    )
-
-
-def _expected_errors() -> tuple[type[Exception], ...]:
-    from gcore_ckpt import CheckpointError
-    from gcore_controller.errors import ControllerError
-    from gcore_rollout.errors import RolloutError
-    from gcore_trainer.errors import TrainerError
-
-    return (UserError, RankError, CheckpointError, ControllerError, RolloutError, TrainerError)
+    """Run a command; see `run_command`."""
+    run_command("gcore-diffusion", _COMMANDS, argv, usage=_USAGE)
 
 
 def parse_train(args: Sequence[str]) -> DiffusionConfig:
@@ -87,25 +72,15 @@ def parse_train(args: Sequence[str]) -> DiffusionConfig:
 
 def _train(args: Sequence[str]) -> None:
     config = parse_train(args)
-    from rich.table import Table
-
     from gcore_diffusion.training import train
-    from gcore_runs.display import Display
 
-    with Display() as display:
-        result = train(config, display)
-    if result.before:
-        table = Table(title="held-out prompts", title_justify="left")
-        for column in ("", "before", "after"):
-            table.add_column(column)
-        labels = {"val/score/mean": "reward", "val/held_out/mean": "reward not trained on", "val/accuracy": "accuracy"}
-        for key, label in labels.items():
-            if key in result.before:
-                table.add_row(label, f"{result.before[key]:.3f}", f"{result.after[key]:.3f}")
-        display.console.print(table)
-    display.say(f"report:  {result.run / 'report.html'}\nexport:  {result.run / 'export'}")
-    if not result.has_signal:
-        raise SystemExit(NOTHING_LEARNED)
+    labels = {"val/score/mean": "reward", "val/held_out/mean": "reward not trained on", "val/accuracy": "accuracy"}
+    run_training(
+        config,
+        train,
+        title="held-out prompts",
+        rows=lambda found: [(label, name) for name, label in labels.items() if name in found],
+    )
 
 
 def _sample(args: Sequence[str]) -> None:
@@ -129,13 +104,9 @@ def _sample(args: Sequence[str]) -> None:
 
 
 def _report(args: Sequence[str]) -> None:
-    parsed = parse_arguments(
-        RunArgs, args, prog="gcore-diffusion report", description="Write a run's report.html again."
-    )
     from gcore_diffusion.report import write_report
-    from gcore_runs.run_folder import RunFolder
 
-    print(write_report(RunFolder.existing(parsed.run).path))
+    report_command("gcore-diffusion", write_report, args)
 
 
 _COMMANDS: dict[str, Command] = {

@@ -1,4 +1,4 @@
-"""Every setting of a run. Names follow verl's and Flow-GRPO's where they have the thing."""
+"""Every setting of `gcore-diffusion train`, under verl's or Flow-GRPO's name where they have it."""
 
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Self

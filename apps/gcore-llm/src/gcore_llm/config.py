@@ -1,4 +1,4 @@
-"""Every setting of a run. Names follow verl's where both have the thing."""
+"""Every setting of `gcore-llm train`, under verl's name where verl has it."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -35,7 +35,7 @@ class TaskConfig:
     """The task's own settings, of the types that reasoning-gym gives them; on the command line --task.params.NAME and a
     number, true or false, text, several values, or a TOML value such as '{a = [1, 2]}'; None where it is accepted."""
     num_train: int = 10_000
-    """Training problems to generate; those that occur among the held-out ones are left out."""
+    """Training problems to generate; those that are also held out are left out."""
     num_val: int = 256
     """Held-out problems to generate."""
 
@@ -105,11 +105,11 @@ class OverlongConfig:
     """How responses that reach or come close to data.max-response-length are scored and trained on."""
 
     buffer_len: int = 0
-    """Over the last so many tokens a response's score falls linearly (DAPO's soft punishment); 0: not at all."""
+    """Number of last tokens over which a response's score falls linearly (DAPO's soft punishment); 0: none."""
     penalty_factor: float = 1.0
-    """By how much it has fallen at the limit."""
+    """How far the score has fallen at the limit."""
     filter: bool = False
-    """Responses that were cut off are not trained on."""
+    """Do not train on responses that were cut off."""
 
     def __post_init__(self) -> None:
         check_at_least("algorithm.overlong.buffer_len", self.buffer_len, 0)
@@ -310,8 +310,8 @@ class TrainConfig(BaseRLConfig):
             f"for algorithm.adv_estimator {self.algorithm.adv_estimator!r}, which compares the responses of a group": (
                 self.algorithm.adv_estimator in get_args(GroupEstimator)
             ),
-            "with algorithm.filter_groups, which drops groups whose responses all score alike, or algorithm.filter_groups "
-            "False": self.algorithm.filter_groups,
+            "with algorithm.filter_groups, which drops groups whose responses all score alike, or "
+            "algorithm.filter_groups False": self.algorithm.filter_groups,
             "with reward_model.judge.pairwise, which compares the responses of a group": (
                 self.reward_model.kind == "judge" and self.reward_model.judge.pairwise
             ),

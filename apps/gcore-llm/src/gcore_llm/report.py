@@ -1,4 +1,4 @@
-"""`report.html` of the runs of `gcore-llm`: what is on it depends on the command that made the run."""
+"""`report.html` of the runs of `gcore-llm`, whose charts depend on the command that made the run."""
 
 from pathlib import Path
 
@@ -74,5 +74,5 @@ KINDS: dict[str, Kind] = {
 
 
 def write_report(run_dir: Path) -> Path:
-    """See `render_report`."""
+    """Write a run's ``report.html``; see `render_report`."""
     return render_report(run_dir, KINDS)

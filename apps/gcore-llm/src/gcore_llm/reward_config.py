@@ -84,7 +84,7 @@ class RewardModelConfig:
                 "a kind with a path is needed, or 'none' without"
             )
         if not (math.isfinite(self.weight) and self.weight):
-            raise UserError(f"reward_model.weight is {self.weight}; expected a finite number other than 0")
+            raise UserError(f"reward_model.weight is {self.weight}: a finite number other than 0 is needed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,4 +111,4 @@ class RewardCallsConfig:
         if not 0 <= self.max_failed_share <= 1:
             raise UserError(f"reward_calls.max_failed_share is {self.max_failed_share}; expected a number from 0 to 1")
         if not self.timeout_s > 0:
-            raise UserError(f"reward_calls.timeout_s is {self.timeout_s}; expected above 0")
+            raise UserError(f"reward_calls.timeout_s is {self.timeout_s}: above 0 is needed")

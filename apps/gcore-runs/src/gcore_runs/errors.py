@@ -14,7 +14,7 @@ class RankError(Exception):
 def check_run_name(name: str) -> None:
     """
     Raises:
-        UserError: no folder can have the name, or none that is seen.
+        UserError: the name is not that of a visible folder.
     """
     if not name or "/" in name or name.startswith("."):
         raise UserError(f"name is {name!r}; expected a plain folder name")
@@ -23,7 +23,7 @@ def check_run_name(name: str) -> None:
 def check_at_least(field: str, value: float, lowest: int) -> None:
     """
     Raises:
-        UserError: the value of a setting is below what it may be.
+        UserError: the value of a setting is below ``lowest``.
     """
     if value < lowest:
         raise UserError(f"{field} is {value}; expected {lowest} or more")
@@ -52,7 +52,7 @@ def check_finite(field: str, value: float, *, above_zero: bool = False) -> None:
 def check_port(field: str, port: int) -> None:
     """
     Raises:
-        UserError: no such port; 0 is none.
+        UserError: the value is neither a port nor 0.
     """
     if not 0 <= port <= 65_535:
         raise UserError(f"{field} is {port}; expected a port from 1 to 65535, or 0 for none")
@@ -64,7 +64,7 @@ def one_line(error: BaseException) -> str:
 
 
 def said(error: OSError) -> str:
-    """Return what the operating system says, and of which file."""
+    """Return the operating system's reason, and the file's name if there is one."""
     reason = error.strerror or one_line(error)
     file = error.filename2 or error.filename
     return f"{file}: {reason}" if file is not None else reason

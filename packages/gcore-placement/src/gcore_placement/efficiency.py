@@ -61,6 +61,6 @@ class Efficiency:
         for name in ("training", "attention", "prefill", "decode", "memory", "links", "host", "free_memory"):
             check_share(name, getattr(self, name))
         if not 0 <= self.overlap <= 1:
-            raise PlacementError(f"overlap is {self.overlap}; expected a number in [0, 1]")
+            raise PlacementError(f"overlap is {self.overlap}: a number in [0, 1] is needed")
         for name in ("activations", "decode_step_s", "decode_sequence_s", "all_reduce_s", "micro_batch_s", "swap_s"):
             check_amounts(name, getattr(self, name))

@@ -357,7 +357,7 @@ class PackedModel(PackedTransformer[TokenScores]):
 
     def __init__(self, model: Any, *, temperature: float = 1.0, **options: Any) -> None:
         if not 0 < temperature < np.inf:
-            raise ConfigError(f"temperature is {temperature}; expected a finite number above 0")
+            raise ConfigError(f"temperature is {temperature}: a finite number above 0 is needed")
         self._logit_changes = logit_changes(model.config.get_text_config())
         self.temperature = temperature
         super().__init__(model, **options)

@@ -33,7 +33,7 @@ def overlong_penalty(
             f"overlong_buffer_len is {overlong_buffer_len}: 1 to max_response_length={max_response_length} is needed"
         )
     if not 0 <= penalty_factor < math.inf:
-        raise ConfigError(f"penalty_factor is {penalty_factor}; expected a finite number, 0 or more")
+        raise ConfigError(f"penalty_factor is {penalty_factor}: a finite number, 0 or more is needed")
     exceeded = length - (max_response_length - overlong_buffer_len)
     return -penalty_factor * min(max(exceeded / overlong_buffer_len, 0.0), 1.0)
 
@@ -148,7 +148,7 @@ class AdaptiveKLController:
             ConfigError: a setting is out of its bounds.
         """
         if not 0 < target_kl < math.inf:
-            raise ConfigError(f"target_kl is {target_kl}; expected a finite number above 0")
+            raise ConfigError(f"target_kl is {target_kl}: a finite number above 0 is needed")
         if horizon < 1:
             raise ConfigError(f"horizon is {horizon}; expected 1 or more")
         self.value = _checked_coef(kl_coef)
@@ -166,7 +166,7 @@ class AdaptiveKLController:
             BatchError: the divergence is not finite, or n_steps so large that the value could leave the positive side.
         """
         if not math.isfinite(current_kl):
-            raise BatchError(f"current_kl is {current_kl}; expected a finite number")
+            raise BatchError(f"current_kl is {current_kl}: a finite number is needed")
         if not 0 <= n_steps < 5 * self._horizon:
             raise BatchError(
                 f"n_steps is {n_steps}: 0 or more, and less than five times horizon={self._horizon}, needed"
@@ -189,7 +189,7 @@ class AdaptiveKLController:
 
 def _checked_coef(kl_coef: float) -> float:
     if not 0 <= kl_coef < math.inf:
-        raise ConfigError(f"kl_coef is {kl_coef}; expected a finite number, 0 or more")
+        raise ConfigError(f"kl_coef is {kl_coef}: a finite number, 0 or more is needed")
     return float(kl_coef)
 
 

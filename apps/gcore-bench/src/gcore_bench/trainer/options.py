@@ -78,7 +78,7 @@ class TrainerOptions:
         if not 0 <= self.sigma < 10:
             raise BenchError(f"sigma is {self.sigma}: a number in [0, 10) is needed")
         if not self.logits_mb > 0:
-            raise BenchError(f"logits_mb is {self.logits_mb}; expected above 0")
+            raise BenchError(f"logits_mb is {self.logits_mb}: above 0 is needed")
         if self.hidden_size % 32:
             raise BenchError(f"hidden_size is {self.hidden_size}: a multiple of 32 is needed")
         if unfit := [size for size in self.context_sizes if size not in (1, 2, 4, 8)]:

@@ -14,7 +14,7 @@ from gcore_trainer import PolicyLossConfig
 
 def _check_above_0(field: str, value: float) -> None:
     if not 0 < value < math.inf:
-        raise UserError(f"{field} is {value}; expected a finite number above 0")
+        raise UserError(f"{field} is {value}: a finite number above 0 is needed")
 
 
 def _check_divides(field: str, value: int, whole: str, total: int) -> None:
@@ -25,7 +25,7 @@ def _check_divides(field: str, value: int, whole: str, total: int) -> None:
 
 def _check_not_negative(field: str, value: float) -> None:
     if not 0 <= value < math.inf:
-        raise UserError(f"{field} is {value}; expected a finite number, 0 or more")
+        raise UserError(f"{field} is {value}: a finite number, 0 or more is needed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +199,7 @@ class SimulateConfig:
         for name in ("max_prompt_length", "max_response_length", "ppo_max_token_len"):
             _check_divides("token_unit", self.token_unit, name, getattr(self, name))
         if not 0 <= self.prompt_share <= 1:
-            raise UserError(f"prompt_share is {self.prompt_share}; expected a number from 0 to 1")
+            raise UserError(f"prompt_share is {self.prompt_share}: a number from 0 to 1 is needed")
         if self.reward.devices >= self.devices:
             raise UserError(f"reward.devices is {self.reward.devices}: fewer than devices ({self.devices}) are needed")
         rollout = self.devices - self.reward.devices

@@ -37,8 +37,8 @@ class PlacementConfig:
     """How the engines of a run on ray are divided between the policy and a judge; all ranks train."""
 
     strategy: Literal["split", "dynamic", "colocated", "auto"] = "split"
-    """split: rollout.num-processes engines generate, reward-model.judge.num-processes judge. dynamic: this at first; then,
-    between steps, an engine at a time moves from the role that idles to the one that is busy, more at once where
+    """split: rollout.num-processes engines generate, reward-model.judge.num-processes judge. dynamic: this at first;
+    then, between steps, an engine at a time moves from the role that idles to the one that is busy, more at once where
     the load has jumped, as long as that saves more than it costs. colocated: each of rollout.num-processes devices has
     an engine of both, and all generate, then all judge; the engines that wait are asleep. auto: dynamic, or colocated
     where that takes less, swaps included."""

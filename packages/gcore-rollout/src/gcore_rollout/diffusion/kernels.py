@@ -186,4 +186,4 @@ def _columns(latents: torch.Tensor, *levels: torch.Tensor) -> list[torch.Tensor]
 
 def _check_noise(field: str, value: float) -> None:
     if not 0 < value < math.inf:
-        raise RequestError(f"{field} is {value}; expected a finite number above 0")
+        raise RequestError(f"{field} is {value}: a finite number above 0 is needed")

@@ -39,7 +39,7 @@ class ImageJudgeReward:
         if model.vision is None:
             raise RewardConfigError("vision is None: a vision-language model is needed to judge images")
         if not math.isfinite(unparsable_score):
-            raise RewardConfigError(f"unparsable_score is {unparsable_score}; expected a finite number")
+            raise RewardConfigError(f"unparsable_score is {unparsable_score}: a finite number is needed")
         check_reduce(reduce)
         self._model = model
         self._template = QuestionTemplate(template, needed=["prompt"])

@@ -67,6 +67,6 @@ async def evaluate_images(
     for score, prompt in zip(scores, prompts, strict=True):
         if not math.isfinite(score):
             raise RewardError(
-                f"reward {name_of(reward)!r} returned {score} for an image of {prompt!r}; expected a finite number"
+                f"reward {name_of(reward)!r} returned {score} for an image of {prompt!r}: a finite number is needed"
             )
     return scores

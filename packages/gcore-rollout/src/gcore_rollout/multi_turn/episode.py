@@ -38,7 +38,7 @@ class EpisodeLimits:
         for name in ("max_turns", "max_tokens_per_turn", "step_timeout_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise RequestError(f"{name} is {value}; expected a finite number above 0")
+                raise RequestError(f"{name} is {value}: a finite number above 0 is needed")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

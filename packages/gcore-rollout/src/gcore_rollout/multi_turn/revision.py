@@ -31,7 +31,7 @@ class RevisionEnvironment:
         max_revisions: int,
     ) -> None:
         if not math.isfinite(good_enough):
-            raise RequestError(f"good_enough is {good_enough}; expected a finite number")
+            raise RequestError(f"good_enough is {good_enough}: a finite number is needed")
         if max_revisions < 1:
             raise RequestError(f"max_revisions is {max_revisions}: at least 1 is needed")
         self._messages = list(messages)

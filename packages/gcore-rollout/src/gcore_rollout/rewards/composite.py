@@ -34,7 +34,7 @@ class CompositeReward:
             )
         for name, weight in weights.items():
             if not math.isfinite(weight):
-                raise RewardConfigError(f"weights[{name!r}] is {weight}; expected a finite number")
+                raise RewardConfigError(f"weights[{name!r}] is {weight}: a finite number is needed")
         if not any(weights.values()):
             raise RewardConfigError(f"weights are all 0 ({sorted(weights)}): one that is not is needed")
         self._rewards = dict(rewards)

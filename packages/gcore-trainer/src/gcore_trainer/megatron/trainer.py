@@ -86,7 +86,7 @@ class MegatronTrainer(Trainer):
         device: torch.device | None = None,
     ) -> None:
         if not 0 < temperature < np.inf:
-            raise ConfigError(f"temperature is {temperature}; expected a finite number above 0")
+            raise ConfigError(f"temperature is {temperature}: a finite number above 0 is needed")
         if dtype not in _DTYPES:
             raise ConfigError(f"dtype is {dtype}: one of {', '.join(map(str, _DTYPES))} is needed")
         if lora is not None and objective.scores == "values":
