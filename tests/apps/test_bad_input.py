@@ -63,7 +63,7 @@ def write(cli: Cli, name: str, text: str) -> str:
             ["--placement.strategy", "dynamic"],
             "placement.strategy is 'dynamic'; expected 'split', or runtime 'ray' (now 'inline') and",
         ),
-        (["--device", "cuda:99"], "device is 'cuda:99': this machine has "),
+        (["--device", "cuda:99"], "device is 'cuda:99'; expected one of this machine's "),
         (["--device", "gpu"], "device is 'gpu'; expected cpu, cuda, cuda:NUMBER or auto"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -326,7 +326,7 @@ def test_a_folder_that_is_not_a_run(cli: Cli, command: list[str]) -> None:
 
 def test_commands(cli: Cli) -> None:
     known = "expected one of train, sft, reward-model, dpo, sample, eval, report, logs, simulate"
-    assert f"unknown command 'trian': {known}" in cli.refused("trian")
+    assert f"unknown command 'trian'; {known}" in cli.refused("trian")
     usage = cli.ok("--help")
     assert usage.startswith("usage: gcore-llm COMMAND")
     bare = cli()

@@ -118,7 +118,7 @@ def test_rows_to_imitate(cli: Cli, tiny: Path, text: str, expected: str) -> None
             '{"prompt": "a", "chosen": "b"}',
             "row 1 has the columns prompt, chosen; expected chosen and rejected, and prompt",
         ),
-        ('{"prompt": "a", "chosen": "b", "rejected": 7}', "row 1: rejected is 7: text, or a list of messages"),
+        ('{"prompt": "a", "chosen": "b", "rejected": 7}', "row 1: rejected is 7; expected text, or a list of messages"),
         ('{"chosen": "b", "rejected": 7}', "row 1: rejected is 7; expected text after a prompt, or conversations"),
         ('{"prompt": "a", "chosen": "b", "rejected": ""}', "row 1 has an empty rejected"),
         ('{"prompt": "a", "chosen": "b", "rejected": "b"}', "no row is left to train on: 0 are longer than data."),
@@ -144,7 +144,7 @@ def test_port_in_use(cli: Cli, tiny: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         error = cli.refused(*job("sft", tiny), "--trainer.prometheus-port", port)
-    assert f"trainer.prometheus_port is {port} and trainer.prometheus_host '127.0.0.1': a free port" in error
+    assert f"trainer.prometheus_port is {port} and trainer.prometheus_host '127.0.0.1'; expected a free port" in error
     assert not (cli.cwd / "runs").exists()
 
 

@@ -374,7 +374,7 @@ def test_metrics_that_differ_in_a_slash_alone_have_a_gauge_each() -> None:
 
 def test_port_in_use_is_refused_by_name_and_freed_in_the_end() -> None:
     with PrometheusExporter(run="first", port=0) as first:
-        refused = f"trainer.prometheus_port is {first.port} and trainer.prometheus_host '127.0.0.1': a free port"
+        refused = f"trainer.prometheus_port is {first.port} and trainer.prometheus_host '127.0.0.1'; expected a"
         with pytest.raises(UserError, match=re.escape(refused)):
             PrometheusExporter(run="second", port=first.port)
         # Nothing is served at other addresses of the machine.

@@ -21,7 +21,7 @@ commands:
   train               train on a reward; with no options, a tiny model of coloured digits in minutes
   sample RUN PROMPT   make images with a run's latest policy
   report RUN          write the run's report.html again
-  logs RUN            what the run's processes logged, by time
+  logs RUN            print what the run's processes logged, by time
 
 gcore-diffusion COMMAND --help documents every option.
 """
@@ -38,9 +38,9 @@ class SampleArgs:
     n: int = 8
     """How many images."""
     num_inference_steps: int = 0
-    """Denoising steps; 0: the run's of evaluation."""
+    """Denoising steps; 0: as in the run's evaluation."""
     guidance_scale: float = 0.0
-    """Of classifier-free guidance; 0: the run's of evaluation."""
+    """Scale of classifier-free guidance; 0: that of the run's evaluation."""
     seed: int = 0
     """Seed of the images."""
     out: Path = Path("images.png")
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse_train(args: Sequence[str]) -> DiffusionConfig:
-    """Recipe, then TOML file, then command line, each over the one before.
+    """Return settings from a recipe, a TOML file and the command line, each over the one before.
 
     Raises:
         UserError: see `merge`.

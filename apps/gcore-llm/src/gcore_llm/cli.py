@@ -27,8 +27,8 @@ commands:
   sample RUN PROMPT   complete a prompt with a run's latest policy
   eval RUN            score a run's latest policy on its held-out prompts
   report RUN          write the run's report.html again
-  logs RUN            what the run's processes logged, by time
-  simulate            what a step of train would take, on up to 100,000 modelled devices
+  logs RUN            print what the run's processes logged, by time
+  simulate            predict the time of a step of train, on up to 100,000 modelled devices
 
 gcore-llm COMMAND --help documents every option.
 """
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse_train(args: Sequence[str]) -> TrainConfig:
-    """Recipe, then TOML file, then command line, each over the one before.
+    """Return settings from a recipe, a TOML file and the command line, each over the one before.
 
     Raises:
         UserError: see `merge`.

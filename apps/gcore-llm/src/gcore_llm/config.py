@@ -297,7 +297,7 @@ class TrainConfig(BaseRLConfig):
 
     @property
     def rank_unit(self) -> int:
-        """Training ranks are started and stopped by whole replicas, and experts are on so many of them."""
+        """Training ranks are started and stopped by whole model-parallel and expert-parallel replicas."""
         parallel = self.trainer.parallel
         return math.lcm(
             parallel.model_parallel_size, parallel.pipeline_model_parallel_size * parallel.expert_model_parallel_size

@@ -70,7 +70,7 @@ KINDS: dict[str, Kind] = {
     "reward-model": _of_pairs("rm", "reward"),
     "dpo": _of_pairs("dpo", "implicit reward"),
 }
-"""By command."""
+"""Kinds of runs by command."""
 
 
 def write_report(run_dir: Path) -> Path:

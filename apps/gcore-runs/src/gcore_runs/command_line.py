@@ -35,7 +35,7 @@ EXIT_CODES = """exit codes:
 
 @dataclass(frozen=True, kw_only=True)
 class RunArgs:
-    """A run's folder."""
+    """Arguments of a command about a run."""
 
     run: tyro.conf.Positional[Path]
     """The run's folder."""

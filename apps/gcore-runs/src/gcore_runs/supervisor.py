@@ -1,4 +1,4 @@
-"""What every command that trains does around its loop: open the run, resume it, watch it, and finish it."""
+"""The frame of every training loop: open the run, resume it, take interruptions, export, report and return."""
 
 import asyncio
 import shutil

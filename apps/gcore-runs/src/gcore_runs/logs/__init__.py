@@ -1,1 +1,1 @@
-"""What the processes of a run log: written to a file each, and merged by time."""
+"""Logs of a run's processes: one file for each, merged by time."""

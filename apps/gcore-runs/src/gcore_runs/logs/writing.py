@@ -54,7 +54,7 @@ def log_to(
         role: letters, such as engine.
         rank: among the processes of this role; None: there is one.
         redirect: what is written to standard output and standard error, by native libraries too, goes into the file. It
-            is there at once, whatever kills the process, but as it was written: a line of level MARK follows within
+            is there at once, however the process ends, but as it was written: a line of level MARK follows within
             half a second. Without it warnings and errors are shown on standard error as well, as Python does by itself.
         max_file_bytes: see `MAX_FILE_BYTES`.
 
