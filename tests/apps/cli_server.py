@@ -12,7 +12,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from gcore_rollout.rewards import import_reasoning_gym
+from gcore_rollout import import_reasoning_gym
 
 HEAVY = {
     "gcore_llm": (
@@ -23,9 +23,9 @@ HEAVY = {
         "gcore_llm.report",
         "gcore_llm.services",
         "gcore_llm.training",
-        "gcore_rollout.hf_engine",
+        "gcore_rollout.engines.hf.engine",
         "gcore_runs.run_loop",
-        "gcore_trainer.torch_trainer",
+        "gcore_trainer.torch.trainer",
         "torch.utils.tensorboard",
         "transformers.models.qwen3.modeling_qwen3",
     ),

@@ -152,9 +152,9 @@ def test_model(cli: Cli, own_args: list[str], tiny: Path, damage: Callable[[Path
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("def reward(p, c, r): return None", "returned None, one number is needed"),
-        ("def reward(p, c, r): return float('nan')", "returned nan, a finite number is needed"),
-        ("def reward(p, c, r): return 'good'", "returned 'good', one number is needed"),
+        ("def reward(p, c, r): return None", "returned None; expected one number"),
+        ("def reward(p, c, r): return float('nan')", "returned nan; expected a finite number"),
+        ("def reward(p, c, r): return 'good'", "returned 'good'; expected one number"),
         ("def reward(p, c, r): return r['gold']", "KeyError: 'gold'"),
         ("def reward(p, c): return 1.0", "TypeError"),
         ("async def reward(p, c, r): raise OSError('no judge')", "OSError: no judge"),
@@ -173,8 +173,8 @@ def test_reward(cli: Cli, own_args: list[str], source: str, expected: str) -> No
     ("spec", "expected"),
     [
         ("nowhere.py:reward", "no such file nowhere.py"),
-        ("nowhere.py", "PATH.py:function is needed"),
-        ("accuracy", "PATH.py:function is needed"),
+        ("nowhere.py", "expected PATH.py:function"),
+        ("accuracy", "expected PATH.py:function"),
         ("", "reward is not set: PATH.py:function, math-verify or code is needed"),
     ],
 )

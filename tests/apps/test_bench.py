@@ -29,7 +29,7 @@ from gcore_bench.grpo.workload import WORKLOADS
 from gcore_llm.rewards import reward_function
 from gcore_llm.roles import build_tokenizer
 from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
-from gcore_rollout.rewards import load_reward
+from gcore_rollout import load_reward
 
 VERL = os.environ.get("GCORE_VERL_PYTHON", "")
 VERL_SCRIPTS = Path(__file__).parents[2] / "scripts" / "verl-cpu"

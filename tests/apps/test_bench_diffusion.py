@@ -18,8 +18,7 @@ from gcore_bench.diffusion.plain_loop import Loop, Spec
 from gcore_bench.grpo.errors import BenchError
 from gcore_diffusion.config import DemoConfig
 from gcore_diffusion.demo.pretraining import pretrained_pipeline
-from gcore_rollout.diffusion import FlowSDE
-from gcore_rollout.diffusion.recording import load_pipeline
+from gcore_rollout import FlowSDE, load_pipeline
 from gcore_runs.display import Display
 
 

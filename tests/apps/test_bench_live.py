@@ -9,8 +9,7 @@ from gcore_bench.placement.live.paced_engine import PacedEngine, Phases
 from gcore_bench.placement.live.runs import LiveRow, strategies
 from gcore_bench.placement.live.table import live_aims
 from gcore_placement.ledger import CAUSES
-from gcore_rollout import Request, SamplingParams
-from gcore_rollout.hf_engine import HFEngine
+from gcore_rollout import HFEngine, Request, SamplingParams
 
 OPTIONS = ("--rollout.num-processes", "--reward-model.judge.num-processes")
 

@@ -33,9 +33,7 @@ from gcore_bench.rollout.workload import (
 )
 from gcore_bench.trainer.figures import Run
 from gcore_bench.trainer.summary import summarise
-from gcore_rollout import Completion, Request
-from gcore_rollout.errors import SandboxError
-from gcore_rollout.sandbox import Sandbox
+from gcore_rollout import Completion, Request, Sandbox, SandboxError
 
 CONTENDERS = ["vllm", "gcore-vllm", "gcore-vllm-process", "transformers", "gcore-hf", "gcore-hf-process"]
 

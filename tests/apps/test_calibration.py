@@ -15,12 +15,12 @@ from gcore_llm.simulate.calibrate import parse_calibrate
 from gcore_llm.simulate.command import parse_simulate
 from gcore_llm.simulate.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig
 from gcore_llm.simulate.fit import Fit, Parameters, fit, measured_seconds, num_simulations, simulated_seconds
-from gcore_llm.simulate.lengths import SampledLengths, fit_lengths, step_lengths
 from gcore_llm.simulate.measured import STAGES, MeasuredRun, read_run
 from gcore_llm.simulate.run import simulate
+from gcore_placement.workload.sampled_lengths import SampledLengths, fit_lengths, step_lengths
 from gcore_runs.errors import UserError
 from gcore_runs.settings.values import to_toml
-from gcore_trainer.parallel import ParallelConfig
+from gcore_trainer import ParallelConfig
 
 TRUE = Parameters(
     base_s=0.02,

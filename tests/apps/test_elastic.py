@@ -18,7 +18,7 @@ from gcore_llm.trainer_config import TrainerConfig
 from gcore_runs.on_ray.room import has_room, largest
 from gcore_runs.settings.cluster import RayConfig
 from gcore_runs.sizes import Sizes
-from gcore_trainer.parallel import ParallelConfig
+from gcore_trainer import ParallelConfig
 
 # Scores wait while there is a file of this name.
 REWARD = """

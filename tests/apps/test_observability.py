@@ -38,8 +38,7 @@ from gcore_llm.engines import start_policy
 from gcore_llm.learner_part import SharedLearner
 from gcore_llm.recipes import own_data
 from gcore_llm.report import write_report
-from gcore_rollout import Request, SamplingParams
-from gcore_rollout.replicas import EngineReplicas
+from gcore_rollout import EngineReplicas, Request, SamplingParams
 from gcore_runs import merged_logs
 from gcore_runs.devices import DeviceTimers, merged
 from gcore_runs.display import Display

@@ -52,7 +52,7 @@ OWN_ENGINE = """
 import json
 from pathlib import Path
 
-from gcore_rollout.hf_engine import HFEngine
+from gcore_rollout import HFEngine
 
 
 def make(model, *, dtype, **options):
@@ -178,7 +178,7 @@ def url(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--skip-tokenizer-init", "--no-enable-chunked-prefill", "--max-num-seqs", "64"),
-        *("--worker-extension-cls", "gcore_rollout.servers.vllm_worker.TiedHeadWorker"),
+        *("--worker-extension-cls", "gcore_rollout.TiedHeadWorker"),
         *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),
     ]
     env = {

@@ -2,21 +2,19 @@
 
 import asyncio
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from gcore_controller.inline import run_inline
-from gcore_llm.config import AdvEstimator, AlgorithmConfig, KLControlConfig
+from gcore_llm.config import AlgorithmConfig, KLControlConfig
 from gcore_llm.groups import Group, Response
 from gcore_llm.preparation import kl_controller, prepare
-from gcore_trainer import BatchError, Sample
-from gcore_trainer.advantages import GroupEstimator
-from gcore_trainer.rollout_correction import RolloutCorrectionConfig
+from gcore_trainer import BatchError, RolloutCorrectionConfig, Sample, advantage_estimators
 
-ESTIMATORS: list[AdvEstimator] = [*get_args(GroupEstimator), "reinforce_plus_plus", "remax", "gae"]
+ESTIMATORS = advantage_estimators()
 Masks = list[list[bool]]
 MASKS: Masks = [[True, True, False, True, False], [False, True, True], [False, False]]
 """Of three responses to a prompt; the first ends in a token that the policy did not write."""
@@ -68,8 +66,8 @@ def make_samples(masks: Masks = MASKS, *, poison: float | None = None) -> list[S
     ]
 
 
-def algorithm_of(estimator: AdvEstimator) -> AlgorithmConfig:
-    has_rewards = estimator in ("gae", "reinforce_plus_plus")
+def algorithm_of(estimator: str) -> AlgorithmConfig:
+    has_rewards = ESTIMATORS[estimator].reads_token_rewards
     return AlgorithmConfig(
         adv_estimator=estimator,
         old_log_probs="trainer",
@@ -82,7 +80,7 @@ def algorithm_of(estimator: AdvEstimator) -> AlgorithmConfig:
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_masked_out_tokens_are_never_read(estimator: AdvEstimator, poison: float) -> None:
+def test_masked_out_tokens_are_never_read(estimator: str, poison: float) -> None:
     algorithm = algorithm_of(estimator)
     clean, metrics = prepared(algorithm, make_samples(), [1.0, 0.0, 0.5])
     dirty, found = prepared(algorithm, make_samples(poison=poison), [1.0, 0.0, 0.5])
@@ -105,7 +103,7 @@ def test_what_is_not_finite_is_named(field: str) -> None:
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
 @pytest.mark.parametrize("kl_coef", [0.0, 1e-9])
-def test_a_score_counts_where_a_response_ends_in_tokens_of_others(estimator: AdvEstimator, kl_coef: float) -> None:
+def test_a_score_counts_where_a_response_ends_in_tokens_of_others(estimator: str, kl_coef: float) -> None:
     """The estimators along tokens read no reward of a masked-out token: the score is on the last one that counts."""
     algorithm = AlgorithmConfig(adv_estimator=estimator, kl_ctrl=KLControlConfig(kl_coef=kl_coef))
     samples = make_samples([[True, True, False], [True, True, True]])

@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from gcore_llm.cli import parse_train
 from gcore_llm.rewards import Rewards
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_rollout.rewards import Scored
+from gcore_rollout import Scored
 from gcore_runs.settings.values import resolve
 
 # A random model writes any character: its last digit is its verdict, and if it writes none, that is one, too.

@@ -47,7 +47,7 @@ def test_stale_responses_are_made_anew(cli: Cli, own_args: list[str], chatty: Pa
 
 
 WORLD = '''
-from gcore_rollout.multi_turn import Opening, Reply, Tool, ToolEnvironment
+from gcore_rollout import Opening, Reply, Tool, ToolEnvironment
 
 
 class Guessing:

@@ -20,17 +20,16 @@ from gcore_llm.learner import Role
 from gcore_llm.simulate import run as run_module
 from gcore_llm.simulate.command import parse_simulate
 from gcore_llm.simulate.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig
-from gcore_llm.simulate.draws import blend
 from gcore_llm.simulate.engine import ModelledEngine, ModelledWeights
 from gcore_llm.simulate.learner import ModelledLearner
-from gcore_llm.simulate.ledger import COLUMNS, IDLE, WORK, Ledger
 from gcore_llm.simulate.load import LoadMeter
-from gcore_llm.simulate.replica_choice import LeastLoaded
 from gcore_llm.simulate.reward import ModelledReward
 from gcore_llm.simulate.run import Simulation, simulate
 from gcore_llm.simulate.work import coarse_workload, make_prompts, sample_name, weights_bytes
-from gcore_rollout import Completion, Request, SamplingParams
-from gcore_rollout.errors import RolloutError
+from gcore_placement.simulation.least_loaded import LeastLoaded
+from gcore_placement.simulation.running_ledger import COLUMNS, IDLE, WORK, Ledger
+from gcore_placement.workload.draws import blend
+from gcore_rollout import Completion, Request, RolloutError, SamplingParams
 from gcore_runs.errors import UserError
 from gcore_runs.ranks import deal
 from gcore_trainer import MicroBatch

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from gcore_llm.cli import parse_train
 from gcore_llm.training import train
-from gcore_rollout.errors import WrongWeightsError
+from gcore_rollout import WrongWeightsError
 from gcore_runs.display import Display
 
 pytestmark = [
@@ -52,7 +52,7 @@ def error_of(args: list[str]) -> str:
 
 
 BLURRED = """
-from gcore_rollout.hf_engine import HFEngine
+from gcore_rollout import HFEngine
 
 
 def make(model, **options):

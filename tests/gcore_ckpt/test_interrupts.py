@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from gcore_ckpt import Checkpointer, CheckpointError, CheckpointWriteError, verify
-from gcore_ckpt.local_storage import LocalStorage
-from gcore_ckpt.pipeline import SavePipeline
-from gcore_ckpt.reader import StepReader
-from gcore_ckpt.staging import Stager
+from gcore_ckpt.loading.reader import StepReader
+from gcore_ckpt.saving.pipeline import SavePipeline
+from gcore_ckpt.saving.staging import Stager
+from gcore_ckpt.storage.local import LocalStorage
 
 ROUNDS = int(os.environ.get("GCORE_CKPT_SIGNALS", "6"))
 LONG_S = 60.0

@@ -11,14 +11,14 @@ from xml.etree import ElementTree
 import pytest
 from recorded_run import recorded_run
 
+from gcore_bench.placement.study.payloads import ControllerHost, payload_load
+from gcore_bench.placement.study.studies import break_study, drift_study, with_judge_error
 from gcore_placement import DynamicPartitionConfig, Trace, TraceRecipe
 from gcore_placement.cli import main
-from gcore_placement.cli_simulate_tables import in_processes
+from gcore_placement.cli.simulate_table import in_processes
 from gcore_placement.simulation import scenarios, studies
-from gcore_placement.simulation.payloads import ControllerHost, payload_load
 from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCENARIOS, Scale, scenario
-from gcore_placement.simulation.studies import break_study, drift_study, with_judge_error
-from gcore_placement.simulation.trace_recipes import steady
+from gcore_placement.workload.trace_recipes import steady
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_it_prints_a_table_and_writes_a_page(tmp_path: Path, capsys: pytest.Capt
 def test_the_study_answers_all_questions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gcore_placement.cli_simulate.STUDY_SIZES", ((64, 3, ("growing", "r1_zero")),))
+    monkeypatch.setattr("gcore_placement.cli.simulate.STUDY_SIZES", ((64, 3, ("growing", "r1_zero")),))
     monkeypatch.setattr(studies, "ERRORS", (1 / 2, 2.0))
     command = ["simulate", "--study", str(tmp_path / "study"), "--steps", "3", "--processes", "1"]
     assert main(command) == 0
@@ -131,9 +131,9 @@ def test_studies_are_the_same_in_processes_of_their_own(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--html", "nowhere/page.html"], "--html must be in a folder that exists, got 'nowhere/page.html'"),
-        (["--steps", "0"], "--steps must be an integer of at least 1, got 0"),
-        (["--processes", "0"], "--processes must be an integer of at least 1, got 0"),
+        (["--html", "nowhere/page.html"], "--html is 'nowhere/page.html'; expected a path in a folder that exists"),
+        (["--steps", "0"], "--steps is 0; expected an integer of at least 1"),
+        (["--processes", "0"], "--processes is 0; expected an integer of at least 1"),
         (["--trace", "no.npz"], "No such file"),
     ],
 )

@@ -13,16 +13,25 @@ from faulty_engines import EXPECTED, FAULTS, TENSOR, make_faulty
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore_rollout import vllm_engine, weight_digests
-from gcore_rollout.checked_engine import CheckedEngine, Rotation
-from gcore_rollout.engine_process import PRELOAD_HF, PRELOAD_VLLM, EngineProcess
-from gcore_rollout.errors import WrongWeightsError
-from gcore_rollout.hf_engine import HFEngine
-from gcore_rollout.replicas import EngineReplicas
-from gcore_rollout.vllm_engine import VLLMEngine
-from gcore_rollout.weight_digests import DigestedWeights, digest
-from gcore_rollout.weight_report import Digest, Digests, HeldTensor, all_digests, check_weights
-from gcore_rollout.weight_sync.shared_weights import SharedWeights
+from gcore_rollout import (
+    PRELOAD_HF,
+    PRELOAD_VLLM,
+    Digest,
+    Digests,
+    EngineProcess,
+    EngineReplicas,
+    HeldTensor,
+    HFEngine,
+    SharedWeights,
+    VLLMEngine,
+    WrongWeightsError,
+    all_digests,
+    check_weights,
+)
+from gcore_rollout.engines.vllm import engine as vllm_engine
+from gcore_rollout.weight_sync import digests as digests_module
+from gcore_rollout.weight_sync.checked_engine import CheckedEngine, Rotation
+from gcore_rollout.weight_sync.digests import DigestedWeights, digest
 
 pytestmark = VLLM_IMPORT_WARNINGS
 
@@ -192,7 +201,7 @@ def test_a_digest_does_not_depend_on_how_much_is_read_at_a_time(monkeypatch: pyt
     tensors = [torch.randn(size) for size in (5, 2**17, 2**17 + 3, 9 * 2**17 + 3)]
     expected = [digest(tensor) for tensor in tensors]
     for num_blocks in (2, 128):
-        monkeypatch.setattr(weight_digests, "_BLOCKS_AT_ONCE", {"cpu": num_blocks})
+        monkeypatch.setattr(digests_module, "_BLOCKS_AT_ONCE", {"cpu": num_blocks})
         assert [digest(tensor) for tensor in tensors] == expected
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from gcore_rollout.errors import SandboxError
-from gcore_rollout.sandbox import Isolation, Sandbox, SandboxLimits
+from gcore_rollout import Isolation, Sandbox, SandboxError, SandboxLimits
 from gcore_rollout.sandbox import sandbox as implementation
 
 QUICK = SandboxLimits(
@@ -352,9 +351,9 @@ async def test_import_paths(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_concurrency": 0}, "max_concurrency is 0: at least 1 is needed"),
-        ({"import_paths": ["relative"]}, "import_paths holds 'relative': an absolute path of a folder is needed"),
-        ({"isolation": "magic"}, "isolation is 'magic': one of namespaces, limits is needed"),
+        ({"max_concurrency": 0}, "max_concurrency is 0; expected at least 1"),
+        ({"import_paths": ["relative"]}, "import_paths holds 'relative'; expected an absolute path of a folder"),
+        ({"isolation": "magic"}, "isolation is 'magic'; expected one of namespaces, limits"),
     ],
 )
 def test_bad_settings(options: dict[str, Any], message: str) -> None:
@@ -366,7 +365,7 @@ def test_bad_settings(options: dict[str, Any], message: str) -> None:
     "field", ["wall_s", "cpu_s", "memory_bytes", "disk_bytes", "output_bytes", "open_files", "processes"]
 )
 def test_bad_limits(field: str) -> None:
-    with pytest.raises(SandboxError, match=f"{field} is 0: more than 0 is needed"):
+    with pytest.raises(SandboxError, match=f"{field} is 0; expected more than 0"):
         SandboxLimits(**{field: 0})
 
 

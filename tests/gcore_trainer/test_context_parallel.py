@@ -200,8 +200,8 @@ def test_groups_are_ring_major(ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("cp_groups", "ulysses_size", "message"),
     [
-        ([[0, 1], [2]], 1, r"cp_groups is \[\[0, 1\], \[2\]\]: each of the 4 ranks is needed once"),
-        ([[1, 0], [2, 3]], 1, r"cp_groups has \[1, 0\]: ascending ranks are needed"),
+        ([[0, 1], [2]], 1, r"cp_groups is \[\[0, 1\], \[2\]\]; expected each of the 4 ranks once"),
+        ([[1, 0], [2, 3]], 1, r"cp_groups has \[1, 0\]; expected ascending ranks"),
         ([[0, 1, 2, 3]], 3, r"ulysses_size is 3: a divisor of 4"),
     ],
 )

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gcore_rollout import Engine
-from gcore_rollout.diffusion import ImageRequest, ImageSample
+from gcore_rollout import Engine, ImageRequest, ImageSample
 from gcore_runs.devices import DeviceTimers
 
 if TYPE_CHECKING:

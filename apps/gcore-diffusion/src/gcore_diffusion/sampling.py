@@ -15,10 +15,10 @@ from gcore_diffusion.groups import Group
 from gcore_diffusion.preparation import training_sample
 from gcore_diffusion.prompts import Prompt, PromptSets
 from gcore_diffusion.roles import Roles
-from gcore_rollout import Engine
-from gcore_rollout.diffusion import (
+from gcore_rollout import (
     DDIM,
     DanceSDE,
+    Engine,
     FlowCPS,
     FlowODE,
     FlowSDE,
@@ -26,8 +26,8 @@ from gcore_rollout.diffusion import (
     ImageSample,
     ImageSampling,
     Kernel,
+    evaluate_images,
 )
-from gcore_rollout.image_rewards import evaluate_images
 from gcore_runs.learning_signal import SIGNAL
 
 State = dict[str, Any]

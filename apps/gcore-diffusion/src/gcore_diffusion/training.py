@@ -65,7 +65,7 @@ def _checked_rewards(config: DiffusionConfig) -> "Rewards | None":
     from gcore_diffusion.judge import judge_factory
     from gcore_diffusion.rewards import build_rewards
 
-    if config.reward.kind == "judge":
+    if config.reward.is_judged:
         judge_factory(config)
         return None
     return build_rewards(config, judge=None)
@@ -127,8 +127,7 @@ async def _try(config: DiffusionConfig, sampler: "Sampler", prompts: PromptSets)
     """Make an image and score one, so that an error is found before anything is trained."""
     from gcore_diffusion.rewards import try_reward
     from gcore_diffusion.sampling import images, kernel_of
-    from gcore_rollout.diffusion import ImageRequest, ImageSampling
-    from gcore_rollout.errors import RolloutError
+    from gcore_rollout import ImageRequest, ImageSampling, RolloutError
 
     sampling = ImageSampling(
         num_inference_steps=1,
@@ -179,8 +178,8 @@ def _train(
 
 def _export(learner: "SavedLearner", model: Path, path: Path) -> None:
     """Write the pipeline's folder with the trained denoiser in it."""
-    from gcore_trainer.diffusion.denoiser import component_of
+    from gcore_trainer import pipeline_component
 
-    name, _ = component_of(model)
+    name, _ = pipeline_component(model)
     shutil.copytree(model, path, ignore=lambda folder, _: [name] if Path(folder) == model else [])
     learner.save_pretrained(path / name)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self
 
 from gcore_llm.engine_config import EngineConfig
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
@@ -16,13 +16,17 @@ from gcore_runs.settings.run_config import (
     BaseRLConfig,
     check_one_source,
 )
-from gcore_trainer import OptimizerConfig, PolicyLossConfig
-from gcore_trainer.advantages import GroupEstimator
-from gcore_trainer.config import ValueLossConfig
-from gcore_trainer.reward_shaping import RewardKL
-from gcore_trainer.rollout_correction import RolloutCorrectionConfig
-
-AdvEstimator = GroupEstimator | Literal["reinforce_plus_plus", "remax", "gae"]
+from gcore_trainer import (
+    AdvantageEstimator,
+    ConfigError,
+    OptimizerConfig,
+    PolicyLossConfig,
+    RewardKL,
+    RolloutCorrectionConfig,
+    ValueLossConfig,
+    advantage_estimators,
+    get_advantage_estimator,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +147,10 @@ class KLControlConfig:
 class AlgorithmConfig(BaseAlgorithmConfig):
     """From scores to advantages."""
 
-    adv_estimator: AdvEstimator = "grpo"
+    adv_estimator: str = "grpo"
     """How scores become advantages: against the group (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline), against a
-    greedy response (remax), against the whole batch (reinforce_plus_plus), or against a critic (gae)."""
+    greedy response (remax), against the whole batch (reinforce_plus_plus), against a critic (gae), or by your own
+    function (PATH.py:function)."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation, in grpo."""
     gamma: float = 1.0
@@ -166,10 +171,12 @@ class AlgorithmConfig(BaseAlgorithmConfig):
         check_finite("algorithm.max_rollout_kl", self.max_rollout_kl)
         for name in ("gamma", "lam"):
             check_fraction(f"algorithm.{name}", getattr(self, name))
-        if self.kl_ctrl.kl_coef and self.adv_estimator not in ("gae", "reinforce_plus_plus"):
+        estimator = self.estimator
+        if self.kl_ctrl.kl_coef and not estimator.reads_token_rewards:
+            accepted = " or ".join(n for n, e in advantage_estimators().items() if e.reads_token_rewards)
             raise UserError(
                 f"algorithm.kl_ctrl.kl_coef is {self.kl_ctrl.kl_coef}; expected 0 with algorithm.adv_estimator "
-                f"{self.adv_estimator!r}, or gae or reinforce_plus_plus, which take rewards of single tokens; "
+                f"{self.adv_estimator!r}, or {accepted}, which take rewards of single tokens; "
                 "actor.loss.kl_loss_coef works with all"
             )
         if self.rollout_correction.is_active and self.old_log_probs == "rollout":
@@ -177,6 +184,18 @@ class AlgorithmConfig(BaseAlgorithmConfig):
                 "algorithm.old_log_probs is 'rollout'; expected 'trainer' with algorithm.rollout_correction: with the "
                 "engine's own log-probs there is nothing to correct"
             )
+
+    @property
+    def estimator(self) -> AdvantageEstimator:
+        """The advantage estimator, with what it needs.
+
+        Raises:
+            UserError: there is no such estimator, or the user's file has none.
+        """
+        try:
+            return get_advantage_estimator(self.adv_estimator)
+        except ConfigError as error:
+            raise UserError(f"algorithm.{error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,10 +285,10 @@ class TrainConfig(BaseRLConfig):
                 f"rollout.multi_turn.max_revisions is {self.rollout.multi_turn.max_revisions}; expected 0 without "
                 "data.train_files, whose messages a revision can follow"
             )
-        if self.rollout.partial_rollout and self.algorithm.adv_estimator == "remax":
+        if self.rollout.partial_rollout and self.algorithm.estimator.needs_greedy:
             raise UserError(
-                "rollout.partial_rollout is true; expected false with algorithm.adv_estimator 'remax', whose greedy "
-                "responses are of the present weights"
+                "rollout.partial_rollout is true; expected false with algorithm.adv_estimator "
+                f"{self.algorithm.adv_estimator!r}, whose greedy responses are of the present weights"
             )
         if self.runtime == "ray" and self.rollout.is_on_servers:
             raise UserError(f"rollout.engine is {self.rollout.engine!r}; expected hf or vllm with runtime 'ray'")
@@ -280,7 +299,7 @@ class TrainConfig(BaseRLConfig):
     def judge(self) -> tuple[str, EngineConfig | None]:
         """See `BaseRLConfig.judge`."""
         model = self.reward_model
-        is_own = model.kind == "judge" and not model.judge.is_on_servers
+        is_own = model.is_judge and not model.judge.is_on_servers
         return "reward_model.judge", model.judge if is_own else None
 
     def with_processes(self, *, engines: int, judges: int, ranks: int) -> Self:
@@ -304,21 +323,18 @@ class TrainConfig(BaseRLConfig):
         )
 
     def _check_group(self) -> None:
-        if self.rollout.n > 1:
-            return
+        n, name, fewest = self.rollout.n, self.algorithm.adv_estimator, self.algorithm.estimator.min_group_size
         compared_by = {
-            f"for algorithm.adv_estimator {self.algorithm.adv_estimator!r}, which compares the responses of a group": (
-                self.algorithm.adv_estimator in get_args(GroupEstimator)
-            ),
-            "with algorithm.filter_groups, which drops groups whose responses all score alike, or "
-            "algorithm.filter_groups False": self.algorithm.filter_groups,
-            "with reward_model.judge.pairwise, which compares the responses of a group": (
-                self.reward_model.kind == "judge" and self.reward_model.judge.pairwise
+            f"at least {fewest} for algorithm.adv_estimator {name!r}, which compares the responses of a group": n
+            < fewest,
+            "at least 2 with algorithm.filter_groups, which drops groups whose responses all score alike, or "
+            "algorithm.filter_groups False": n < 2 and self.algorithm.filter_groups,
+            "at least 2 with reward_model.judge.pairwise, which compares the responses of a group": (
+                n < 2 and self.reward_model.is_pairwise
             ),
         }
-        for what, is_set in compared_by.items():
-            if is_set:
-                raise UserError(f"rollout.n is {self.rollout.n}; expected at least 2 {what}")
+        if found := [expected for expected, is_too_small in compared_by.items() if is_too_small]:
+            raise UserError(f"rollout.n is {n}; expected {found[0]}")
 
     def _check_lengths(self) -> None:
         longest, overlong = self.data.max_length, self.algorithm.overlong.buffer_len
@@ -339,11 +355,11 @@ class TrainConfig(BaseRLConfig):
             "model is ''": not self.model,
             f"trainer.backend is {self.trainer.backend!r}": self.trainer.backend != "torch",
             f"trainer.parallel.context_parallel_size is {sizes.context_parallel_size}": sizes.context_parallel_size > 1,
-            f"rollout.engine is {self.rollout.engine!r}": self.rollout.engine not in ("hf", "vllm"),
+            f"rollout.engine is {self.rollout.engine!r}": not self.rollout.takes_images,
             "rollout.multi_turn makes several turns": bool(
                 self.rollout.multi_turn.environment or self.rollout.multi_turn.max_revisions
             ),
-            "algorithm.adv_estimator is 'gae'": self.algorithm.adv_estimator == "gae",
+            f"algorithm.adv_estimator is {self.algorithm.adv_estimator!r}": self.algorithm.estimator.needs_critic,
         }
         if found := [name for name, is_unfit in unfit.items() if is_unfit]:
             raise UserError(

@@ -9,10 +9,19 @@ from statistics import NormalDist
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.learner import has_critic, has_reference
-from gcore_placement import Cluster, Correction, Device, Job, Lengths, ModelShape, PlacementError, plan
-from gcore_placement.cluster import DEVICES
-from gcore_placement.correction import Stage
-from gcore_placement.planning.step_time import StepTime, Strategy, predict_step
+from gcore_placement import (
+    Cluster,
+    Correction,
+    Device,
+    Job,
+    Lengths,
+    ModelShape,
+    Stage,
+    StepTime,
+    Strategy,
+    plan,
+    predict_step,
+)
 from gcore_runs.run_folder import write_atomically
 
 _CORE = Device(
@@ -138,11 +147,7 @@ def _device(name: str) -> Device:
         return _CORE
     import torch
 
-    full = torch.cuda.get_device_name()
-    sheet = next((device for known, device in DEVICES.items() if known in full), None)
-    if sheet is None:
-        raise PlacementError(f"device must be one of {', '.join(DEVICES)}, got {full!r}")
-    return replace(sheet, memory_bytes=1e12)
+    return replace(Device.matching(torch.cuda.get_device_name()), memory_bytes=1e12)
 
 
 def _lengths(mean: float, longest: float, *, count: float) -> Lengths:

@@ -12,10 +12,7 @@ from gcore_controller import StageTimer
 from gcore_llm.groups import Group, Response, UnfinishedGroup
 from gcore_llm.prompts import Prompt
 from gcore_llm.roles import Sampler, World
-from gcore_rollout import Completion, Request, SamplingParams
-from gcore_rollout.errors import EpisodeError, RewardError
-from gcore_rollout.multi_turn import run_episode
-from gcore_rollout.rewards import Failed
+from gcore_rollout import Completion, EpisodeError, Failed, Request, RewardError, SamplingParams, run_episode
 from gcore_runs.errors import UserError
 
 Take = Callable[[int], Awaitable[Sequence[tuple[int, Prompt]]]]
@@ -134,7 +131,7 @@ class Generation:
             n=self.n,
             seed=hash((self.seed, draft.ticket)),
             indices=tuple(i for i in range(self.n) if i not in draft.responses),
-            begun=draft.take_begun(),
+            prefixes=draft.take_begun(),
             images=draft.prompt.encoded_images(),
         )
 

@@ -24,8 +24,7 @@ from gcore_llm.reward_watch import RewardWatch
 from gcore_llm.roles import Roles
 from gcore_llm.sampling import Batch, Batches, Sampling, State
 from gcore_placement import TransformerWorkload
-from gcore_rollout import SamplingParams
-from gcore_rollout.rewards import Failure
+from gcore_rollout import Failure, SamplingParams
 from gcore_runs.devices import generation_metrics, merged
 from gcore_runs.learning_signal import SIGNAL
 from gcore_runs.recording import Recorder

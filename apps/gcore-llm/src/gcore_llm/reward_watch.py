@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from gcore_llm.reward_config import RewardCallsConfig
 from gcore_llm.roles import Sampler
-from gcore_rollout.errors import RewardError
-from gcore_rollout.rewards import Failure
+from gcore_rollout import Failure, RewardError
 
 _MIN_CALLS = 32
 """Fewest calls of which a share is taken: a single failure in a small batch says little."""

@@ -12,7 +12,7 @@ class MultiTurnConfig:
     """Responses of several turns, in an environment or with tools."""
 
     environment: str = ""
-    """PATH.py:function, which makes from a row an environment of one episode (gcore_rollout.multi_turn.Environment),
+    """PATH.py:function, which makes from a row an environment of one episode (gcore_rollout.Environment),
     such as a ToolEnvironment; it rewards turns, and the reward, if there is one, scores the last. Empty: one turn."""
     max_revisions: int = 0
     """Instead of an environment: how many times a response is returned with its reward's feedback, such as a judge's
@@ -70,7 +70,7 @@ class RolloutConfig(EngineConfig):
                 f"rollout.weights_dir is {self.weights_dir!r}; expected a folder with rollout.engine vllm_server or "
                 f"sglang_server, and none with others (now {self.engine!r})"
             )
-        if self.speculative.num_speculative_tokens and self.engine != "vllm":
+        if self.speculative.num_speculative_tokens and not self.takes_speculation:
             raise UserError(
                 f"rollout.engine is {self.engine!r}; expected 'vllm' with rollout.speculative.num_speculative_tokens "
                 f"{self.speculative.num_speculative_tokens}; a server has an option of its own for it"

@@ -20,9 +20,7 @@ from gcore_llm.groups import Group, UnfinishedGroup
 from gcore_llm.prompts import Prompt, PromptSets
 from gcore_llm.roles import Roles
 from gcore_placement import TransformerWorkload
-from gcore_rollout import SamplingParams
-from gcore_rollout.multi_turn import EpisodeEnd
-from gcore_rollout.rewards import part_means
+from gcore_rollout import EpisodeEnd, SamplingParams, part_means
 
 State = dict[str, Any]
 
@@ -73,7 +71,7 @@ class Sampling:
             n=config.rollout.n,
             seed=config.seed,
             timer=ctx.timer,
-            with_greedy=config.algorithm.adv_estimator == "remax",
+            with_greedy=config.algorithm.estimator.needs_greedy,
         )
         self._unfinished: list[UnfinishedGroup] = []
         self._wave_groups: list[Group] = []

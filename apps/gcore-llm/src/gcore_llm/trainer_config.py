@@ -5,8 +5,7 @@ from typing import Literal
 
 from gcore_runs.errors import UserError
 from gcore_runs.settings.run_config import BaseTrainerConfig
-from gcore_trainer.errors import ConfigError
-from gcore_trainer.parallel import ParallelConfig
+from gcore_trainer import ConfigError, ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,7 +98,7 @@ def _checked_tokenizer(config: TrainConfig) -> Any:
         check_model(model)
     elif rollout.is_on_servers:
         raise UserError(f"model is not set; expected a folder with rollout.engine {rollout.engine!r}")
-    if config.critic.model and config.algorithm.adv_estimator == "gae":
+    if config.critic.model and config.algorithm.estimator.needs_critic:
         check_model(Path(config.critic.model), setting="critic.model")
     if rollout.speculative.model:
         check_model(Path(rollout.speculative.model), setting="rollout.speculative.model")
@@ -129,7 +129,7 @@ def _check_cluster(config: TrainConfig) -> None:
 
 async def _try_rewards(rewards: "Rewards", prompts: PromptSets, supervisor: Supervisor) -> None:
     """Call each reward once, so that a broken one is found before the model is loaded."""
-    from gcore_rollout.rewards import Failed
+    from gcore_rollout import Failed
 
     first = prompts.train[0]
     scored = await rewards.runner.try_on(prompt=first.text, completion="", row=first.row)

@@ -17,8 +17,8 @@ from gcore_runs.run_folder import RunFolder, append_json, write_atomically, writ
 from gcore_trainer import OptimizerConfig, Sample
 
 if TYPE_CHECKING:
-    from gcore_rollout.rewards import RewardRunner
-    from gcore_trainer.torch_trainer import TorchTrainer
+    from gcore_rollout import RewardRunner
+    from gcore_trainer import TorchTrainer
 
 Check = Callable[[int, float], Awaitable[bool]]
 """Called with an update's number and its loss; returns whether the model is good enough."""
@@ -121,9 +121,7 @@ def worked_sample(tokenizer: Any, prompt_ids: Sequence[int], answer: str) -> Sam
 
 def supervised_trainer(model: Path, optimizer: OptimizerConfig, **options: Any) -> "TorchTrainer":
     """Load a model for supervised training; ``options`` are those of `PackedModel.from_pretrained`."""
-    from gcore_trainer.objectives import SFTObjective
-    from gcore_trainer.packed_model import PackedModel
-    from gcore_trainer.torch_trainer import TorchTrainer
+    from gcore_trainer import PackedModel, SFTObjective, TorchTrainer
 
     packed = PackedModel.from_pretrained(model, **options)
     return TorchTrainer(packed, optimizer=optimizer, objective=SFTObjective())

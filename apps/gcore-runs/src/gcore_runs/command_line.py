@@ -87,8 +87,8 @@ def _expected_errors() -> tuple[type[Exception], ...]:
     """Return the errors that are shown without a traceback, when there is one: their packages take time to import."""
     from gcore_ckpt import CheckpointError
     from gcore_controller.errors import ControllerError
-    from gcore_rollout.errors import RolloutError
-    from gcore_trainer.errors import TrainerError
+    from gcore_rollout import RolloutError
+    from gcore_trainer import TrainerError
 
     return (UserError, RankError, CheckpointError, ControllerError, RolloutError, TrainerError)
 

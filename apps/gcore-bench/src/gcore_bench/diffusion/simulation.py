@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gcore_bench.diffusion.options import DiffusionBenchOptions
+from gcore_bench.placement.study.studies import Comparison, compare
 from gcore_placement import EngineCosts, JobCosts, PartitionSpace, RoleLimits, SwapCosts, TrainingCosts
 from gcore_placement.simulation.scenarios import JOBS
 from gcore_placement.simulation.simulator import Simulator
-from gcore_placement.simulation.studies import Comparison, compare
-from gcore_placement.simulation.trace_recipes import Drift, TraceRecipe, steady
+from gcore_placement.workload.trace_recipes import Drift, TraceRecipe, steady
 
 NUM_DEVICES = 64
 UNIT_DEVICES = 4

@@ -18,9 +18,7 @@ from gcore_llm.rewards import make_runner, reward_function
 from gcore_llm.roles import Sampler, build_engine, build_learner, build_tokenizer
 from gcore_llm.sampling import State
 from gcore_llm.services import sharing
-from gcore_rollout import Completion, Engine, Request
-from gcore_rollout.forwarding import WrappedEngine
-from gcore_rollout.rewards import Failure
+from gcore_rollout import Completion, Engine, Failure, Request, WrappedEngine
 from gcore_runs.settings.values import resolve
 
 

@@ -9,8 +9,8 @@ import torch
 
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.engines import sampler_factory
-from gcore_diffusion.evaluate import Evaluation
 from gcore_diffusion.judge import judge_factory
+from gcore_diffusion.evaluate import Evaluation
 from gcore_diffusion.learner import Learner
 from gcore_diffusion.on_ray.controller import controller_program
 from gcore_diffusion.program import Job

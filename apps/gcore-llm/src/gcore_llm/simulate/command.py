@@ -54,8 +54,8 @@ def run_simulate(args: Sequence[str]) -> None:
         raise UserError(f"json is {config.json!r}: a file in an existing folder is needed")
     from rich.table import Table
 
-    from gcore_llm.simulate.ledger import IDLE, WORK
     from gcore_llm.simulate.run import StepFigures, simulate
+    from gcore_placement.simulation.running_ledger import IDLE, WORK
     from gcore_runs.display import Display
 
     with Display() as display:

@@ -12,17 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_llm.simulate.config import SimulateConfig
-from gcore_llm.simulate.draws import blend, length, uniform
-from gcore_llm.simulate.ledger import Ledger
 from gcore_llm.simulate.load import LoadMeter
 from gcore_llm.simulate.replay import Replay
 from gcore_llm.simulate.replica import ModelledReplica, RunningSample
-from gcore_llm.simulate.replica_choice import LeastLoaded
 from gcore_llm.simulate.work import sample_name
-from gcore_rollout import Completion, Request
-from gcore_rollout.calls import Call
-from gcore_rollout.engine import EngineStats
-from gcore_rollout.errors import RolloutError
+from gcore_placement.simulation.least_loaded import LeastLoaded
+from gcore_placement.simulation.running_ledger import Ledger
+from gcore_placement.workload.draws import blend, length, uniform
+from gcore_rollout import Call, Completion, EngineStats, Request, RolloutError
 
 if TYPE_CHECKING:
     import torch
@@ -170,7 +167,7 @@ class ModelledEngine:
     def _samples(self, request: Request, indices: Sequence[int], call: Call, replica: int) -> Iterator[RunningSample]:
         """Those of a request that one replica makes: their prompt is computed once."""
         unit = self._config.token_unit
-        begun = {completion.index: completion for completion in request.begun}
+        begun = {completion.index: completion for completion in request.prefixes}
         num_prompt = len(request.prompt_token_ids) * unit
         for index in indices:
             before = begun.get(index)

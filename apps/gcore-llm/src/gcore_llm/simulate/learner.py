@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from gcore_llm.exchange import sample_flops
 from gcore_llm.learner import Role
 from gcore_llm.simulate.config import SimulateConfig
-from gcore_llm.simulate.ledger import Ledger, Work
 from gcore_llm.simulate.load import LoadMeter
 from gcore_placement import TransformerWorkload
+from gcore_placement.simulation.running_ledger import Ledger, Work
 from gcore_runs.errors import UserError
 from gcore_runs.ranks import deal
 from gcore_trainer import MicroBatch

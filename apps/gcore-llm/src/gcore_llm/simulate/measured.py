@@ -10,8 +10,8 @@ import numpy as np
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.simulate.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig
-from gcore_llm.simulate.lengths import SampledLengths, fit_lengths
 from gcore_llm.simulate.replay import Replay
+from gcore_placement.workload.sampled_lengths import SampledLengths, fit_lengths
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import RunFolder, read_jsonl
 
@@ -84,10 +84,10 @@ def read_run(path: str, *, max_steps: int) -> MeasuredRun:
 
 
 def _check_simulated(path: str, config: TrainConfig) -> None:
-    rollout = config.rollout
+    rollout, estimator = config.rollout, config.algorithm.estimator
     unfit = {
-        f"algorithm.adv_estimator is {config.algorithm.adv_estimator!r}": config.algorithm.adv_estimator
-        in ("gae", "remax"),
+        f"algorithm.adv_estimator is {config.algorithm.adv_estimator!r}": estimator.needs_critic
+        or estimator.needs_greedy,
         "rollout.partial_rollout is true": rollout.partial_rollout,
         "rollout.multi_turn makes several turns": bool(
             rollout.multi_turn.environment or rollout.multi_turn.max_revisions

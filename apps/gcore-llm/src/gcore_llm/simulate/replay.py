@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gcore_llm.simulate.lengths import SampledLengths, step_lengths
 from gcore_llm.simulate.work import group_and_index, sample_name
+from gcore_placement.workload.sampled_lengths import SampledLengths, step_lengths
 from gcore_rollout import Request
 
 

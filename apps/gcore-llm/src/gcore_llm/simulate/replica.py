@@ -6,8 +6,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 
 from gcore_llm.simulate.config import EngineModel
-from gcore_rollout import Completion, Request
-from gcore_rollout.calls import Call
+from gcore_rollout import Call, Completion, Request
 
 
 class RunningSample:

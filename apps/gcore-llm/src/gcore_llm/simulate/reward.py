@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from gcore_llm.simulate.config import RewardModel, SimulateConfig
-from gcore_llm.simulate.draws import log_normal, uniform
-from gcore_llm.simulate.ledger import Ledger
 from gcore_llm.simulate.load import LoadMeter
 from gcore_llm.simulate.replay import Replay
-from gcore_llm.simulate.replica_choice import LeastLoaded
 from gcore_llm.simulate.work import group_and_index
-from gcore_rollout.rewards import RewardRunner, RewardRunnerConfig
+from gcore_placement.simulation.least_loaded import LeastLoaded
+from gcore_placement.simulation.running_ledger import Ledger
+from gcore_placement.workload.draws import log_normal, uniform
+from gcore_rollout import RewardRunner, RewardRunnerConfig
 
 _GROUP_STREAM = 3
 _SAMPLE_STREAM = 4

@@ -15,12 +15,12 @@ from gcore_llm.services import sharing
 from gcore_llm.simulate.config import SimulateConfig
 from gcore_llm.simulate.engine import ModelledEngine, ModelledWeights
 from gcore_llm.simulate.learner import ModelledLearner
-from gcore_llm.simulate.ledger import Ledger, WatchedTimer
 from gcore_llm.simulate.load import LoadMeter
 from gcore_llm.simulate.replay import Replay
 from gcore_llm.simulate.reward import ModelledReward
 from gcore_llm.simulate.work import SampleNames, coarse_workload, make_prompts, weights_bytes
-from gcore_rollout.rewards import Failure
+from gcore_placement.simulation.running_ledger import Ledger, WatchedTimer
+from gcore_rollout import Failure
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from typing import Any
 from gcore_llm.exchange import workload_of
 from gcore_llm.prompts import Prompt, PromptSets
 from gcore_llm.simulate.config import SimulateConfig
-from gcore_llm.simulate.draws import length, uniform
 from gcore_placement import TransformerWorkload
+from gcore_placement.workload.draws import length, uniform
 from gcore_runs.errors import UserError
 
 _BUILT_IN = {

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, Protocol, Self
 from gcore_runs.errors import UserError, check_at_least, check_port, check_run_name
 from gcore_runs.settings.cluster import PlacementConfig, RayConfig
 from gcore_runs.sizes import Sizes
-from gcore_trainer.config import LoRAConfig
+from gcore_trainer import LoRAConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from gcore_placement.costs import EngineCosts, JobCosts
 from gcore_placement.errors import PlacementError, refusal
-from gcore_placement.job import Job
-from gcore_placement.lengths import Lengths
 from gcore_placement.planning.engine_costs import EngineLaws
+from gcore_placement.workload.job import Job
+from gcore_placement.workload.lengths import Lengths
 
 Strategy = Literal["colocated", "split", "dynamic"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
@@ -169,7 +169,7 @@ def _engine_seconds(
 
 def _judge_lengths(job: Job) -> tuple[Lengths, Lengths]:
     if job.judge_prompt_lengths is None or job.judge_lengths is None:
-        raise PlacementError("job.judge must be given where costs.reward is, got None")
+        raise PlacementError("job.judge is None; expected a model where costs.reward is given")
     return job.judge_prompt_lengths, job.judge_lengths
 
 

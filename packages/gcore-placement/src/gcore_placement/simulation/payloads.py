@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gcore_placement.errors import check_above_0, check_positive
-from gcore_placement.simulation.traces import Trace
+from gcore_placement.workload.traces import Trace
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gcore_placement.costs import JobCosts, TrainingCosts
-from gcore_placement.partition import Partition
-from gcore_placement.role_load import RoleLoad, engine_load
+from gcore_placement.partition.role_load import RoleLoad, engine_load
+from gcore_placement.partition.space import Partition
 from gcore_placement.simulation.waves import WaveOutcome, reward_costs
 
 WORK = ("generation", "reward", "preparation", "training", "weight_sync")

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
+from gcore_bench.placement.study.payloads import ControllerHost, PayloadLoad, payload_load
 from gcore_placement.costs import EngineCosts, JobCosts, SwapCosts
-from gcore_placement.dynamic_partition import DynamicPartitionConfig
-from gcore_placement.simulation.payloads import ControllerHost, PayloadLoad, payload_load
+from gcore_placement.partition.dynamic_partition import DynamicPartitionConfig
 from gcore_placement.simulation.scenarios import JOBS, SCALES, SCENARIOS, scenario, sized
 from gcore_placement.simulation.simulator import Simulator, StrategyRun
-from gcore_placement.simulation.trace_recipes import TraceRecipe
+from gcore_placement.workload.trace_recipes import TraceRecipe
 
 T = TypeVar("T")
 

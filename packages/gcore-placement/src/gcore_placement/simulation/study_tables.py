@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from gcore_placement.simulation.payloads import PayloadLoad
-from gcore_placement.simulation.studies import SeededComparison
+from gcore_bench.placement.study.payloads import PayloadLoad
+from gcore_bench.placement.study.studies import SeededComparison
 
 
 def study_text(

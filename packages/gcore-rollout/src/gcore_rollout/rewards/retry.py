@@ -28,7 +28,7 @@ class RetryPolicy:
                 raise RewardConfigError(f"{name} is {value}; expected 0 or more")
         if not self.max_backoff_s >= self.backoff_s:
             raise RewardConfigError(
-                f"max_backoff_s is {self.max_backoff_s}: at least backoff_s={self.backoff_s} is needed"
+                f"max_backoff_s is {self.max_backoff_s}; expected at least backoff_s={self.backoff_s}"
             )
 
     async def run(
