@@ -20,6 +20,8 @@ from gcore_ckpt.loading.reader import open_step
 from gcore_ckpt.ranks.group import Alone
 from gcore_ckpt.storage import open_storage
 
+pytestmark = pytest.mark.slow
+
 KILLS = int(os.environ.get("GCORE_CKPT_KILLS", "12"))
 
 HEARD_WITHIN_S = 10.0

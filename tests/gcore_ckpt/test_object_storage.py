@@ -339,6 +339,7 @@ def test_wrong_credentials(s3: str, server_port: int) -> None:
         request(server_port, "POST", "/moto-api/reset-auth", b"inf")
 
 
+@pytest.mark.slow
 def test_dead_server(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
     start = time.monotonic()

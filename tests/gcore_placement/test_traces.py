@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from recorded_run import recorded_run
 
 from gcore_placement import Drift, PlacementError, RecordedStep, Trace, TraceRecipe, recorded_trace
-from gcore_placement.workload.recorded_runs import log_normal_quantiles, run_trace
+from gcore_placement.workload.recorded_runs import run_trace
 from gcore_placement.workload.traces import lengths_from_quantiles
 
 RECIPE = TraceRecipe(
@@ -157,22 +157,6 @@ def test_a_run_of_gcore_llm(tmp_path: Path) -> None:
         run_trace(tmp_path / "mine", n=4, judge_median=40, max_judge_length=96)
 
 
-@given(
-    mean=st.floats(2, 5000),
-    times=st.floats(1.05, 30),
-    share=st.sampled_from([1e-4, 0.01, 0.3, 0.9]),
-)
-def test_lengths_with_a_mean_and_a_share_that_is_cut(mean: float, times: float, share: float) -> None:
-    longest = mean * times
-    quantiles = np.array(log_normal_quantiles(mean=mean, longest=longest, share_longest=share))
-    grid = np.linspace(0, 1, 20_001)
-    lengths = np.interp(grid, quantiles[:, 0], quantiles[:, 1])
-    assert lengths.max() == pytest.approx(longest)
-    # Where much is cut, all else is of length 1 before the mean is as low as that.
-    least = share * longest + (1 - share)
-    assert lengths.mean() == pytest.approx(max(mean, least), rel=0.1, abs=0.5)
-
-
 def test_wrong_traces_are_refused() -> None:
     trace = RECIPE.trace()
     with pytest.raises(PlacementError, match=r"prompt_length\.shape is .*; expected"):
@@ -197,5 +181,3 @@ def test_wrong_traces_are_refused() -> None:
     )
     with pytest.raises(PlacementError, match=r"steps\[0\]\.num_waves is .*; expected at most num_prompts \(2\)"):
         recorded_trace("run", [few], n=8)
-    with pytest.raises(PlacementError, match=r"mean is .*; expected at least 1 and at most the longest \(8\)"):
-        log_normal_quantiles(mean=9, longest=8, share_longest=0.1)

@@ -62,7 +62,7 @@ def _pairs(model: TinyModel) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("folder", "dtype"), [("tied", torch.float32), ("untied", torch.bfloat16)])
-@pytest.mark.parametrize("kind", ["hf", "vllm"])
+@pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
 async def test_sound_engines_pass(kind: str, folder: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
     """Everything is compared, in whatever layout the engine keeps it."""
     model: TinyModel = request.getfixturevalue(folder)
@@ -81,7 +81,7 @@ async def test_sound_engines_pass(kind: str, folder: str, dtype: torch.dtype, re
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("kind", ["hf", "vllm"])
+@pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
 async def test_planted_faults(kind: str, fault: str, tied: TinyModel) -> None:
     made = make_faulty(CLASSES[kind], tied.path, fault, **OPTIONS[kind])
     engine = CheckedEngine(made, name="engine 0")
@@ -94,6 +94,7 @@ async def test_planted_faults(kind: str, fault: str, tied: TinyModel) -> None:
     await engine.close()
 
 
+@pytest.mark.slow
 async def test_a_tied_head_that_vllm_leaves_packed_as_it_was(tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parameters are right, and the forward uses something else."""
     engine = CheckedEngine(make_engine("vllm", tied), name="engine 0")
@@ -104,7 +105,8 @@ async def test_a_tied_head_that_vllm_leaves_packed_as_it_was(tied: TinyModel, mo
     await engine.close()
 
 
-@pytest.mark.parametrize("kind", ["hf", "vllm"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
 async def test_faults_in_processes(kind: str, tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """One replica of two has a fault: the update fails as a whole."""
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
@@ -123,6 +125,7 @@ async def test_faults_in_processes(kind: str, tied: TinyModel, monkeypatch: pyte
     await replicas.close()
 
 
+@pytest.mark.slow
 async def test_a_replacement_with_other_weights(tied: TinyModel, tmp_path: Any) -> None:
     """It makes no samples: calls that wait for it, and later ones, say what is wrong."""
     tied.new.save_pretrained(tmp_path)

@@ -32,7 +32,7 @@ from gcore_rollout import (
     VLLMEngine,
 )
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 # All engines here come from one server: what they need is imported once.
 start = partial(EngineProcess.start, preload=(*PRELOAD_VLLM, "fake_engine"))

@@ -55,7 +55,7 @@ class Subject:
         return version
 
 
-@pytest.fixture(scope="module", params=["hf", "vllm"])
+@pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -28,7 +28,7 @@ from gcore_rollout import (
 
 globals().update(PROMISES)
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*:FutureWarning")]
 
 
 class Transparent(SlowEngine):

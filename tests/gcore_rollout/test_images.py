@@ -33,7 +33,7 @@ pytestmark = VLLM_IMPORT_WARNINGS
 
 TOLERANCE = 1e-4
 WIDE, TALL, SMALL = noise(56, 84, 0), noise(90, 60, 1), noise(30, 30, 2)
-KINDS = ["hf", "vllm"]
+KINDS = ["hf", pytest.param("vllm", marks=pytest.mark.slow)]
 
 
 def make_engine(kind: str, path: Path, **options: Any) -> Engine:
@@ -144,6 +144,7 @@ async def test_new_weights_move_the_tower_and_nothing_seen_before_is_used(
     await engine.update_weights(load_file(folders["old"] / "model.safetensors").items(), version=2)
 
 
+@pytest.mark.slow
 async def test_vllm_looks_at_images_again_where_it_computes_keys_and_values_again(
     folders: dict[str, Path], processor: VisionProcessor
 ) -> None:

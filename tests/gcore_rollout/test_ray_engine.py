@@ -43,6 +43,7 @@ from gcore_rollout import (
 )
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore:.*:FutureWarning"),
 ]

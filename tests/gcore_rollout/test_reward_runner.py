@@ -80,6 +80,7 @@ async def test_each_number_is_checked(value: Any, message: str) -> None:
         await evaluate(judge, prompt="p", completion="c", row=ROW)
 
 
+@pytest.mark.slow
 async def test_concurrency_is_bounded_and_time_in_the_line_does_not_run() -> None:
     running = most = 0
 
@@ -181,6 +182,7 @@ async def test_a_reward_without_a_score_drops_under_either_policy(on_error: Any)
     assert (stats.num_no_score, stats.num_failed, stats.num_retries) == (1, 0, 0)
 
 
+@pytest.mark.slow
 async def test_synchronous_rewards_leave_the_loop_free() -> None:
     main = threading.get_ident()
     where: list[int] = []

@@ -108,6 +108,7 @@ async def test_a_program_without_tests_to_pass_passes_none(isolated: Sandbox) ->
     assert (await isolated.run("x = 1")).passed == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program", ["while True: pass", "import time; time.sleep(100)", "import os; os.read(0, 1); os.pause()"]
 )
@@ -121,6 +122,7 @@ async def test_wall_time(isolation: Isolation, program: str) -> None:
     assert time.monotonic() - began < 60, "the program sleeps for 100 s, or for ever"
 
 
+@pytest.mark.slow
 async def test_cpu_time() -> None:
     sandbox = make(limits=SandboxLimits(wall_s=300, cpu_s=1))
     result = await sandbox.run("import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass")
@@ -298,6 +300,7 @@ async def test_a_cancelled_call_leaves_nothing(sandbox: Sandbox) -> None:
     assert (await sandbox.run("print(1)")).stdout == "1\n", "its place is free again"
 
 
+@pytest.mark.slow
 async def test_the_loop_goes_on_and_places_are_bounded() -> None:
     sandbox = make(max_concurrency=2)
     ticks = 0
@@ -329,6 +332,7 @@ def children() -> set[int]:
     return found
 
 
+@pytest.mark.slow
 async def test_many_leave_no_descriptor_and_no_child(sandbox: Sandbox) -> None:
     before, others = len(list(Path("/proc/self/fd").iterdir())), children()
     running = [asyncio.create_task(sandbox.run("import time; time.sleep(0.5)", tests=["pass"])) for _ in range(8)]

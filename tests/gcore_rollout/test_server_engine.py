@@ -283,6 +283,7 @@ async def test_an_error_in_the_stream(server: SmallServer, url: str) -> None:
         await collect(engine, make_request("r", 3))
 
 
+@pytest.mark.slow
 async def test_silence(server: SmallServer, url: str) -> None:
     """It ends the engine, unless the server is paused."""
     engine = await connect(url, timeout_s=1.5)

@@ -27,7 +27,7 @@ from engine_oracles import (
 from gcore_rollout import MissingExtraError, RequestError, UnsupportedModelError, VLLMEngine
 from gcore_rollout.engines.vllm import engine as vllm_engine
 
-pytestmark = VLLM_IMPORT_WARNINGS
+pytestmark = [pytest.mark.slow, *VLLM_IMPORT_WARNINGS]
 
 
 def test_importing_the_module_does_not_import_vllm() -> None:

@@ -15,6 +15,8 @@ from test_engines import MAX_NUM_SEQS, TOLERANCE, Subject
 
 from gcore_rollout import ServerClient, VLLMServerEngine
 
+pytestmark = pytest.mark.slow
+
 globals().update(PROMISES)
 
 

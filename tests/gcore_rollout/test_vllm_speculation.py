@@ -23,7 +23,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from gcore_rollout import Request, SamplingParams, VLLMEngine
 
-pytestmark = VLLM_IMPORT_WARNINGS
+pytestmark = [pytest.mark.slow, *VLLM_IMPORT_WARNINGS]
 
 TOLERANCE = 1e-5
 

@@ -12,7 +12,6 @@ from weight_sync_oracles import LORA, adapters_of, check_behind, check_synced, m
 
 from gcore_rollout import HFEngine, WeightMirror
 from gcore_rollout.weight_sync.adapters import A_OF, B_OF, AdapterWeights, check_adapters, merged
-from gcore_rollout.weight_sync.mirror import WeightMirror
 from gcore_trainer import TorchTrainer
 
 SCALING = LORA.alpha / LORA.rank

@@ -172,7 +172,7 @@ def test_small_steps_of_bfloat16_weights_are_sparse(untied: TinyModel) -> None:
     assert 0 < delta.size_bytes < full_bytes / 4
 
 
-@pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=VLLM_IMPORT_WARNINGS)])
+@pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=[pytest.mark.slow, *VLLM_IMPORT_WARNINGS])])
 async def test_an_engine_follows_a_trainer_by_deltas(kind: str, tied: TinyModel) -> None:
     """The same prompts after every step: nothing that the engine caches of them may stay."""
     engine, trainer = make_engine(kind, tied), make_trainer(tied.path)

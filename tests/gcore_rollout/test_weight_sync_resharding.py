@@ -10,6 +10,8 @@ from weight_sync_oracles import REQUESTS, TOLERANCE, as_samples, difference, tra
 
 from gcore_rollout import FullWeights, HFEngine, WeightMirror, make_delta
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def rank_server() -> Iterator[RankServer]:

@@ -307,6 +307,7 @@ async def test_weights_that_fail_half_way_leave_no_version(tmp_path: Path) -> No
     assert same(state, weights_of(2))
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_is_harmless(tmp_path: Path) -> None:
     """The publisher is killed in the middle of one version after the other, and the next one goes on."""
     url, parts = f"file://{tmp_path}", tmp_path / "parts"

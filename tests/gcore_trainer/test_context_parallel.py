@@ -20,6 +20,8 @@ from trainer_oracles import Group, deviation
 
 from gcore_trainer.context_parallel.layout import equal_segments, local_places, local_predictions, padding_multiples
 
+pytestmark = pytest.mark.slow
+
 ULYSSES_2, ULYSSES_4 = Layout(ulysses_size=2), Layout(ulysses_size=4)
 RING_2, RING_4, BOTH = Layout(ring_size=2), Layout(ring_size=4), Layout(ring_size=2, ulysses_size=2)
 LAYOUTS = [ULYSSES_2, ULYSSES_4, RING_2, RING_4, BOTH]

@@ -19,6 +19,8 @@ from gcore_trainer import (
     NFTObjective,
 )
 
+pytestmark = pytest.mark.slow
+
 OBJECTIVES: dict[str, DiffusionObjective] = {
     # It keeps the policy that samples apart; its sibling asks the reference.
     "nft": NFTObjective(NFTConfig(num_timesteps=2)),

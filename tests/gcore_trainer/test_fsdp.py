@@ -27,6 +27,8 @@ from gcore_trainer import (
     ValueObjective,
 )
 
+pytestmark = pytest.mark.slow
+
 GROUPS = [Group(12, [20, 1, 9, 33]), Group(25, [7, 7]), Group(3, [25]), Group(9, [4, 18])]
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, grad_clip=0.5, lr_warmup_steps=3)
 

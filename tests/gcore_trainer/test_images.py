@@ -180,6 +180,7 @@ def test_adapters_are_merged_under_the_names_of_the_folder(qwen2_vl: Path, tmp_p
             np.testing.assert_allclose(log_probs, expected_log_probs(merged, case), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow
 def test_two_ranks_of_which_one_has_no_images_learn_what_one_process_does(
     rank_server: RankServer, qwen2_vl: Path
 ) -> None:

@@ -40,6 +40,8 @@ from gcore_trainer import (
     ValueObjective,
 )
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS, SAVED, RESUMED = 10, 5, 8
 LORA = LoRAConfig(rank=4, alpha=8)
 # With a smaller eps, an entry whose gradient is no more than rounding error moves by whole steps of the rate.

@@ -25,6 +25,8 @@ from trainer_oracles import make_samples, routed
 
 from gcore_trainer import OptimizerConfig, PackedModel, PolicyLossConfig, PolicyObjective, TorchTrainer
 
+pytestmark = pytest.mark.slow
+
 SHAPE = (4, MOE["num_experts"], MOE["num_experts_per_tok"])
 OPTIONS: dict[str, Any] = {
     "optimizer": OptimizerConfig(lr=1e-3),

@@ -28,6 +28,8 @@ from trainer_oracles import make_samples
 
 from gcore_trainer import OptimizerConfig, PolicyObjective, SFTObjective
 
+pytestmark = pytest.mark.slow
+
 OPTIONS: dict[str, Any] = {"optimizer": OPTIMIZER, "objective": PolicyObjective(LOSS)}
 COUNTS = {"step": 2, "nonfinite_steps": 0, "optimizer_step": 2}
 

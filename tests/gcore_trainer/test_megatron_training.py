@@ -31,6 +31,8 @@ from transformers import AutoModelForCausalLM
 
 from gcore_trainer import OptimizerConfig, PolicyObjective, SFTObjective
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 10
 OPTIONS: dict[str, Any] = {"optimizer": OPTIMIZER, "objective": PolicyObjective(LOSS)}
 

@@ -153,6 +153,7 @@ def micro_batches_of(samples: list[Sample]) -> list[MicroBatch]:
     return [samples[:2], samples[2:3], samples[3:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "parallel"),
     [

@@ -35,7 +35,10 @@ LOSS_TYPES: dict[LossAggMode, str] = {
     "seq-mean-token-sum-norm": "dr_grpo",
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore:You are using 'rollout_func', which is an experimental:UserWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:You are using 'rollout_func', which is an experimental:UserWarning"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,8 @@ import pytest
 from house import PACKAGES, Distribution
 from safetensors.numpy import save_file
 
+pytestmark = pytest.mark.slow
+
 NEEDED_TO_IMPORT = {
     "gcore-ckpt": ["xxhash"],
     "gcore-controller": [],

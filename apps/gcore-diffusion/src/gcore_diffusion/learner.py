@@ -13,11 +13,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from gcore_ckpt import Checkpointer
-from gcore_controller import Collectives
+from gcore_controller import Collectives, DeviceTimers, rank_name
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.sampling import has_reference_pass, kernel_of
 from gcore_rollout import DigestedWeights, Engine, ImageRequest, ImageSample, all_digests, check_weights, suited
-from gcore_runs.devices import DeviceTimers, rank_name
 from gcore_runs.errors import UserError
 from gcore_trainer import (
     DDPMProcess,

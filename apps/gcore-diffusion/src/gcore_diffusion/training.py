@@ -17,10 +17,10 @@ from gcore_runs.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from gcore_diffusion.evaluate import Evaluation
-    from gcore_diffusion.program import Job
+    from gcore_diffusion.modality import Job
     from gcore_diffusion.recorder import RunRecorder
     from gcore_diffusion.rewards import Rewards
-    from gcore_diffusion.roles import Sampler
+    from gcore_diffusion.roles import SamplingRoles
     from gcore_runs.display import Display
     from gcore_runs.metrics.writer import MetricsWriter
     from gcore_runs.services import SavedLearner, Services
@@ -97,11 +97,11 @@ async def _start(
     Args:
         rewards: None: they need a judge, which is started here.
     """
+    from gcore_controller import DeviceTimers
     from gcore_diffusion.engines import start_engines
     from gcore_diffusion.rewards import build_rewards
-    from gcore_diffusion.roles import Sampler
+    from gcore_diffusion.roles import SamplingRoles
     from gcore_diffusion.services import LocalServices
-    from gcore_runs.devices import DeviceTimers
     from gcore_runs.logs.writing import logs_of
     from gcore_runs.watched import Watched
 
@@ -110,7 +110,7 @@ async def _start(
     engines = await start_engines(config, model, watched, is_trial=is_on_ray)
     try:
         rewards = rewards or build_rewards(config, judge=engines.judge)
-        sampler = Sampler(policy=engines.policy, rewards=rewards, devices=devices)
+        sampler = SamplingRoles(policy=engines.policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
         if not is_on_ray:
             return LocalServices(config, sampler, engines, model, checkpoints)
@@ -123,7 +123,7 @@ async def _start(
     return await start_on_ray(config, model, checkpoints, announce=display.say)
 
 
-async def _try(config: DiffusionConfig, sampler: "Sampler", prompts: PromptSets) -> None:
+async def _try(config: DiffusionConfig, sampler: "SamplingRoles", prompts: PromptSets) -> None:
     """Make an image and score one, so that an error is found before anything is trained."""
     from gcore_diffusion.rewards import try_reward
     from gcore_diffusion.sampling import images, kernel_of
@@ -156,7 +156,7 @@ def _train(
     supervisor: Supervisor,
 ) -> None:
     """Run the controllers' program on its services."""
-    from gcore_diffusion.program import Job
+    from gcore_diffusion.modality import Job
     from gcore_diffusion.recorder import RunRecorder
     from gcore_runs.run_loop import RunLoop
 

@@ -10,7 +10,7 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.evaluate import Evaluation, evaluate
 from gcore_llm.prompts import Problem, make_prompts
 from gcore_llm.rewards import Rewards
-from gcore_llm.roles import Sampler, build_engine, build_tokenizer, build_world, check_model
+from gcore_llm.roles import SamplingRoles, build_engine, build_environment, build_tokenizer, check_model
 from gcore_llm.training import load_prompts
 from gcore_rollout import Engine, Request, SamplingParams
 from gcore_runs.errors import UserError
@@ -77,11 +77,11 @@ async def evaluate_run(path: Path) -> tuple[int, Evaluation]:
         raise UserError(f"{path} has no held-out prompts: it was trained with data.val_size=0 and no data.val_files")
     rewards = await Rewards.start(config)
     result = await evaluate(
-        Sampler(
+        SamplingRoles(
             policy=engine,
             reward=rewards.runner,
             tokenizer=tokenizer,
-            world=build_world(config, tokenizer, rewards.runner),
+            environment=build_environment(config, tokenizer, rewards.runner),
         ),
         prompts.val,
         group=InlineCollectives(InlineGroup(1), 0),

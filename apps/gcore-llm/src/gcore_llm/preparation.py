@@ -63,7 +63,7 @@ async def prepare(
     """
     for g, own in zip(groups, samples, strict=True):
         for i, sample in enumerate(own):
-            sample.check_finite(f"response {i} to prompt {g.ticket}", *_READ)
+            sample.check_finite(f"response {i} to prompt {g.prompt_index}", *_READ)
     rewards = [
         [_rewards(g, i, s, algorithm, kl.value, max_response_length) for i, s in enumerate(own)]
         for g, own in zip(groups, samples, strict=True)

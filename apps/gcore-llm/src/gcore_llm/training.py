@@ -17,7 +17,7 @@ from gcore_runs.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from gcore_llm.evaluate import Evaluation
-    from gcore_llm.program import Job
+    from gcore_llm.modality import Job
     from gcore_llm.recorder import RunRecorder
     from gcore_llm.rewards import Rewards
     from gcore_llm.services import Inputs
@@ -41,10 +41,10 @@ def train(config: TrainConfig, display: "Display | None" = None) -> Result:
         UserError: wrong settings or data, found before anything is written.
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
+    from gcore_controller import DeviceTimers
     from gcore_llm.rewards import Rewards
-    from gcore_llm.roles import build_world
+    from gcore_llm.roles import build_environment
     from gcore_llm.services import Inputs
-    from gcore_runs.devices import DeviceTimers
     from gcore_runs.watched import Watched
 
     config = resolve(config)
@@ -62,7 +62,7 @@ def train(config: TrainConfig, display: "Display | None" = None) -> Result:
                 tokenizer=tokenizer,
                 prompts=prompts,
                 rewards=rewards,
-                world=build_world(config, tokenizer, rewards.runner),
+                environment=build_environment(config, tokenizer, rewards.runner),
                 devices=devices,
                 announce=say,
             )
@@ -141,8 +141,8 @@ async def _try_rewards(rewards: "Rewards", prompts: PromptSets, supervisor: Supe
 
 def _train(inputs: "Inputs", model: Path, first_step: int, supervisor: Supervisor) -> None:
     """Run the controllers' program on its services, and export the policy."""
-    from gcore_llm.exchange import workload_of
-    from gcore_llm.program import Job
+    from gcore_llm.micro_batches import workload_of
+    from gcore_llm.modality import Job
     from gcore_llm.recorder import RunRecorder
     from gcore_runs.run_loop import RunLoop
 

@@ -67,7 +67,7 @@ async def warm_up(
     """
     from gcore_controller import InlineCollectives, InlineGroup, StageTimer
     from gcore_llm.evaluate import evaluate
-    from gcore_llm.roles import Sampler, build_engine
+    from gcore_llm.roles import SamplingRoles, build_engine
     from gcore_runs.watched import Watched
 
     worked, warmup = WORKED_EXAMPLES[config.task.name], config.warmup
@@ -80,7 +80,7 @@ async def warm_up(
         max_length=config.data.max_length,
     )
     policy = await build_engine(config, initial, tokenizer, watched=Watched(logs=run.logs))
-    sampler = Sampler(policy=policy, reward=reward, tokenizer=tokenizer)
+    sampler = SamplingRoles(policy=policy, reward=reward, tokenizer=tokenizer)
 
     async def check(step: int, loss: float) -> bool:
         await policy.update_weights(trainer.export_weights(), version=step)

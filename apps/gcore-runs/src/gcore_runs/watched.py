@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from gcore_controller import DeviceTimers
 from gcore_rollout import CheckedEngine, Engine, RequestT, SampleT, WeightRecord, WrappedEngine
-from gcore_runs.devices import DeviceTimers
 from gcore_runs.logs.writing import logged
 
 if TYPE_CHECKING:

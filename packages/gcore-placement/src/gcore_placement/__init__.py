@@ -25,12 +25,18 @@ if TYPE_CHECKING:
     from gcore_placement.planning.plan import Alternative, EnginePlan, Plan
     from gcore_placement.planning.planner import plan
     from gcore_placement.planning.step_time import StepTime, Strategy, predict_step
+    from gcore_placement.simulation.comparison import Comparison, compare
+    from gcore_placement.simulation.least_loaded import LeastLoaded
+    from gcore_placement.simulation.replica import Replica, ReplicaRequest
+    from gcore_placement.simulation.running_ledger import RunningLedger
     from gcore_placement.simulation.simulator import Simulator, StrategyRun
     from gcore_placement.simulation.step_account import SimulatedStep
     from gcore_placement.workload.diffusion import DiffusionWorkload
+    from gcore_placement.workload.draws import blend, log_normal, uniform
     from gcore_placement.workload.job import Job
     from gcore_placement.workload.lengths import Lengths
     from gcore_placement.workload.model_shape import ModelShape
+    from gcore_placement.workload.sampled_lengths import SampledLengths, fit_lengths, step_lengths
     from gcore_placement.workload.trace_recipes import Drift, TraceRecipe
     from gcore_placement.workload.traces import RecordedStep, Trace, recorded_trace
     from gcore_placement.workload.transformer import TransformerWorkload
@@ -38,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Alternative",
     "Cluster",
+    "Comparison",
     "Correction",
     "Device",
     "DiffusionWorkload",
@@ -50,6 +57,7 @@ __all__ = [
     "EngineWork",
     "Job",
     "JobCosts",
+    "LeastLoaded",
     "Ledger",
     "Lengths",
     "MissingExtraError",
@@ -59,8 +67,12 @@ __all__ = [
     "PlacementError",
     "Plan",
     "RecordedStep",
+    "Replica",
+    "ReplicaRequest",
     "RoleLimits",
     "RoleLoad",
+    "RunningLedger",
+    "SampledLengths",
     "SimulatedStep",
     "Simulator",
     "Stage",
@@ -77,12 +89,18 @@ __all__ = [
     "TrainingLayout",
     "TransformerWorkload",
     "balance",
+    "blend",
+    "compare",
     "engine_load",
+    "fit_lengths",
+    "log_normal",
     "micro_batches",
     "plan",
     "predict_step",
     "read_spans",
     "recorded_trace",
+    "step_lengths",
+    "uniform",
 ]
 
 _MODULES = {
@@ -103,12 +121,18 @@ _MODULES = {
     "planning.plan": "Alternative EnginePlan Plan",
     "planning.planner": "plan",
     "planning.step_time": "StepTime Strategy predict_step",
+    "simulation.comparison": "Comparison compare",
+    "simulation.least_loaded": "LeastLoaded",
+    "simulation.replica": "Replica ReplicaRequest",
+    "simulation.running_ledger": "RunningLedger",
     "simulation.simulator": "Simulator StrategyRun",
     "simulation.step_account": "SimulatedStep",
     "workload.diffusion": "DiffusionWorkload",
+    "workload.draws": "blend log_normal uniform",
     "workload.job": "Job",
     "workload.lengths": "Lengths",
     "workload.model_shape": "ModelShape",
+    "workload.sampled_lengths": "SampledLengths fit_lengths step_lengths",
     "workload.trace_recipes": "Drift TraceRecipe",
     "workload.traces": "RecordedStep Trace recorded_trace",
     "workload.transformer": "TransformerWorkload",

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from gcore_bench.diffusion.loop import GCORE, LIMIT, PLAIN, STAGES, LoopRow
-from gcore_bench.placement.study.studies import Comparison
 from gcore_bench.tables import figures_table
+from gcore_placement import Comparison
 
 AIM = 1.5
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gcore_ckpt import Checkpointer
-from gcore_controller.prompts import PromptLoader
+from gcore_controller import PromptLoader
 from gcore_llm.finetune.config import DPORunConfig, FineTuneConfig
 from gcore_llm.finetune.data import Example, ExampleSets, in_micro_batches, load_examples
 from gcore_llm.finetune.demo import make_model, task_rows
@@ -107,8 +107,8 @@ class _Loop:
         Raises:
             KeyboardInterrupt: after a checkpoint of the last finished step.
         """
-        from gcore_llm.exchange import workload_of
         from gcore_llm.finetune.trained_model import TrainedModel
+        from gcore_llm.micro_batches import workload_of
 
         run = self._supervisor.run
         with Checkpointer(run.checkpoints, keep=self._config.trainer.max_ckpt_to_keep) as checkpointer:

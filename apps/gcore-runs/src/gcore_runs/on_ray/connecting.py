@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from gcore_controller import Context
+from gcore_controller import Context, DeviceTimers
 from gcore_rollout import Engine, EngineHandle, EngineReplicas, RayEngine, TimeSharedEngines
-from gcore_runs.devices import DeviceTimers
 from gcore_runs.logs.writing import log_to
 from gcore_runs.on_ray.reports import Announcements
 from gcore_runs.on_ray.services import Handles

@@ -6,7 +6,7 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_bench.placement.study.studies import Comparison
+from gcore_placement.simulation.comparison import Comparison
 from gcore_placement.simulation.simulator import StrategyRun
 from gcore_placement.simulation.step_account import IDLE, WORK
 from gcore_placement.simulation.waves import WaveRuns

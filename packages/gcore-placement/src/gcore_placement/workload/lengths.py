@@ -34,9 +34,7 @@ class Lengths:
         check_amounts("sigma", sigma)
         if median > longest:
             raise refusal("median", median, f"at most longest ({longest})")
-        normal = NormalDist()
-        middles = (_EDGES[1:] + _EDGES[:-1]) / 2
-        deviations = np.array([normal.inv_cdf(float(p)) for p in middles])
+        deviations = normal_quantiles((_EDGES[1:] + _EDGES[:-1]) / 2)
         with np.errstate(over="ignore"):  # infinite ones are cut too
             values = median * np.exp(sigma * deviations)
         return cls(values=np.clip(values, 1, longest), edges=_EDGES)
@@ -96,3 +94,8 @@ class Lengths:
         """Largest tokens held for each sequence, where all begin together and leave as they end; offset: of prompts."""
         alive = 1 - self.edges[:-1]
         return float(np.max(alive * (offset + self.values)))
+
+
+def normal_quantiles(probabilities: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the quantiles of a standard normal variable, of the shape of the probabilities."""
+    return np.vectorize(NormalDist().inv_cdf, otypes=[np.float64])(probabilities)

@@ -1,53 +1,30 @@
-"""Traces of runs that gcore-llm or a publication recorded, from the few numbers that they tell of a step."""
+"""Traces of runs that gcore-llm or a publication recorded, from a few numbers for each step."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import NormalDist
 
 import numpy as np
-from numpy.typing import NDArray
 
-from gcore_placement.errors import PlacementError, check_above_0, check_share, refusal
+from gcore_placement.errors import PlacementError, check_above_0
+from gcore_placement.workload.lengths import normal_quantiles
+from gcore_placement.workload.sampled_lengths import SampledLengths, fit_lengths, step_lengths
 from gcore_placement.workload.traces import RecordedStep, Trace, recorded_trace
 
 JUDGE_SIGMA = 0.6
-"""Of judgements, whose lengths no run records."""
+"""Standard deviation of the logarithm of judgement lengths, which no run records."""
 _PROBABILITIES = np.concatenate([np.linspace(0.001, 0.99, 100), 1 - np.geomspace(0.009, 1e-6, 40)])
 
 Quantiles = Sequence[tuple[float, float]]
 
 
-def log_normal_quantiles(*, mean: float, longest: float, share_longest: float) -> Quantiles:
-    """Log-normal lengths of this mean, of which a share is cut at the longest; see `RecordedStep`.
-
-    Raises:
-        PlacementError: the mean is below 1 or beyond the longest, or the share is not above 0 and at most 1.
-    """
-    check_share("share_longest", share_longest)
-    if not 1 <= mean <= longest < np.inf:
-        raise refusal("mean", mean, f"at least 1 and at most the longest ({longest})")
-    normal = NormalDist()
-    deviations = np.array([normal.inv_cdf(float(p)) for p in _PROBABILITIES])
-    cut = normal.inv_cdf(1 - min(share_longest, 1 - 1e-9))
-    weights = np.diff(np.concatenate([[0.0], (_PROBABILITIES[1:] + _PROBABILITIES[:-1]) / 2, [1.0]]))
-
-    def lengths(sigma: float) -> NDArray[np.float64]:
-        return np.clip(longest * np.exp(np.minimum(sigma * (deviations - cut), 0.0)), 1, longest)
-
-    few, many = 0.0, 20.0
-    for _ in range(60):
-        middle = (few + many) / 2
-        few, many = (middle, many) if weights @ lengths(middle) > mean else (few, middle)
-    return list(zip(_PROBABILITIES.tolist(), lengths(few).tolist(), strict=True))
-
-
 def run_trace(folder: str | Path, *, n: int, judge_median: float, max_judge_length: float, seed: int = 0) -> Trace:
-    """The steps of a run of gcore-llm, from its `metrics.jsonl`.
+    """Read the steps of a run of gcore-llm from its `metrics.jsonl`.
 
-    A step has its prompts, waves, acceptance, and responses of its mean, longest and cut share; prompts have its mean.
-    A later wave has what the one before it did not keep. Judgements are not recorded: they are log-normal.
+    A step has its prompts, waves and acceptance, and responses whose sum, maximum and cut share are its own; prompts
+    have its mean length. A later wave has the prompts that the one before it did not keep. Judgements are not recorded:
+    they are drawn from a log-normal distribution.
 
     Args:
         folder: of the run.
@@ -66,46 +43,42 @@ def run_trace(folder: str | Path, *, n: int, judge_median: float, max_judge_leng
         rows = [json.loads(line) for line in complete.splitlines()]
     except (OSError, ValueError) as error:
         raise PlacementError(
-            f"{str(folder)!r} is no folder of a gcore-llm run, with metrics.jsonl: {error!r}"
+            f"folder is {str(folder)!r}; expected that of a gcore-llm run, with metrics.jsonl ({error!r})"
         ) from error
     sampled = [row for row in rows if "response_length/mean" in row]
     if not sampled:
-        raise PlacementError(f"{str(folder)!r} has no step with responses in metrics.jsonl")
+        raise PlacementError(f"{folder}/metrics.jsonl has no step with responses; expected at least one")
     judge = _cut_log_normal(max(1.0, min(judge_median, max_judge_length)), JUDGE_SIGMA, max_judge_length)
-    return recorded_trace(folder.resolve().name, [_step(row, n, judge) for row in sampled], n=n, seed=seed)
+    limit = max(int(row["response_length/max"]) for row in sampled)
+    lengths = [SampledLengths.of_metrics(row, n=n, limit=limit) for row in sampled]
+    _, sigma = fit_lengths(lengths)
+    steps = [_step(row, n, own, sigma, judge) for row, own in zip(sampled, lengths, strict=True)]
+    return recorded_trace(folder.resolve().name, steps, n=n, seed=seed)
 
 
-def _step(row: Mapping[str, float], n: int, judge: Quantiles) -> RecordedStep:
-    tokens = row["response_length/mean"] + row["prompt_length/mean"]
-    num_responses = max(1, round(row["perf/total_num_tokens"] / tokens))
-    num_prompts = max(1, round(num_responses / n))
+def _step(row: Mapping[str, float], n: int, lengths: SampledLengths, sigma: float, judge: Quantiles) -> RecordedStep:
+    num_prompts = max(1, lengths.number // n)
+    responses = step_lengths(replace(lengths, number=num_prompts * n), sigma=sigma)
     return RecordedStep(
         num_prompts=num_prompts,
         num_accepted=min(num_prompts, round(row["sampling/acceptance"] * num_prompts)),
         num_waves=int(row["sampling/waves"]),
         prompt_quantiles=((0.5, max(1.0, row["prompt_length/mean"])),),
-        response_quantiles=log_normal_quantiles(
-            mean=max(1.0, row["response_length/mean"]),
-            longest=max(1.0, row["response_length/max"]),
-            # The longest of as many stands for half of its share.
-            share_longest=max(row["response_length/clip_ratio"], 0.5 / num_responses),
-        ),
+        response_quantiles=list(zip(np.linspace(0, 1, len(responses)).tolist(), responses.tolist(), strict=True)),
         judge_quantiles=judge,
     )
 
 
 def _cut_log_normal(median: float, sigma: float, longest: float) -> Quantiles:
-    normal = NormalDist()
-    deviations = np.array([normal.inv_cdf(float(p)) for p in _PROBABILITIES])
-    lengths = np.clip(median * np.exp(sigma * deviations), 1, longest)
+    lengths = np.clip(median * np.exp(sigma * normal_quantiles(_PROBABILITIES)), 1, longest)
     return list(zip(_PROBABILITIES.tolist(), lengths.tolist(), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedCurve:
-    """How long responses were over a run, as a publication shows it: coarse points, between which lines are drawn.
+    """The length of responses over a run as a publication shows it: a few points, joined by lines.
 
-    Everything else is an assumption: prompts and judgements that stay, and no group that is dropped.
+    Everything else is an assumption: lengths of prompts and judgements that stay, and no group that is dropped.
     """
 
     name: str
@@ -119,7 +92,7 @@ class PublishedCurve:
     max_judge_length: float = 8192
 
     def trace(self, *, num_steps: int, num_prompts: int, n: int = 16, seed: int = 0) -> Trace:
-        """So many steps, evenly from the whole run."""
+        """Return a trace of `num_steps` steps, spread evenly over the run."""
         steps, means, limits = np.array(self.points).T
         moments = np.linspace(steps[0], steps[-1], num_steps)
         judge = _cut_log_normal(self.judge_median, JUDGE_SIGMA, self.max_judge_length)
