@@ -60,7 +60,7 @@ async def start_engines(config: DiffusionConfig, model: Path, watched: Watched, 
     policy = await start(
         sampler_factory(config, model=model), num_engines, replace(watched, role="engine"), preload=_PRELOAD
     )
-    if not config.reward.is_judged:
+    if config.reward.kind != "judge":
         return Engines(policy=policy, judge=None)
     preload = PRELOAD_VLLM if judge.engine == "vllm" else PRELOAD_HF
     try:

@@ -65,7 +65,7 @@ def _checked_rewards(config: DiffusionConfig) -> "Rewards | None":
     from gcore_diffusion.judge import judge_factory
     from gcore_diffusion.rewards import build_rewards
 
-    if config.reward.is_judged:
+    if config.reward.kind == "judge":
         judge_factory(config)
         return None
     return build_rewards(config, judge=None)

@@ -228,7 +228,7 @@ async def _start_processes(
 
 def _num_threads(config: TrainConfig) -> int:
     """Of each engine process: those that generate at the same time share the cores."""
-    judge = config.reward_model.judge.num_processes if config.reward_model.is_judge else 0
+    judge = config.reward_model.judge.num_processes if config.reward_model.kind == "judge" else 0
     return max(1, config.threads // (max(1, config.rollout.num_processes) + judge))
 
 

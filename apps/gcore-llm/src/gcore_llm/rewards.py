@@ -104,7 +104,7 @@ class Rewards:
         has_function = bool(config.reward or config.task.name)
         rewards = {"function": reward_function(config)} if has_function else {}
         weights = {"function": 1.0} if has_function else {}
-        if config.reward_model.is_pairwise:
+        if config.reward_model.kind == "judge" and config.reward_model.judge.pairwise:
             compare, close = await _pairwise_judge(config, watched, judge)
             comparison = Comparison(
                 GroupRewardRunner(compare, _runner_config(config)), weight=config.reward_model.weight
