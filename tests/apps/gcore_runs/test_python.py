@@ -43,13 +43,13 @@ def test_train_and_resume(
     """In another thread, which gets no signals, and then in this one."""
     config = job(tmp_path, tiny)
     with ThreadPoolExecutor(1) as thread, caplog.at_level(logging.INFO):
-        first = thread.submit(gcore_llm.training, config).result()
+        first = thread.submit(gcore_llm.train, config).result()
     assert first.run == tmp_path / "runs/default"
     assert first.has_signal
     assert 0 < first.before["val/sampled/score/mean"] <= 1
     assert f"run folder: {first.run}" in caplog.messages
     longer = replace(config, trainer=replace(config.trainer, total_training_steps=3))
-    second = gcore_llm.training(longer)
+    second = gcore_llm.train(longer)
     assert [row["step"] for row in step_rows(second.run)] == [1, 2, 3]
     assert second.before == first.before
     assert (second.run / "export/model.safetensors").is_file()
@@ -59,7 +59,7 @@ def test_train_and_resume(
 
 def test_wrong_settings_are_reported() -> None:
     with pytest.raises(gcore_runs.UserError, match="model is not set; expected a local Hugging Face folder"):
-        gcore_llm.training(gcore_llm.TrainConfig(data=gcore_llm.DataConfig(train_files=("x.jsonl",))))
+        gcore_llm.train(gcore_llm.TrainConfig(data=gcore_llm.DataConfig(train_files=("x.jsonl",))))
 
 
 def test_fine_tune(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +81,7 @@ def test_fine_tune(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_train_a_diffusion_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     embedded = gcore_diffusion.embedded()
-    result = gcore_diffusion.training(
+    result = gcore_diffusion.train(
         replace(
             embedded,
             runs_dir=str(tmp_path),
