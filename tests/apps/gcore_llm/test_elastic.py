@@ -16,7 +16,7 @@ from gcore_llm.reward_config import JudgeConfig, RewardModelConfig
 from gcore_llm.rollout_config import RolloutConfig
 from gcore_llm.trainer_config import TrainerConfig
 from gcore_runs.on_ray.room import has_room, largest
-from gcore_runs.ray_config import RayConfig
+from gcore_runs.settings.cluster import RayConfig
 from gcore_runs.sizes import Sizes
 from gcore_trainer import ParallelConfig
 

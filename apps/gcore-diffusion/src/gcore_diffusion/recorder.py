@@ -7,7 +7,7 @@ from gcore_diffusion.evaluate import Evaluation
 from gcore_diffusion.grids import write_grid
 from gcore_diffusion.modality import Job
 from gcore_runs.display import Display
-from gcore_runs.metrics import MetricsWriter
+from gcore_runs.metrics.writer import MetricsWriter
 from gcore_runs.recording import Saving
 from gcore_runs.report.ledger import ledger
 from gcore_runs.run_folder import RunFolder

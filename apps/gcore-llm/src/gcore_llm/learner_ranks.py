@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from gcore_llm.config import TrainConfig
 from gcore_llm.learner import LocalLearner, Role, State
 from gcore_runs.errors import RankError
-from gcore_runs.logs import log_to, logs_of
+from gcore_runs.logs.writing import log_to, logs_of
 from gcore_runs.ranks import deal, sendable
 from gcore_trainer import MicroBatch
 

@@ -12,7 +12,7 @@ from gcore_llm.mismatch import warning
 from gcore_llm.modality import Job
 from gcore_placement import PlacementError
 from gcore_runs.display import Display
-from gcore_runs.metrics import MetricsWriter
+from gcore_runs.metrics.writer import MetricsWriter
 from gcore_runs.recording import Saving
 from gcore_runs.report.ledger import ledger
 from gcore_runs.run_folder import RunFolder, write_jsonl

@@ -14,12 +14,12 @@ from gcore_llm.modality import Job, rlhf_program
 from gcore_llm.prompts import PromptSets
 from gcore_llm.rewards import Rewards
 from gcore_llm.roles import EnvironmentRole, Roles, SamplingRoles, build_engine, build_learner
-from gcore_runs.logs import logs_of
+from gcore_runs.logs.writing import logs_of
 from gcore_runs.services import InlineServices
 from gcore_runs.watched import Watched
 
 if TYPE_CHECKING:
-    from gcore_runs.prometheus import PrometheusExporter
+    from gcore_runs.metrics.prometheus import PrometheusExporter
 
 
 @dataclass(frozen=True, kw_only=True)

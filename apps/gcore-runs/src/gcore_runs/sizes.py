@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from gcore_runs.errors import UserError
-from gcore_runs.placement_config import PlacementConfig
-from gcore_runs.ray_config import RayConfig
+from gcore_runs.settings.cluster import PlacementConfig, RayConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,27 +61,3 @@ class SizedConfig(Protocol):
     def with_sizes(self, sizes: Sizes) -> Self:
         """The same settings for other sizes."""
         ...
-
-
-def check_engines(num_processes: int, *, controllers: int) -> None:
-    """
-    Raises:
-        UserError: fewer engines of the policy than controllers; 0 stands for as many.
-    """
-    if 0 < num_processes < controllers:
-        raise UserError(
-            f"rollout.num_processes is {num_processes} and controllers is {controllers}: on ray at least one for each "
-            "controller is needed, or 0, which is that"
-        )
-
-
-def check_judges_in_turns(judges: int, *, engines: int, setting: str) -> None:
-    """
-    Raises:
-        UserError: not as many engines of the judge as of the policy, on whose devices they are; 0 stands for as many.
-    """
-    if judges not in (0, engines):
-        raise UserError(
-            f"placement.strategy is 'colocated' and {setting} is {judges}: rollout.num_processes = {engines} is "
-            "needed, or 0, which is that"
-        )

@@ -14,7 +14,7 @@ from gcore_diffusion.learner import Learner
 from gcore_diffusion.modality import Job
 from gcore_diffusion.on_ray.controller import controller_program
 from gcore_diffusion.rewards import reward_gradient
-from gcore_runs.logs import logs_of
+from gcore_runs.logs.writing import logs_of
 from gcore_runs.on_ray.engine_actors import Factory, Role
 from gcore_runs.on_ray.services import RayServices
 from gcore_runs.on_ray.training_ranks import RayLearner

@@ -17,7 +17,7 @@ from gcore_llm.modality import Job
 from gcore_llm.on_ray.controller import controller_program
 from gcore_llm.roles import build_tokenizer, eos_token_ids
 from gcore_llm.services import Inputs
-from gcore_runs.logs import logs_of
+from gcore_runs.logs.writing import logs_of
 from gcore_runs.on_ray.engine_actors import Factory, Role
 from gcore_runs.on_ray.services import RayServices
 from gcore_runs.on_ray.training_ranks import RayLearner
@@ -35,7 +35,7 @@ async def start_on_ray(inputs: Inputs, model: Path, checkpoints: Path) -> RaySer
     factories: dict[Role, Callable[[TrainConfig], Factory]] = {
         "engine": _engines(model, inputs.tokenizer, lambda config: config.rollout)
     }
-    if inputs.config.num_ray_judges:
+    if inputs.config.sizes.judges:
         path = Path(inputs.config.reward_model.path)
         factories["judge"] = _engines(path, build_tokenizer(path), lambda config: config.reward_model.judge)
     logs = logs_of(checkpoints.absolute())

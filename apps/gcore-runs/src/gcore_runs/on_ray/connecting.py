@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from gcore_controller import Context, DeviceTimers
 from gcore_rollout import Engine, EngineHandle, EngineReplicas, RayEngine, TimeSharedEngines
-from gcore_runs.logs import log_to
+from gcore_runs.logs.writing import log_to
 from gcore_runs.on_ray.reports import Announcements
 from gcore_runs.on_ray.services import Handles
 from gcore_runs.sizes import SizedConfig

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gcore_rollout import Engine, EngineHandle, RayEngine, end_engine_actor, start_engine_actor
-from gcore_runs.logs import logged
+from gcore_runs.logs.writing import logged
 from gcore_runs.sizes import SizedConfig, Sizes
 
 _ANSWER_TIMEOUT_S = 10.0

@@ -16,7 +16,7 @@ from gcore_controller.errors import ClusterError
 from gcore_controller.ray_runtime import RayReference, free_resources, reason_of
 from gcore_rollout import Digests, WeightReferences, all_digests
 from gcore_runs.errors import RankError
-from gcore_runs.logs import log_to
+from gcore_runs.logs.writing import log_to
 from gcore_runs.ranks import RankLearner, Replica, sendable
 from gcore_runs.sizes import SizedConfig
 
