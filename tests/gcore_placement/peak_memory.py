@@ -15,10 +15,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from gcore_trainer import OptimizerConfig, PolicyLossConfig, Sample
-from gcore_trainer.objectives import PolicyObjective
-from gcore_trainer.packed_model import PackedModel
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import OptimizerConfig, PackedModel, PolicyLossConfig, PolicyObjective, Sample, TorchTrainer
 
 
 def main() -> None:

@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from gcore_diffusion.config import DiffusionConfig
-from gcore_diffusion.judge import judge_factory
-from gcore_rollout import Engine
-from gcore_rollout.diffusion.engine import DiffusersEngine
-from gcore_rollout.engine_process import PRELOAD_HF, PRELOAD_VLLM, EngineProcess
-from gcore_rollout.replicas import EngineReplicas
+from gcore_diffusion.engines import judge_factory
+from gcore_rollout import PRELOAD_HF, PRELOAD_VLLM, DiffusersEngine, Engine, EngineProcess, EngineReplicas
 from gcore_runs.watched import Watched
 
-_PRELOAD = ("gcore_rollout.diffusion.engine", "diffusers.pipelines.pipeline_utils")
+_PRELOAD = ("gcore_rollout.engines.diffusion.engine", "diffusers.pipelines.pipeline_utils")
 
 
 def sampler_factory(config: DiffusionConfig, *, model: Path) -> Callable[[], DiffusersEngine]:
@@ -63,7 +60,7 @@ async def start_engines(config: DiffusionConfig, model: Path, watched: Watched, 
     policy = await start(
         sampler_factory(config, model=model), num_engines, replace(watched, role="engine"), preload=_PRELOAD
     )
-    if config.reward.kind != "judge":
+    if not config.reward.is_judged:
         return Engines(policy=policy, judge=None)
     preload = PRELOAD_VLLM if judge.engine == "vllm" else PRELOAD_HF
     try:

@@ -8,11 +8,15 @@ from typing import Any
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.reward_config import JudgeConfig
 from gcore_diffusion.rewards import local_path
-from gcore_rollout import Engine, SamplingParams
-from gcore_rollout.errors import UnsupportedModelError
-from gcore_rollout.image_rewards.judge import ImageJudgeReward
-from gcore_rollout.images import VisionProcessor
-from gcore_rollout.rewards import JudgeModel, ScorePattern
+from gcore_rollout import (
+    Engine,
+    ImageJudgeReward,
+    JudgeModel,
+    SamplingParams,
+    ScorePattern,
+    UnsupportedModelError,
+    VisionProcessor,
+)
 from gcore_runs.errors import UserError
 
 _QUESTION = """How well does the image show this: {prompt}
@@ -37,10 +41,10 @@ def judge_factory(config: DiffusionConfig) -> Callable[[], Engine]:
         "eos_token_ids": [tokenizer.eos_token_id],
     }
     if judge.engine == "vllm":
-        from gcore_rollout.vllm_engine import VLLMEngine
+        from gcore_rollout import VLLMEngine
 
         return partial(VLLMEngine.from_pretrained, path, **options)
-    from gcore_rollout.hf_engine import HFEngine
+    from gcore_rollout import HFEngine
 
     return partial(HFEngine.from_pretrained, path, device=config.engine_device, **options)
 

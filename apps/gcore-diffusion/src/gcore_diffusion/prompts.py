@@ -55,7 +55,7 @@ def _read(path: Path, key: str) -> list[Prompt]:
     parse = _rows if path.suffix == ".jsonl" else _texts
     prompts = list(parse(path, lines, key))
     if not prompts:
-        raise UserError(f"data file {path} has no prompts: one a line is needed")
+        raise UserError(f"data file {path} has no prompts; expected one per line")
     return prompts
 
 
@@ -74,7 +74,7 @@ def _rows(path: Path, lines: Sequence[str], key: str) -> Iterator[Prompt]:
             raise UserError(f"data file {path}, line {number}: not JSON: {error}") from None
         where = f"data file {path}, line {number}"
         if not isinstance(row, dict):
-            raise UserError(f"{where} is {type(row).__name__}: a JSON object is needed")
+            raise UserError(f"{where} is {type(row).__name__}; expected a JSON object")
         if key not in row:
             columns = ", ".join(map(repr, row)) or "none"
             raise UserError(f"{where} has no column {key!r} (data.prompt_key); it has {columns}")

@@ -5,7 +5,7 @@ import logging
 from gcore_controller import Span
 from gcore_diffusion.evaluate import Evaluation
 from gcore_diffusion.grids import write_grid
-from gcore_diffusion.program import Job
+from gcore_diffusion.modality import Job
 from gcore_runs.display import Display
 from gcore_runs.metrics import MetricsWriter
 from gcore_runs.recording import Saving

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gcore_rollout.rewards import Reduce
+from gcore_rollout import Reduce
 from gcore_runs.errors import UserError, check_at_least
 
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.reward_config import RewardConfig
-from gcore_rollout.image_rewards import ColourReward, JPEGCompressibility, evaluate_images
-from gcore_rollout.rewards import load_function
+from gcore_rollout import ColourReward, JPEGCompressibility, evaluate_images, load_function
 from gcore_runs.errors import UserError
 
 if TYPE_CHECKING:
@@ -90,17 +89,17 @@ def build_reward(
 
             return ColourReward(COLOURS)
         case "clip" | "pick_score":
-            from gcore_rollout.image_rewards.clip import CLIPReward
+            from gcore_rollout import CLIPReward
 
             return CLIPReward(local_path(config, kind), device=device, scale=1.0 if kind == "clip" else None)
         case "aesthetic":
-            from gcore_rollout.image_rewards.clip import AestheticReward
+            from gcore_rollout import AestheticReward
 
             if not config.head:
                 raise UserError("reward.head is not set: aesthetic needs a safetensors file of its head")
             return AestheticReward(local_path(config, kind), config.head, device=device)
         case "image_reward":
-            from gcore_rollout.image_rewards.blip import ImageRewardScore
+            from gcore_rollout import ImageRewardScore
 
             if not config.head:
                 raise UserError("reward.head is not set: image_reward needs ImageReward.pt")
@@ -111,7 +110,7 @@ def build_reward(
             assert judge is not None
             return judge_reward(local_path(config, kind), config.judge, judge)
         case _ if kind.startswith(("http://", "https://")):
-            from gcore_rollout.image_rewards.http import HTTPImageReward
+            from gcore_rollout import HTTPImageReward
 
             return HTTPImageReward(kind)
         case _ if ":" in kind:

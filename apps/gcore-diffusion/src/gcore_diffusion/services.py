@@ -2,19 +2,18 @@
 
 from pathlib import Path
 
-from gcore_controller import Context
+from gcore_controller import Context, Recorder
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.engines import Engines
 from gcore_diffusion.evaluate import Evaluation
 from gcore_diffusion.learner import Learner, SharedLearner
-from gcore_diffusion.program import Job, diffusion_program
+from gcore_diffusion.modality import Job, diffusion_program
 from gcore_diffusion.rewards import reward_gradient
-from gcore_diffusion.roles import Roles, Sampler
-from gcore_runs.recording import Recorder
+from gcore_diffusion.roles import Roles, SamplingRoles
 from gcore_runs.services import InlineServices
 
 
-class LocalServices(InlineServices[DiffusionConfig, Sampler]):
+class LocalServices(InlineServices[DiffusionConfig, SamplingRoles]):
     """Everything belongs to this process, but for engines that are processes of their own.
 
     Args:
@@ -26,7 +25,7 @@ class LocalServices(InlineServices[DiffusionConfig, Sampler]):
     """
 
     def __init__(
-        self, config: DiffusionConfig, sampler: Sampler, engines: Engines, model: Path, checkpoints: Path
+        self, config: DiffusionConfig, sampler: SamplingRoles, engines: Engines, model: Path, checkpoints: Path
     ) -> None:
         super().__init__(config, sampler)
         self._learner = Learner(config, model, checkpoints, reward=reward_gradient(config))
@@ -41,7 +40,7 @@ class LocalServices(InlineServices[DiffusionConfig, Sampler]):
         """See `Services.run`."""
         program = diffusion_program(job, recorder)
 
-        async def controller(ctx: Context[Sampler]) -> None:
+        async def controller(ctx: Context[SamplingRoles]) -> None:
             part = SharedLearner(self._learner, ctx.group, ctx.roles.devices)
             await program(ctx.with_roles(Roles(**vars(ctx.roles), learner=part)))
 

@@ -13,9 +13,7 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.engine_config import EngineConfig
 from gcore_llm.model_limits import longest_sequence
 from gcore_llm.rollout_config import RolloutConfig
-from gcore_rollout import Engine
-from gcore_rollout.errors import EngineDiedError
-from gcore_rollout.rewards import load_function
+from gcore_rollout import Engine, EngineDiedError, load_function
 from gcore_runs.errors import UserError
 from gcore_runs.watched import UNWATCHED, Watched
 
@@ -73,7 +71,7 @@ def check_engine(settings: EngineConfig, model: Path, *, setting: str, max_lengt
         load_function(settings.engine, setting=f"{setting}.engine")
     if not settings.is_on_servers:
         return
-    from gcore_rollout.servers.client import ServerClient
+    from gcore_rollout import ServerClient
 
     for url in settings.urls:
         try:
@@ -132,7 +130,7 @@ def engine_factory(
         if settings.engine == "vllm":
             own["speculative_config"] = settings.speculative.as_vllm_takes_it()
     if settings.engine == "vllm":
-        from gcore_rollout.vllm_engine import VLLMEngine
+        from gcore_rollout import VLLMEngine
 
         return partial(VLLMEngine.from_pretrained, model, **options, **own)
     # A process of its own has a GPU of its own.
@@ -140,7 +138,7 @@ def engine_factory(
     device = "cuda" if has_process and config.device.startswith("cuda") else config.device
     if settings.is_own:
         return partial(_engine_of_file, str(Path(settings.engine).absolute()), model, device=device, **options)
-    from gcore_rollout.hf_engine import HFEngine
+    from gcore_rollout import HFEngine
 
     return partial(HFEngine.from_pretrained, model, device=device, **options, **own)
 
@@ -176,9 +174,7 @@ def _connect(
     eos_token_ids: Sequence[int],
     weights_dir: str | None,
 ) -> Engine:
-    from gcore_rollout.replicas import EngineReplicas
-    from gcore_rollout.servers.sglang import SGLangServerEngine
-    from gcore_rollout.servers.vllm import VLLMServerEngine
+    from gcore_rollout import EngineReplicas, SGLangServerEngine, VLLMServerEngine
 
     kind = VLLMServerEngine if settings.engine == "vllm_server" else SGLangServerEngine
     connect = partial(
@@ -196,8 +192,7 @@ async def _start_processes(
     settings: EngineConfig, config: TrainConfig, watched: Watched, make: Callable[[], Engine]
 ) -> Engine:
     """Replicas in processes of their own; one that dies is replaced, on the GPU that it had."""
-    from gcore_rollout.engine_process import PRELOAD_HF, PRELOAD_VLLM, EngineProcess
-    from gcore_rollout.replicas import EngineReplicas
+    from gcore_rollout import PRELOAD_HF, PRELOAD_VLLM, EngineProcess, EngineReplicas
 
     preload = PRELOAD_VLLM if settings.engine == "vllm" else PRELOAD_HF
     gpus = _gpus(config.device)
@@ -233,7 +228,7 @@ async def _start_processes(
 
 def _num_threads(config: TrainConfig) -> int:
     """Of each engine process: those that generate at the same time share the cores."""
-    judge = config.reward_model.judge.num_processes if config.reward_model.kind == "judge" else 0
+    judge = config.reward_model.judge.num_processes if config.reward_model.is_judge else 0
     return max(1, config.threads // (max(1, config.rollout.num_processes) + judge))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gcore_rollout.images import VisionProcessor
+from gcore_rollout import VisionProcessor
 from gcore_runs.errors import UserError
 from gcore_trainer import Images
 
@@ -74,10 +74,10 @@ def _source(value: object, folder: Path, where: str) -> bytes | Path:
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):
-        raise UserError(f"{where} is {value!r:.80}: a path, or the bytes of an image file, are needed")
+        raise UserError(f"{where} is {value!r:.80}; expected a path, or the bytes of an image file")
     path = folder / value
     if not path.is_file():
-        raise UserError(f"{where} is {value!r}: there is no such file")
+        raise UserError(f"{where} is {value!r}; expected an existing file")
     return path
 
 

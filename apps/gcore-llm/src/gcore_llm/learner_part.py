@@ -6,11 +6,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_controller import Collectives
+from gcore_controller import Collectives, DeviceTimers, rank_name
 from gcore_llm.learner import ComputingLearner, Learner, Role
-from gcore_rollout import Engine
-from gcore_rollout.weight_report import all_digests, check_weights
-from gcore_runs.devices import DeviceTimers, rank_name
+from gcore_rollout import Engine, all_digests, check_weights
 from gcore_trainer import MicroBatch
 
 

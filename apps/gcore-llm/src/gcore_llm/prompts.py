@@ -11,7 +11,7 @@ import numpy as np
 
 from gcore_llm.config import DataConfig
 from gcore_llm.images import PromptImages, images_of, vision_processor, with_parts
-from gcore_rollout.errors import RolloutError
+from gcore_rollout import RolloutError
 from gcore_runs.errors import UserError
 
 RowT = TypeVar("RowT")
@@ -90,7 +90,7 @@ def _rows_of(path: Path) -> list[dict[str, Any]]:
             except pyarrow.ArrowException as error:
                 raise UserError(f"data file {path} is not Parquet: {error}") from None
         case _:
-            raise UserError(f"data file {path} ends in {path.suffix!r}: .jsonl or .parquet is needed")
+            raise UserError(f"data file {path} ends in {path.suffix!r}; expected .jsonl or .parquet")
 
 
 def _parsed(line: str, where: str) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON: {error}") from None
     if not isinstance(row, dict):
-        raise UserError(f"{where} is {type(row).__name__}: a JSON object is needed")
+        raise UserError(f"{where} is {type(row).__name__}; expected a JSON object")
     return row
 
 
@@ -121,7 +121,7 @@ def render(value: object, tokenizer: Any, data: DataConfig, where: str) -> str:
             return value
         value = [{"role": "user", "content": value}]
     if not are_messages(value):
-        raise UserError(f"{where} is {value!r:.80}: text, or a list of messages with role and content, is needed")
+        raise UserError(f"{where} is {value!r:.80}; expected text, or a list of messages with role and content")
     if tokenizer.chat_template is None:
         raise UserError(f"{where} is a list of chat messages: the model's tokenizer has no chat template to render it")
     messages = with_parts(value) if data.image_key else value

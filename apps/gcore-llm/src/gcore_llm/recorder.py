@@ -9,7 +9,7 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.evaluate import Evaluation
 from gcore_llm.forecast import Forecast
 from gcore_llm.mismatch import warning
-from gcore_llm.program import Job
+from gcore_llm.modality import Job
 from gcore_placement import PlacementError
 from gcore_runs.display import Display
 from gcore_runs.metrics import MetricsWriter

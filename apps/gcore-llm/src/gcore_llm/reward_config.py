@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gcore_llm.engine_config import EngineConfig
-from gcore_rollout.rewards import OnError, Reduce
+from gcore_rollout import OnError, Reduce
 from gcore_runs.errors import UserError, check_at_least
 
 

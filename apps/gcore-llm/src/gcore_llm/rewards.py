@@ -10,11 +10,11 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.engines import check_engine, start_judge
 from gcore_llm.reward_config import JudgeConfig
 from gcore_llm.roles import build_tokenizer, check_model, eos_token_ids
-from gcore_rollout import Engine, SamplingParams
-from gcore_rollout.multi_turn import ChatEncoder
-from gcore_rollout.rewards import (
+from gcore_rollout import (
+    ChatEncoder,
     CodeReward,
     CompositeReward,
+    Engine,
     GroupRewardRunner,
     HTTPReward,
     JudgeModel,
@@ -26,11 +26,12 @@ from gcore_rollout.rewards import (
     RewardFunction,
     RewardRunner,
     RewardRunnerConfig,
+    SamplingParams,
+    Sandbox,
     ScorePattern,
     WinnerPattern,
     load_reward,
 )
-from gcore_rollout.sandbox import Sandbox
 from gcore_runs.errors import UserError
 from gcore_runs.watched import UNWATCHED, Watched
 
@@ -103,7 +104,7 @@ class Rewards:
         has_function = bool(config.reward or config.task.name)
         rewards = {"function": reward_function(config)} if has_function else {}
         weights = {"function": 1.0} if has_function else {}
-        if config.reward_model.kind == "judge" and config.reward_model.judge.pairwise:
+        if config.reward_model.is_pairwise:
             compare, close = await _pairwise_judge(config, watched, judge)
             comparison = Comparison(
                 GroupRewardRunner(compare, _runner_config(config)), weight=config.reward_model.weight
@@ -178,7 +179,7 @@ async def _reward_model(config: TrainConfig, watched: Watched, judge: Engine | N
     if config.reward_model.kind == "classifier":
         import torch
 
-        from gcore_rollout.rewards.sequence_classifier import SequenceClassifierReward
+        from gcore_rollout import SequenceClassifierReward
 
         dtype: torch.dtype = getattr(torch, config.dtype)
         tokenizer = build_tokenizer(Path(path))
@@ -267,10 +268,10 @@ def _check_pairwise(config: TrainConfig) -> None:
             "reward_model.judge.pairwise is true and rollout.multi_turn makes several turns: one of them is needed, "
             "for what is compared is one response to one prompt"
         )
-    if config.algorithm.adv_estimator == "remax":
+    if config.algorithm.estimator.needs_greedy:
         raise UserError(
-            "reward_model.judge.pairwise is true and algorithm.adv_estimator is 'remax': another estimator is needed, "
-            "for its greedy response is in no group"
+            "reward_model.judge.pairwise is true and algorithm.adv_estimator is "
+            f"{config.algorithm.adv_estimator!r}: another estimator is needed, for its greedy response is in no group"
         )
 
 

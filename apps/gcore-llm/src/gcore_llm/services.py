@@ -5,18 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from gcore_controller import Context, Program
+from gcore_controller import Context, DeviceTimers, Program, Recorder
 from gcore_llm.config import TrainConfig
 from gcore_llm.evaluate import Evaluation
 from gcore_llm.learner import Learner
 from gcore_llm.learner_part import SharedLearner
-from gcore_llm.program import Job, rlhf_program
+from gcore_llm.modality import Job, rlhf_program
 from gcore_llm.prompts import PromptSets
 from gcore_llm.rewards import Rewards
-from gcore_llm.roles import Roles, Sampler, World, build_engine, build_learner
-from gcore_runs.devices import DeviceTimers
+from gcore_llm.roles import EnvironmentRole, Roles, SamplingRoles, build_engine, build_learner
 from gcore_runs.logs import logs_of
-from gcore_runs.recording import Recorder
 from gcore_runs.services import InlineServices
 from gcore_runs.watched import Watched
 
@@ -32,7 +30,7 @@ class Inputs:
     tokenizer: Any
     prompts: PromptSets
     rewards: Rewards
-    world: World | None
+    environment: EnvironmentRole | None
     devices: DeviceTimers
     """What the rewards note their work with."""
     prometheus: "PrometheusExporter | None" = None
@@ -40,10 +38,10 @@ class Inputs:
     """Puts a line on the screen."""
 
 
-class LocalServices(InlineServices[TrainConfig, Sampler]):
+class LocalServices(InlineServices[TrainConfig, SamplingRoles]):
     """Everything belongs to this process; made by `start`."""
 
-    def __init__(self, config: TrainConfig, sampler: Sampler, learner: Learner) -> None:
+    def __init__(self, config: TrainConfig, sampler: SamplingRoles, learner: Learner) -> None:
         super().__init__(config, sampler)
         self._learner = learner
         self._policy = sampler.policy
@@ -59,12 +57,12 @@ class LocalServices(InlineServices[TrainConfig, Sampler]):
         except BaseException:
             await policy.close()
             raise
-        sampler = Sampler(
+        sampler = SamplingRoles(
             policy=policy,
             reward=inputs.rewards.runner,
             comparison=inputs.rewards.comparison,
             tokenizer=inputs.tokenizer,
-            world=inputs.world,
+            environment=inputs.environment,
             devices=inputs.devices,
         )
         return cls(inputs.config, sampler, learner)
@@ -85,14 +83,14 @@ class LocalServices(InlineServices[TrainConfig, Sampler]):
 
 def sharing(
     learner: Learner, program: Program[Roles, None], *, num_ranks: int = 0
-) -> Callable[[Context[Sampler]], Coroutine[Any, Any, None]]:
+) -> Callable[[Context[SamplingRoles]], Coroutine[Any, Any, None]]:
     """The program, on controllers that all have one sampler and one learner.
 
     Args:
         num_ranks: of the learner, whose work is noted.
     """
 
-    async def run(ctx: Context[Sampler]) -> None:
+    async def run(ctx: Context[SamplingRoles]) -> None:
         part = SharedLearner(learner, ctx.group, ctx.roles.devices, num_ranks=num_ranks)
         await program(ctx.with_roles(Roles(**vars(ctx.roles), learner=part)))
 

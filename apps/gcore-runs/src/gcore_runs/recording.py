@@ -2,10 +2,10 @@
 
 import time
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from gcore_controller import Span
-from gcore_rollout.rewards import Failure
+from gcore_rollout import Failure
 from gcore_runs.errors import RankError
 from gcore_runs.interrupt import Interrupt
 from gcore_runs.learning_signal import LearningSignal
@@ -19,30 +19,6 @@ Present = tuple[int, list[dict[str, Any]] | None]
 """A step, and the controllers' states at its end."""
 
 EvaluationT_contra = TypeVar("EvaluationT_contra", contravariant=True)
-
-
-class Recorder(Protocol[EvaluationT_contra]):
-    """Where rank 0 leaves what happened."""
-
-    async def evaluated(self, step: int, evaluation: EvaluationT_contra) -> None: ...
-
-    async def updating(self) -> None:
-        """From here to `reached`, the models are between two steps."""
-        ...
-
-    async def stepped(
-        self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
-    ) -> None:
-        """A step's metrics, and where its time went: on each controller, by rank, and on each device, by name."""
-        ...
-
-    async def rewards_failed(self, step: int, failures: list[Failure]) -> None:
-        """Report rewards that failed since the last call, and were dropped."""
-        ...
-
-    async def reached(self, step: int, controllers: list[dict[str, Any]]) -> None:
-        """All controllers are at the end of ``step`` with these states; the place to take a checkpoint."""
-        ...
 
 
 class Saving(ABC, Generic[EvaluationT_contra]):

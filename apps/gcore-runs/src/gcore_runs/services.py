@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from gcore_controller import Context, StageTimer, run_inline
-from gcore_runs.recording import Recorder
+from gcore_controller import Context, Recorder, StageTimer, run_inline
 
 State = dict[str, Any]
 RolesT = TypeVar("RolesT")

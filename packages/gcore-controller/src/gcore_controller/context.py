@@ -20,7 +20,7 @@ Reported = Callable[[int, Any], Awaitable[None]]
 """Takes in what a controller, by its rank, reports."""
 
 
-async def unheard(rank: int, value: Any) -> None:
+async def refuse_report(rank: int, value: Any) -> None:
     """
     Raises:
         RuntimeError: always; where nobody was meant to take reports.
@@ -28,7 +28,7 @@ async def unheard(rank: int, value: Any) -> None:
     raise RuntimeError(f"controller {rank} reports {value!r:.100} to nobody: give the runtime a `reported`")
 
 
-_TO_NOBODY: Report = partial(unheard, 0)
+_TO_NOBODY: Report = partial(refuse_report, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,3 +54,7 @@ class StuckError(ControllerError):
 
 class StateError(ControllerError, ValueError):
     """A saved state does not fit: it belongs to another data set or another sampler."""
+
+
+class RewardFailuresError(ControllerError):
+    """Too large a share of the reward calls failed."""

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Generic
 
 from gcore_controller.calls import describe
-from gcore_controller.context import Context, Program, Reported, ResultT, RolesT, unheard
+from gcore_controller.context import Context, Program, Reported, ResultT, RolesT, refuse_report
 from gcore_controller.errors import DeadlineError
 from gcore_controller.inline_collectives import InlineCollectives, InlineGroup
 from gcore_controller.programs import run_program
@@ -18,7 +18,7 @@ async def run_inline(
     roles: RolesT,
     world_size: int = 1,
     timeout_s: float | None = None,
-    reported: Reported = unheard,
+    reported: Reported = refuse_report,
 ) -> list[ResultT]:
     """Run ``program`` on ``world_size`` controllers that share ``roles``.
 
@@ -42,7 +42,7 @@ class InlineRun(Generic[RolesT, ResultT]):
     """One run of a program in this process; see `run_inline`."""
 
     def __init__(
-        self, program: Program[RolesT, ResultT], *, roles: RolesT, world_size: int, reported: Reported = unheard
+        self, program: Program[RolesT, ResultT], *, roles: RolesT, world_size: int, reported: Reported = refuse_report
     ) -> None:
         self._program = program
         self._roles = roles

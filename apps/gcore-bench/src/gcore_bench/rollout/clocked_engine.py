@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from gcore_bench.rollout.step_clock import StepClock
-from gcore_rollout import Engine
-from gcore_rollout.hf_engine import HFEngine
+from gcore_rollout import Engine, HFEngine
 
 Source = Literal["caller", "here", "file"]
 """New weights from the caller, from tensors in the engine's own process, or from a file that each update reads."""

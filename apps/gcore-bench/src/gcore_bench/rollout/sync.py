@@ -21,8 +21,7 @@ from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.processes import Processes
 from gcore_bench.rollout.step_clock import StepClock
 from gcore_bench.rollout.workload import sync_request
-from gcore_rollout import Completion, Engine, Request
-from gcore_rollout.replicas import EngineReplicas
+from gcore_rollout import Completion, Engine, EngineReplicas, Request
 
 if TYPE_CHECKING:
     from gcore_bench.rollout.clocked_engine import Source

@@ -18,13 +18,18 @@ from gcore_bench.harness.errors import BenchError
 from gcore_bench.harness.rounds import Figures, Rounds, Run
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.sync import MEMCPY, memcpy_seconds
-from gcore_rollout import Engine
-from gcore_rollout.weight_sync.adapters import A_OF, B_OF, AdapterWeights, merged
-from gcore_rollout.weight_sync.broadcast import WeightReceiver, WeightSender
-from gcore_rollout.weight_sync.delta import make_delta
-from gcore_rollout.weight_sync.mirror import FullWeights, WeightMirror
-from gcore_rollout.weight_sync.publisher import WeightPublisher
-from gcore_rollout.weight_sync.subscriber import WeightSubscriber
+from gcore_rollout import (
+    AdapterWeights,
+    Engine,
+    FullWeights,
+    WeightMirror,
+    WeightPublisher,
+    WeightReceiver,
+    WeightSender,
+    WeightSubscriber,
+    make_delta,
+)
+from gcore_rollout.weight_sync.adapters import A_OF, B_OF, merged
 
 _ROWS, _COLUMNS, _RANK = 1024, 512, 16
 _FRACTIONS = {"delta 0.1 %": 0.001, "delta 1 %": 0.01, "delta 10 %": 0.1, "delta 100 %": 1.0}

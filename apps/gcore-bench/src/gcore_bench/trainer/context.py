@@ -9,12 +9,7 @@ from gcore_bench.harness.measure import measured
 from gcore_bench.harness.rounds import Figures
 from gcore_bench.trainer.updates import OPTIMIZER
 from gcore_bench.trainer.workload import LONG_VOCAB_SIZE, context_layouts
-from gcore_trainer import Sample
-from gcore_trainer.objectives import SFTObjective
-from gcore_trainer.packed_model import PackedModel
-from gcore_trainer.parallel import ParallelConfig
-from gcore_trainer.torch_parallel import TorchParallel
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import PackedModel, ParallelConfig, Sample, SFTObjective, TorchParallel, TorchTrainer
 
 
 def run(spec: Spec) -> dict[str, Figures]:

@@ -8,7 +8,7 @@ import torch
 from gcore_bench.harness.child import Spec
 from gcore_bench.harness.measure import measured
 from gcore_bench.harness.rounds import Figures
-from gcore_trainer.token_scores import token_scores
+from gcore_trainer import token_scores
 
 
 def run(spec: Spec) -> dict[str, Figures]:

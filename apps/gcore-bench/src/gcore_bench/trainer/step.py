@@ -11,9 +11,7 @@ from gcore_bench.harness.measure import measured
 from gcore_bench.harness.rounds import Figures
 from gcore_bench.trainer.updates import StepResult
 from gcore_bench.trainer.workload import load_samples
-from gcore_trainer import Sample
-from gcore_trainer.parallel import ParallelConfig
-from gcore_trainer.torch_parallel import TorchParallel
+from gcore_trainer import ParallelConfig, Sample, TorchParallel
 
 _WARMUP = [
     Sample(

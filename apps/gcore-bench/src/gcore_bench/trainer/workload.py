@@ -15,8 +15,7 @@ from gcore_bench.harness.models import small_shape
 from gcore_bench.harness.rounds import Figures
 from gcore_bench.trainer.options import TrainerOptions
 from gcore_placement import TransformerWorkload, balance, micro_batches
-from gcore_trainer import Sample
-from gcore_trainer.packing import pack
+from gcore_trainer import Sample, pack
 
 LONG_VOCAB_SIZE = 512
 BALANCE_RANKS = 2

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from gcore_controller import Context
 from gcore_diffusion.evaluate import Evaluation
+from gcore_diffusion.modality import Job, diffusion_program
 from gcore_diffusion.on_ray.learner_part import RanksPart
-from gcore_diffusion.program import Job, diffusion_program
 from gcore_diffusion.rewards import build_rewards
 from gcore_diffusion.roles import Roles
 from gcore_runs.on_ray.connecting import own_services

@@ -5,11 +5,11 @@ from typing import Any
 
 from gcore_controller import Context
 from gcore_llm.evaluate import Evaluation
-from gcore_llm.exchange import sample_flops
+from gcore_llm.micro_batches import sample_flops
+from gcore_llm.modality import Job, rlhf_program
 from gcore_llm.on_ray.learner_part import RanksPart
-from gcore_llm.program import Job, rlhf_program
 from gcore_llm.rewards import Rewards
-from gcore_llm.roles import Roles, build_world
+from gcore_llm.roles import Roles, build_environment
 from gcore_runs.on_ray.connecting import own_services
 from gcore_runs.on_ray.reports import Reports
 from gcore_runs.on_ray.services import Handles
@@ -28,7 +28,7 @@ def controller_program(job: Job, tokenizer: Any) -> Callable[[Context[Handles]],
                     reward=rewards.runner,
                     comparison=rewards.comparison,
                     tokenizer=tokenizer,
-                    world=build_world(config, tokenizer, rewards.runner),
+                    environment=build_environment(config, tokenizer, rewards.runner),
                     policy_slots=own.num_engines * config.rollout.max_num_seqs,
                     learner=RanksPart(
                         ctx.roles.ranks, ctx.group, own.devices, cost_of=lambda batch: sample_flops(job.workload, batch)

@@ -13,8 +13,8 @@ from gcore_llm.engine_config import EngineConfig
 from gcore_llm.engines import engine_factory
 from gcore_llm.evaluate import Evaluation
 from gcore_llm.learner import LocalLearner
+from gcore_llm.modality import Job
 from gcore_llm.on_ray.controller import controller_program
-from gcore_llm.program import Job
 from gcore_llm.roles import build_tokenizer, eos_token_ids
 from gcore_llm.services import Inputs
 from gcore_runs.logs import logs_of

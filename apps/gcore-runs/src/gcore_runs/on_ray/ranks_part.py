@@ -3,11 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from gcore_controller import Collectives
+from gcore_controller import Collectives, DeviceTimers, rank_name
 from gcore_controller.ray_runtime import put
-from gcore_rollout import Engine
-from gcore_rollout.weight_report import check_weights
-from gcore_runs.devices import DeviceTimers, rank_name
+from gcore_rollout import Engine, check_weights
 from gcore_runs.on_ray.training_ranks import RankHandles
 from gcore_runs.ranks import deal
 

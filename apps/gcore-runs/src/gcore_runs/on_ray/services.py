@@ -9,11 +9,10 @@ from typing import Any, Generic, Self, TypeVar
 
 import ray
 
-from gcore_controller import Context
+from gcore_controller import Context, Recorder
 from gcore_controller.errors import ControllerDiedError
 from gcore_controller.ray_runtime import RayControllers
-from gcore_rollout.errors import EngineDiedError
-from gcore_rollout.ray_engine import EngineHandle
+from gcore_rollout import EngineDiedError, EngineHandle
 from gcore_runs.errors import RankError
 from gcore_runs.on_ray.cluster import connect
 from gcore_runs.on_ray.engine_actors import EngineActors, Factory, Role
@@ -22,7 +21,6 @@ from gcore_runs.on_ray.reports import Report
 from gcore_runs.on_ray.room import RoomChangedError
 from gcore_runs.on_ray.room_watch import RoomWatch
 from gcore_runs.on_ray.training_ranks import RankHandles, RayLearner
-from gcore_runs.recording import Recorder
 from gcore_runs.services import Recovery, RunJob
 from gcore_runs.sizes import SizedConfig, Sizes
 

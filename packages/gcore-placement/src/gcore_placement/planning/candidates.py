@@ -10,11 +10,11 @@ import numpy as np
 from gcore_placement.cluster import Cluster
 from gcore_placement.correction import Correction
 from gcore_placement.costs import SwapCosts
-from gcore_placement.efficiency import Efficiency
-from gcore_placement.job import Job
+from gcore_placement.planning.efficiency import Efficiency
 from gcore_placement.planning.engine_options import EngineOptions, Engines
 from gcore_placement.planning.step_time import Strategy, added_by_reward, num_swaps
 from gcore_placement.planning.training_options import TrainingChoice, TrainingOptions
+from gcore_placement.workload.job import Job
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from gcore_placement.cluster import Cluster
 from gcore_placement.correction import STAGES, Correction
 from gcore_placement.costs import JobCosts
-from gcore_placement.efficiency import Efficiency
 from gcore_placement.errors import PlacementError, check_positive, refusal
-from gcore_placement.job import Job
 from gcore_placement.planning.candidates import Candidate, Candidates
+from gcore_placement.planning.efficiency import Efficiency
 from gcore_placement.planning.engine_options import Engines
 from gcore_placement.planning.plan import EnginePlan, Plan
 from gcore_placement.planning.reasons import alternatives, why_nothing_fits
 from gcore_placement.planning.step_time import STRATEGIES, Strategy, predict_step
+from gcore_placement.workload.job import Job
 
 MOST_NUM_SEQS = 1024
 

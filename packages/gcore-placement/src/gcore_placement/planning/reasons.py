@@ -6,12 +6,12 @@ from math import inf
 
 import numpy as np
 
-from gcore_placement.job import Job
 from gcore_placement.planning.candidates import Candidate, Candidates
 from gcore_placement.planning.engine_options import EngineOptions
 from gcore_placement.planning.layouts import TrainingLayout
 from gcore_placement.planning.plan import Alternative
 from gcore_placement.planning.step_time import STRATEGIES, Strategy
+from gcore_placement.workload.job import Job
 
 _MOST_LAYOUTS = 4
 """Of training, that are named among those that fit, and among those that do not."""

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from gcore_placement.costs import EngineCosts, JobCosts
 from gcore_placement.errors import PlacementError, refusal
-from gcore_placement.job import Job
-from gcore_placement.lengths import Lengths
 from gcore_placement.planning.engine_costs import EngineLaws
+from gcore_placement.workload.job import Job
+from gcore_placement.workload.lengths import Lengths
 
 Strategy = Literal["colocated", "split", "dynamic"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
@@ -63,15 +63,14 @@ def predict_step(
         last_s = last_judgement_s(costs.reward, job)
         reward = added_by_reward(generation, judging, strategy=strategy, last_s=last_s)
     swaps = num_swaps(job, strategy=strategy)
-    training = costs.training
-    work_s = (training.per_token_s * job.training_tokens + training.per_pair_s * job.training_pairs) / num_devices
+    preparation_s, training_s = costs.training.seconds(job.training_tokens, job.training_pairs, num_devices)
     return StepTime(
         generation_s=float(job.wave_chances @ generation[:, 0]),
         reward_s=float(job.wave_chances @ reward[:, 0]),
         swap_s=swaps * (costs.swap.sleep_s + costs.swap.wake_s),
-        preparation_s=training.num_forward_passes * training.forward_share * work_s,
-        training_s=training.base_s + work_s,
-        weight_sync_s=training.sync_s,
+        preparation_s=preparation_s,
+        training_s=training_s,
+        weight_sync_s=costs.training.sync_s,
     )
 
 
@@ -169,7 +168,7 @@ def _engine_seconds(
 
 def _judge_lengths(job: Job) -> tuple[Lengths, Lengths]:
     if job.judge_prompt_lengths is None or job.judge_lengths is None:
-        raise PlacementError("job.judge must be given where costs.reward is, got None")
+        raise PlacementError("job.judge is None; expected a model where costs.reward is given")
     return job.judge_prompt_lengths, job.judge_lengths
 
 

@@ -8,12 +8,16 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from gcore_bench.trainer.updates import LOSS, OPTIMIZER, StepResult
-from gcore_trainer import MicroBatch, Sample
-from gcore_trainer.objectives import PolicyObjective
-from gcore_trainer.packed_model import PackedModel
-from gcore_trainer.token_scores import TokenScores, token_scores
-from gcore_trainer.torch_parallel import TorchParallel
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import (
+    MicroBatch,
+    PackedModel,
+    PolicyObjective,
+    Sample,
+    TokenScores,
+    TorchParallel,
+    TorchTrainer,
+    token_scores,
+)
 
 
 class GcoreStep:
