@@ -157,7 +157,7 @@ def test_models_are_refused_when_they_are_loaded(tmp_path: Path, model_type: str
 
 def test_a_critic_of_a_type_without_a_classifier_is_refused(tmp_path: Path) -> None:
     path = save_model(tiny_config("apertus"), tmp_path, seed=0)
-    with pytest.raises(UnsupportedModelError, match="'apertus'; expected one that AutoModel.*Classification has"):
+    with pytest.raises(UnsupportedModelError, match=r"'apertus'; expected one that AutoModel.*Classification has"):
         PackedValueModel.from_pretrained(path)
 
 
