@@ -5,13 +5,13 @@ import shutil
 import signal
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from command_line import Cli, Server, option_set, read_rows, served, step_rows, write_rows
+from command_line import Cli, Server, option_set, read_rows, step_rows, write_rows
 from PIL import Image
 from process_tree import descendants
 from safetensors.torch import load_file, save_file
@@ -49,12 +49,6 @@ def nothing(images, prompts, rows):
 def differentiable(latents, prompts):
     return torch.tanh(latents[:, 0].flatten(1).mean(1) - latents[:, 1].flatten(1).mean(1))
 """
-
-
-@pytest.fixture(scope="session")
-def diffusion_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with served("gcore_diffusion", tmp_path_factory.mktemp("diffusion-logs")) as server:
-        yield server
 
 
 @pytest.fixture
