@@ -171,7 +171,13 @@ def test_tokens_that_are_not_the_ranks_own_are_refused(ranks: RankPool) -> None:
     [
         ([Group(3, [5, 4])], ULYSSES_2, True, ULYSSES_4, "a row of 10 tokens cannot be divided among ring_size=1 x"),
         ([Group(3, [4])], ULYSSES_2, False, RING_2, "a segment of 6 tokens cannot be cut in 4 chunks for ring_size=2"),
-        ([Group(4, [5, 5])], ULYSSES_4, True, RING_2, "the row shares prompts; expected one packed with share_prefix=False for ring_size 2"),
+        (
+            [Group(4, [5, 5])],
+            ULYSSES_4,
+            True,
+            RING_2,
+            "the row shares prompts; expected one packed with share_prefix=False for ring_size 2",
+        ),
     ],
 )
 def test_rows_packed_for_another_layout_are_refused(
