@@ -21,7 +21,7 @@ def job(command: str, model: Path | str, *options: str) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--optim.lr", "-1"], "lr is -1.0: a finite number above 0 is needed"),
+        (["--optim.lr", "-1"], "lr is -1.0; expected a finite number above 0"),
         (["--optim.lr-warmup-steps-ratio", "2"], "optim.lr_warmup_steps_ratio is 2.0; expected a number in [0, 1]"),
         (["--trainer.total-epochs", "0"], "trainer.total_epochs is 0.0; expected a finite number above 0"),
         (["--data.max-length", "1"], "data.max_length is 1; expected 2 or more"),
@@ -47,7 +47,7 @@ def test_options(cli: Cli, tiny: Path, options: list[str], expected: str) -> Non
 @pytest.mark.parametrize(
     ("command", "options", "expected"),
     [
-        ("dpo", ["--loss.beta", "0"], "beta is 0.0: a finite number above 0 is needed"),
+        ("dpo", ["--loss.beta", "0"], "beta is 0.0; expected a finite number above 0"),
         ("dpo", ["--loss.loss-type", "orpo"], "orpo"),
         ("dpo", ["--max-token-len", "63"], "max_token_len is 63; expected at least 2 * data.max_length = 64"),
         ("reward-model", ["--loss.center-rewards-coefficient", "-1"], "center_rewards_coefficient is -1.0"),

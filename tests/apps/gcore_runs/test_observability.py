@@ -32,6 +32,7 @@ from rich.text import Text
 sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
 from fake_engine import FakeEngine  # pyright: ignore[reportMissingImports]
 
+import gcore_runs.logs.merging as merging
 from gcore_controller import Context, DeviceTimers, Span, merge_spans, on_wall_clock, run_inline
 from gcore_llm.cli import main
 from gcore_llm.engines import start_policy
@@ -42,7 +43,7 @@ from gcore_rollout import EngineReplicas, Request, SamplingParams
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
 from gcore_runs.logs.merging import merged_lines
-from gcore_runs.logs.writing import log_to, merging
+from gcore_runs.logs.writing import log_to
 from gcore_runs.metrics.prometheus import PrometheusExporter
 from gcore_runs.metrics.writer import MetricsWriter
 from gcore_runs.run_folder import RunFolder, read_jsonl
