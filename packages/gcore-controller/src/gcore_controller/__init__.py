@@ -26,7 +26,8 @@ from gcore_controller.stages import Span, StageTimer, on_wall_clock, seconds_by_
 from gcore_controller.virtual_time import VirtualTimeLoop, run_simulated
 
 if TYPE_CHECKING:
-    from gcore_controller import PromptLoader, ShardedSampler, SharedPrompts
+    from gcore_controller.prompt_stealing import SharedPrompts
+    from gcore_controller.prompts import PromptLoader, ShardedSampler
     from gcore_controller.rlhf.step import RLHFLoop
 
 __all__ = [
