@@ -20,7 +20,11 @@ from gcore_controller.ray_runtime import RayControllers, check_token, run_ray
 
 NUM_NODES = 2
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*:FutureWarning"), pytest.mark.usefixtures("cluster")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*:FutureWarning"),
+    pytest.mark.usefixtures("cluster"),
+]
 
 
 class OneOfUsFailedError(Exception):

@@ -12,7 +12,7 @@ from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.prompts import Prompt
 from gcore_diffusion.roles import Roles
 from gcore_diffusion.sampling import images, scored
-from gcore_rollout.diffusion import ImageRequest, ImageSampling
+from gcore_rollout import ImageRequest, ImageSampling
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_diffusion.prompts import Prompt
-from gcore_rollout.diffusion import ImageSample, Trajectory
+from gcore_rollout import ImageSample, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

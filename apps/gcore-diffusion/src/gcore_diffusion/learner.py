@@ -16,26 +16,25 @@ from gcore_ckpt import Checkpointer
 from gcore_controller import Collectives, DeviceTimers, rank_name
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.sampling import has_reference_pass, kernel_of
-from gcore_rollout import Engine
-from gcore_rollout.diffusion import ImageRequest, ImageSample
-from gcore_rollout.diffusion.recording import suited
-from gcore_rollout.weight_digests import DigestedWeights
-from gcore_rollout.weight_report import all_digests, check_weights
+from gcore_rollout import DigestedWeights, Engine, ImageRequest, ImageSample, all_digests, check_weights, suited
 from gcore_runs.errors import UserError
-from gcore_trainer import OptimizerConfig
-from gcore_trainer.diffusion.denoiser import Denoiser
-from gcore_trainer.diffusion.objectives import (
+from gcore_trainer import (
+    DDPMProcess,
+    Denoiser,
+    DenoisingPolicyObjective,
     DiffusionDPOObjective,
+    DiffusionMicroBatch,
     DiffusionObjective,
+    DiffusionTrainer,
+    FlowProcess,
     NFTObjective,
-    PolicyGradientObjective,
+    NoiseProcess,
+    OptimizerConfig,
+    ParallelConfig,
     RewardGradientObjective,
+    TorchParallel,
+    step_means,
 )
-from gcore_trainer.diffusion.process import DDPMProcess, FlowProcess, NoiseProcess
-from gcore_trainer.diffusion.trainer import DiffusionTrainer, step_means
-from gcore_trainer.diffusion.types import DiffusionMicroBatch
-from gcore_trainer.parallel import ParallelConfig
-from gcore_trainer.torch_parallel import TorchParallel
 
 State = dict[str, Any]
 
@@ -243,7 +242,7 @@ def _objective(config: DiffusionConfig, model: Path, reward: Any) -> DiffusionOb
                 "one is needed, a function PATH.py:function of (latents [B, ...] torch, prompts) that returns [B] torch"
             )
         return RewardGradientObjective(suited(kernel_of(config), _scheduler(model)), reward)
-    return PolicyGradientObjective(config.policy_loss, suited(kernel_of(config), _scheduler(model)))
+    return DenoisingPolicyObjective(config.policy_loss, suited(kernel_of(config), _scheduler(model)))
 
 
 def _scheduled(optimizer: OptimizerConfig, config: DiffusionConfig) -> OptimizerConfig:

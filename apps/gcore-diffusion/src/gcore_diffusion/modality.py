@@ -27,9 +27,9 @@ from gcore_diffusion.preparation import prepared, training_sample, updates
 from gcore_diffusion.prompts import Prompt, PromptSets
 from gcore_diffusion.roles import Roles
 from gcore_diffusion.sampling import has_reference_pass, image_sampling, scored
-from gcore_rollout.diffusion import ImageRequest, ImageSample
+from gcore_rollout import ImageRequest, ImageSample
 from gcore_runs.services import RunJob
-from gcore_trainer.diffusion.types import DiffusionMicroBatch
+from gcore_trainer import DiffusionMicroBatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,8 @@ import numpy as np
 
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.groups import Group
-from gcore_rollout.diffusion import ImageSample
-from gcore_trainer.advantages import grpo_advantages
-from gcore_trainer.diffusion.types import DiffusionSample
+from gcore_rollout import ImageSample
+from gcore_trainer import DiffusionSample, grpo_advantages
 
 _EPSILON = 1e-4
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gcore_controller import DeviceTimers
-from gcore_rollout import Engine
-from gcore_rollout.diffusion import ImageRequest, ImageSample
+from gcore_rollout import Engine, ImageRequest, ImageSample
 
 if TYPE_CHECKING:
     from gcore_diffusion.learner import LearnerPart

@@ -9,10 +9,10 @@ from gcore_controller import Context
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.prompts import Prompt
 from gcore_diffusion.roles import Roles
-from gcore_rollout import Engine
-from gcore_rollout.diffusion import (
+from gcore_rollout import (
     DDIM,
     DanceSDE,
+    Engine,
     FlowCPS,
     FlowODE,
     FlowSDE,
@@ -20,8 +20,8 @@ from gcore_rollout.diffusion import (
     ImageSample,
     ImageSampling,
     Kernel,
+    evaluate_images,
 )
-from gcore_rollout.image_rewards import evaluate_images
 
 
 def kernel_of(config: DiffusionConfig) -> Kernel:

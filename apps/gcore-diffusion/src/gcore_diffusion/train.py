@@ -10,9 +10,8 @@ from gcore_controller import DeviceTimers
 from gcore_diffusion.config import MAY_CHANGE, DiffusionConfig
 from gcore_diffusion.demo.digits import PROMPTS
 from gcore_diffusion.demo.pretraining import taught_pipeline
-from gcore_diffusion.engines import start_engines
+from gcore_diffusion.engines import judge_factory, start_engines
 from gcore_diffusion.evaluate import Evaluation
-from gcore_diffusion.judge import judge_factory
 from gcore_diffusion.modality import Job
 from gcore_diffusion.pipeline_files import check_pipeline
 from gcore_diffusion.prompts import PromptSets, load_prompts
@@ -22,8 +21,7 @@ from gcore_diffusion.rewards import Rewards, build_rewards, try_reward
 from gcore_diffusion.roles import SamplingRoles
 from gcore_diffusion.sampling import images, kernel_of
 from gcore_diffusion.services import LocalServices
-from gcore_rollout.diffusion import ImageRequest, ImageSampling
-from gcore_rollout.errors import RolloutError
+from gcore_rollout import ImageRequest, ImageSampling, RolloutError
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
 from gcore_runs.interrupt import at_once
@@ -58,7 +56,7 @@ def train(config: DiffusionConfig, display: Display) -> Result:
         check_pipeline(Path(config.model))
     prompts = load_prompts(config.data, PROMPTS)
     rewards = None
-    if config.reward.kind == "judge":
+    if config.reward.is_judged:
         judge_factory(config)
     else:
         rewards = build_rewards(config, judge=None)
@@ -179,8 +177,8 @@ def _is_evaluated(run: RunFolder, config: DiffusionConfig, step: int) -> bool:
 
 def _export(learner: SavedLearner, model: Path, path: Path) -> None:
     """The pipeline's folder with the trained denoiser in it."""
-    from gcore_trainer.diffusion.denoiser import component_of
+    from gcore_trainer import pipeline_component
 
-    name, _ = component_of(model)
+    name, _ = pipeline_component(model)
     shutil.copytree(model, path, ignore=lambda folder, _: [name] if Path(folder) == model else [])
     learner.save_pretrained(path / name)

@@ -7,7 +7,7 @@ from typing import Any
 
 from gcore_llm.groups import Group, Response
 from gcore_llm.prompts import Prompt
-from gcore_rollout.rewards import Failed, GroupRewardRunner, Scored
+from gcore_rollout import Failed, GroupRewardRunner, Scored
 
 
 class Comparison:

@@ -13,10 +13,7 @@ from gcore_llm.comparison import Comparison
 from gcore_llm.groups import Group, Response, UnfinishedGroup
 from gcore_llm.prompts import Prompt
 from gcore_llm.roles import EnvironmentRole, SamplingRoles
-from gcore_rollout import Completion, Request, SamplingParams
-from gcore_rollout.errors import EpisodeError, RewardError
-from gcore_rollout.multi_turn import run_episode
-from gcore_rollout.rewards import Failed
+from gcore_rollout import Completion, EpisodeError, Failed, Request, RewardError, SamplingParams, run_episode
 from gcore_runs.errors import UserError
 
 Take = Callable[[int], Awaitable[Sequence[tuple[int, Prompt]]]]
@@ -141,7 +138,7 @@ class Generation:
             n=self.n,
             seed=hash((self.seed, group.prompt_index)),
             indices=tuple(i for i in range(self.n) if i not in group.responses),
-            begun=group.partial_before,
+            prefixes=group.partial_before,
             images=group.prompt.encoded_images(),
         )
 

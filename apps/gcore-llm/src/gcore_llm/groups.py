@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from gcore_llm.config import AlgorithmConfig
 from gcore_llm.images import PromptImages
-from gcore_rollout import Completion
-from gcore_rollout.multi_turn import EpisodeEnd
+from gcore_rollout import Completion, EpisodeEnd
 from gcore_trainer import Sample
 
 

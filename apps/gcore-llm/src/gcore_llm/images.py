@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gcore_rollout.images import VisionProcessor
+from gcore_rollout import VisionProcessor
 from gcore_runs.errors import UserError
 from gcore_trainer import Images
 

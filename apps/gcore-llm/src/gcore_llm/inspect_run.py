@@ -16,7 +16,7 @@ from gcore_rollout import Engine, Request, SamplingParams
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import RunFolder
 from gcore_runs.settings import resolve
-from gcore_trainer.lora import merged
+from gcore_trainer import merge_lora
 
 
 async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
@@ -43,7 +43,7 @@ async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
     saved = checkpointer.load(only=["step", "trainer.model"])
     weights = saved["trainer"]["model"].items()
     if config.actor.lora is not None:
-        weights = merged(load(model).items(), saved["trainer"]["model"], config.actor.lora)
+        weights = merge_lora(load(model).items(), saved["trainer"]["model"], config.actor.lora)
     await engine.update_weights(weights, version=saved["step"])
     return config, tokenizer, engine, saved["step"]
 

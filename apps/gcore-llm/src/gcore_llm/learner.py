@@ -13,17 +13,13 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.performance import memory
 from gcore_runs.errors import UserError
 from gcore_runs.services import SavedLearner
-from gcore_trainer import MicroBatch, OptimizerConfig
-from gcore_trainer.config import LoRAConfig
+from gcore_trainer import LoRAConfig, MicroBatch, OptimizerConfig
 
 if TYPE_CHECKING:
     import torch
 
-    from gcore_rollout.weight_digests import DigestedWeights
-    from gcore_trainer.frozen_model import FrozenModel
-    from gcore_trainer.objectives import Objective
-    from gcore_trainer.torch_parallel import TorchParallel
-    from gcore_trainer.trainer import Trainer
+    from gcore_rollout import DigestedWeights
+    from gcore_trainer import FrozenModel, Objective, TorchParallel, Trainer
 
 Role = Literal["actor", "critic", "reference"]
 State = dict[str, Any]
@@ -65,7 +61,7 @@ class Learner(ComputingLearner, SavedLearner, Protocol):
 
 def has_critic(config: TrainConfig) -> bool:
     """Whether the algorithm needs one."""
-    return config.algorithm.adv_estimator == "gae"
+    return config.algorithm.estimator.needs_critic
 
 
 def has_reference(config: TrainConfig) -> bool:
@@ -139,7 +135,7 @@ class LocalLearner:
     def export_weights(self) -> "DigestedWeights":
         import torch
 
-        from gcore_rollout.weight_digests import DigestedWeights
+        from gcore_rollout import DigestedWeights
 
         # Some parameters stay in float32 in engines of another type.
         dtypes = [torch.float32, getattr(torch, self._dtype)]
@@ -195,7 +191,7 @@ def _numbers(state: State) -> State:
 
 
 def _join(config: TrainConfig) -> "TorchParallel | None":
-    from gcore_trainer.torch_parallel import TorchParallel
+    from gcore_trainer import TorchParallel
 
     parallel = config.trainer.parallel
     if config.trainer.backend == "megatron":
@@ -225,15 +221,14 @@ def _scheduled(optimizer: OptimizerConfig, config: TrainConfig) -> OptimizerConf
 
 
 def _build_actor(config: TrainConfig, model: Path, parallel: "TorchParallel | None") -> "Trainer":
-    from gcore_trainer.objectives import PolicyObjective
+    from gcore_trainer import PolicyObjective
 
     longest = config.actor.loss.max_response_length or config.data.max_response_length
     objective = PolicyObjective(replace(config.actor.loss, max_response_length=longest))
     if config.trainer.backend == "megatron":
         optimizer = _scheduled(config.actor.optim, config)
         return _build_megatron(config, model, optimizer, objective, lora=config.actor.lora)
-    from gcore_trainer.packed_model import PackedModel
-    from gcore_trainer.torch_trainer import TorchTrainer
+    from gcore_trainer import PackedModel, TorchTrainer
 
     packed = PackedModel.from_pretrained(
         model, temperature=config.rollout.temperature, lora=config.actor.lora, **_model_options(config)
@@ -244,14 +239,13 @@ def _build_actor(config: TrainConfig, model: Path, parallel: "TorchParallel | No
 
 
 def _build_critic(config: TrainConfig, model: Path, parallel: "TorchParallel | None") -> "Trainer":
-    from gcore_trainer.objectives import ValueObjective
+    from gcore_trainer import ValueObjective
 
     longest = config.critic.loss.max_response_length or config.data.max_response_length
     objective = ValueObjective(replace(config.critic.loss, max_response_length=longest))
     if config.trainer.backend == "megatron":
         return _build_megatron(config, model, _scheduled(config.critic.optim, config), objective)
-    from gcore_trainer.packed_model import PackedValueModel
-    from gcore_trainer.torch_trainer import TorchTrainer
+    from gcore_trainer import PackedValueModel, TorchTrainer
 
     packed = PackedValueModel.from_pretrained(model, **_model_options(config))
     return TorchTrainer(
@@ -269,7 +263,7 @@ def _build_megatron(
 ) -> "Trainer":
     import torch
 
-    from gcore_trainer.megatron.trainer import MegatronTrainer
+    from gcore_trainer import MegatronTrainer
 
     return MegatronTrainer(
         model,
@@ -285,8 +279,7 @@ def _build_megatron(
 
 
 def _build_reference(config: TrainConfig, model: Path, parallel: "TorchParallel | None") -> "FrozenModel":
-    from gcore_trainer.frozen_model import FrozenModel
-    from gcore_trainer.packed_model import PackedModel
+    from gcore_trainer import FrozenModel, PackedModel
 
     packed = PackedModel.from_pretrained(model, temperature=config.rollout.temperature, **_model_options(config))
     return FrozenModel(packed, parallel=parallel)

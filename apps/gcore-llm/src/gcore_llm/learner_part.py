@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 
 from gcore_controller import Collectives, DeviceTimers, rank_name
 from gcore_llm.learner import ComputingLearner, Learner, Role
-from gcore_rollout import Engine
-from gcore_rollout.weight_report import all_digests, check_weights
+from gcore_rollout import Engine, all_digests, check_weights
 from gcore_trainer import MicroBatch
 
 

@@ -29,10 +29,9 @@ from gcore_trainer import MicroBatch
 if TYPE_CHECKING:
     import torch
 
-    from gcore_rollout.weight_digests import DigestedWeights
-    from gcore_rollout.weight_report import Digest
+    from gcore_rollout import Digest, DigestedWeights
 
-_PRELOADED = ["gcore_trainer.torch_trainer", "gcore_trainer.frozen_model", "torch._dynamo"]
+_PRELOADED = ["gcore_trainer.torch.trainer", "gcore_trainer.torch.frozen_model", "torch._dynamo"]
 """What ranks would import, each for itself."""
 
 _DEATH_S = 0.5
@@ -102,7 +101,7 @@ class RankedLearner:
         return (await self._call_replicas("train_step", role, micro_batches, parts, role))[0]
 
     def export_weights(self) -> "DigestedWeights":
-        from gcore_rollout.weight_digests import DigestedWeights
+        from gcore_rollout import DigestedWeights
 
         digests: dict[str, Mapping[str, Digest]] = {}
         return DigestedWeights(self._exported(digests), digests=digests)

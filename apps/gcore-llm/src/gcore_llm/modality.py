@@ -34,9 +34,7 @@ from gcore_llm.preparation import kl_controller, prepare
 from gcore_llm.prompts import Prompt, PromptSets
 from gcore_llm.roles import Roles
 from gcore_placement import TransformerWorkload, balance
-from gcore_rollout import SamplingParams
-from gcore_rollout.multi_turn import EpisodeEnd
-from gcore_rollout.rewards import part_means
+from gcore_rollout import EpisodeEnd, SamplingParams, part_means
 from gcore_runs.services import RunJob
 from gcore_trainer import MicroBatch, Sample
 
@@ -123,7 +121,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
             n=self._config.rollout.n,
             seed=self._config.seed,
             timer=ctx.timer,
-            with_greedy=self._config.algorithm.adv_estimator == "remax",
+            with_greedy=self._config.algorithm.estimator.needs_greedy,
             comparison=ctx.roles.comparison,
         )
         return await generation.run(wave.prompts, unfinished=wave.unfinished, quota=wave.quota, take=wave.take)

@@ -11,7 +11,7 @@ import numpy as np
 
 from gcore_llm.config import DataConfig
 from gcore_llm.images import PromptImages, images_of, vision_processor, with_parts
-from gcore_rollout.errors import RolloutError
+from gcore_rollout import RolloutError
 from gcore_runs.errors import UserError
 
 RowT = TypeVar("RowT")

@@ -14,9 +14,19 @@ from gcore_llm.engines import start_policy
 from gcore_llm.learner import Learner, LocalLearner
 from gcore_llm.learner_part import LearnerPart
 from gcore_llm.micro_batches import sample_flops, workload_of
-from gcore_rollout import Engine
-from gcore_rollout.multi_turn import ChatEncoder, Environment, EpisodeLimits, RevisionEnvironment
-from gcore_rollout.rewards import Failed, FailureLog, OnError, RewardRunner, Scored, load_function
+from gcore_rollout import (
+    ChatEncoder,
+    Engine,
+    Environment,
+    EpisodeLimits,
+    Failed,
+    FailureLog,
+    OnError,
+    RevisionEnvironment,
+    RewardRunner,
+    Scored,
+    load_function,
+)
 from gcore_runs.errors import UserError
 from gcore_runs.watched import UNWATCHED, Watched
 from gcore_runs.weights_files import check_safetensors

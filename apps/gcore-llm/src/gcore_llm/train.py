@@ -22,7 +22,7 @@ from gcore_llm.services import Inputs, LocalServices
 from gcore_llm.tasks import load_task
 from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
 from gcore_llm.warmup import require_worked_examples, warm_up
-from gcore_rollout.rewards import Failed
+from gcore_rollout import Failed
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
 from gcore_runs.interrupt import at_once
@@ -56,7 +56,7 @@ def train(config: TrainConfig, display: Display) -> Result:
         check_model(Path(config.model))
     elif config.rollout.is_on_servers:
         raise UserError(f"rollout.engine is {config.rollout.engine!r} and model is not set: servers need a model")
-    if config.critic.model and config.algorithm.adv_estimator == "gae":
+    if config.critic.model and config.algorithm.estimator.needs_critic:
         check_model(Path(config.critic.model), setting="critic.model")
     if config.rollout.speculative.model:
         check_model(Path(config.rollout.speculative.model), setting="rollout.speculative.model")

@@ -11,15 +11,12 @@ from gcore_llm.evaluate import evaluate
 from gcore_llm.prompts import PromptSets
 from gcore_llm.roles import SamplingRoles, build_engine
 from gcore_llm.tasks import WORKED_EXAMPLES
-from gcore_rollout.rewards import RewardRunner
+from gcore_rollout import RewardRunner
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import RunFolder, append_json, write_atomically, write_jsonl
 from gcore_runs.watched import Watched
-from gcore_trainer import OptimizerConfig, Sample
-from gcore_trainer.objectives import SFTObjective
-from gcore_trainer.packed_model import PackedModel
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import OptimizerConfig, PackedModel, Sample, SFTObjective, TorchTrainer
 
 
 def require_worked_examples(task: str, *, instead: str) -> None:

@@ -54,7 +54,7 @@ def deal(costs: Sequence[float], num_replicas: int) -> list[list[int]]:
 def sendable(error: Exception) -> Exception:
     """The error itself where its kind is one that the command line expects, else its traceback."""
     from gcore_ckpt import CheckpointError
-    from gcore_trainer.errors import TrainerError
+    from gcore_trainer import TrainerError
 
     if isinstance(error, CheckpointError | TrainerError | UserError):
         return error

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from gcore_controller import Span
-from gcore_rollout.rewards import Failure
+from gcore_rollout import Failure
 from gcore_runs.errors import RankError
 from gcore_runs.interrupt import Interrupt
 from gcore_runs.learning_signal import LearningSignal

@@ -17,9 +17,7 @@ from gcore_llm.modality import Job, rlhf_program
 from gcore_llm.rewards import make_runner, reward_function
 from gcore_llm.roles import SamplingRoles, build_engine, build_learner, build_tokenizer
 from gcore_llm.services import sharing
-from gcore_rollout import Completion, Engine, Request
-from gcore_rollout.forwarding import WrappedEngine
-from gcore_rollout.rewards import Failure
+from gcore_rollout import Completion, Engine, Failure, Request, WrappedEngine
 from gcore_runs.settings import resolve
 
 

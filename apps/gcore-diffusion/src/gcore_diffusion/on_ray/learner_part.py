@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_rollout import Engine
-from gcore_rollout.diffusion import ImageRequest, ImageSample
+from gcore_rollout import Engine, ImageRequest, ImageSample
 from gcore_runs.on_ray.ranks_part import BaseRanksPart
-from gcore_trainer.diffusion.types import DiffusionMicroBatch
+from gcore_trainer import DiffusionMicroBatch
 
 
 class RanksPart(BaseRanksPart[DiffusionMicroBatch]):

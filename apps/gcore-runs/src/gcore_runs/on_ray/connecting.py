@@ -9,10 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 from gcore_controller import Context, DeviceTimers
-from gcore_rollout import Engine
-from gcore_rollout.ray_engine import EngineHandle, RayEngine
-from gcore_rollout.replicas import EngineReplicas
-from gcore_rollout.turns import Turns
+from gcore_rollout import Engine, EngineHandle, EngineReplicas, RayEngine, TimeSharedEngines
 from gcore_runs.logs import log_to
 from gcore_runs.on_ray.reports import Announcements
 from gcore_runs.on_ray.services import Handles
@@ -57,7 +54,7 @@ async def own_services(ctx: Context[Handles], config: SizedConfig) -> AsyncGener
         to_close.push_async_callback(policy.close)
         if in_turns and judge is not None:
             await policy.wake()
-            policy, judge = Turns([policy, judge]).engines
+            policy, judge = TimeSharedEngines([policy, judge]).engines
         yield ControllerServices(policy=policy, judge=judge, devices=devices, num_engines=len(engines))
 
 

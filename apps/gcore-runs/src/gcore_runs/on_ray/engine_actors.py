@@ -12,8 +12,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from gcore_rollout import Engine
-from gcore_rollout.ray_engine import EngineHandle, RayEngine, end_engine_actor, start_engine_actor
+from gcore_rollout import Engine, EngineHandle, RayEngine, end_engine_actor, start_engine_actor
 from gcore_runs.logs import logged
 from gcore_runs.sizes import SizedConfig, Sizes
 

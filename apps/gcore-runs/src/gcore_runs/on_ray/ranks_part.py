@@ -5,8 +5,7 @@ from typing import Any, Generic, TypeVar
 
 from gcore_controller import Collectives, DeviceTimers, rank_name
 from gcore_controller.ray_runtime import put
-from gcore_rollout import Engine
-from gcore_rollout.weight_report import check_weights
+from gcore_rollout import Engine, check_weights
 from gcore_runs.on_ray.training_ranks import RankHandles
 from gcore_runs.ranks import deal
 

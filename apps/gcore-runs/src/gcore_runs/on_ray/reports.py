@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from gcore_controller import Span
-from gcore_rollout.rewards import Failure
+from gcore_rollout import Failure
 
 EvaluationT = TypeVar("EvaluationT")
 

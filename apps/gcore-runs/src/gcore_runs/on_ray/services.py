@@ -12,8 +12,7 @@ import ray
 from gcore_controller import Context, Recorder
 from gcore_controller.errors import ControllerDiedError
 from gcore_controller.ray_runtime import RayControllers
-from gcore_rollout.errors import EngineDiedError
-from gcore_rollout.ray_engine import EngineHandle
+from gcore_rollout import EngineDiedError, EngineHandle
 from gcore_runs.errors import RankError
 from gcore_runs.on_ray.cluster import connect
 from gcore_runs.on_ray.engine_actors import EngineActors, Factory, Role

@@ -14,8 +14,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from gcore_controller.errors import ClusterError
 from gcore_controller.ray_runtime import RayReference, free_resources, reason_of
-from gcore_rollout.weight_report import Digests, all_digests
-from gcore_rollout.weight_sync.weight_references import WeightReferences
+from gcore_rollout import Digests, WeightReferences, all_digests
 from gcore_runs.errors import RankError
 from gcore_runs.logs import log_to
 from gcore_runs.ranks import RankLearner, Replica, sendable
