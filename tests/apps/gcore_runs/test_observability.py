@@ -115,7 +115,7 @@ def test_what_controllers_waited_for_begins_the_next_step(tmp_path: Path) -> Non
         writer.write(step, [[span("gen", 50.0 + step, 50.75 + step)], []])
     writer.waited(span("checkpoint", 54.0, 54.5))
     # Step 3 is lost, and made again; what passed since the end of step 2 is due to that.
-    writer.go_on(last_step=2, cause="failure")
+    writer.resume(last_step=2, cause="failure")
     writer.write(3, [[span("gen", 60.0, 60.5)], []])
     writer.waited(span("checkpoint", 60.5, 60.75))
     writer.write(4, [[span("gen", 61.0, 62.0)], []])

@@ -34,7 +34,7 @@ from gcore_trainer import DiffusionMicroBatch
 
 @dataclass(frozen=True, kw_only=True)
 class Job(RunJob[DiffusionConfig]):
-    """What a run of the program needs besides its roles."""
+    """A run of the program: where it starts, and its prompts."""
 
     prompts: PromptSets
 

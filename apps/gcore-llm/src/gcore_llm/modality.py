@@ -45,7 +45,7 @@ episodes."""
 
 @dataclass(frozen=True, kw_only=True)
 class Job(RunJob[TrainConfig]):
-    """What a run of the RLHF program needs besides its roles."""
+    """A run of the RLHF program: where it starts, its prompts, and the cost model of its policy."""
 
     prompts: PromptSets
     workload: TransformerWorkload

@@ -94,7 +94,7 @@ class RunLoop(Generic[JobT, ConfigT, EvaluationT]):
                     display.say(f"{loss.error}; the next came before all was replaced")
                     loss = _Loss(error=error)
                     num_losses += 1
-            spans.go_on(last_step=job.first_step, cause=recovery.cause)
+            spans.resume(last_step=job.first_step, cause=recovery.cause)
             display.say(f"{recovery.said}; going on after step {job.first_step}")
 
     def _attempt(self, job: JobT, spans: SpanWriter) -> "_Loss | None":

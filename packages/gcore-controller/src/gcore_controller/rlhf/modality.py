@@ -45,7 +45,7 @@ class RLHFRoles(Protocol):
 
     @property
     def owns_process(self) -> bool:
-        """Whether only this controller computes in its process."""
+        """True if only this controller computes in its process."""
         ...
 
 
@@ -64,7 +64,7 @@ class Group(Protocol):
 
     @property
     def has_signal(self) -> bool:
-        """Whether there is anything to learn from it; its scores differ."""
+        """True if there is something to learn from the group, because its scores differ."""
         ...
 
     def state(self) -> State:
@@ -124,7 +124,7 @@ class Generated(Generic[GroupT]):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBatch(Generic[GroupT]):
-    """What one step trains on."""
+    """The groups that one step trains on."""
 
     groups: list[GroupT]
     """This controller's share of the groups, by prompt index."""
@@ -146,7 +146,7 @@ class Prepared(Generic[UpdateT]):
 
 
 class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
-    """What an app implements so that `RLHFLoop` trains its kind of model; each controller has an instance of its own.
+    """Base class of what an app implements for `RLHFLoop`; each controller has an instance of its own.
 
     Every method that takes a context is called on all controllers, in the same order, and may use its collectives. With
     a schedule other than sync, `generate` and `sampled_part` run concurrently with the other methods, in a context
