@@ -12,7 +12,6 @@ from gcore_controller.inline_collectives import InlineCollectives, InlineGroup
 from gcore_controller.references import Reference
 from gcore_controller.rlhf.config import RLHFConfig, RunStart, State
 from gcore_controller.rlhf.modality import (
-    HAS_SIGNAL,
     Generated,
     Group,
     Modality,
@@ -27,12 +26,11 @@ from gcore_controller.stages import Span, StageTimer, on_wall_clock, seconds_by_
 from gcore_controller.virtual_time import VirtualTimeLoop, run_simulated
 
 if TYPE_CHECKING:
-    from gcore_controller import PromptLoader, ShardedSampler, SharedPrompts
-    from gcore_controller.rlhf.step import RLHF
+    from gcore_controller.prompt_stealing import SharedPrompts
+    from gcore_controller.prompts import PromptLoader, ShardedSampler
+    from gcore_controller.rlhf.step import RLHFLoop
 
 __all__ = [
-    "HAS_SIGNAL",
-    "RLHF",
     "Collectives",
     "Context",
     "DeviceTimers",
@@ -46,6 +44,7 @@ __all__ = [
     "Program",
     "PromptLoader",
     "RLHFConfig",
+    "RLHFLoop",
     "RLHFRoles",
     "Recorder",
     "Reference",
@@ -70,7 +69,7 @@ __all__ = [
 
 _NEED_TORCHDATA = {
     "PromptLoader": "gcore_controller.prompts",
-    "RLHF": "gcore_controller.rlhf.step",
+    "RLHFLoop": "gcore_controller.rlhf.step",
     "ShardedSampler": "gcore_controller.prompts",
     "SharedPrompts": "gcore_controller.prompt_stealing",
 }
