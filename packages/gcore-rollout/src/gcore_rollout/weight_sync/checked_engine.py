@@ -114,7 +114,6 @@ class CheckedEngine(WrappedEngine[RequestT, SampleT]):
             self._checked_s = time.monotonic()
 
     async def check_weights(self, digests: Digests) -> None:
-        """See `ChecksWeights.check_weights`."""
         if digests:
             await self._check(digests, self.weight_version, None)
 
