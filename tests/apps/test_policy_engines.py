@@ -266,11 +266,11 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
         (["--rollout.weights-dir", "x"], "rollout.engine is 'hf' and rollout.weights_dir is 'x'"),
         (
             ["--rollout.engine", "vllm_server", "--rollout.urls", "http://h:1", "--rollout.num-processes", "2"],
-            "rollout.num_processes is 2 and rollout.engine is 'vllm_server': 0 is needed",
+            "rollout.num_processes is 2 and rollout.engine is 'vllm_server'; expected 0",
         ),
         (["--rollout.speculative.num-speculative-tokens", "2"], "rollout.engine is 'hf': 'vllm' is needed"),
         (["--rollout.speculative.num-speculative-tokens", "-1"], "num_speculative_tokens is -1: 0 or more is needed"),
-        (["--rollout.speculative.model", "x"], "rollout.speculative.num_speculative_tokens is 0: 1 or more is needed"),
+        (["--rollout.speculative.model", "x"], "rollout.speculative.num_speculative_tokens is 0; expected 1 or more"),
         (["--rollout.speculative.prompt-lookup-max", "1"], "prompt_lookup_max is 1: 2 or more is needed"),
         (
             ["--reward-model.judge.urls", "http://h:1"],

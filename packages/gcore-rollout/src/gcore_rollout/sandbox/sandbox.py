@@ -274,7 +274,7 @@ class _OutputPipe:
 
 @dataclass
 class _Talk:
-    """What is said to one program's harness, and what it answers."""
+    """The messages to one program's harness and its answers."""
 
     program: str
     tests: Sequence[str]
@@ -287,7 +287,7 @@ class _Talk:
 
     async def over(self, ours: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=ours)
-        # The program may close its end or write what it likes: then the tokens do not come, which is all that counts.
+        # The program may close its end or write anything: then the tokens do not come, and only they count.
         try:
             with suppress(ConnectionError, ValueError):
                 line = await reader.readline()
@@ -314,7 +314,7 @@ async def _stop(process: subprocess.Popen[bytes]) -> None:
     """Have the watcher kill its program, if it has not ended, and wait for the watcher."""
     process.terminate()
     try:
-        # It has ended, as a rule, or is about to, so no time is spent on a thread.
+        # It has usually ended, so that no thread is needed.
         process.wait(timeout=0.01)
     except subprocess.TimeoutExpired:
         await asyncio.to_thread(_wait, process)
