@@ -108,7 +108,7 @@ async def test_many_at_once() -> None:
     "tests", [[], 3, None, [1], ["pass", {"input": "", "output": ""}], [{"input": "1"}], [{"input": 1, "output": "1"}]]
 )
 async def test_other_tests(tests: Any) -> None:
-    with pytest.raises(RewardError, match=r"the row's 'tests' is .*: Python statements"):
+    with pytest.raises(RewardError, match=r"the row's 'tests' is .*; expected Python statements"):
         await judged(RIGHT, tests)
 
 

@@ -235,7 +235,7 @@ async def test_a_vision_language_model_judges(tmp_path: Path) -> None:
     assert reward.stats().parse_rate == pytest.approx(2 / 3)
     with pytest.raises(RewardConfigError, match="vision is None"):
         ImageJudgeReward(model=replace(model, vision=None), template="{prompt}")
-    with pytest.raises(RewardConfigError, match=r"\{prompt\} is needed in it"):
+    with pytest.raises(RewardConfigError, match=r"expected \{prompt\} in it"):
         ImageJudgeReward(model=model, template="good?")
     await engine.close()
 
@@ -275,14 +275,14 @@ async def test_a_server_scores_pngs(server: HTTPServer) -> None:
     with pytest.raises(RewardError, match=r"answered 500 .*out of memory"):
         await evaluate_images(reward, NOISE, PROMPTS, ROWS)
     Handler.answer = staticmethod(lambda _: (200, "[]"))
-    with pytest.raises(RewardError, match=r'JSON \{"scores"'):
+    with pytest.raises(RewardError, match="expected JSON with 'scores'"):
         await evaluate_images(reward, NOISE, PROMPTS, ROWS)
 
 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ([1.0], "returned 1 scores of 3 images"),
+        ([1.0], "returned 1 scores; expected one for each of 3 images"),
         ([1.0, math.nan, 2.0], "returned nan for an image of 'blue 2'"),
         (["good"] * 3, "ValueError"),
     ],

@@ -195,18 +195,18 @@ async def test_calls_run_together_and_a_question_has_one_answer() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: judge("x", template="{prompt}"), r"template is '\{prompt\}': \{completion\} is needed in it"),
+        (lambda: judge("x", template="{prompt}"), r"template is '\{prompt\}'; expected \{completion\} in it"),
         (lambda: judge("x", template="{completion"), "template is '{completion': "),
         (lambda: judge("x", template="{completion.__class__}"), "expected names alone"),
         (lambda: judge("x", template="{completion} {}"), r"the field \{\}; expected names alone"),
         (lambda: judge("x", reduce="max"), "reduce is 'max'; expected one of mean, median, majority"),
-        (lambda: judge("x", on_unparsable="skip"), "on_unparsable is 'skip': 'drop' or a finite number is needed"),
-        (lambda: judge("x", on_unparsable=math.nan), "on_unparsable is nan: 'drop' or a finite number is needed"),
+        (lambda: judge("x", on_unparsable="skip"), "on_unparsable is 'skip'; expected 'drop' or a finite number"),
+        (lambda: judge("x", on_unparsable=math.nan), "on_unparsable is nan; expected 'drop' or a finite number"),
         (lambda: judge(), "n is 0; expected at least 1"),
         (lambda: ScorePattern(pattern="("), r"pattern is '\(': "),
-        (lambda: ScorePattern(pattern="x"), "pattern is 'x': a group around the number is needed"),
-        (lambda: ScorePattern(low=1, high=1), "low and high are 1 and 1: finite, low below high, is needed"),
-        (lambda: pairwise(lambda *_: "", template="{completion_a}"), r"\{completion_b\} is needed in it"),
+        (lambda: ScorePattern(pattern="x"), "pattern is 'x'; expected a group around the number"),
+        (lambda: ScorePattern(low=1, high=1), "low and high are 1 and 1; expected finite numbers, low below high"),
+        (lambda: pairwise(lambda *_: "", template="{completion_a}"), r"expected \{completion_b\} in it"),
         (lambda: pairwise(lambda *_: "", on_unparsable=0.5), "on_unparsable is 0.5; expected one of drop, tie"),
     ],
 )
@@ -234,7 +234,7 @@ def test_winner_pattern(text: str, winner: str | None) -> None:
 def test_another_pattern_of_winners() -> None:
     better = WinnerPattern(pattern=r"([ABC]) is better")
     assert [better(text) for text in ("A is better. b is better", "C is better", "Winner: A")] == ["B", None, None]
-    for pattern, message in {"(": "pattern is '\\('", "A": "a group around the winner is needed"}.items():
+    for pattern, message in {"(": "pattern is '\\('", "A": "expected a group around the winner"}.items():
         with pytest.raises(RewardConfigError, match=message):
             WinnerPattern(pattern=pattern)
 

@@ -172,7 +172,7 @@ def test_without_a_template_contents_follow_each_other() -> None:
 
 def test_a_template_that_cannot_go_on_is_refused() -> None:
     tokenizer = make_tokenizer("{{ messages | length }}{% for m in messages | reverse %}{{ m.content }}{% endfor %}")
-    with pytest.raises(RolloutError, match="does not render further messages behind those before them"):
+    with pytest.raises(RolloutError, match="does not render further messages after those before them"):
         ChatEncoder(tokenizer).next([{"role": "user", "content": "x"}], last_token=1)
 
 
@@ -291,9 +291,9 @@ async def test_broken_environments_are_reported() -> None:
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(RequestError, match="max_turns is 0; expected a finite number above 0"):
         EpisodeLimits(max_turns=0)
-    with pytest.raises(ValueError, match="a reply that does not end the episode needs one or more"):
+    with pytest.raises(ValueError, match="expected one or more in a reply that does not end the episode"):
         Reply(reward=1.0)
-    with pytest.raises(ValueError, match="an episode begins with one or more"):
+    with pytest.raises(ValueError, match="expected one or more at the start of an episode"):
         Opening(messages=[])
 
 

@@ -322,7 +322,7 @@ async def test_a_composite_is_retried_and_dropped_like_its_parts() -> None:
     ("rewards", "weights", "message"),
     [
         ({}, {}, "rewards is empty"),
-        ({"a": long}, {"b": 1}, r"weights has \['b'\]: the names of rewards are needed, \['a'\]"),
+        ({"a": long}, {"b": 1}, r"weights has \['b'\]; expected the names of rewards, \['a'\]"),
         ({"a": long}, {"a": float("nan")}, r"weights\['a'\] is nan; expected a finite number"),
         ({"a": long}, {"a": 0}, r"weights are all 0 \(\['a'\]\)"),
     ],
@@ -345,7 +345,7 @@ async def test_groups() -> None:
     good = await runner.score(prompt="p", completions=["aa", "b"], row=ROW)
     assert good == [Scored(score=0.0), Scored(score=1.0)]
     for prompt, message in (
-        ("short", "returned 0 scores of 2 completions"),
+        ("short", "returned 0 scores; expected one for each of 2 completions"),
         ("slow", "no answer within timeout_s=0.1"),
     ):
         bad = await runner.score(prompt=prompt, completions=["aa", "b"], row=ROW)

@@ -133,7 +133,7 @@ def test_reasoning_gym_reads_what_follows_the_last_mark(sums: Any) -> None:
 
 
 def test_reasoning_gym_needs_its_own_entry() -> None:
-    with pytest.raises(RewardError, match="the row has no 'entry': reasoning-gym's own entry is needed under 'entry'"):
+    with pytest.raises(RewardError, match="the row has no 'entry'; expected reasoning-gym's own entry under 'entry'"):
         ReasoningGymReward()("", "4", ROW)
 
 

@@ -171,7 +171,7 @@ async def test_a_folder(tmp_path: Path, chat: bool) -> None:
 @pytest.mark.parametrize("length", [0, 65])
 async def test_texts_that_do_not_fit(length: int) -> None:
     reward = SequenceClassifierReward(model_of(), encode=encode)
-    with pytest.raises(RewardError, match=rf"the text has {length} tokens: 1 to max_length=64 are needed"):
+    with pytest.raises(RewardError, match=rf"the text has {length} tokens; expected 1 to max_length=64"):
         await score(reward, prompt="", completion="x" * length, row={})
     reward.close()
 

@@ -159,7 +159,7 @@ async def test_a_server_that_is_not_there() -> None:
         ({"url": "localhost:8000"}, "url is 'localhost:8000'; expected http://HOST:PORT or https://HOST:PORT"),
         ({"timeout_s": 0}, "timeout_s is 0; expected more than 0"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0; expected at least 1"),
-        ({"weights_dir": "nowhere"}, "weights_dir is 'nowhere': an existing folder that the server sees is needed"),
+        ({"weights_dir": "nowhere"}, "weights_dir is 'nowhere'; expected an existing folder that the server sees"),
     ],
 )
 async def test_bad_options_are_refused(url: str, options: dict[str, Any], message: str) -> None:
@@ -175,7 +175,7 @@ async def test_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_server_without_what_is_needed(server: SmallServer, url: str) -> None:
     server.answers["/server_info"] = says(404)
-    with pytest.raises(RolloutError, match=f"{url} does not tell what it runs: .* VLLM_SERVER_DEV_MODE=1"):
+    with pytest.raises(RolloutError, match=f"{url} does not report its configuration: .* VLLM_SERVER_DEV_MODE=1"):
         await connect(url)
     del server.answers["/server_info"]
     server.config["model_config"]["logprobs_mode"] = "raw_logprobs"
@@ -328,9 +328,9 @@ async def test_an_abort_without_effect_is_not_waited_for_for_ever(server: SmallS
     running = asyncio.create_task(collect(engine, make_request("r", 3, max_tokens=400)))
     while engine.stats().num_running == 0:
         await asyncio.sleep(0)
-    with pytest.raises(EngineDiedError, match="does not end what it is told to"):
+    with pytest.raises(EngineDiedError, match="does not end aborted samples"):
         await engine.abort()
-    with pytest.raises(EngineDiedError, match="does not end what it is told to; unfinished samples: 1"):
+    with pytest.raises(EngineDiedError, match="does not end aborted samples; unfinished samples: 1"):
         await running
 
 
@@ -355,7 +355,7 @@ async def test_a_server_that_would_keep_its_old_head(
 ) -> None:
     engine = await connect(url, weights_dir=tmp_path)
     server.answers["/collective_rpc"] = says(500, "Method 'repack_tied_head' is not implemented.")
-    with pytest.raises(RolloutError, match=r"keep the old weights of its tied head: .*vllm_worker\.TiedHeadWorker"):
+    with pytest.raises(RolloutError, match=r"keep the old weights of its tied head: .*gcore_rollout\.TiedHeadWorker"):
         await engine.update_weights(tied.new.state_dict().items(), version=1)
     assert (engine.weight_version, server.version, list(tmp_path.iterdir())) == (0, "0", [])
     assert len(await collect(engine, make_request("r", 3))) == 1

@@ -72,7 +72,7 @@ async def test_overlapped_steps_are_refused(tied: TinyModel) -> None:
 
 async def test_ends_that_the_model_declares_cannot_be_left_out(tied: TinyModel) -> None:
     async with Replay.of(RECORDED, model_path=tied.path).running() as url:
-        with pytest.raises(ValueError, match=r"eos_token_ids is \[1\]: \[5\] is needed besides, where SGLang ends any"):
+        with pytest.raises(ValueError, match=r"eos_token_ids is \[1\]; expected \[5\], too, where SGLang ends any"):
             await connect(url, eos_token_ids=EOS_TOKEN_IDS[:1])
 
 

@@ -131,5 +131,5 @@ async def test_abort(old: VLLMEngine, tied: TinyModel) -> None:
 
 def test_guesses_that_are_accepted_blindly_are_refused(tied: TinyModel) -> None:
     wrong = {"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic"}
-    with pytest.raises(ValueError, match="rejection_sample_method 'synthetic': 'standard' or 'block' is needed"):
+    with pytest.raises(ValueError, match="rejection_sample_method 'synthetic'; expected 'standard' or 'block'"):
         VLLMEngine.from_pretrained(tied.path, speculative_config=wrong)

@@ -90,11 +90,11 @@ def test_adapters_that_do_not_fit_are_refused() -> None:
     check_adapters(base, good)
     for tensors, message in (
         ({LAYER: a}, "no name of an adapter"),
-        ({LAYER + A_OF: a}, f"the adapter of '{LAYER}' has no B: both are needed"),
-        ({LAYER + B_OF: b}, "has no A: both are needed"),
+        ({LAYER + A_OF: a}, f"the adapter of '{LAYER}' has no B; expected both"),
+        ({LAYER + B_OF: b}, "has no A; expected both"),
         ({"x" + A_OF: a, "x" + B_OF: b}, "an adapter of 'x', and no weight of that layer"),
         ({LAYER + A_OF: a, LAYER + B_OF: torch.zeros(6, 3)}, r"A \[2, 8\] and B \[6, 3\]"),
-        ({LAYER + A_OF: b.T, LAYER + B_OF: a.T}, r"\[rank, 8\] and \[6, rank\] are needed"),
+        ({LAYER + A_OF: b.T, LAYER + B_OF: a.T}, r"expected \[rank, 8\] and \[6, rank\]"),
     ):
         with pytest.raises(ValueError, match=message):
             check_adapters(base, replace(good, tensors=tensors))

@@ -110,8 +110,8 @@ def test_strided_weights_are_compared_as_what_they_are() -> None:
     [
         ({"w": torch.zeros(3)}, r"missing names \['v'\]"),
         ({"w": torch.zeros(3), "v": torch.zeros(2), "u": torch.zeros(1)}, r"unknown names \['u'\]"),
-        ({"w": torch.zeros(4), "v": torch.zeros(2)}, r"weight 'w' is float32 \[4\]: float32 \[3\] is needed"),
-        ({"w": torch.zeros(3).half(), "v": torch.zeros(2)}, r"weight 'w' is float16 \[3\]: float32 \[3\] is needed"),
+        ({"w": torch.zeros(4), "v": torch.zeros(2)}, r"weight 'w' is float32 \[4\]; expected float32 \[3\]"),
+        ({"w": torch.zeros(3).half(), "v": torch.zeros(2)}, r"weight 'w' is float16 \[3\]; expected float32 \[3\]"),
     ],
 )
 def test_other_weights_are_refused_before_anything_changes(weights: State, message: str) -> None:
@@ -139,7 +139,7 @@ def test_another_version_is_refused() -> None:
         ((torch.tensor([0, 9]), torch.ones(2)), "an index outside its 9 elements"),
         ((torch.tensor([-1]), torch.ones(1)), "an index outside its 9 elements"),
         ((torch.tensor([0]), torch.ones(2)), r"indices \[1\] and values float32 \[2\]"),
-        ((torch.tensor([0]), torch.ones(1).half()), "as many of both, of torch.float32, are needed"),
+        ((torch.tensor([0]), torch.ones(1).half()), "expected as many of both, of torch.float32"),
     ],
 )
 def test_a_damaged_delta_is_refused_before_anything_changes(

@@ -279,8 +279,14 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
         lambda _: ["--reward.held-out", "digit", "--rollout.size", "32", "32"],
         "digit scores 8 x 8 pixels",
     ),
-    "clip without weights": (lambda _: ["--reward.kind", "clip"], "reward.path is not set: clip needs"),
-    "judge without a model": (lambda _: ["--reward.kind", "judge"], "reward.path is not set: judge needs"),
+    "clip without weights": (
+        lambda _: ["--reward.kind", "clip"],
+        "reward.path is not set; expected a local folder of a CLIP model for clip",
+    ),
+    "judge without a model": (
+        lambda _: ["--reward.kind", "judge"],
+        "reward.path is not set; expected a local folder of a vision-language model",
+    ),
     "a judge that sees nothing": (
         lambda file: ["--reward.kind", "judge", "--reward.path", str(Path(file).parent / "flow/transformer")],
         "reward.path is",

@@ -273,7 +273,7 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
         (["--rollout.weights-dir", "x"], "rollout.weights_dir is 'x'; expected a folder with"),
         (
             ["--rollout.engine", "vllm_server", "--rollout.urls", "http://h:1", "--rollout.num-processes", "2"],
-            "rollout.num_processes is 2 and rollout.engine is 'vllm_server': 0 is needed",
+            "rollout.num_processes is 2 and rollout.engine is 'vllm_server'; expected 0",
         ),
         (["--rollout.speculative.num-speculative-tokens", "2"], "rollout.engine is 'hf'; expected 'vllm'"),
         (["--rollout.speculative.num-speculative-tokens", "-1"], "num_speculative_tokens is -1; expected 0 or more"),

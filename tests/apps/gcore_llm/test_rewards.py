@@ -195,7 +195,7 @@ def test_programs_are_run(cli: Cli, own_args: list[str]) -> None:
     [
         (
             ["--reward-model.kind", "judge"],
-            "reward_model.kind is 'judge' and reward_model.path is '': a kind with a path",
+            "reward_model.kind is 'judge' and reward_model.path is ''; expected a kind with a path",
         ),
         (
             ["--reward-model.kind", "judge", "--reward-model.path", "nowhere"],
@@ -203,17 +203,17 @@ def test_programs_are_run(cli: Cli, own_args: list[str]) -> None:
         ),
         (
             ["--reward-model.kind", "server", "--reward-model.path", "x"],
-            "url is 'x': http://... or https://... is needed",
+            "url is 'x'; expected http://... or https://...",
         ),
-        (["--reward-model.weight", "0"], "reward_model.weight is 0.0: a finite number other than 0 is needed"),
+        (["--reward-model.weight", "0"], "reward_model.weight is 0.0; expected a finite number other than 0"),
         (
             ["--reward-model.judge.engine", "vllm"],
-            "reward_model.judge.num_processes is 0 and reward_model.judge.engine",
+            "reward_model.judge.num_processes is 0; expected 1 or more with reward_model.judge.engine",
         ),
-        (["--reward-model.judge.n", "0"], "reward_model.judge.n is 0; expected 1 or more"),
+        (["--reward-model.judge.n", "0"], "reward_model.judge.n is 0; expected at least 1"),
         (
             [*PAIRWISE[:-1], "0.25"],
-            "reward_model.judge.pairwise is true and reward_model.judge.unparsable_score is 0.25: 0.5, a tie",
+            "reward_model.judge.unparsable_score is 0.25; expected 0.5, a tie",
         ),
         ([*PAIRWISE, "--reward-model.judge.high", "9"], "they are of scores, comparisons have winners"),
         (
@@ -224,7 +224,7 @@ def test_programs_are_run(cli: Cli, own_args: list[str]) -> None:
             [*PAIRWISE, "--reward-model.path", "x", "--algorithm.adv-estimator", "remax"],
             "reward_model.judge.pairwise is true and algorithm.adv_estimator is 'remax'",
         ),
-        (["--reward-calls.timeout-s", "0"], "reward_calls.timeout_s is 0.0: above 0 is needed"),
+        (["--reward-calls.timeout-s", "0"], "reward_calls.timeout_s is 0.0; expected a number above 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

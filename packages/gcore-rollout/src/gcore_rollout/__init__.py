@@ -67,7 +67,7 @@ if TYPE_CHECKING:
         build_image_reward,
         register_image_reward,
     )
-    from gcore_rollout.images.reward import ImageReward, ImageRewardFunction, evaluate_images
+    from gcore_rollout.images.reward import ImageRewardFunction, evaluate_images
     from gcore_rollout.images.vision_processor import VisionProcessor
     from gcore_rollout.multi_turn.chat import ChatEncoder, Message
     from gcore_rollout.multi_turn.environment import Environment, Opening, Reply
@@ -79,8 +79,8 @@ if TYPE_CHECKING:
     from gcore_rollout.rewards.failures import Failure, FailureLog
     from gcore_rollout.rewards.kinds.code import CodeReward, last_code_block
     from gcore_rollout.rewards.kinds.http import HTTPReward
-    from gcore_rollout.rewards.kinds.judge import JudgeOptions, JudgeReward, JudgeStats, Reduce, ScorePattern, Verdict
-    from gcore_rollout.rewards.kinds.judge_model import JudgeModel, QuestionTemplate
+    from gcore_rollout.rewards.kinds.judge import JudgeOptions, JudgeReward, Reduce, ScorePattern, Verdict
+    from gcore_rollout.rewards.kinds.judge_model import JudgeModel, JudgeStats, QuestionTemplate
     from gcore_rollout.rewards.kinds.math_verify import MathVerifyReward
     from gcore_rollout.rewards.kinds.pairwise import PairwiseJudge, Winner, WinnerPattern
     from gcore_rollout.rewards.kinds.reasoning_gym import ReasoningGymReward, import_reasoning_gym
@@ -171,7 +171,6 @@ __all__ = [
     "HeldWeights",
     "ImageJudgeReward",
     "ImageRequest",
-    "ImageReward",
     "ImageRewardFunction",
     "ImageRewardKind",
     "ImageRewardScore",
@@ -327,7 +326,7 @@ _NAMES = {
     "images.jpeg": "JPEGCompressibility",
     "images.judge": "ImageJudgeReward",
     "images.registry": "ImageRewardKind ImageRewardSettings build_image_reward register_image_reward",
-    "images.reward": "ImageReward ImageRewardFunction evaluate_images",
+    "images.reward": "ImageRewardFunction evaluate_images",
     "images.vision_processor": "VisionProcessor",
     "multi_turn.chat": "ChatEncoder Message",
     "multi_turn.environment": "Environment Opening Reply",
@@ -339,8 +338,8 @@ _NAMES = {
     "rewards.failures": "Failure FailureLog",
     "rewards.kinds.code": "CodeReward last_code_block",
     "rewards.kinds.http": "HTTPReward",
-    "rewards.kinds.judge": "JudgeOptions JudgeReward JudgeStats Reduce ScorePattern Verdict",
-    "rewards.kinds.judge_model": "JudgeModel QuestionTemplate",
+    "rewards.kinds.judge": "JudgeOptions JudgeReward Reduce ScorePattern Verdict",
+    "rewards.kinds.judge_model": "JudgeModel JudgeStats QuestionTemplate",
     "rewards.kinds.math_verify": "MathVerifyReward",
     "rewards.kinds.pairwise": "PairwiseJudge Winner WinnerPattern",
     "rewards.kinds.reasoning_gym": "ReasoningGymReward import_reasoning_gym",

@@ -1,4 +1,4 @@
-"""Everything this package raises on purpose."""
+"""The errors of this package."""
 
 
 class RolloutError(Exception):
@@ -13,7 +13,7 @@ class MissingExtraError(RolloutError, ImportError):
 
 
 class RequestError(RolloutError, ValueError):
-    """A request that no engine could serve: empty or too long a prompt, a bad limit."""
+    """A request cannot be served: its prompt is empty or too long, or a limit is out of range."""
 
 
 class UnsupportedModelError(RolloutError, ValueError):
@@ -33,11 +33,11 @@ class RewardExitError(RewardError):
 
 
 class NoScoreError(RewardError):
-    """A reward says that it has no score for a completion, so that the group it belongs to is to be dropped."""
+    """A reward has no score for a completion, so that the group of the completion must be dropped."""
 
 
 class SandboxError(RolloutError):
-    """A sandbox cannot be made, or could not start a program; never what a program itself did."""
+    """A sandbox cannot be made, or could not start a program. Failures of the program itself are results."""
 
 
 class EngineStartError(RolloutError):
@@ -45,10 +45,10 @@ class EngineStartError(RolloutError):
 
 
 class EngineDiedError(RolloutError):
-    """An engine is gone for good: its process ended, or hung and was killed.
+    """An engine has ended permanently: its process ended, or hung and was killed.
 
     Attributes:
-        unfinished: The samples, as (request id, index), that the call which raises this still owed.
+        unfinished: The unfinished samples of the call that raises this, as (request id, index).
     """
 
     def __init__(self, reason: str, *, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
@@ -65,7 +65,7 @@ class ServerRequestError(RolloutError):
     """A server refused a request, or failed at it.
 
     Attributes:
-        status: What it answered with, 400 or above.
+        status: The HTTP status, 400 or above.
     """
 
     def __init__(self, request: str, *, status: int, answer: str) -> None:
@@ -74,7 +74,7 @@ class ServerRequestError(RolloutError):
 
 
 class WrongWeightsError(RolloutError):
-    """An engine computes with other weights than the trainer's, so that its samples are of no use.
+    """An engine computes with other weights than the trainer's, so that its samples are useless.
 
     Attributes:
         tensors: Names of the tensors that differ; none if the engine reports another version.
@@ -90,10 +90,10 @@ class WeightSyncError(RolloutError):
 
 
 class WrongBaseError(WeightSyncError):
-    """An update changes weights that are not those which are there: a full one is needed.
+    """An update changes other weights than the current ones: a full update is needed.
 
     Attributes:
-        version: Of the weights that are there; None: there are none, or only what was merged from adapters.
+        version: Version of the current weights; None: there are none, or they were merged from adapters.
     """
 
     def __init__(self, message: str, *, version: int | None) -> None:
@@ -102,7 +102,7 @@ class WrongBaseError(WeightSyncError):
 
 
 class CorruptWeightsError(WeightSyncError):
-    """What was stored is not what was written."""
+    """Stored weights are damaged or missing."""
 
 
 class PeerLostError(WeightSyncError):

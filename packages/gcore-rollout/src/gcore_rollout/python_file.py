@@ -11,7 +11,7 @@ from gcore_rollout.rewards.reward import RewardFunction
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """`load_function` of a reward."""
+    """Import the reward that ``PATH.py:function`` names; see `load_function`."""
     return load_function(spec, setting="reward")
 
 
@@ -20,10 +20,10 @@ def load_function(spec: str, *, setting: str) -> Callable[..., Any]:
 
     Args:
         spec: path and name.
-        setting: what errors call it.
+        setting: the name of the setting, for errors.
 
     Raises:
-        RewardError: bad form, missing file, a file that does not import, no such function.
+        RewardError: the form is wrong, the file is missing or does not import, or it has no such function.
     """
     file, _, name = spec.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():

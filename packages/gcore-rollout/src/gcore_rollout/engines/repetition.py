@@ -1,7 +1,7 @@
-"""Finding samples that repeat themselves, for all samples of a step at once.
+"""Detection of samples that repeat themselves, for all samples of a step at once.
 
-The last tokens are ``min_count`` times one pattern of p tokens just if the last ``p * (min_count - 1)`` tokens each
-equal the one p before them. So it is enough to count, for every p, for how many tokens in a row that has held.
+The last tokens are ``min_count`` times one pattern of p tokens if and only if the last ``p * (min_count - 1)`` tokens
+each equal the one p before them. So it is enough to count, for every p, for how many tokens in a row that has held.
 
 Shapes: B samples, P pattern sizes 1..P, T tokens.
 """
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 def runs_at_end(tokens_T: NDArray[np.int64], num_sizes: int) -> NDArray[np.int64]:
-    """For each pattern size, how many of the last tokens in a row equal the one that far before; shape [P]."""
+    """Count, for each pattern size p, how many of the last tokens in a row equal the one p before; shape [P]."""
     runs_P = np.zeros(num_sizes, np.int64)
     for size in range(1, min(num_sizes, len(tokens_T) - 1) + 1):
         differs = np.flatnonzero(tokens_T[:-size] != tokens_T[size:])
@@ -20,7 +20,7 @@ def runs_at_end(tokens_T: NDArray[np.int64], num_sizes: int) -> NDArray[np.int64
 
 
 def extend_runs(runs_BP: NDArray[np.int64], tokens_BT: NDArray[np.int64], last_B: NDArray[np.int64]) -> None:
-    """Bring `runs_at_end` up to date, in place, after a token was written at column ``last_B`` of each row."""
+    """Update `runs_at_end` in place, after a token was written at column ``last_B`` of each row."""
     before_BP = last_B[:, None] - np.arange(1, runs_BP.shape[1] + 1)
     earlier_BP = np.take_along_axis(tokens_BT, np.maximum(before_BP, 0), axis=1)
     newest_B1 = np.take_along_axis(tokens_BT, last_B[:, None], axis=1)
@@ -30,7 +30,8 @@ def extend_runs(runs_BP: NDArray[np.int64], tokens_BT: NDArray[np.int64], last_B
 def is_repetitive(
     runs_BP: NDArray[np.int64], min_size_B: NDArray[np.int64], max_size_B: NDArray[np.int64], count_B: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Whether each row ends in ``count_B`` times a pattern of a size within its bounds; none with a bound of 0 does."""
+    """Return whether each row ends in ``count_B`` times a pattern of a size within its bounds; never for bounds of
+    0."""
     sizes_P = np.arange(1, runs_BP.shape[1] + 1)
     in_bounds_BP = (sizes_P >= min_size_B[:, None]) & (sizes_P <= max_size_B[:, None])
     return (in_bounds_BP & (runs_BP >= sizes_P * (count_B[:, None] - 1))).any(axis=1)

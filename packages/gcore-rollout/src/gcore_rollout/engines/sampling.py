@@ -1,4 +1,4 @@
-"""Drawing tokens so that a sample depends on its own seed and nothing else in the batch."""
+"""Drawing of tokens such that a sample depends on its own seed and on nothing else in the batch."""
 
 import numpy as np
 import torch
@@ -10,14 +10,14 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Finaliser of Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014)."""
+    """Apply the finaliser of Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014)."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
     return x ^ (x >> np.uint64(31))
 
 
 def sample_seeds(seed: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """One 64-bit seed per sample of a request, shape [n]."""
+    """Return a 64-bit seed for each sample of a request, shape [n]."""
     base = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
     return _splitmix64(_splitmix64(base + _GOLDEN) + (indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
 
@@ -38,7 +38,7 @@ def continued_seed(seed: int, index: int, prefix_length: int) -> int:
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The uniform number in (0, 1) that each sample (its seed, shape [B]) uses at each position, shape [B]."""
+    """Return the uniform number in (0, 1) of each sample (by its seed, shape [B]) at its position, shape [B]."""
     bits = _splitmix64(seeds + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 

@@ -1,4 +1,4 @@
-"""ImageReward: a BLIP model that reads an image beside its prompt, and what people would prefer."""
+"""ImageReward: a BLIP model trained on preferences that scores an image and its prompt."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,11 @@ from gcore_rollout.errors import RewardConfigError
 from gcore_rollout.images.reward import Images
 
 _MEAN, _STD = 0.16717362830052426, 1.0333394966054072
-"""Of scores on the published validation set: what they are standardised by."""
+"""Mean and standard deviation of scores on the published validation set, by which scores are standardised."""
 _MAX_TOKENS = 35
 _HEAD_DIM = 64
 _HEAD_LAYERS = (0, 2, 4, 6, 7)
-"""Linear layers of the head; dropout is between them."""
+"""Indices of the head's linear layers; dropout is between them."""
 
 _VISION_NAMES = (
     (r"^visual_encoder\.patch_embed\.proj\.", "embeddings.patch_embedding."),
@@ -29,7 +29,7 @@ _VISION_NAMES = (
     (r"^visual_encoder\.blocks\.(\d+)\.attn\.", r"encoder.layers.\1.self_attn."),
     (r"^visual_encoder\.blocks\.(\d+)\.", r"encoder.layers.\1."),
 )
-"""From BLIP's names to those of transformers."""
+"""Patterns from BLIP's names to those of transformers."""
 
 
 class ImageRewardScore:
@@ -70,23 +70,20 @@ class ImageRewardScore:
         )
         self._device = device
 
-    def check(self, height: int, width: int) -> None:
-        """Images are resized to what the model takes."""
-
     @torch.no_grad()
     def __call__(
         self, images: Images, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> NDArray[np.float64]:
-        """[B] scores."""
+        """Return scores [B]."""
         del rows
         pixels = self._processor(list(images), return_tensors="pt")["pixel_values"].to(self._device)
         seen = self._vision(pixel_values=pixels).last_hidden_state
-        told = self._tokenizer(
+        words = self._tokenizer(
             list(prompts), padding="max_length", truncation=True, max_length=_MAX_TOKENS, return_tensors="pt"
         ).to(self._device)
         read = self._text(
-            input_ids=told["input_ids"],
-            attention_mask=told["attention_mask"],
+            input_ids=words["input_ids"],
+            attention_mask=words["attention_mask"],
             encoder_hidden_states=seen,
             encoder_attention_mask=torch.ones(seen.shape[:2], dtype=torch.long, device=self._device),
         )
@@ -109,7 +106,7 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _models(tensors: Mapping[str, torch.Tensor], weights: str | Path) -> tuple[Any, Any]:
-    """BLIP's vision model, and its text encoder that attends to images."""
+    """Return BLIP's vision model, and its text encoder that attends to images."""
     from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
     blip = {name.removeprefix("blip."): tensor for name, tensor in tensors.items() if name.startswith("blip.")}

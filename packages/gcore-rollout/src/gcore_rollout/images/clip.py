@@ -1,4 +1,4 @@
-"""Scores by CLIP and what was built on it, from local weights."""
+"""Scores by CLIP and by heads on it, from local weights."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ class CLIPReward:
     Args:
         path: a Hugging Face folder of a CLIP model, with tokenizer and image processor.
         device: such as cpu or cuda:0.
-        scale: what the cosine is multiplied by; None: the model's own over 26.
+        scale: factor of the cosine; None: the model's own over 26.
 
     Raises:
         RewardConfigError: the folder holds no such model.
@@ -35,14 +35,11 @@ class CLIPReward:
         self._device = device
         self._scale = float(self._model.logit_scale.exp()) / 26 if scale is None else scale
 
-    def check(self, height: int, width: int) -> None:
-        """Images are resized to what the model takes."""
-
     @torch.no_grad()
     def __call__(
         self, images: Images, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> NDArray[np.float64]:
-        """[B] scores."""
+        """Return scores [B]."""
         del rows
         texts = self._tokenizer(list(prompts), padding=True, truncation=True, return_tensors="pt").to(self._device)
         pixels = self._processor(list(images), return_tensors="pt").to(self._device)
@@ -60,7 +57,7 @@ class AestheticReward:
         device: such as cpu or cuda:0.
 
     Raises:
-        RewardConfigError: either holds something else.
+        RewardConfigError: there is no such model or head.
     """
 
     def __init__(self, path: str | Path, head: str | Path, *, device: str = "cpu") -> None:
@@ -75,18 +72,15 @@ class AestheticReward:
         width = int(self._model.config.projection_dim)
         if not names or tensors[names[0]].shape[1] != width or tensors[names[-1]].shape[0] != 1:
             shapes = {name: tuple(tensors[name].shape) for name in tensors}
-            raise RewardConfigError(f"head {head} has {shapes}: layers from {width} embeddings to 1 score are needed")
+            raise RewardConfigError(f"head {head} has {shapes}; expected layers from {width} embeddings to 1 score")
         self._layers = [(tensors[n], tensors[n.removesuffix("weight") + "bias"]) for n in names]
         self._device = device
-
-    def check(self, height: int, width: int) -> None:
-        """Images are resized to what the model takes."""
 
     @torch.no_grad()
     def __call__(
         self, images: Images, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> NDArray[np.float64]:
-        """[B] scores."""
+        """Return scores [B]."""
         del prompts, rows
         pixels = self._processor(list(images), return_tensors="pt").to(self._device)
         seen = self._model.vision_model(pixel_values=pixels["pixel_values"]).pooler_output
@@ -100,7 +94,7 @@ def _load(path: str | Path, device: str) -> tuple[Any, Any]:
     from transformers import CLIPImageProcessor, CLIPModel
 
     if not (Path(path) / "config.json").is_file():
-        raise RewardConfigError(f"path is {str(path)!r}: a Hugging Face folder of a CLIP model is needed")
+        raise RewardConfigError(f"path is {str(path)!r}; expected a Hugging Face folder of a CLIP model")
     try:
         model: Any = CLIPModel.from_pretrained(path, local_files_only=True)
         return model.to(device).eval().requires_grad_(False), CLIPImageProcessor.from_pretrained(path)

@@ -1,4 +1,4 @@
-"""How much of an image has the colour that its prompt names."""
+"""Scores of images by the colour that the prompt names."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,32 +11,29 @@ from gcore_rollout.images.reward import Images
 
 
 class ColourReward:
-    """Cosine similarity, from 0 to 1, of an image's mean colour, its bright pixels weighing more, and the prompt's.
+    """Cosine similarity, from 0 to 1, of the prompt's colour and the image's mean colour, weighted by brightness.
 
     Args:
         colours: by the word of a prompt that names them; each red, green and blue from 0 to 1.
 
     Raises:
-        RewardConfigError: a colour is none, or there are none.
+        RewardConfigError: there are no colours, or one is out of range.
     """
 
     def __init__(self, colours: Mapping[str, tuple[float, float, float]]) -> None:
         if not colours:
-            raise RewardConfigError("colours is empty: a colour at least is needed")
+            raise RewardConfigError("colours is empty; expected at least one")
         for word, colour in colours.items():
             if len(colour) != 3 or not all(0 <= part <= 1 for part in colour) or not any(colour):
                 raise RewardConfigError(
-                    f"colours has {word!r}: {colour}: three numbers from 0 to 1, one above 0, are needed"
+                    f"colours has {word!r}: {colour}; expected three numbers from 0 to 1, one above 0"
                 )
         self._colours = {word: np.asarray(c, np.float64) / np.linalg.norm(c) for word, c in colours.items()}
-
-    def check(self, height: int, width: int) -> None:
-        """Any size will do."""
 
     def __call__(
         self, images: Images, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> NDArray[np.float64]:
-        """[B] scores.
+        """Return scores [B].
 
         Raises:
             RewardConfigError: a prompt names no known colour.
@@ -53,7 +50,7 @@ class ColourReward:
 
 
 def mean_colours(images: Images) -> NDArray[np.float64]:
-    """[B, 3] unit vectors of the mean colour of each image, pixels weighed by their brightest channel."""
+    """Return unit vectors [B, 3] of the mean colour of each image, pixels weighted by their brightest channel."""
     pixels = images.astype(np.float64) / 255
     means = (pixels * pixels.max(-1, keepdims=True)).sum((1, 2))
     return means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)

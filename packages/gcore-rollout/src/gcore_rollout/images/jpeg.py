@@ -1,4 +1,4 @@
-"""How well images compress."""
+"""Scores of images by their compressed size."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ _QUALITY = 95
 
 
 class JPEGCompressibility:
-    """DDPO's rewards (arXiv 2305.13301, section 5.1): kilobytes (1,000 bytes) of a JPEG of quality 95, or less them.
+    """DDPO's rewards (arXiv 2305.13301, section 5.1): kilobytes (1,000 bytes) of a JPEG of quality 95, or minus these.
 
     Args:
         sign: -1: small files are good (compressibility); 1: large ones are (incompressibility).
-        size: pixels that a side is resized to before; 0: as it is. Of very small images a file is mostly header.
+        size: pixels that a side is resized to before; 0: as it is. The file of a very small image is mostly header.
 
     Raises:
         MissingExtraError: pillow is not installed.
@@ -31,20 +31,17 @@ class JPEGCompressibility:
         except ImportError:
             raise MissingExtraError("pillow", "images") from None
         if sign not in (-1, 1):
-            raise RewardConfigError(f"sign is {sign}: -1 or 1 is needed")
+            raise RewardConfigError(f"sign is {sign}; expected -1 or 1")
         if size < 0:
             raise RewardConfigError(f"size is {size}; expected 0 or more")
         self._library = Image
         self._sign = sign
         self._size = size
 
-    def check(self, height: int, width: int) -> None:
-        """Any size will do."""
-
     def __call__(
         self, images: Images, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> NDArray[np.float64]:
-        """[B] scores."""
+        """Return scores [B]."""
         del prompts, rows
         return np.array([self._sign * self._kilobytes(image) for image in images])
 

@@ -1,4 +1,4 @@
-"""A vision-language model that gives each image a score."""
+"""Scores of images by a vision-language model."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,21 +7,21 @@ from typing import Any
 from gcore_rollout.errors import RewardConfigError
 from gcore_rollout.images.http import png
 from gcore_rollout.images.reward import Images
-from gcore_rollout.rewards.kinds.judge import JudgeStats, Reduce, ScorePattern, check_reduce, reduced_score
-from gcore_rollout.rewards.kinds.judge_model import JudgeModel, QuestionTemplate
+from gcore_rollout.rewards.kinds.judge import Reduce, ScorePattern, check_reduce, reduced_score
+from gcore_rollout.rewards.kinds.judge_model import Judge, JudgeModel
 
 
-class ImageJudgeReward:
-    """The score that a vision-language model gives an image for its prompt, through any engine that reads images.
+class ImageJudgeReward(Judge[float]):
+    """The score that a vision-language model gives an image for its prompt, through any engine that takes images.
 
-    `JudgeReward` for images: every image is a question of its own, and all of a call are one batch of the engine.
+    `JudgeReward` for images: every image is a question of its own, and all images of a call are one batch.
 
     Args:
-        model: what is asked, and how often; with `JudgeModel.vision`.
+        model: the model with its `JudgeModel.vision`, and how often it is asked.
         template: the question, with ``{prompt}`` and columns of the row as ``{column}``.
-        parse: the score in an answer, or None if there is none.
+        parse: reads the score of a verdict; None: it has none.
         reduce: how several verdicts become one score.
-        unparsable_score: of a verdict without a score.
+        unparsable_score: score of a verdict that cannot be parsed.
 
     Raises:
         RewardConfigError: one of these cannot be used.
@@ -37,22 +37,16 @@ class ImageJudgeReward:
         unparsable_score: float = 0.0,
     ) -> None:
         if model.vision is None:
-            raise RewardConfigError("vision is None: a vision-language model is needed to judge images")
+            raise RewardConfigError("vision is None; expected a vision-language model to judge images")
         if not math.isfinite(unparsable_score):
             raise RewardConfigError(f"unparsable_score is {unparsable_score}; expected a finite number")
         check_reduce(reduce)
-        self._model = model
-        self._template = QuestionTemplate(template, needed=["prompt"])
-        self._parse = parse or ScorePattern()
+        super().__init__(model, template, needed=["prompt"], parse=parse or ScorePattern())
         self._reduce: Reduce = reduce
         self._unparsable_score = unparsable_score
-        self._num_verdicts = self._num_unparsable = 0
-
-    def check(self, height: int, width: int) -> None:
-        """Images are resized to what the model takes."""
 
     async def __call__(self, images: Images, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float]:
-        """[B] scores.
+        """Return scores [B].
 
         Raises:
             RewardError: a row lacks a column of the template.
@@ -61,12 +55,6 @@ class ImageJudgeReward:
         verdicts = await self._model.ask(questions, [[png(image)] for image in images])
         return [self._score(texts) for texts in verdicts]
 
-    def stats(self) -> JudgeStats:
-        """Of all verdicts so far."""
-        return JudgeStats(num_verdicts=self._num_verdicts, num_unparsable=self._num_unparsable)
-
     def _score(self, texts: Sequence[str]) -> float:
-        parsed = [self._parse(text) for text in texts]
-        self._num_verdicts += len(parsed)
-        self._num_unparsable += parsed.count(None)
-        return reduced_score([self._unparsable_score if score is None else score for score in parsed], self._reduce)
+        scores = self._read(texts)
+        return reduced_score([self._unparsable_score if score is None else score for score in scores], self._reduce)

@@ -1,9 +1,9 @@
-"""What a reward of images is, and the one place where it is called."""
+"""Rewards of images, and their evaluation."""
 
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,25 +13,11 @@ from gcore_rollout.rewards.reward import name_of
 from gcore_rollout.rewards.threads import DaemonThreads
 
 Images = NDArray[np.uint8]
-"""[B, H, W, 3]."""
+"""Images [B, H, W, 3]."""
 
 ImageRewardFunction = Callable[[Images, Sequence[str], Sequence[Mapping[str, Any]]], Any | Awaitable[Any]]
-"""``reward(images, prompts, rows)``: B scores. May be async."""
-
-
-class ImageReward(Protocol):
-    """A reward that may refuse images at the start of a run."""
-
-    def check(self, height: int, width: int) -> None:
-        """
-        Raises:
-            RewardConfigError: images of this size have no score.
-        """
-        ...
-
-    def __call__(self, images: Images, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]], /) -> Any:
-        """B scores; see `ImageRewardFunction`."""
-        ...
+"""``reward(images, prompts, rows)`` returns B scores, and may be async. A method ``check(height, width)``, if there is
+one, raises `RewardConfigError` before a run for images of a size that it cannot score."""
 
 
 async def evaluate_images(
@@ -62,7 +48,7 @@ async def evaluate_images(
         raise RewardError(f"reward {name_of(reward)!r} on {len(images)} images: {reason}") from error
     if len(scores) != len(images):
         raise RewardError(
-            f"reward {name_of(reward)!r} returned {len(scores)} scores of {len(images)} images: one of each is needed"
+            f"reward {name_of(reward)!r} returned {len(scores)} scores; expected one for each of {len(images)} images"
         )
     for score, prompt in zip(scores, prompts, strict=True):
         if not math.isfinite(score):

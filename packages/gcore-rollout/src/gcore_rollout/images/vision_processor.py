@@ -1,4 +1,4 @@
-"""Images of a prompt: from encoded files to what a vision-language model reads, and their places among the tokens.
+"""Images of prompts: their pixels as a vision-language model reads them, and their places among the tokens.
 
 A prompt's token ids are those that the model sees: at an image's place its image token stands once for each of the
 image's merged patches. Rendered chat templates have one at each place; `VisionProcessor.expand` repeats it.
@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from gcore_rollout.errors import MissingExtraError, RequestError, UnsupportedModelError
 
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
-"""Model types whose images are understood."""
+"""Model types whose images are supported."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pixels:
-    """Images as a Qwen-VL model reads them, one after the other."""
+    """Images as a Qwen-VL model reads them, concatenated."""
 
     pixel_values: NDArray[np.float32]
     """[patches, features]."""
@@ -32,11 +32,11 @@ class Pixels:
 
 
 class VisionProcessor:
-    """A model folder's image processor, and how many tokens it makes of an image.
+    """A model folder's image processor, and the number of tokens of an image.
 
     Args:
-        processor: of transformers.
-        config: of the model.
+        processor: the image processor of transformers.
+        config: the config of the model.
     """
 
     def __init__(self, processor: Any, config: Any) -> None:
@@ -46,31 +46,30 @@ class VisionProcessor:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Self:
-        """Load what a Hugging Face folder says of images.
+        """Load the image processor of a Hugging Face folder.
 
         Raises:
             MissingExtraError: Pillow is not installed.
-            UnsupportedModelError: its model reads no images, not in a way known here, or it has no image processor.
+            UnsupportedModelError: its model takes no images or is not supported, or it has no image processor.
         """
         from transformers import AutoConfig, AutoImageProcessor
 
         config = AutoConfig.from_pretrained(path)
         if config.model_type not in VISION_MODELS:
             raise UnsupportedModelError(
-                f"{config.model_type!r} in {path} is no model whose images are understood: "
-                f"{' or '.join(VISION_MODELS)} is needed"
+                f"model type of {path} is {config.model_type!r}; expected {' or '.join(VISION_MODELS)} for images"
             )
         _import_pillow()
         try:
             processor = AutoImageProcessor.from_pretrained(path)
         except (OSError, ValueError) as error:
             raise UnsupportedModelError(
-                f"{path} has no image processor that loads: preprocessor_config.json is needed"
+                f"{path} has no image processor that loads; expected preprocessor_config.json"
             ) from error
         return cls(processor, config)
 
     def num_tokens(self, image: bytes) -> int:
-        """How many tokens an encoded image takes in a prompt.
+        """Return the number of tokens that an encoded image takes in a prompt.
 
         Raises:
             RequestError: the bytes are no image.
@@ -79,14 +78,14 @@ class VisionProcessor:
         return self._processor.get_number_of_image_patches(height, width) // self._merge**2
 
     def expand(self, token_ids: Sequence[int], images: Sequence[bytes]) -> tuple[int, ...]:
-        """Token ids with each image token repeated as often as its image has merged patches.
+        """Return token ids with each image token repeated for each merged patch of its image.
 
         Raises:
             RequestError: there are not as many image tokens as images.
         """
         num_places = list(token_ids).count(self.image_token_id)
         if num_places != len(images):
-            raise RequestError(f"a prompt has places for {num_places} images and {len(images)} images: as many needed")
+            raise RequestError(f"a prompt has {len(images)} images; expected {num_places}, for which it has places")
         sizes = iter([self.num_tokens(image) for image in images])
         expanded: list[int] = []
         for token in token_ids:
@@ -94,7 +93,7 @@ class VisionProcessor:
         return tuple(expanded)
 
     def places(self, prompt_token_ids: Sequence[int]) -> list[tuple[int, int]]:
-        """First token and number of tokens of each image in an expanded prompt."""
+        """Return the first token and the number of tokens of each image in an expanded prompt."""
         found: list[tuple[int, int]] = []
         start = 0
         for token, run in groupby(prompt_token_ids):
@@ -120,7 +119,7 @@ class VisionProcessor:
             )
 
     def process(self, images: Sequence[bytes]) -> Pixels:
-        """What the model reads of one or more encoded images.
+        """Return the pixels of one or more encoded images.
 
         Raises:
             RequestError: bytes are no image.
@@ -133,7 +132,7 @@ class VisionProcessor:
 
 
 def checkpoint_name(model: Any, name: str) -> str:
-    """What a Hugging Face folder calls a parameter of a model: transformers renames those of vision-language models."""
+    """Return a parameter's name in a Hugging Face folder: transformers renames those of vision-language models."""
     from transformers.core_model_loading import revert_weight_conversion
 
     [renamed] = revert_weight_conversion(model, {name: torch.empty(0)})
@@ -149,7 +148,7 @@ def _import_pillow() -> Any:
 
 
 def _opened(image: bytes) -> Any:
-    """With its size known, and its pixels still encoded."""
+    """Open an image, which reads its size and leaves its pixels encoded."""
     try:
         return _import_pillow().open(io.BytesIO(image))
     except OSError as error:

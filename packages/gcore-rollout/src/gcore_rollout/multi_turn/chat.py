@@ -1,8 +1,8 @@
-"""A conversation as tokens: what the policy wrote is kept as it was sampled, and only what it reads is tokenized.
+"""Conversations as tokens: the policy's turns are kept as they were sampled, and only other messages are tokenized.
 
-To decode a turn and tokenize it again gives other tokens than those sampled, now and then: their log-probs would be of
-another text. Templates may also render earlier turns differently later on, as those do that drop reasoning. So each
-message of an environment is rendered behind a turn that stands in for the policy's, and what comes before is left out.
+Decoding a turn and tokenizing it again sometimes gives other tokens than those sampled, whose log-probs would be of
+another text. Templates may also render earlier turns differently later, such as without their reasoning. So each
+message of an environment is rendered after a turn that stands in for the policy's, and the text before it is dropped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 from gcore_rollout.errors import RolloutError
 
 Message = Mapping[str, Any]
-"""``role`` and ``content``, and what else the model's chat template knows."""
+"""``role`` and ``content``, and other fields that the model's chat template knows."""
 
 _STAND_IN = "gcore-turn"
 _BEFORE: list[dict[str, Any]] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}]
@@ -30,7 +30,7 @@ class ChatEncoder:
         self._options = dict(template_options or {})
 
     def first(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Tokens [P] of the first messages, up to where the policy begins.
+        """Return the tokens [P] of the first messages, up to where the policy starts.
 
         Args:
             messages: one or more.
@@ -47,32 +47,32 @@ class ChatEncoder:
         return self._tokenizer(_joined(messages))["input_ids"]
 
     def next(self, messages: Sequence[Message], *, last_token: int) -> list[int]:
-        """Tokens of further messages, from behind the policy's last token to where its next turn begins.
+        """Return the tokens of further messages, from after the policy's last token to where its next turn starts.
 
         Args:
             messages: one or more.
-            last_token: of the policy's turn; if it is not what ends a turn in the template, the end is added.
+            last_token: of the policy's turn; if it does not end a turn in the template, the end is added.
 
         Raises:
-            RolloutError: the template cannot go on behind a turn; or there are images.
+            RolloutError: the template cannot continue after a turn; or there are images.
         """
         _refuse_images(messages)
         if self._tokenizer.chat_template is None:
             return self._tokens(_joined(messages))
-        # Only from the stand-in on: what stands before it may change with what comes after.
+        # Only from the stand-in on: the text before it may change with the messages after it.
         end_of_turn = self._render(_BEFORE, prompt=False).rpartition(_STAND_IN)[2]
-        going_on = self._render([*_BEFORE, *messages]).rpartition(_STAND_IN)[2]
-        if not end_of_turn or not going_on.startswith(end_of_turn) or going_on == end_of_turn:
+        continued = self._render([*_BEFORE, *messages]).rpartition(_STAND_IN)[2]
+        if not end_of_turn or not continued.startswith(end_of_turn) or continued == end_of_turn:
             raise RolloutError(
-                "the chat template does not render further messages behind those before them: "
-                "conversations of several turns need it to"
+                "the chat template does not render further messages after those before them; "
+                "conversations of several turns need that"
             )
         written: str = self._tokenizer.decode([last_token])
         rest = end_of_turn.partition(written)[2] if written and written in end_of_turn else end_of_turn
-        return self._tokens(rest + going_on.removeprefix(end_of_turn))
+        return self._tokens(rest + continued.removeprefix(end_of_turn))
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What was written, without special tokens."""
+        """Decode tokens to text, without special tokens."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def _render(self, messages: Sequence[Message], *, prompt: bool = True, tools: Any = None) -> str:

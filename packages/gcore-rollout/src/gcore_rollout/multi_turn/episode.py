@@ -1,4 +1,4 @@
-"""One episode: a policy and an environment take turns, on one growing sequence of tokens."""
+"""Episodes: a policy and an environment alternate on one growing sequence of tokens."""
 
 import asyncio
 import dataclasses
@@ -20,19 +20,19 @@ from gcore_rollout.multi_turn.environment import Environment, Reply
 T = TypeVar("T")
 EpisodeEnd = Literal["done", "truncated_turn", "length", "max_turns"]
 """The environment ended it; a turn was cut off before its end, such as at ``max_tokens_per_turn``; the tokens of the
-episode were used up; the turns were."""
+episode were used up; its turns were."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeLimits:
-    """How long an episode may get."""
+    """Limits of an episode."""
 
     max_turns: int = 8
-    """Of the policy."""
+    """Largest number of turns of the policy."""
     max_tokens_per_turn: int | None = None
-    """None: what is left of the episode's."""
+    """Largest number of tokens of a turn; None: the rest of the episode's."""
     step_timeout_s: float = 60.0
-    """For the environment to answer one turn, or to begin."""
+    """Time limit of the environment to answer one turn, or to start."""
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_tokens_per_turn", "step_timeout_s"):
@@ -43,12 +43,12 @@ class EpisodeLimits:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Episode:
-    """What was said, as one prompt and one response. Arrays have shape [R], R the response's length."""
+    """A finished episode as one prompt and one response. Arrays have shape [R], R the response's length."""
 
     prompt_ids: NDArray[np.int64]
-    """[P] up to the policy's first token."""
+    """[P] tokens before the policy's first token."""
     token_ids: NDArray[np.int64]
-    """All turns of the policy, and between them what the environment said."""
+    """All turns of the policy, and the environment's messages between them."""
     response_mask: NDArray[np.bool_]
     """Where the policy wrote the token."""
     log_probs: NDArray[np.float32]
@@ -56,7 +56,7 @@ class Episode:
     weight_versions: NDArray[np.int32]
     """Version of the weights that made each token; -1 where the environment wrote."""
     turns: tuple[str, ...]
-    """The policy's, as text."""
+    """The policy's turns as text."""
     score: float
     """Sum of the rewards of all turns."""
     end: EpisodeEnd
@@ -74,17 +74,17 @@ async def run_episode(
 ) -> Episode:
     """Play one episode. Many at once make one continuous stream of requests.
 
-    Every turn goes on behind the very tokens of those before it. A turn that `Engine.abort` cuts short, as a change of
-    weights may, is gone on with.
+    Every turn continues the exact tokens of those before it. A turn that `Engine.abort` cuts short, as a change of
+    weights may, is continued.
 
     Args:
         engine: the policy.
         environment: a new one.
         encoder: of the policy's tokenizer.
-        request_id: those of its turns begin with it.
-        sampling: ``max_tokens`` bounds the whole response [R], what the environment says included.
+        request_id: prefix of the request ids of its turns.
+        sampling: ``max_tokens`` bounds the whole response [R], including the environment's messages.
         limits: default: `EpisodeLimits()`.
-        seed: with the turn's number it fixes the random numbers.
+        seed: together with the turn's number, determines the random numbers.
 
     Raises:
         EpisodeError: the environment failed, or did not answer in time.
@@ -98,11 +98,11 @@ async def run_episode(
     turns: list[str] = []
     score = 0.0
     while True:
-        room = sampling.max_tokens - pieces.num_tokens
+        num_left = sampling.max_tokens - pieces.num_tokens
         request = Request(
             request_id=f"{request_id}/{len(turns)}",
             prompt_token_ids=(*prompt_ids, *pieces.token_ids()),
-            sampling=dataclasses.replace(sampling, max_tokens=min(room, limits.max_tokens_per_turn or room)),
+            sampling=dataclasses.replace(sampling, max_tokens=min(num_left, limits.max_tokens_per_turn or num_left)),
             seed=hash((seed, len(turns))),
         )
         completion = await _completed(engine, request)
@@ -118,7 +118,7 @@ async def run_episode(
         if reply.done:
             end = "done"
         elif is_truncated:
-            # A turn that was cut off has no end that a message could stand behind.
+            # A turn that was cut off has no end after which a message could come.
             end = "length" if pieces.num_tokens >= sampling.max_tokens else "truncated_turn"
         elif len(turns) == limits.max_turns:
             end = "max_turns"
@@ -131,7 +131,7 @@ async def run_episode(
 
 
 async def _completed(engine: Engine, request: Request) -> Completion:
-    """The whole turn, through as many requests as it takes."""
+    """Generate a whole turn, through as many requests as it takes."""
     while True:
         [completion] = [c async for c in engine.generate([request])]
         if completion.finish_reason != "abort":

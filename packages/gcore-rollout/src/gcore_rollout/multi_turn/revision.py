@@ -1,4 +1,4 @@
-"""Reward-augmented generation: what a reward says of an answer is what the policy reads before it tries again."""
+"""Reward-augmented generation: the policy reads a reward's feedback on its answer and revises it."""
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,16 +10,16 @@ from gcore_rollout.rewards.reward import Scored
 
 
 class RevisionEnvironment:
-    """Hands an answer back with its reward's feedback until it is good enough (G-Core, arXiv 2507.22789).
+    """Returns an answer with its reward's feedback until it is good enough (G-Core, arXiv 2507.22789).
 
-    A turn's reward is what its answer scores more than the one before, so an episode's score is that of its last.
+    A turn's reward is the gain of its answer's score over the one before, so an episode's score is that of its last.
 
     Args:
         messages: the request.
         reward: scores an answer; its feedback, such as a judge's verdict, is the policy's next message; without any,
             that is the score.
         good_enough: an answer of this score or more ends the episode.
-        max_revisions: how often an answer is handed back at most.
+        max_revisions: largest number of revisions.
     """
 
     def __init__(
@@ -41,11 +41,9 @@ class RevisionEnvironment:
         self._score = 0.0
 
     async def reset(self) -> Opening:
-        """See `Environment.reset`."""
         return Opening(messages=self._messages)
 
     async def step(self, completion: str) -> Reply:
-        """See `Environment.step`."""
         scored = await self._reward(completion)
         gain, self._score = scored.score - self._score, scored.score
         if scored.score >= self._good_enough or not self._num_left:

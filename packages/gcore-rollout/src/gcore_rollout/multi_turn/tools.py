@@ -20,15 +20,15 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
     error: str = ""
-    """What is wrong with the call, if it cannot be read."""
+    """Why the call cannot be read; empty: it can."""
 
 
 CallParser = Callable[[str], Sequence[ToolCall]]
-"""From the text of a turn to its calls; none: the turn is an answer."""
+"""Parses the text of a turn to its calls; a turn without calls is an answer."""
 
 
 def hermes_calls(text: str) -> list[ToolCall]:
-    """Calls as Hermes and Qwen write them: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
+    """Parse calls as Hermes and Qwen write them: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
     return [_call(match) for match in _HERMES.findall(text)]
 
 
@@ -47,22 +47,22 @@ def _call(text: str) -> ToolCall:
 class Tool:
     """A function that a policy may call.
 
-    What goes wrong in a call is told to the policy, which may do better: it is no error of the run.
+    A failure of a call is reported to the policy, which may correct it, and is no error of the run.
     """
 
     name: str
     description: str
     function: Callable[..., Awaitable[object]]
-    """Called with the arguments by name; what it returns is told as text."""
+    """Called with the arguments by name; its result is reported as text."""
     parameters: Mapping[str, Any]
     """JSON schema of the arguments, an object."""
     timeout_s: float = 10.0
     max_characters: int = 2_000
-    """Of the answer; what is longer is cut."""
+    """Largest length of the answer, which is cut."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates announce it."""
+        """The function's schema in the form of chat templates."""
         return {
             "type": "function",
             "function": {
@@ -73,7 +73,7 @@ class Tool:
         }
 
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
-        """What the policy is told."""
+        """Call the function, and return the answer to the policy."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 answer = str(await self.function(**arguments))
@@ -93,7 +93,7 @@ class ToolEnvironment:
         messages: the first ones.
         tools: what may be called.
         parse: how calls are written.
-        reward: of the answer; it may be left to what scores the episode.
+        reward: scores the answer; None: the episode is scored elsewhere.
     """
 
     def __init__(
@@ -110,11 +110,9 @@ class ToolEnvironment:
         self._reward = reward
 
     async def reset(self) -> Opening:
-        """See `Environment.reset`."""
         return Opening(messages=self._messages, tools=[tool.schema for tool in self._tools.values()])
 
     async def step(self, completion: str) -> Reply:
-        """See `Environment.step`."""
         calls = self._parse(completion)
         if calls:
             answers = await asyncio.gather(*(self._answer(call) for call in calls))

@@ -1,4 +1,4 @@
-"""Several rewards added up."""
+"""Weighted sums of rewards."""
 
 import asyncio
 import math
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gcore_rollout.errors import RewardConfigError
-from gcore_rollout.rewards.reward import RewardFunction, Scored, checked, told
+from gcore_rollout.rewards.reward import RewardFunction, Scored, checked, located
 from gcore_rollout.rewards.user_code import answer
 
 
@@ -29,14 +29,12 @@ class CompositeReward:
         if not rewards:
             raise RewardConfigError("rewards is empty; expected at least one")
         if rewards.keys() != weights.keys():
-            raise RewardConfigError(
-                f"weights has {sorted(weights)}: the names of rewards are needed, {sorted(rewards)}"
-            )
+            raise RewardConfigError(f"weights has {sorted(weights)}; expected the names of rewards, {sorted(rewards)}")
         for name, weight in weights.items():
             if not math.isfinite(weight):
                 raise RewardConfigError(f"weights[{name!r}] is {weight}; expected a finite number")
         if not any(weights.values()):
-            raise RewardConfigError(f"weights are all 0 ({sorted(weights)}): one that is not is needed")
+            raise RewardConfigError(f"weights are all 0 ({sorted(weights)}); expected at least one that is not")
         self._rewards = dict(rewards)
         self._weights = dict(weights)
 
@@ -67,4 +65,4 @@ async def _part(name: str, reward: RewardFunction, prompt: str, completion: str,
     try:
         return checked(await answer(reward, prompt, completion, row))
     except Exception as error:
-        raise told(error, f"part {name!r}") from error
+        raise located(error, f"part {name!r}") from error

@@ -1,4 +1,4 @@
-"""Calls of rewards: how many there are, and those that failed by kind."""
+"""Counts of reward calls and of their failures by kind."""
 
 import logging
 import traceback
@@ -17,7 +17,7 @@ class Failure:
     kind: str
     """The exception's type, and where it was raised."""
     message: str
-    """Of the first one."""
+    """Message of the first failure."""
     count: int
 
 
@@ -37,7 +37,7 @@ class FailureLog:
         self._num_calls += 1
 
     def failed(self, error: BaseException) -> None:
-        """Count a call that failed; an error of this package stands for what it was raised from."""
+        """Count a call that failed, by the root cause of an error of this package."""
         self._num_calls += 1
         root = error
         while isinstance(root, RolloutError) and root.__cause__ is not None:

@@ -1,4 +1,4 @@
-"""Trying again what may pass, a bounded number of times."""
+"""Bounded retries of transient errors."""
 
 import asyncio
 import random
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """How often, and after how long."""
+    """The number of retries and the time between them."""
 
     max_retries: int = 2
     """Attempts after the first."""
@@ -38,7 +38,7 @@ class RetryPolicy:
         may_pass: Callable[[Exception], bool],
         on_retry: Callable[[], None] | None = None,
     ) -> T:
-        """What ``attempt`` returns, or the error that it raised at last.
+        """Return the result of ``attempt``, or raise its last error.
 
         Args:
             may_pass: whether an error is worth another attempt.

@@ -1,4 +1,4 @@
-"""What a reward is, and the one place where it is called."""
+"""Rewards of completions, and their evaluation."""
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from gcore_rollout.rewards.user_code import answer
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """What a reward has to say of one completion, where a number is not enough."""
+    """The score of one completion with its parts and feedback."""
 
     score: float
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -28,7 +28,7 @@ class GroupRewardFunction(Protocol):
     """Scores the completions of one prompt against each other."""
 
     async def __call__(self, prompt: str, completions: Sequence[str], row: Mapping[str, Any]) -> Sequence[Scored]:
-        """One `Scored` for each completion, in their order.
+        """Return one `Scored` for each completion, in their order.
 
         Raises:
             NoScoreError: the group is to be dropped.
@@ -37,7 +37,7 @@ class GroupRewardFunction(Protocol):
 
 
 async def score(reward: RewardFunction, *, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """The number alone of `evaluate`."""
+    """Return only the number of `evaluate`."""
     return (await evaluate(reward, prompt=prompt, completion=completion, row=row)).score
 
 
@@ -59,18 +59,18 @@ async def evaluate(reward: RewardFunction, *, prompt: str, completion: str, row:
 async def evaluate_group(
     reward: GroupRewardFunction, *, prompt: str, completions: Sequence[str], row: Mapping[str, Any]
 ) -> list[Scored]:
-    """The same for a group of completions of one prompt."""
+    """Evaluate a group of completions of one prompt; see `evaluate`."""
     try:
         values = await reward(prompt, completions, row)
         if len(values) != len(completions):
-            raise RewardError(f"returned {len(values)} scores of {len(completions)} completions: one of each is needed")
+            raise RewardError(f"returned {len(values)} scores; expected one for each of {len(completions)} completions")
         return [checked(value) for value in values]
     except Exception as error:
         raise _with_texts(error, reward, prompt, completions[0] if completions else "") from error
 
 
 def checked(value: object) -> Scored:
-    """What a reward returned, as finite numbers.
+    """Check that a reward returned finite numbers, and return them.
 
     Raises:
         RewardError: it is something else.
@@ -81,7 +81,7 @@ def checked(value: object) -> Scored:
     return Scored(score=_finite("returned a score of", value.score), parts=parts, feedback=value.feedback)
 
 
-def told(error: Exception, where: str) -> RewardError:
+def located(error: Exception, where: str) -> RewardError:
     """Return the same error with the place where it happened; a `NoScoreError` or `RewardExitError` stays one."""
     kind = type(error) if isinstance(error, NoScoreError | RewardExitError) else RewardError
     reason = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
@@ -89,7 +89,7 @@ def told(error: Exception, where: str) -> RewardError:
 
 
 def name_of(reward: object) -> str:
-    """What errors call a reward."""
+    """Return a reward's name, for errors."""
     return getattr(reward, "__name__", type(reward).__name__)
 
 
@@ -105,4 +105,4 @@ def _finite(what: str, value: Any) -> float:
 
 
 def _with_texts(error: Exception, reward: object, prompt: str, completion: str) -> RewardError:
-    return told(error, f"reward {name_of(reward)!r} on prompt {prompt[-80:]!r}, completion {completion[:80]!r}")
+    return located(error, f"reward {name_of(reward)!r} on prompt {prompt[-80:]!r}, completion {completion[:80]!r}")

@@ -1,4 +1,4 @@
-"""The service that scores completions: many at one time, each within a time limit, and no failure lost."""
+"""Concurrent scoring of completions, with time limits, retries and counts of failures."""
 
 import asyncio
 import inspect
@@ -23,17 +23,17 @@ from gcore_rollout.rewards.threads import ThreadedReward
 from gcore_rollout.rewards.user_code import blocking_limit, call
 
 OnError = Literal["raise", "drop"]
-"""A reward that failed at last ends the run, or gives `Failed`."""
+"""A reward that fails after its retries raises, or gives `Failed`."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """No score: the group that the completion belongs to is to be dropped."""
+    """A completion without a score: its group must be dropped."""
 
     error: RewardError
-    """With the reward's name, the prompt and the completion."""
+    """The error, with the reward's name, the prompt and the completion."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,19 +51,20 @@ class RewardStats:
     num_running: int
     num_waiting: int
     busy_s: float
-    """Seconds of all attempts added up."""
+    """Total seconds of all attempts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardRunnerConfig:
-    """How a runner goes about its calls."""
+    """Settings of a runner."""
 
     max_concurrency: int = 64
-    """Most calls at one time; the others wait, and their time does not run yet."""
+    """Largest number of concurrent calls; the others wait, and their time does not run yet."""
     timeout_s: float = 60.0
-    """Of each attempt."""
+    """Time limit of each attempt."""
     retry: RetryPolicy = field(default_factory=RetryPolicy)
-    """For time-outs and broken connections (`TimeoutError`, `ConnectionError`); nothing else is tried again."""
+    """Retries after time-outs and broken connections (`TimeoutError`, `ConnectionError`); nothing else is tried
+    again."""
     on_error: OnError = "raise"
     sync_in_threads: bool = True
     """Run a synchronous reward in as many threads as there may be calls (see `ThreadedReward`), not on the loop."""
@@ -78,7 +79,7 @@ class RewardRunnerConfig:
 
 
 class _Runner(Generic[T]):
-    """The part that does not depend on what is scored: one completion, or a group.
+    """The base of runners, of single completions or of groups.
 
     Attributes:
         failures: Counts calls, and those that ended in an error after their retries.
@@ -154,7 +155,7 @@ class _Runner(Generic[T]):
 
 
 class RewardRunner(_Runner[Scored]):
-    """Scores completions one by one, as many at one time as it may."""
+    """Scores completions one by one, concurrently."""
 
     def __init__(self, reward: RewardFunction, config: RewardRunnerConfig | None = None) -> None:
         super().__init__(config)
@@ -187,7 +188,7 @@ class RewardRunner(_Runner[Scored]):
             with blocking_limit(self._config.timeout_s):
                 return await self.score(prompt=prompt, completion=completion, row=row)
         finally:
-            # What the trial found is no failure of the run, which may have another log file.
+            # Failures of the trial are not those of the run, which may have another log file.
             self.failures = FailureLog()
 
     def close(self) -> None:
@@ -206,7 +207,7 @@ class RewardRunner(_Runner[Scored]):
 
 
 class GroupRewardRunner(_Runner[list[Scored]]):
-    """Scores groups of completions, such as with `PairwiseJudge`; a group is one call."""
+    """Scores groups of completions, for example by `PairwiseJudge`; a group is one call."""
 
     def __init__(self, reward: GroupRewardFunction, config: RewardRunnerConfig | None = None) -> None:
         super().__init__(config)
@@ -231,7 +232,7 @@ def _is_async(reward: RewardFunction) -> bool:
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """Whether a time-out or a broken connection is at the bottom of it."""
+    """Return whether the error was caused by a time-out or a broken connection."""
     while error is not None:
         if isinstance(error, TimeoutError | ConnectionError):
             return True
@@ -240,7 +241,7 @@ def _may_pass(error: BaseException | None) -> bool:
 
 
 def part_means(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """``reward/PART/mean`` of every part, over the completions that have it."""
+    """Return ``reward/PART/mean`` of every part, over the completions that have it."""
     values: dict[str, list[float]] = {}
     for one in parts:
         for name, part in one.items():
@@ -249,7 +250,7 @@ def part_means(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def reward_metrics(outcomes: Iterable[Scored | Failed]) -> dict[str, float]:
-    """Means over completions: ``reward/mean``, those of `part_means`, and ``reward/failed_fraction``.
+    """Return means over completions: ``reward/mean``, those of `part_means`, and ``reward/failed_fraction``.
 
     Without outcomes the result is empty.
     """

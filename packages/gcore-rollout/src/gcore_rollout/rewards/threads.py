@@ -1,4 +1,4 @@
-"""Threads for calls that may never return: they do not keep the process from ending."""
+"""Daemon threads for rewards that may block forever, so that they do not keep the process from ending."""
 
 import asyncio
 import contextvars
@@ -16,9 +16,10 @@ from gcore_rollout.rewards.user_code import call
 
 
 class DaemonThreads:
-    """At most ``max_workers`` threads, started as they are needed.
+    """At most ``max_workers`` threads, started on demand.
 
-    Those of `concurrent.futures` and `asyncio.to_thread` are joined when the process ends, however long a call blocks.
+    Threads of `concurrent.futures` and `asyncio.to_thread` are joined when the process ends, however long a call
+    blocks.
     """
 
     def __init__(self, max_workers: int, *, name: str) -> None:
@@ -51,7 +52,7 @@ class DaemonThreads:
             call()
 
     def _call(self, work: Callable[[], Any], result: "asyncio.Future[Any]", loop: asyncio.AbstractEventLoop) -> None:
-        """Make one call, and hand its outcome over to the event loop."""
+        """Make one call, and pass its outcome to the event loop."""
         value: Any = None
         error: BaseException | None = None
         try:
@@ -76,10 +77,10 @@ class DaemonThreads:
 
 
 class ThreadedReward:
-    """Runs a reward in threads of its own, so that generation goes on while it computes.
+    """Runs a reward in threads of its own, so that generation continues meanwhile.
 
-    No thread can be stopped: a call that was given up holds its thread until it returns, and one that never returns
-    holds it until the process ends. What can hang belongs in a sandbox or behind HTTP.
+    No thread can be stopped: a call that was abandoned holds its thread until it returns, and one that never returns
+    holds it until the process ends. Code that can hang belongs in a sandbox or on a server.
 
     Args:
         reward: synchronous, and safe to be called by several threads.

@@ -1,4 +1,4 @@
-"""Calls of a user's function that Ctrl-C and a time limit can interrupt while they block the event loop."""
+"""Calls of user functions that Ctrl-C and a time limit can interrupt while they block the event loop."""
 
 import asyncio
 import inspect

@@ -1,8 +1,8 @@
-"""What runs in the other process: it isolates itself, runs the program, and watches it.
+"""The sandboxed process: it isolates itself, runs the program, and watches it.
 
-Started by path in a bare interpreter, so it imports the standard library only, and of that what is quick to import:
-each program pays for it. Its one argument is the JSON of `types.Setup`. Three processes come of it: the watcher, which
-stays outside; the first process of the namespaces, which lives as long as the program and reaps what it leaves; and the
+It is started by path in a bare interpreter, so it imports only modules of the standard library that import quickly:
+each program waits for them. Its one argument is the JSON of `types.Setup`. It makes three processes: the watcher, which
+stays outside; the first process of the namespaces, which lives as long as the program and reaps its children; and the
 program.
 """
 
@@ -29,25 +29,26 @@ MNT_DETACH = 2
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 1, 2
 SYS_MOUNT_SETATTR = 442
-"""The same number on every architecture; glibc names it from 2.36 on only."""
+"""This number is the same on every architecture; glibc has the name since 2.36."""
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 CAPABILITY_VERSION_3 = 0x20080522
 NOBODY = 65534
 
 HOME = "/sandbox"
-"""The folder a program starts in and may write to."""
+"""The folder in which a program starts and to which it may write."""
 
 NEW_ROOT = "/proc"
-"""Where the program's file system is put together. It exists on every Linux, and nothing of it is to be seen there."""
+"""Mount point of the program's file system while it is assembled; it exists on every Linux, and its files are
+hidden."""
 
 SET_UP, READY_FOR_TESTS = b"set up\n", b"ready for tests\n"
-"""What the program's process says before the program, and between it and its tests."""
+"""Messages of the program's process before the program, and between it and its tests."""
 
 VISIBLE = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache"]
 DEVICES = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# Programs replace functions of os, some by habit: those needed after one has run are held here.
+# Programs may replace functions of os: those needed after one has run are kept here.
 _read, _write, _leave = os.read, os.write, os._exit
 
 
@@ -92,16 +93,16 @@ def _watch(first: int, watched: set[signal.Signals]) -> "Report":
 
 
 def _exit_code(status: int) -> int:
-    """As a shell gives it: 128 + n for signal n."""
+    """Return the exit code as a shell does: 128 + n for signal n."""
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
 
 def _enter_namespaces(own: tuple[int, int], target: tuple[int, int]) -> None:
-    """New user, mount, network, process and IPC namespaces; the next child is the first process of them.
+    """Enter new user, mount, network, process and IPC namespaces; the next child is their first process.
 
-    Root becomes nobody in there: the kernel holds root to no limit of processes, and files of root stay out of reach.
-    Only a process outside may map a second user, hence the helper.
+    Root becomes the user nobody in them: the kernel holds root to no limit of processes, and files of root stay out of
+    reach. Only a process outside may map a second user, hence the helper.
     """
     go, done = os.pipe(), os.pipe()
     watcher = os.getpid()
@@ -137,7 +138,7 @@ def _enter_namespaces(own: tuple[int, int], target: tuple[int, int]) -> None:
 
 
 def _start_the_program(setup: "Setup", target: tuple[int, int]) -> "NoReturn":
-    """Lose every right that is not needed, then run what the control socket sends.
+    """Drop every right that is not needed, then run the program that the control socket sends.
 
     The first process of a namespace gets no signal that it does not handle, a CPU limit's among them, so the program is
     the second.
@@ -181,7 +182,7 @@ def _start_the_program(setup: "Setup", target: tuple[int, int]) -> "NoReturn":
 
 
 def _reap_until(program: int) -> "NoReturn":
-    # It holds no end of a pipe that says to a reader that the program goes on.
+    # Close its ends of pipes, by which readers would believe that the program still runs.
     os.closerange(0, 1 << 16)
     while True:
         ended, status = os.wait()
@@ -208,7 +209,7 @@ def _run_with_tests(program: str, control: int) -> "NoReturn":
 
 
 def _run(program: str, name: str) -> "dict[str, Any]":
-    """Run a program as the module of that name; its variables."""
+    """Run a program as the module of that name, and return its variables."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     exec(compile(program, "solution.py", "exec"), module.__dict__)
@@ -216,7 +217,7 @@ def _run(program: str, name: str) -> "dict[str, Any]":
 
 
 def _see_only(setup: "Setup") -> None:
-    """A read-only file system of the interpreter and the system's libraries, with an empty folder to write to."""
+    """Mount a read-only file system of the interpreter and the system's libraries, with an empty writable folder."""
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     # Longer paths later: one that lies in another is there already.
@@ -288,12 +289,12 @@ def _check(result: int, what: str) -> None:
 
 
 def _next_line(fd: int) -> "Any":
-    """The next message of the control socket, JSON on one line."""
+    """Read the next message of the control socket, JSON on one line."""
     parts = [b""]
     while not parts[-1].endswith(b"\n"):
         part = _read(fd, 1 << 16)
         if not part:
-            # Whoever asked has gone.
+            # The caller has ended.
             _leave(1)
         parts.append(part)
     return json.loads(b"".join(parts))

@@ -1,4 +1,4 @@
-"""Runs Python programs in other processes, under limits, without blocking the event loop."""
+"""Isolated Python programs in other processes, under limits, without blocking the event loop."""
 
 import asyncio
 import json
@@ -21,17 +21,17 @@ from gcore_rollout.sandbox.child import HOME, READY_FOR_TESTS, SET_UP
 from gcore_rollout.sandbox.types import Outcome, Report, SandboxLimits, SandboxResult, Setup
 
 Isolation = Literal["namespaces", "limits"]
-"""What stands between a program and the machine; see `Sandbox`."""
+"""The isolation of a program from the machine; see `Sandbox`."""
 
 CHILD = Path(__file__).with_name("child.py")
 
 GRACE_S = 60.0
-"""The program is killed at its time limit by its watcher; this much later, the watcher is."""
+"""Time after a program's limit, at which its watcher kills it, until the watcher itself is killed."""
 
 KILLED = 128 + signal.SIGKILL
 
 LEFT_OPEN_S = 1.0
-"""How long to wait for the end of output that a process which got away may hold open (``limits`` only)."""
+"""Time to wait for the end of output that an escaped process may hold open (``limits`` only)."""
 
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -41,7 +41,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
-"""All that a program finds in its environment. Sets are iterated in the same order each time."""
+"""The whole environment of a program. Sets are iterated in the same order each time."""
 
 
 class Sandbox:
@@ -274,7 +274,7 @@ class _OutputPipe:
 
 @dataclass
 class _Talk:
-    """What is said to one program's harness, and what it answers."""
+    """The messages to one program's harness and its answers."""
 
     program: str
     tests: Sequence[str]
@@ -287,7 +287,7 @@ class _Talk:
 
     async def over(self, ours: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=ours)
-        # The program may close its end or write what it likes: then the tokens do not come, which is all that counts.
+        # The program may close its end or write anything: then the tokens do not come, and only they count.
         try:
             with suppress(ConnectionError, ValueError):
                 line = await reader.readline()
@@ -314,7 +314,7 @@ async def _stop(process: subprocess.Popen[bytes]) -> None:
     """Have the watcher kill its program, if it has not ended, and wait for the watcher."""
     process.terminate()
     try:
-        # It has ended, as a rule, or is about to, so no time is spent on a thread.
+        # It has usually ended, so that no thread is needed.
         process.wait(timeout=0.01)
     except subprocess.TimeoutExpired:
         await asyncio.to_thread(_wait, process)

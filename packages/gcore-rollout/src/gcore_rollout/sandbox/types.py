@@ -1,4 +1,4 @@
-"""What a sandboxed program may use, and how it ended."""
+"""Limits of sandboxed programs, and their results."""
 
 from dataclasses import dataclass, fields
 from typing import Literal, TypedDict
@@ -11,18 +11,18 @@ Outcome = Literal["finished", "failed", "timed_out", "output_limit"]
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """What one program may use. Past a limit its call fails or it is killed; neither passes a test."""
+    """Limits of one program. Beyond a limit its call fails or it is killed; neither passes a test."""
 
     wall_s: float = 10.0
-    """Seconds from the start to the end of the program, whatever it waits for."""
+    """Seconds from the start to the end of the program, waiting included."""
     cpu_s: int = 10
     """Seconds of CPU time, of each process."""
     memory_bytes: int = 1 << 30
     """Address space, of each process."""
     disk_bytes: int = 16 << 20
-    """What it may write in its folder: of each file, and with namespaces of all."""
+    """Largest size of a file in its folder, and with namespaces of all files."""
     output_bytes: int = 1 << 20
-    """What it may write on stdout, and on stderr."""
+    """Largest output on each of stdout and stderr."""
     open_files: int = 64
     """Open files, of each process."""
     processes: int = 16
@@ -37,7 +37,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxResult:
-    """How one program ended."""
+    """The result of one program."""
 
     outcome: Outcome
     exit_code: int
@@ -47,13 +47,13 @@ class SandboxResult:
     passed: tuple[bool, ...]
     """For each of the tests, whether it ran to its end without an exception."""
     cpu_s: float
-    """Of the program and the children that it waited for."""
+    """Seconds of CPU time of the program and the children that it waited for."""
     wall_s: float
-    """From the call, a place in the line included, to the end."""
+    """Seconds from the call to the end, the time in the queue included."""
 
 
 class Setup(TypedDict):
-    """What `Sandbox` hands to the other process."""
+    """The settings of the sandboxed process."""
 
     isolation: str
     control_fd: int
@@ -70,7 +70,7 @@ class Setup(TypedDict):
 
 
 class Report(TypedDict):
-    """How the program ended, as its watcher saw it."""
+    """The watcher's report of the end of the program."""
 
     exit_code: int
     timed_out: bool

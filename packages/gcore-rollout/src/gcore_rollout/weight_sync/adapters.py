@@ -1,4 +1,4 @@
-"""Low-rank adapters alone: the matrices A and B travel, and are merged where the frozen weights are.
+"""Updates by low-rank adapters alone: the matrices A and B are sent, and merged into the receiver's frozen weights.
 
 W = W0 + scaling B A (arXiv 2106.09685, section 4.1), where scaling is alpha / rank.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 A_OF, B_OF = ".lora_A.default.weight", ".lora_B.default.weight"
-"""What peft puts behind a layer's name, to name its A [rank, in] and its B [out, rank]."""
+"""Suffixes that peft adds to a layer's name for its A [rank, in] and its B [out, rank]."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -17,16 +17,16 @@ class AdapterWeights:
     """All adapters of a model at one version."""
 
     base_version: int
-    """Of the frozen weights that they were trained beside."""
+    """Version of the frozen weights with which they were trained."""
     version: int
     scaling: float
     """alpha / rank."""
     tensors: Mapping[str, torch.Tensor]
-    """By peft's names: a layer's Hugging Face name with `A_OF` or `B_OF` behind it."""
+    """By peft's names: a layer's Hugging Face name followed by `A_OF` or `B_OF`."""
 
     @property
     def size_bytes(self) -> int:
-        """Of all tensors to be sent."""
+        """Size of all tensors to be sent."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
@@ -43,26 +43,26 @@ def check_adapters(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -
     """
     for name in adapters.tensors:
         if not name.endswith((A_OF, B_OF)):
-            raise ValueError(f"{name!r} is no name of an adapter: one that ends in {A_OF} or {B_OF} is needed")
+            raise ValueError(f"{name!r} is no name of an adapter; expected one that ends in {A_OF} or {B_OF}")
     for layer in sorted(adapters.layers):
         a, b = adapters.tensors.get(layer + A_OF), adapters.tensors.get(layer + B_OF)
         if a is None or b is None:
-            raise ValueError(f"the adapter of {layer!r} has no {'A' if a is None else 'B'}: both are needed")
+            raise ValueError(f"the adapter of {layer!r} has no {'A' if a is None else 'B'}; expected both")
         if f"{layer}.weight" not in base:
             raise ValueError(f"there is an adapter of {layer!r}, and no weight of that layer")
         shape = tuple(base[f"{layer}.weight"].shape)
         if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or (b.shape[0], a.shape[1]) != shape:
             raise ValueError(
-                f"the adapter of {layer!r} has A {list(a.shape)} and B {list(b.shape)}: [rank, {shape[-1]}] and "
-                f"[{shape[0]}, rank] are needed"
+                f"the adapter of {layer!r} has A {list(a.shape)} and B {list(b.shape)}; expected "
+                f"[rank, {shape[-1]}] and [{shape[0]}, rank]"
             )
 
 
 def merged(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -> Iterator[tuple[str, torch.Tensor]]:
-    """Hugging Face names and weights with the adapters in them, one at a time.
+    """Yield Hugging Face names and merged weights, one at a time.
 
-    The arithmetic is in float32 at least, and is rounded to the data type of the weights once, at the end, as a
-    trainer's is that merges before it exports.
+    The arithmetic is in float32 at least, and is rounded to the data type of the weights once, at the end, as in a
+    trainer that merges before it exports.
 
     Args:
         base: the frozen weights, which are left as they are.

@@ -1,8 +1,8 @@
-"""Weights from one rank of a torch.distributed process group to all others: NCCL between GPUs, gloo between hosts.
+"""Broadcast of weights from one rank of a torch.distributed process group: NCCL between GPUs, gloo between hosts.
 
-Tensors travel in buckets, one flat buffer each. Before every bucket goes a header of four integers: what follows, the
-version, and the sizes of the bucket's layout and of its buffer. The layout (names, shapes, data types) is sent only if
-it is not the one of the same bucket the last time.
+Tensors are sent in buckets, one flat buffer each. Every bucket follows a header of four integers: the kind of message,
+the version, and the sizes of the bucket's layout and of its buffer. The layout (names, shapes, data types) is sent only
+if it differs from that of the same bucket the last time.
 """
 
 import json
@@ -33,8 +33,8 @@ class WeightSender:
     Args:
         group: of the sender and its receivers, all of which make their calls in the same order. How long a rank waits
             for another that is silent is the group's timeout.
-        device: where buffers are; one that the group's backend can send from.
-        bucket_bytes: of a buffer; a larger tensor has one of its own.
+        device: of the buffers; the group's backend must be able to send from it.
+        bucket_bytes: size of a buffer; a larger tensor has one of its own.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, device: str = "cpu", bucket_bytes: int = 256 << 20) -> None:
@@ -43,12 +43,12 @@ class WeightSender:
         self._channel = _Channel(group, src=dist.get_rank(group), device=device)
         self._buckets = [_Bucket(bucket_bytes, device) for _ in range(_IN_FLIGHT)]
         self._layouts: dict[int, BucketLayout] = {}
-        """Of the buckets, as the receivers know them."""
+        """Layouts of the buckets, as the receivers know them."""
 
     def send(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Send weights; when it returns, they need not be kept.
 
-        If the iterable fails, the receivers are told, and its error is raised here.
+        If the iterable fails, the receivers are notified, and its error is raised here.
 
         Raises:
             PeerLostError: a receiver is gone, or did not receive in time.
@@ -57,7 +57,7 @@ class WeightSender:
         bucket = self._emptied(number)
         try:
             for name, tensor in weights:
-                if not bucket.has_room_for(tensor):
+                if not bucket.fits(tensor):
                     bucket = self._sent(number, bucket, version)
                     number += 1
                 bucket.add(name, tensor)
@@ -78,7 +78,7 @@ class WeightSender:
             bucket.clear()
 
     def _sent(self, number: int, bucket: "_Bucket", version: int) -> "_Bucket":
-        """Begin to send a bucket, and return the one to fill meanwhile."""
+        """Start sending a bucket, and return the one to fill meanwhile."""
         layout = tuple(bucket.layout)
         is_known = self._layouts.get(number) == layout
         text = b"" if is_known else json.dumps([(name, *spec.plain()) for name, spec in layout]).encode()
@@ -91,7 +91,7 @@ class WeightSender:
         return self._emptied(number + 1)
 
     def _emptied(self, number: int) -> "_Bucket":
-        """The bucket that is used for this one in turn, once what was in it has been sent."""
+        """Return the bucket of this number once its previous contents have been sent."""
         bucket = self._buckets[number % _IN_FLIGHT]
         bucket.clear()
         return bucket
@@ -99,7 +99,7 @@ class WeightSender:
 
 @dataclass(frozen=True, kw_only=True)
 class IncomingWeights:
-    """Weights on their way, to be iterated over once."""
+    """Incoming weights, to be iterated over once."""
 
     version: int
     tensors: Iterator[tuple[str, torch.Tensor]]
@@ -111,15 +111,15 @@ class WeightReceiver:
     Args:
         group: see `WeightSender`.
         src: the sender's rank in this group.
-        device: where tensors are to be.
-        reuse_buffer: each bucket is received in the same memory: a tensor is valid until the next one is asked for.
-            Good for what copies as it goes (`WeightMirror`, the shared memory of an `EngineProcess`), not for what
-            collects first (``dict(...)``, `HFEngine`, `VLLMEngine`).
+        device: of the received tensors.
+        reuse_buffer: each bucket is received in the same memory: a tensor is valid until the next one is requested.
+            For consumers that copy each tensor (`WeightMirror`, the shared memory of an `EngineProcess`), not for those
+            that collect first (``dict(...)``, `HFEngine`, `VLLMEngine`).
     """
 
     def __init__(self, group: dist.ProcessGroup, *, src: int, device: str = "cpu", reuse_buffer: bool = False) -> None:
         if src == dist.get_rank(group):
-            raise ValueError(f"src is {src}, which is this rank: another one has to send")
+            raise ValueError(f"src is {src}, which is this rank; expected another one")
         self._channel = _Channel(group, src=src, device=device)
         self._device = device
         self._reuse_buffer = reuse_buffer
@@ -127,17 +127,17 @@ class WeightReceiver:
         self._layouts: dict[int, BucketLayout] = {}
         self._incoming: Generator[tuple[str, torch.Tensor]] | None = None
         self._is_coming = False
-        """There are messages that belong to these weights."""
+        """Whether more messages belong to these weights."""
         self._header: list[int] = []
-        """What was received already of the message that comes next."""
+        """The header of the next message, if it has been received already."""
         self._number = 0
-        """Of the bucket that comes next."""
+        """Number of the next bucket."""
 
     def receive(self) -> IncomingWeights:
         """Wait for the next weights; they come while they are iterated over.
 
-        That blocks: where an event loop generates meanwhile, let a thread collect them. What is not iterated over is
-        received and dropped when the iterator is closed, or at the next call, for the others wait for this rank.
+        That blocks: collect them in a thread while an event loop generates. The rest is received and dropped when the
+        iterator is closed, or at the next call, because the other ranks wait for this one.
 
         If the sender fails half-way, the iterator raises, so an engine that collects first keeps its old weights.
 
@@ -161,12 +161,12 @@ class WeightReceiver:
             self._drop_rest()
 
     def _drop_rest(self) -> None:
-        with suppress(WeightSyncError):  # of weights that nobody wants
+        with suppress(WeightSyncError):  # of weights that are not wanted
             while self._next_bucket() is not None:
                 pass
 
     def _next_bucket(self) -> tuple[torch.Tensor, BucketLayout] | None:
-        """None: there are no more."""
+        """Receive the next bucket; None: there are no more."""
         if not self._is_coming:
             return None
         # Unless all goes well from here on, there is no more to come.
@@ -202,8 +202,8 @@ class _Bucket:
         self.used_bytes = 0
         self.sending: _Work | None = None
 
-    def has_room_for(self, tensor: torch.Tensor) -> bool:
-        """An empty one takes whatever comes."""
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Return whether there is capacity for a tensor; an empty bucket takes any."""
         return not self.layout or _aligned(self.used_bytes) + tensor.nbytes <= self._size_bytes
 
     @property
@@ -221,7 +221,7 @@ class _Bucket:
         self.used_bytes = end
 
     def clear(self) -> None:
-        """Once it has been sent."""
+        """Empty the bucket once it has been sent."""
         if self.sending is not None:
             self.sending.wait()
         self.sending = None
@@ -263,7 +263,7 @@ class _Channel:
 
 
 class _Work:
-    """A broadcast on its way."""
+    """A broadcast in flight."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -276,7 +276,7 @@ class _Work:
 
 
 def _lost(error: RuntimeError) -> PeerLostError:
-    return PeerLostError(f"a rank is gone, or did not do its part in time: {error}")
+    return PeerLostError(f"a rank is gone, or did not take part in time: {error}")
 
 
 def _views(buffer: torch.Tensor, layout: BucketLayout) -> Iterator[tuple[str, torch.Tensor]]:

@@ -23,7 +23,7 @@ _MAX_NAMED = 3
 
 
 class WeightRecord:
-    """Digests of the trainer's weights, by version: the first one and the last few, to explain what an engine has."""
+    """Digests of the trainer's weights by version, the first and the last few, to explain an engine's wrong weights."""
 
     def __init__(self) -> None:
         self._versions: dict[int, Digests] = {}
@@ -35,7 +35,7 @@ class WeightRecord:
             del self._versions[old]
 
     def explanation(self, tensor: HeldTensor, version: int) -> str:
-        """Which weights a tensor is, if not those of its source at ``version``."""
+        """Describe the weights of a tensor that differs from its source at ``version``."""
         for other, digests in sorted(self._versions.items(), reverse=True):
             if other != version and _digest(digests, tensor.source, tensor.dtype) == tensor.digest:
                 return f"has the values of version {other}"
@@ -50,22 +50,22 @@ class WeightRecord:
 
 
 class Rotation:
-    """Chooses which tensors to check after an update: as many as fit into the time, in turn."""
+    """Chooses the tensors to check after an update: as many as fit into the time, in rotation."""
 
     def __init__(self) -> None:
         self._costs: dict[str, tuple[int, float]] = {}
         """Bytes and seconds of each tensor, the next one first."""
 
     def note(self, tensors: Sequence[HeldTensor]) -> None:
-        """Take the costs of tensors that have just been checked; they are the last in the line."""
+        """Record the costs of tensors that have just been checked; they are checked last from now on."""
         for tensor in tensors:
             self._costs.pop(tensor.name, None)
             self._costs[tensor.name] = tensor.size_bytes, tensor.seconds
 
     def choose(self, step_s: float) -> list[str] | None:
-        """Names to check after a step that took so long; None: all.
+        """Return the names to check after a step of ``step_s`` seconds; None: all.
 
-        They take 1 % of the step by what their last check took, or are 8 MiB, or 4 tensors, whichever is more.
+        By the times of their last checks they take 1 % of the step, or they are 8 MiB, or 4 tensors, whichever is more.
         """
         names: list[str] = []
         num_bytes, seconds = 0, 0.0
@@ -78,16 +78,16 @@ class Rotation:
 
 
 class CheckedEngine(WrappedEngine[RequestT, SampleT]):
-    """An engine that is asked, after every update, which weights it computes with.
+    """An engine whose weights are compared with the trainer's after every update.
 
     All tensors are compared after the first update and by `check_weights`; after later ones as many as 1 % of the time
-    since the last update allows, in turn, and at least 8 MiB of them. What is compared is read from the model, so it
-    does not matter on which way a tensor went wrong. An engine that cannot report its weights, and weights without
+    since the last update allows, in rotation, and at least 8 MiB of them. The compared tensors are read from the model,
+    so that any cause of a wrong tensor is found. An engine that cannot report its weights, and weights without
     digests (`weight_digests.DigestedWeights`), pass unchecked.
 
     Args:
         engine: that takes the weights.
-        name: in errors, such as "engine 3".
+        name: the engine's name in errors, such as "engine 3".
         record: shared by the replicas of a model; None: one of its own.
     """
 
@@ -104,8 +104,8 @@ class CheckedEngine(WrappedEngine[RequestT, SampleT]):
         Raises:
             WrongWeightsError: the engine has other weights than these now.
         """
-        # Taken before the update: while it is under way, a `SharedWeights` may be given the next version. Digests of
-        # weights that are made one by one are filled in during the update.
+        # Taken before the update: during it, a `SharedWeights` may be given the next version. Digests of weights that
+        # are made one by one are filled in during the update.
         digests = digests_of(weights)
         await super().update_weights(weights, version=version)
         if digests:
@@ -114,7 +114,6 @@ class CheckedEngine(WrappedEngine[RequestT, SampleT]):
             self._checked_s = time.monotonic()
 
     async def check_weights(self, digests: Digests) -> None:
-        """See `ChecksWeights.check_weights`."""
         if digests:
             await self._check(digests, self.weight_version, None)
 

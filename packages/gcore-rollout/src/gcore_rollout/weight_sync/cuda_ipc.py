@@ -1,4 +1,4 @@
-"""Weights of another process on the same GPU, opened where they lie (CUDA IPC): nothing is copied on the way."""
+"""Weights of another process on the same GPU, opened in place by CUDA IPC, without a copy."""
 
 import pickle
 from collections.abc import Iterable
@@ -8,17 +8,17 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 _DEVICE_ARGUMENT = 6
-"""Of `rebuild_cuda_tensor`: the number that the sender has for the device."""
+"""Index of the argument of `rebuild_cuda_tensor` that is the sender's number of the device."""
 
 
 class SharedCudaWeights:
     """The side that has the weights. It keeps them alive until `close`, and must not write to them before.
 
-    Call `close` only once every receiver has said that it has copied the weights and let go of its views; how it says
-    so is the caller's (the end of the call that took the handles will do).
+    Call `close` only once every receiver has copied the weights and released its views, for example when the call that
+    took the handles has returned.
 
     Args:
-        weights: Hugging Face names and full tensors on a CUDA device. What is still being computed is waited for.
+        weights: Hugging Face names and full tensors on a CUDA device. Pending computations are waited for.
 
     Raises:
         ValueError: a tensor is elsewhere.
@@ -33,20 +33,20 @@ class SharedCudaWeights:
             torch.cuda.synchronize(device)
 
     def handles(self) -> bytes:
-        """What a receiver opens, once: each gets a message of its own. To be sent to processes that trust this one."""
+        """Return the handles that one receiver opens once; each receiver must trust this process."""
         return pickle.dumps([(name, _uuid(tensor.device), reduce_tensor(tensor)[1]) for name, tensor in self._tensors])
 
     def close(self) -> None:
-        """Let go of the weights. Idempotent."""
+        """Release the weights. Idempotent."""
         self._tensors.clear()
         torch.cuda.ipc_collect()
 
 
 def open_weights(handles: bytes) -> list[tuple[str, torch.Tensor]]:
-    """The side that gets the weights: names and views of the sender's memory, not to be written to.
+    """Open the sender's weights: names and views of its memory, which must not be written to.
 
-    Devices are matched by their UUID, for the two processes may number them differently. Copy what is needed, wait for
-    the copies (``torch.cuda.synchronize``), drop the views, and then tell the sender.
+    Devices are matched by their UUID, because the two processes may number them differently. Copy the needed tensors,
+    wait for the copies (``torch.cuda.synchronize``), drop the views, and then notify the sender.
 
     Args:
         handles: from a process that is trusted, as with every pickle.

@@ -1,7 +1,7 @@
-"""What changed between two versions of the weights, to the bit.
+"""Exact differences between two versions of the weights.
 
-An update of bfloat16 weights with the small steps of reinforcement learning leaves most elements as they were, for a
-step below half a unit in the last place rounds to nothing. What did change is sent as positions and values.
+An update of bfloat16 weights with the small steps of reinforcement learning leaves most elements as they were, because
+a step below half a unit in the last place rounds to zero. Changed elements are sent as positions and values.
 """
 
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -21,9 +21,9 @@ class SparseValues:
     """Some elements of a tensor."""
 
     indices: torch.Tensor
-    """Where they are in the flattened tensor, shape [N], ascending; int32, or int64 beyond 2**31 - 1 elements."""
+    """Ascending positions in the flattened tensor, shape [N]; int32, or int64 beyond 2**31 - 1 elements."""
     values: torch.Tensor
-    """What they are now, shape [N]."""
+    """New values, shape [N]."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,15 +33,15 @@ class WeightDelta:
     base_version: int
     version: int
     layout: Layout
-    """Of all the weights, changed or not."""
+    """Layout of all weights, changed or not."""
     sparse: Mapping[str, SparseValues]
-    """Tensors of which few elements changed."""
+    """Tensors with few changed elements."""
     dense: Mapping[str, torch.Tensor]
-    """Tensors of which so many did that positions would take more bytes than what they leave out."""
+    """Tensors with so many changed elements that positions would take more bytes than they save."""
 
     @property
     def size_bytes(self) -> int:
-        """Of all tensors to be sent."""
+        """Size of all tensors to be sent."""
         sparse = sum(part.indices.nbytes + part.values.nbytes for part in self.sparse.values())
         return sparse + sum(tensor.nbytes for tensor in self.dense.values())
 
@@ -53,11 +53,11 @@ def make_delta(
     base_version: int,
     version: int,
 ) -> WeightDelta:
-    """What to change in ``base`` to have ``weights``.
+    """Return the delta from ``base`` to ``weights``.
 
     Args:
         base: contiguous tensors in the host's memory; copies, not those that a trainer changes in place.
-        weights: the same names, shapes and data types, on any device; asked for one by one.
+        weights: the same names, shapes and data types, on any device; requested one by one.
         base_version: of ``base``.
         version: of ``weights``.
 
@@ -117,7 +117,7 @@ def apply_delta(weights: MutableMapping[str, torch.Tensor], delta: WeightDelta, 
 
 
 def _change(old: torch.Tensor, new: torch.Tensor) -> SparseValues | torch.Tensor | None:
-    """None: nothing changed."""
+    """Return the changed elements, or the whole tensor if most changed; None: nothing changed."""
     # NumPy compares and searches in a third of the time that torch takes.
     new_bits = bits(new)
     changed = bits(old).numpy() != new_bits.numpy()
@@ -132,7 +132,7 @@ def _change(old: torch.Tensor, new: torch.Tensor) -> SparseValues | torch.Tensor
 
 
 def _check_whole(delta: WeightDelta) -> None:
-    """Everything fits the layout that the delta itself tells."""
+    """Check that all parts fit the delta's own layout."""
     for name in (*delta.dense, *delta.sparse):
         if name not in delta.layout:
             raise ValueError(f"the delta changes {name!r}, which its layout does not have")
@@ -141,8 +141,8 @@ def _check_whole(delta: WeightDelta) -> None:
         spec, indices, values = delta.layout[name], part.indices, part.values
         if indices.dim() != 1 or indices.shape != values.shape or values.dtype != spec.dtype:
             raise ValueError(
-                f"the delta of {name!r} has indices {list(indices.shape)} and values {TensorSpec.of(values)}: "
-                f"as many of both, of {spec.dtype}, are needed"
+                f"the delta of {name!r} has indices {list(indices.shape)} and values {TensorSpec.of(values)}; "
+                f"expected as many of both, of {spec.dtype}"
             )
         if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < spec.numel:
             raise ValueError(f"the delta of {name!r} has an index outside its {spec.numel} elements")

@@ -1,4 +1,4 @@
-"""Digests of tensors, computed on the device where they are: equal values in equal places have equal digests.
+"""Digests of tensors, computed on their device: equal values in equal places have equal digests.
 
 The bits of a tensor are read as 64-bit words w_i, and the digest is the sum of m_i * w_i modulo 2^64 with odd
 pseudo-random multipliers m_i (multilinear hashing: J. L. Carter and M. N. Wegman, "Universal classes of hash
@@ -17,9 +17,9 @@ from gcore_rollout.weight_sync.report import Digest, Digests, HeldTensor
 
 _WORD_BYTES = 8
 _BLOCK_WORDS = 1 << 16
-"""Words that have multipliers of their own; each block of so many is weighted once more, by its number."""
+"""Words with multipliers of their own; each block of this many words is also weighted by its number."""
 _BLOCKS_AT_ONCE = {"cpu": 1}
-"""One block fits a core's cache; on other devices a launch costs more than memory."""
+"""Blocks computed together: one fits a core's cache; on other devices a launch costs more than memory."""
 _DEFAULT_BLOCKS_AT_ONCE = 128
 _GOLDEN = 0x9E3779B97F4A7C15
 _MODULUS = 1 << 64
@@ -28,7 +28,7 @@ _MODULUS = 1 << 64
 def digest(tensor: torch.Tensor) -> Digest:
     """Digest the values of a tensor of any shape, in its data type; -0.0 counts as 0.0.
 
-    It reads the tensor once, and takes at most 128 MiB of memory beside it.
+    It reads the tensor once, and takes at most 128 MiB of additional memory.
     """
     flat = tensor.detach().contiguous().view(-1)
     at_once = _BLOCKS_AT_ONCE.get(flat.device.type, _DEFAULT_BLOCKS_AT_ONCE)
@@ -50,7 +50,7 @@ def held(name: str, read: Callable[[], torch.Tensor], *, source: str | None = No
 
     Args:
         name: its Hugging Face name.
-        read: gives the tensor as it was published, whatever layout the engine keeps it in.
+        read: returns the tensor as it was published, whatever layout the engine keeps it in.
         source: see `HeldTensor.source`; None: ``name``.
     """
     start_s = time.perf_counter()
@@ -66,12 +66,12 @@ def held(name: str, read: Callable[[], torch.Tensor], *, source: str | None = No
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Torch's name without its prefix."""
+    """Return torch's name of a data type without its prefix."""
     return str(dtype).removeprefix("torch.")
 
 
 class DigestedWeights:
-    """Weights on their way to engines, with a digest of every tensor that has been iterated over.
+    """Weights for engines, with a digest of every tensor that has been iterated over.
 
     Digests are made on the trainer's own tensors, before anything is copied.
 
@@ -79,7 +79,7 @@ class DigestedWeights:
         weights: Hugging Face names and full tensors.
         dtypes: data types in which engines hold tensors; each tensor is cast to each of them for its digests. Those
             that engines hold in another type cannot be compared.
-        digests: filled by what makes the weights, while it is iterated over; None: they are made here.
+        digests: filled by the source of the weights, while it is iterated over; None: they are made here.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class DigestedWeights:
 
     @property
     def digests(self) -> Digests:
-        """Of the tensors that have been iterated over."""
+        """Digests of the tensors that have been iterated over."""
         return self._made if self._given is None else self._given
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -107,7 +107,8 @@ class DigestedWeights:
 
 
 def _words(chunk: torch.Tensor) -> torch.Tensor:
-    """[W] int64 of the bits, with the upper half of each word mixed into the lower; whole blocks, or less than one."""
+    """Return the bits as int64 [W], with the upper half of each word mixed into the lower; whole blocks, or less
+    than one."""
     # -0.0 + 0.0 is 0.0: an engine that keeps weights packed gives them back as sums.
     values = chunk + 0.0 if chunk.is_floating_point() else chunk.clone()
     size = _WORD_BYTES // values.itemsize
@@ -120,7 +121,7 @@ def _words(chunk: torch.Tensor) -> torch.Tensor:
 
 @lru_cache
 def _multipliers(device: torch.device) -> torch.Tensor:
-    """[_BLOCK_WORDS] odd, int64: the outputs of SplitMix64 (G. L. Steele et al., OOPSLA 2014)."""
+    """Return odd int64 multipliers [_BLOCK_WORDS]: the outputs of SplitMix64 (G. L. Steele et al., OOPSLA 2014)."""
     z = np.arange(1, _BLOCK_WORDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

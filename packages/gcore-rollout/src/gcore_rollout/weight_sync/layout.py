@@ -1,4 +1,4 @@
-"""What a set of weights consists of: names, data types and shapes."""
+"""Layouts of weights: names, data types and shapes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class TensorSpec:
 
     @classmethod
     def from_plain(cls, dtype: str, shape: list[int]) -> Self:
-        """The reverse of `plain`."""
+        """Return the spec that `plain` returned values of."""
         return cls(dtype=getattr(torch, dtype), shape=tuple(shape))
 
     @property
@@ -35,7 +35,7 @@ class TensorSpec:
         return self.numel * self.dtype.itemsize
 
     def plain(self) -> tuple[str, list[int]]:
-        """As JSON can hold it."""
+        """Return values that JSON can hold."""
         return str(self.dtype).removeprefix("torch."), list(self.shape)
 
     def __str__(self) -> str:
@@ -44,11 +44,11 @@ class TensorSpec:
 
 
 Layout = Mapping[str, TensorSpec]
-"""By name."""
+"""Specs by name."""
 
 
 def layout_of(weights: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
-    """The layout of weights."""
+    """Return the layout of weights."""
     return {name: TensorSpec.of(tensor) for name, tensor in weights.items()}
 
 
@@ -63,11 +63,11 @@ def check_layout(given: Layout, own: Layout) -> None:
         raise ValueError(f"weights do not match: unknown names {unknown[:3]}, missing names {missing[:3]}")
     for name, spec in given.items():
         if spec != own[name]:
-            raise ValueError(f"weight {name!r} is {spec}: {own[name]} is needed")
+            raise ValueError(f"weight {name!r} is {spec}; expected {own[name]}")
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a contiguous tensor as integers, shape [N]: a view in which NaN equals itself and -0.0 is not 0.0.
+    """View the bits of a contiguous tensor as integers, shape [N], in which NaN equals itself and -0.0 is not 0.0.
 
     Raises:
         ValueError: the elements have more than 8 bytes.
@@ -78,5 +78,5 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy in the host's memory."""
+    """Return a contiguous copy in the host's memory."""
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())

@@ -1,4 +1,4 @@
-"""The weights that an engine runs, kept beside it, so that an update may say only what is new."""
+"""A copy of an engine's weights, to which partial updates can be applied."""
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ class FullWeights:
 
     version: int
     tensors: Iterable[tuple[str, torch.Tensor]]
-    """Hugging Face names and full tensors; a tensor may change once the next is asked for."""
+    """Hugging Face names and full tensors; a tensor may change once the next is requested."""
 
 
 WeightUpdate = FullWeights | WeightDelta | AdapterWeights
@@ -28,11 +28,11 @@ WeightUpdate = FullWeights | WeightDelta | AdapterWeights
 class WeightMirror:
     """A copy in the host's memory of the weights that an engine runs, and their version.
 
-    It takes updates in any form and hands the engine the full tensors. Adapters are merged onto the last full weights
-    (or what deltas made of them), never onto what was merged before; merged weights are not kept.
+    It takes updates in any form and gives the engine the full tensors. Adapters are merged into the last full weights
+    and their deltas, never into merged weights, which are not kept.
 
     If the engine refuses an update or fails at it, the mirror goes back to what it was, so a sender may try again.
-    Every update gives the engine all tensors, so the next one makes good whatever a failed one left in it.
+    Every update gives the engine all tensors, so the next one repairs whatever a failed one left in it.
 
     It takes the memory of the weights once, and twice while it takes a full update.
 
@@ -51,17 +51,17 @@ class WeightMirror:
 
     @property
     def version(self) -> int | None:
-        """Of the weights that are here; None: there are none."""
+        """Version of the weights that are here; None: there are none."""
         return self._base_version if self._adapters is None else self._adapters.version
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and full tensors of the present version; not to be written to, and valid until the next update."""
+        """Iterate over names and full tensors of the current version, read-only and valid until the next update."""
         return iter(self._base.items()) if self._adapters is None else merged(self._base, self._adapters)
 
     async def apply(self, *updates: WeightUpdate) -> None:
-        """Take updates, one on top of the other, and then give the engine the weights that they make, once.
+        """Apply updates in order, and then give the engine the resulting weights once.
 
-        What was begun is brought to its end even if the caller is cancelled meanwhile.
+        If the caller is cancelled, the update still completes.
 
         Raises:
             WrongBaseError: an update builds on weights that are not here; its ``version`` says which are.
@@ -93,7 +93,7 @@ class WeightMirror:
                 raise
 
     def _take(self, update: WeightUpdate) -> WeightDelta | None:
-        """The delta that takes back what was changed in place, if something was."""
+        """Apply an update, and return the delta that reverts a change in place; None: there was none."""
         if self.version is not None and update.version <= self.version:
             raise ValueError(f"version is {update.version}; expected a version above the current {self.version}")
         match update:

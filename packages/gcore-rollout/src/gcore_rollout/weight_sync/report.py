@@ -1,4 +1,4 @@
-"""What an engine reports about the weights that it computes with, and who asks for it. Torch is not needed here."""
+"""Reports of the weights that an engine computes with. This module does not import torch."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ class Digest(NamedTuple):
     """64-bit checksums of a tensor; made by `weight_digests.digest`."""
 
     ordered: int
-    """Depends on every value and on its place."""
+    """Depends on all values and their places."""
     unordered: int
-    """Depends on the values alone, taken 8 bytes at a time."""
+    """Depends on the values alone, 8 bytes at a time."""
 
 
 Digests = Mapping[str, Mapping[str, Digest]]
-"""Of one version: for each published name, the digest of the tensor in each of several data types, by torch's name."""
+"""Digests of one version: for each published name, the digest in each of several data types, by torch's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class HeldTensor:
     source: str
     """Name of the published tensor that it has to equal: its own name, or the embedding's for a tied head."""
     dtype: str
-    """Such as bfloat16."""
+    """Data type, such as bfloat16."""
     size_bytes: int
     digest: Digest
     seconds: float
@@ -36,7 +36,7 @@ class HeldTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldWeights:
-    """Tensors that an engine computes with, read from its model and not from what it was sent."""
+    """Tensors that an engine computes with, read from its model and not from the update."""
 
     version: int
     tensors: Sequence[HeldTensor]
@@ -50,7 +50,7 @@ class ReportsWeights(Protocol):
         """Digest the tensors of these names (`HeldTensor.name`), or all that can be compared.
 
         Returns:
-            None if the engine behind this one cannot report its weights.
+            None if the wrapped engine cannot report its weights.
         """
         ...
 
@@ -60,7 +60,7 @@ class ChecksWeights(Protocol):
     """An engine that compares the weights that it has with those of the trainer."""
 
     async def check_weights(self, digests: Digests) -> None:
-        """Compare every tensor with the trainer's, at the engine's present version.
+        """Compare every tensor with the trainer's, at the engine's current version.
 
         Args:
             digests: of the trainer's weights.
@@ -77,14 +77,14 @@ class HasDigests(Protocol):
 
     @property
     def digests(self) -> Digests:
-        """Of the tensors that have been iterated over; empty if none were made."""
+        """Digests of the tensors that have been iterated over; empty if none were made."""
         ...
 
     def __iter__(self) -> Iterator[tuple[str, Any]]: ...
 
 
 async def report_weights(engine: Any, names: Sequence[str] | None = None) -> HeldWeights | None:
-    """What an engine reports; None if it cannot."""
+    """Return the weights that an engine reports; None if it cannot."""
     return await engine.held_weights(names) if isinstance(engine, ReportsWeights) else None
 
 
@@ -99,12 +99,12 @@ async def check_weights(engine: Any, digests: Digests) -> None:
 
 
 def digests_of(weights: Any) -> Digests:
-    """The digests that come with weights; empty if there are none."""
+    """Return the digests that come with weights; empty if there are none."""
     return weights.digests if isinstance(weights, HasDigests) else {}
 
 
 def all_digests(weights: Iterable[tuple[str, Any]]) -> Digests:
-    """Digests of all tensors, of which none is copied; empty if the weights come without."""
+    """Return the digests of all tensors without copying them; empty if the weights have none."""
     for _ in weights:
         pass
     return digests_of(weights)

@@ -1,4 +1,4 @@
-"""Named tensors in memory that engine processes map: written once, read by any number of them."""
+"""Named tensors in shared memory, written once and read by any number of engine processes."""
 
 import asyncio
 import mmap
@@ -20,7 +20,7 @@ _MAX_MAPPINGS = 2
 
 @dataclass(frozen=True)
 class WeightSlot:
-    """Where one tensor lies."""
+    """The place of one tensor."""
 
     name: str
     dtype: torch.dtype
@@ -32,12 +32,12 @@ class WeightSlot:
         return self.offset_bytes + prod(self.shape) * self.dtype.itemsize
 
     def view(self, mapping: mmap.mmap) -> torch.Tensor:
-        """The tensor in place, which keeps the mapping alive."""
+        """Return a view of the tensor, which keeps the mapping alive."""
         count = prod(self.shape)
         if count == 0:
             return torch.empty(self.shape, dtype=self.dtype)
         with warnings.catch_warnings():
-            # A reader's mapping is not writable: who writes all the same is to fail, not to change the weights.
+            # A reader's mapping is not writable: a write must fail and not change the weights.
             warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
             flat = torch.frombuffer(mapping, dtype=self.dtype, count=count, offset=self.offset_bytes)
         return flat.view(self.shape)
@@ -45,7 +45,7 @@ class WeightSlot:
 
 @dataclass(frozen=True)
 class WeightsLayout:
-    """Where all tensors lie."""
+    """The places of all tensors."""
 
     slots: tuple[WeightSlot, ...]
 
@@ -55,7 +55,7 @@ class WeightsLayout:
 
 
 class _Memory:
-    """Anonymous shared memory, which is the kernel's to free when its last user is gone."""
+    """Anonymous shared memory, which the kernel frees with its last user."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("gcore-weights")
@@ -64,9 +64,9 @@ class _Memory:
         self._mapping: mmap.mmap | None = None
 
     def mapped(self, size_bytes: int) -> mmap.mmap:
-        """A mapping of at least so much; the present one if that will do."""
+        """Return a mapping of at least ``size_bytes``; the current one if it is large enough."""
         if self._mapping is None or size_bytes > self._capacity_bytes:
-            # Twice as much as was there: what is not written to takes no memory, and mapping again does take time.
+            # Twice as much as before: unwritten pages take no memory, and mapping again takes time.
             self._capacity_bytes = max(size_bytes, 2 * self._capacity_bytes, mmap.PAGESIZE)
             os.ftruncate(self.fd, self._capacity_bytes)
             self._mapping = mmap.mmap(self.fd, self._capacity_bytes)
@@ -80,8 +80,8 @@ class SharedWeights:
     """One model's weights in anonymous shared memory, written once for any number of engines.
 
     Iterating yields (name, tensor) views of the memory, so it can be given to `update_weights` of any engine. An
-    `EngineProcess` does not iterate: it maps the same memory, and an engine that can computes with the weights where
-    they lie. New weights are then written to a second memory, and the ones after these to the first.
+    `EngineProcess` does not iterate: it maps the same memory, and an engine that can do so uses the weights in place.
+    New weights are then written to a second memory, and the ones after these to the first.
 
     Weights are complete before an engine takes the first of them, so that a sender which fails half-way leaves every
     engine with its old ones. Linux only.
@@ -96,10 +96,10 @@ class SharedWeights:
 
     @property
     def layout(self) -> WeightsLayout:
-        """Where the tensors lie.
+        """The places of the tensors.
 
         Raises:
-            RolloutError: nothing has been written, or not to its end.
+            RolloutError: nothing has been written, or not completely.
         """
         return self._whole()[1]
 
@@ -110,12 +110,12 @@ class SharedWeights:
 
     @property
     def digests(self) -> Digests:
-        """Those that the weights came with; empty if there were none."""
+        """Digests that the weights came with; empty if there were none."""
         return self._digests
 
     @property
     def num_writes(self) -> int:
-        """How often `write` has been called: tells whether the weights are still those seen before."""
+        """How often `write` has been called; see `KeptWeights.num_writes`."""
         return self._num_writes
 
     def fileno(self) -> int:
@@ -123,7 +123,7 @@ class SharedWeights:
         return self._whole()[0].fd
 
     def write(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy weights in, where nobody reads: what engines use stays as it is.
+        """Copy weights to memory without readers, so that the weights in use stay as they are.
 
         An iterable that makes them one by one is never asked for two at a time.
 
@@ -154,7 +154,7 @@ class SharedWeights:
 
     @contextmanager
     def reading(self) -> Generator[None]:
-        """Nothing is written over the present weights while this is held."""
+        """Prevent writes over the current weights inside the block."""
         reader = asyncio.get_running_loop().create_future()
         self.read_until(reader)
         try:
@@ -163,13 +163,13 @@ class SharedWeights:
             reader.set_result(None)
 
     def read_until(self, reader: "asyncio.Future[None]") -> None:
-        """Nothing is written over the present weights until this future is done."""
+        """Prevent writes over the current weights until this future is done."""
         readers = self._whole()[0].readers
         readers.add(reader)
         reader.add_done_callback(readers.discard)
 
     def close(self) -> None:
-        """Give the memory back, once the last engine that reads it has done so. Idempotent."""
+        """Free the memory, once the last engine that reads it has released it. Idempotent."""
         for memory in self._memories:
             memory.close()
         self._memories.clear()
@@ -182,7 +182,7 @@ class SharedWeights:
         return self._present
 
     def _unread_memory(self) -> _Memory:
-        """One to write to: kept from earlier writes, or a new one; no other that is unread is kept."""
+        """Return memory to write to, of an earlier write or new; free other memories without readers."""
         first, *others = [memory for memory in self._memories if not memory.readers] or [_Memory()]
         for memory in others:
             memory.close()
@@ -191,16 +191,16 @@ class SharedWeights:
 
 
 class SharedWeightsReader:
-    """The other side: another process's weights, mapped here.
+    """Reader of another process's weights.
 
-    Mappings are kept for the next time: making one anew costs a quarter of the time that copying out of it does.
+    Mappings are kept for the next update: making one takes a quarter of the time of copying from it.
     """
 
     def __init__(self) -> None:
         self._mappings: dict[int, mmap.mmap] = {}
 
     def read(self, fd: int, layout: WeightsLayout) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views of the memory, not to be written to; the descriptor is closed at once."""
+        """Return read-only views of the memory; the descriptor is closed at once."""
         try:
             inode = os.fstat(fd).st_ino
             mapping = self._mappings.pop(inode, None)
@@ -208,7 +208,7 @@ class SharedWeightsReader:
                 mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         finally:
             os.close(fd)
-        # The last used last; what only this mapping keeps of a sender that is gone is freed.
+        # Least recently used first; dropping a mapping frees memory of a sender that has ended.
         self._mappings[inode] = mapping
         while len(self._mappings) > _MAX_MAPPINGS:
             del self._mappings[next(iter(self._mappings))]

@@ -1,4 +1,4 @@
-"""Named tensors in Ray's object store: passed on as references, and read where they lie."""
+"""Named tensors in Ray's object store, passed as references and read in place."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ import torch
 from gcore_rollout.errors import MissingExtraError
 from gcore_rollout.weight_sync.report import Digests, digests_of
 
-# Where the program was started by `uv run`, Ray would build its environment anew for every process. Read on import.
+# In a program started by `uv run`, Ray would build its environment again for every process. Read on import.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 try:
@@ -38,7 +38,7 @@ class _Bucket:
 
     @classmethod
     def put(cls, weights: Sequence[tuple[str, torch.Tensor]]) -> Self:
-        """Copy them from where they lie, by way of this process's own memory only if that is not on the CPU."""
+        """Copy tensors to the store, by way of this process's memory only if they are not on the CPU."""
         arrays = [tensor.cpu().reshape(-1).view(torch.uint8).numpy() for _, tensor in weights]
         slots = tuple(_Slot(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights)
         return cls(ray.put(arrays), slots)
@@ -46,7 +46,7 @@ class _Bucket:
     def tensors(self, arrays: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
         for slot, array in zip(self.slots, arrays, strict=True):
             with warnings.catch_warnings():
-                # The store's memory cannot be written to: who does is to fail, not to change the weights of others.
+                # The store's memory is read-only: a write must fail and not change the weights of others.
                 warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
                 flat = torch.from_numpy(array)
             yield slot.name, flat.view(slot.dtype).view(slot.shape)
@@ -68,11 +68,11 @@ def _in_buckets(
 
 
 class WeightReferences:
-    """One model's weights in Ray's object store; pickled, nothing but references to them. Made by `put`.
+    """One model's weights in Ray's object store, pickled as references to them; made by `put`.
 
     Iterating yields (name, tensor), so it can be given to `update_weights` of any engine. A tensor is the store's own
-    memory and must not be written to. The memory is free once nobody has references or tensors any more, or, but for
-    tensors in use, when the process that put it ends.
+    memory and must not be written to. The memory is freed with the last reference and tensor, or, except for tensors in
+    use, when the process that put it ends.
     """
 
     def __init__(self, buckets: Sequence[_Bucket], *, digests: Digests | None = None) -> None:
@@ -87,7 +87,7 @@ class WeightReferences:
         that at a time, and must not write over those that it gave.
 
         Args:
-            bucket_size_bytes: of one object of the store; a larger tensor is one of its own.
+            bucket_size_bytes: size of an object of the store; a larger tensor is one of its own.
         """
         if bucket_size_bytes < 1:
             raise ValueError(f"bucket_size_bytes is {bucket_size_bytes}; expected at least 1")
@@ -99,26 +99,26 @@ class WeightReferences:
             yield from bucket.tensors(ray.get(bucket.reference))
 
     async def fetch(self) -> list[tuple[str, torch.Tensor]]:
-        """All weights, once they are on this node."""
+        """Return all weights once they are on this node."""
         contents = await asyncio.gather(*(bucket.reference for bucket in self._buckets))
         return [item for bucket, arrays in zip(self._buckets, contents, strict=True) for item in bucket.tensors(arrays)]
 
     @property
     def digests(self) -> Digests:
-        """Those that the weights came with; empty if there were none."""
+        """Digests that the weights came with; empty if there were none."""
         return self._digests
 
     @property
     def num_writes(self) -> int:
-        """They never change."""
+        """Always 1: the weights never change."""
         return 1
 
     @property
     def is_whole(self) -> bool:
-        """There are none in part."""
+        """Always true: weights are never stored in part."""
         return True
 
     @contextmanager
     def reading(self) -> Generator[None]:
-        """Nothing is written over them, held or not."""
+        """Do nothing: the weights are never overwritten."""
         yield

@@ -1,4 +1,4 @@
-"""An engine of images: an unmodified pipeline of diffusers, whose steps have log-probabilities."""
+"""The engine of images: it runs an unmodified pipeline of diffusers, and records log-probabilities of its steps."""
 
 import asyncio
 import inspect
@@ -25,7 +25,7 @@ from gcore_rollout.weight_sync.digests import held
 from gcore_rollout.weight_sync.report import HeldWeights
 
 _PROBED = (2, 3)
-"""Batches of these sizes tell which of the model's arguments have a row for each image."""
+"""Sizes of two batches that show which of the model's arguments have a row for each image."""
 
 
 @dataclass(eq=False)
@@ -43,11 +43,11 @@ class _Waiting:
 class DiffusersEngine:
     """Makes images by a pipeline, in batches, in a thread; made by `from_pretrained`, and bound to one event loop.
 
-    A batch is of requests with equal settings; its images start together and end together. An image depends on its
-    seed alone, up to how the machine rounds sums in batches of different sizes.
+    The requests of a batch have equal settings; its images start together and end together. An image depends on its
+    seed alone, up to rounding in batches of different sizes.
 
-    Of `Engine`'s methods, `pause`, `update_weights` and `sleep` wait for the batch that runs; `abort` ends it between
-    two steps if none of its images is wanted any more. Aborted images start anew, should somebody ask for them again.
+    The methods `pause`, `update_weights` and `sleep` wait for the running batch; `abort` ends it between two steps if
+    none of its images is wanted any more. Aborted images start again if they are requested again.
 
     Args:
         pipeline: a pipeline of diffusers; its scheduler is replaced.
@@ -87,7 +87,7 @@ class DiffusersEngine:
         self._is_asleep = False
         self._closed = False
         self._turn = asyncio.Lock()
-        """Held by the batch that runs, and by whoever changes the model."""
+        """Held by the running batch, and by methods that change the model."""
         self._has_work = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
         self._per_image = self._probe()
@@ -143,7 +143,6 @@ class DiffusersEngine:
             yield sample
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """See `Engine.abort`."""
         wanted = None if request_ids is None else set(request_ids)
         kept: deque[_Waiting] = deque()
         for waiting in self._line:
@@ -165,7 +164,6 @@ class DiffusersEngine:
             pass
 
     async def resume(self) -> None:
-        """See `Engine.resume`."""
         self._is_paused = False
         self._let_begin()
 
@@ -180,7 +178,6 @@ class DiffusersEngine:
             self._pipeline.to("cpu")
 
     async def wake(self) -> None:
-        """See `Engine.wake`."""
         self._check_open()
         async with self._turn:
             self._pipeline.to(self._device)
@@ -222,7 +219,6 @@ class DiffusersEngine:
         )
 
     async def close(self) -> None:
-        """See `Engine.close`."""
         self._closed = True
         await self.abort()
         if self._worker is not None:
@@ -244,7 +240,7 @@ class DiffusersEngine:
         if not isinstance(request.sampling.kernel, FlowODE):
             self._recorded.kernel(request.sampling.kernel)
         if request.sampling.size is not None and "height" not in self._accepted:
-            raise RequestError(f"size is {request.sampling.size}: the pipeline has one size, None is needed")
+            raise RequestError(f"size is {request.sampling.size}; expected None, because the pipeline has one size")
 
     def _class_of(self, prompt: str) -> int:
         names: Mapping[str, int] = getattr(self._pipeline, "labels", None) or {}
@@ -253,7 +249,7 @@ class DiffusersEngine:
         if not prompt.isdecimal():
             known = ", ".join(list(names)[:5])
             raise RequestError(
-                f"prompt is {prompt!r}: a class's number is needed{f', or a name: {known}' if known else ''}"
+                f"prompt is {prompt!r}; expected the number of a class{f', or a name: {known}' if known else ''}"
             )
         return int(prompt)
 
@@ -268,7 +264,7 @@ class DiffusersEngine:
             await self._has_work.wait()
 
     def _next_batch(self) -> list[_Waiting]:
-        """The first image in the line and those behind it that go with it; what nobody waits for is left out."""
+        """Take the first waiting image and the ones that can be batched with it; drop abandoned ones."""
         batch: list[_Waiting] = []
         others: deque[_Waiting] = deque()
         for waiting in self._line:
@@ -323,7 +319,7 @@ class DiffusersEngine:
     def _call(
         self, prompts: Sequence[str], sampling: ImageSampling, generators: Sequence[torch.Generator]
     ) -> NDArray[np.uint8]:
-        """[B, H, W, 3]; what the tape has not."""
+        """Run the pipeline and return the images, [B, H, W, 3]."""
         options = dict(self._options)
         if "prompt" in self._accepted:
             # Each prompt is encoded once.
@@ -370,6 +366,6 @@ class DiffusersEngine:
 
 
 def image_generator(seed: int, index: int) -> torch.Generator:
-    """Of an image: the noise that it begins with, and that of its steps. On the CPU, wherever the model is."""
+    """Return the generator of an image's initial noise and of the noise of its steps; always on the CPU."""
     (own,) = sample_seeds(seed, np.array([index]))
     return torch.Generator().manual_seed(int(own) >> 1)

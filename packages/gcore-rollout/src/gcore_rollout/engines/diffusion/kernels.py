@@ -1,4 +1,4 @@
-"""Transition kernels: how a sampler goes from one noise level to the next, as a Gaussian whose density is known.
+"""Transition kernels of samplers: Gaussians of known density from one noise level to the next.
 
 Shapes: latents and model outputs are [B, ...], B images; levels are [B] or scalars. All in float32.
 
@@ -16,7 +16,7 @@ import torch
 from gcore_rollout.errors import RequestError
 
 PredictionType = Literal["epsilon", "v_prediction", "sample"]
-"""What a model trained for DDPM or DDIM gives."""
+"""The output of a model trained for DDPM or DDIM."""
 
 
 class Transition(NamedTuple):
@@ -28,10 +28,10 @@ class Transition(NamedTuple):
     """[B, 1, ...], the same in all dimensions of an image; 0: the next latents are the mean."""
 
     def log_prob(self, next_latents: torch.Tensor) -> torch.Tensor:
-        """[B] log-density of the next latents, its mean over their dimensions.
+        """Return the log-density [B] of the next latents, averaged over their dimensions.
 
-        A mean, not the sum that a density has: so Flow-GRPO's and DDPO's code define the ratio that they clip. Sums
-        over 10,000s of dimensions would make every ratio 0 or infinite.
+        The mean, instead of the sum that a density has, defines the clipped ratio in the code of Flow-GRPO and DDPO.
+        Sums over 10,000s of dimensions would make every ratio 0 or infinite.
 
         Raises:
             ValueError: there is no noise, and so no density.
@@ -43,13 +43,13 @@ class Transition(NamedTuple):
 
 
 class Kernel(ABC):
-    """How a sampler takes a step."""
+    """A step of a sampler."""
 
     @abstractmethod
     def __call__(
         self, output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor
     ) -> Transition:
-        """The next latents' distribution.
+        """Return the distribution of the next latents.
 
         Args:
             output: [B, ...] of the model.
@@ -79,7 +79,7 @@ class FlowSDE(Kernel):
     """
 
     noise_level: float = 0.7
-    """a."""
+    """The a of the formula."""
 
     def __post_init__(self) -> None:
         _check_noise("noise_level", self.noise_level)
@@ -103,7 +103,7 @@ class DanceSDE(Kernel):
     """
 
     noise_level: float = 0.3
-    """eta."""
+    """The eta of the formula."""
 
     def __post_init__(self) -> None:
         _check_noise("noise_level", self.noise_level)
@@ -128,7 +128,7 @@ class FlowCPS(Kernel):
     """
 
     noise_level: float = 0.7
-    """eta, in (0, 1]."""
+    """The eta of the formula, in (0, 1]."""
 
     def __post_init__(self) -> None:
         _check_noise("noise_level", self.noise_level)
@@ -179,7 +179,7 @@ class DDIM(Kernel):
 
 
 def _columns(latents: torch.Tensor, *levels: torch.Tensor) -> list[torch.Tensor]:
-    """Levels [B] or scalar as [B, 1, ...]."""
+    """Reshape levels, [B] or scalars, to [B, 1, ...]."""
     shape = (-1,) + (1,) * (latents.ndim - 1)
     return [level.to(latents).expand(latents.shape[0]).reshape(shape) for level in levels]
 

@@ -1,7 +1,7 @@
-"""What a pipeline does, seen from outside: its scheduler draws by our kernels, and its model's calls are noted.
+"""Records the steps of an unmodified pipeline: its scheduler draws by our kernels, and its model's calls are recorded.
 
-The pipeline itself is diffusers' own, whichever it is. Its scheduler is replaced by one of the same class whose
-``step`` is a `Tape`'s, and a hook stands before and behind its denoiser.
+The scheduler is replaced by one of the same class whose ``step`` is a `Tape`'s, and hooks run before and after the
+denoiser.
 """
 
 import inspect
@@ -27,11 +27,11 @@ except ImportError:
     raise MissingExtraError("diffusers", "diffusion") from None
 
 _TOLERANCE = 1e-5
-"""Relative, of what a pipeline is found to make of its model's output."""
+"""Relative and absolute tolerance when a pipeline's use of its model's output is checked."""
 
 
 class StepAbortedError(Exception):
-    """Nobody waits for the images any more."""
+    """The batch was aborted."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,7 +40,7 @@ class Step:
 
     index: int
     latents: torch.Tensor
-    """[B, ...], float32, as are the others."""
+    """[B, ...], float32 like the others."""
     next_latents: torch.Tensor
     mean: torch.Tensor
     log_prob: torch.Tensor
@@ -48,15 +48,15 @@ class Step:
     level: float
     next_level: float
     timestep: float
-    """As the model is told it."""
+    """As the model is given it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelCall:
-    """What a denoiser was told, and what it said."""
+    """The arguments and the output of one call of a denoiser."""
 
     arguments: dict[str, Any]
-    """By its own names for them."""
+    """By the denoiser's names for them."""
     output: torch.Tensor
 
 
@@ -64,10 +64,10 @@ class Tape:
     """Makes one batch's steps and records them.
 
     Args:
-        sampling: how.
-        generators: one for each image; whoever drew the first latents from it, the noise comes behind them.
+        sampling: of the batch.
+        generators: one for each image; the noise is drawn after the first latents.
         plain: the kernel of steps without noise.
-        calls: of the model; those since the last step are taken out.
+        calls: of the model; a step removes those since the last one.
     """
 
     def __init__(
@@ -82,19 +82,19 @@ class Tape:
         """Set from outside: the next step raises `StepAbortedError`."""
         self.steps: list[Step] = []
         self.call: ModelCall | None = None
-        """The first step's."""
+        """The model's call in the first step."""
         self.final: torch.Tensor | None = None
-        """[B, ...] the last step's latents, float32."""
+        """Latents [B, ...] after the last step, float32."""
 
     def step(
         self, output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor
     ) -> torch.Tensor:
-        """The next latents, in the type of the model's output."""
+        """Make a step, and return the next latents in the data type of the model's output."""
         if self.is_aborted:
             raise StepAbortedError
         if len(latents) != len(self._generators):
             raise UnsupportedModelError(
-                f"the pipeline steps {len(latents)} latents for {len(self._generators)} images: one each is needed "
+                f"the pipeline steps {len(latents)} latents for {len(self._generators)} images; expected one each "
                 "(guidance within the latents, as in DiTPipeline, needs guidance_scale=1)"
             )
         call = self._only_call(output)
@@ -128,8 +128,8 @@ class Tape:
         calls, self._calls[:] = list(self._calls), []
         if len(calls) != 1:
             raise UnsupportedModelError(
-                f"the pipeline asks its model {len(calls)} times a step: once is needed, for what it makes of several "
-                "answers cannot be made again in training"
+                f"the pipeline asks its model {len(calls)} times a step; expected once, because training cannot "
+                "repeat how it combines several answers"
             )
         if self.call is None:
             self.call = calls[0]
@@ -143,10 +143,10 @@ class Tape:
 
 
 def combined(output: torch.Tensor, num_images: int, num_channels: int, guidance_scale: float) -> torch.Tensor:
-    """What a pipeline gives its scheduler of its model's output.
+    """Return what a pipeline gives its scheduler for its model's output.
 
-    Channels behind the latents' own are a learned variance, and left out. Where there are twice as many rows as images,
-    the first half is without the prompt, and u + guidance_scale (c - u) is taken (arXiv 2207.12598).
+    Channels after the latents' own are a learned variance, and left out. If there are twice as many rows as images, the
+    first half is without the prompt, and the result is u + guidance_scale (c - u) (arXiv 2207.12598).
 
     Args:
         output: [num_images or 2 num_images, channels, ...] of the model.
@@ -162,16 +162,17 @@ def combined(output: torch.Tensor, num_images: int, num_channels: int, guidance_
 
 
 def check_combination(output: torch.Tensor, given: torch.Tensor, guidance_scale: float) -> None:
-    """
+    """Check that a pipeline combines its model's output as `combined` does.
+
     Raises:
-        UnsupportedModelError: the pipeline makes something else of its model's output than `combined`.
+        UnsupportedModelError: it does not.
     """
     own = combined(output, len(given), given.shape[1], guidance_scale)
     if own.shape != given.shape or not torch.allclose(own.float(), given.float(), rtol=_TOLERANCE, atol=_TOLERANCE):
         raise UnsupportedModelError(
-            f"the pipeline makes something unknown of its model's output of shape {tuple(output.shape)}, and gives "
-            f"its scheduler {tuple(given.shape)}: the output itself, or u + guidance_scale (c - u) of its halves, is "
-            "needed, for training makes it again"
+            f"the pipeline gives its scheduler {tuple(given.shape)} for its model's output of shape "
+            f"{tuple(output.shape)}; expected the output itself, or u + guidance_scale (c - u) of its halves, which "
+            "training can compute again"
         )
 
 
@@ -202,7 +203,7 @@ class _DDIMScheduler(DDIMScheduler):
 
 
 class _Stepped(tuple[torch.Tensor]):
-    """diffusers' outputs are both tuples and have names."""
+    """An output of diffusers, which is a tuple with names."""
 
     def __new__(cls, following: torch.Tensor) -> "_Stepped":
         return super().__new__(cls, (following,))
@@ -213,10 +214,10 @@ class _Stepped(tuple[torch.Tensor]):
 
 
 class Recorded:
-    """A pipeline whose steps are ours.
+    """A pipeline whose steps are made by a `Tape`.
 
     Args:
-        pipeline: one of diffusers, with a flow-matching Euler or a DDIM scheduler, which is replaced.
+        pipeline: a pipeline of diffusers with a flow-matching Euler or a DDIM scheduler, which is replaced.
 
     Raises:
         UnsupportedModelError: another scheduler, or one with settings that have no log-probability.
@@ -239,28 +240,28 @@ class Recorded:
 
     @property
     def latents_argument(self) -> str:
-        """What the denoiser calls its latents."""
+        """The denoiser's name for its latents."""
         return self._parameters[0]
 
     def kernel(self, kernel: Kernel) -> Kernel:
-        """A kernel with the scheduler's own settings in it.
+        """Return a kernel with the scheduler's own settings.
 
         Raises:
-            RequestError: it is none for this kind of model.
+            RequestError: it is not for this kind of model.
         """
         if self.is_flow == isinstance(kernel, DDIM):
             kind, needed = ("flow matching", "a flow kernel") if self.is_flow else ("DDPM's kind", "DDIM")
-            raise RequestError(f"kernel is {type(kernel).__name__}: the model is of {kind}, {needed} is needed")
+            raise RequestError(f"kernel is {type(kernel).__name__}; expected {needed}, because the model is of {kind}")
         return suited(kernel, self._scheduler)
 
     @contextmanager
     def taping(self, sampling: ImageSampling, generators: Sequence[torch.Generator]) -> Generator[Tape]:
-        """Inside, one call of the pipeline is made with these settings and recorded.
+        """Record the one call of the pipeline that is made inside the block.
 
         Raises:
-            RequestError: the settings' kernel is none for this model.
+            RequestError: the kernel is not for this kind of model.
         """
-        # The default is a flow's; where there is no noise, each kind has its own.
+        # The default kernel is a flow's; without noise each kind of model has its own.
         plain = self.kernel(FlowODE() if self.is_flow else DDIM(eta=0.0))
         kernel = plain if isinstance(sampling.kernel, FlowODE) else self.kernel(sampling.kernel)
         tape = Tape(replace(sampling, kernel=kernel), generators, plain=plain, calls=self._calls)
@@ -279,7 +280,7 @@ class Recorded:
 
 
 def suited(kernel: Kernel, scheduler: Any) -> Kernel:
-    """A kernel with the settings of a scheduler of diffusers in it, as engines draw by it: so training is to, too."""
+    """Return a kernel with the settings of a scheduler of diffusers, as engines and training must use it."""
     if not isinstance(kernel, DDIM):
         return kernel
     config = scheduler.config
@@ -288,24 +289,23 @@ def suited(kernel: Kernel, scheduler: Any) -> Kernel:
 
 
 def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Any:
-    """A local pipeline folder; what its pipeline could have and it has not, such as a VAE, is None.
+    """Load a local pipeline folder; optional components that it lacks, such as a VAE, are None.
 
     Args:
         path: has a model_index.json.
         dtype: of the weights.
 
     Raises:
-        UnsupportedModelError: it is no pipeline's folder, one that diffusers does not know, or one whose weights lack
-            tensors.
+        UnsupportedModelError: it is not the folder of a pipeline that diffusers knows, or its weights lack tensors.
     """
     index = Path(path) / "model_index.json"
     if not index.is_file():
-        raise UnsupportedModelError(f"{path} has no model_index.json: a pipeline's folder of diffusers is needed")
+        raise UnsupportedModelError(f"{path} has no model_index.json; expected the folder of a pipeline of diffusers")
     components = json.loads(index.read_text())
     kind = getattr(diffusers, components.get("_class_name", ""), None)
     if kind is None:
         name = components.get("_class_name")
-        raise UnsupportedModelError(f"{index} is of class {name!r}: a pipeline of diffusers is needed")
+        raise UnsupportedModelError(f"class of {index} is {name!r}; expected a pipeline of diffusers")
     absent = {name: None for name, found in components.items() if isinstance(found, list) and found[0] is None}
     has_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -327,7 +327,7 @@ def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> An
 
 
 def denoiser_of(pipeline: Any) -> torch.nn.Module:
-    """The model of a pipeline that is asked at every step.
+    """Return the model of a pipeline that is called at every step.
 
     Raises:
         UnsupportedModelError: it has none that is known.
@@ -335,7 +335,7 @@ def denoiser_of(pipeline: Any) -> torch.nn.Module:
     for name in ("transformer", "unet"):
         if isinstance(module := getattr(pipeline, name, None), torch.nn.Module):
             return module
-    raise UnsupportedModelError(f"{type(pipeline).__name__} has neither a transformer nor a unet: one is needed")
+    raise UnsupportedModelError(f"{type(pipeline).__name__} has no model; expected a transformer or a unet")
 
 
 def _recording(scheduler: Any) -> Any:
@@ -348,8 +348,8 @@ def _recording(scheduler: Any) -> Any:
             return recording.from_config(scheduler.config)
     known = ", ".join(kind.__name__ for kind in kinds)
     raise UnsupportedModelError(
-        f"the pipeline's scheduler is {type(scheduler).__name__}, whose steps have no log-probability: one of {known} "
-        "is needed"
+        f"the pipeline's scheduler is {type(scheduler).__name__}, whose steps have no log-probability; expected one of "
+        f"{known}"
     )
 
 
@@ -357,6 +357,6 @@ def _timestep_of(call: ModelCall) -> float:
     value = call.arguments.get("timestep", call.arguments.get("timesteps"))
     if value is None:
         raise UnsupportedModelError(
-            f"the pipeline's model is told {sorted(call.arguments)}: a timestep among them is needed"
+            f"arguments of the pipeline's model are {sorted(call.arguments)}; expected a timestep among them"
         )
     return float(value.reshape(-1)[0]) if isinstance(value, torch.Tensor) else float(value)

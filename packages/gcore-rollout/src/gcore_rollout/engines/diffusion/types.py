@@ -1,4 +1,4 @@
-"""What goes into an engine of images and what comes out."""
+"""Requests for images, and the images with their trajectories."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,20 +12,20 @@ from gcore_rollout.engines.types import AnyRequest, AnySample
 from gcore_rollout.errors import RequestError
 
 ImageFinishReason = Literal["stop", "abort"]
-"""All steps were made; `Engine.abort` cut it."""
+"""All steps were made; `Engine.abort` cut it short."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSampling:
-    """How an image is denoised."""
+    """Settings of denoising."""
 
     num_inference_steps: int
     guidance_scale: float = 1.0
     """Classifier-free guidance; 1: none."""
     kernel: Kernel = field(default_factory=FlowODE)
-    """How the steps of ``window`` are made; the others are made without noise."""
+    """The kernel of the steps in ``window``; the others are made without noise."""
     window: tuple[int, int] | None = None
-    """First step with noise, and the one behind the last: these are recorded. None: all steps, and those that have
+    """First step with noise, and the one after the last; these are recorded. None: all steps, of which those with
     noise are recorded. Flow-GRPO-Fast and MixGRPO (arXiv 2507.21802) keep it short, so that fewer are trained on."""
     size: tuple[int, int] | None = None
     """Height and width in pixels; None: the pipeline's own."""
@@ -39,26 +39,26 @@ class ImageSampling:
             first, end = self.window
             if not 0 <= first < end <= self.num_inference_steps:
                 raise RequestError(
-                    f"window is {self.window}: 0 <= first < end <= num_inference_steps={self.num_inference_steps} is "
-                    "needed"
+                    f"window is {self.window}; expected 0 <= first < end <= "
+                    f"num_inference_steps={self.num_inference_steps}"
                 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRequest(AnyRequest):
-    """One prompt, of which ``n`` images are to be made. One that is aborted starts anew."""
+    """One prompt for which ``n`` images are to be made. An aborted image cannot be continued."""
 
     prompt: str
-    """Or, for a pipeline of classes, the name or number of one."""
+    """The text; for a class-conditional pipeline, the name or number of a class."""
     sampling: ImageSampling
 
     @property
     def work_per_sample(self) -> int:
-        """Steps of an image."""
+        """Number of steps of an image."""
         return self.sampling.num_inference_steps
 
     def aborted(self, index: int) -> "ImageSample":
-        """An image of which there is nothing."""
+        """Return an aborted image without content."""
         nothing = np.zeros(0, np.float32)
         trajectory = Trajectory(
             latents=nothing,
@@ -86,42 +86,42 @@ class ImageRequest(AnyRequest):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trajectory:
-    """The recorded steps of one image; K of them, latents of any shape [...]. What is needed to make them again."""
+    """The K recorded steps of one image, as needed to compute them again; latents have any shape [...]."""
 
     latents: NDArray[np.float32]
     """[K, ...] before each step."""
     next_latents: NDArray[np.float32]
-    """[K, ...] behind it."""
+    """[K, ...] after it."""
     means: NDArray[np.float32]
-    """[K, ...] of the Gaussians that those were drawn from."""
+    """[K, ...] means of the Gaussians from which the next latents were drawn."""
     log_probs: NDArray[np.float32]
     """[K]; see `Transition.log_prob`. NaN: the step has no noise, and so no density."""
     steps: NDArray[np.int64]
-    """[K] which of the sampler's."""
+    """[K] index of each step in the sampler."""
     levels: NDArray[np.float32]
-    """[K] see `kernels`."""
+    """[K] noise levels before each step; see `kernels`."""
     next_levels: NDArray[np.float32]
-    """[K]."""
+    """[K] noise levels after it."""
     timesteps: NDArray[np.float32]
-    """[K] as the model is told them."""
+    """[K] as the model is given them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ImageSample(AnySample):
-    """One image, and how it came to be."""
+    """One image and its trajectory."""
 
     image: NDArray[np.uint8]
     """[H, W, 3]; empty if it was cut short."""
     latents: NDArray[np.float32]
-    """[...] what the image was decoded from."""
+    """Latents [...] that the image was decoded from."""
     trajectory: Trajectory
     conditions: Mapping[str, NDArray[np.generic]]
-    """What the model was told beside latents and timestep, by the names of its arguments; of an image with guidance,
-    [2, ...]: without the prompt, and with it."""
+    """Arguments of the model besides latents and timestep, by name; with guidance [2, ...], without and with the
+    prompt."""
     guidance_scale: float | None
-    """None: the model was asked once, without guidance."""
+    """None: there was no guidance."""
     shared_conditions: Mapping[str, NDArray[np.generic]]
-    """The same of what has no entry for each image, such as positions."""
+    """Arguments that have no entry for each image, such as positions."""
     weight_version: int
-    """Of the weights that made it; -1 if it was cut short."""
+    """Version of the weights that made it; -1 if it was cut short."""
     finish_reason: ImageFinishReason

@@ -1,6 +1,6 @@
 """The `hf` engine: any transformers causal LM, continuously batched over key-value slots, in this process.
 
-Of vision-language models it runs those of `images.VISION_MODELS`.
+It runs the vision-language models of `VISION_MODELS`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,16 +34,16 @@ class HFEngine(InProcessEngine):
     """Runs a transformers causal LM and samples from it.
 
     One decode step computes exactly one token for each live sample: prompts are prefilled without padding and once for
-    all samples of a request, a finished sample's slot is filled by the last live one, and waiting requests are admitted
-    between steps. Steps run on the event loop, so what is batched together depends only on the order of calls.
+    all samples of a request, the slot of a finished sample is filled by the last live one, and waiting requests are
+    admitted between steps. Steps run on the event loop, so the batches depend only on the order of calls.
 
-    A sample that was aborted and goes on draws the tokens that it would have drawn. `sleep` drops the keys and values
-    and, where the device is not the CPU, moves the weights to the host's memory.
+    A continued sample draws the tokens that it would have drawn without the abort. `sleep` drops the keys and values
+    and, if the device is not the CPU, moves the weights to the host's memory.
 
     Args:
         model: loaded with ``attn_implementation=slot_attention.ATTENTION_NAME``; use `from_pretrained`.
         eos_token_ids: tokens that end a completion.
-        max_num_seqs: most samples alive at once.
+        max_num_seqs: largest number of running samples.
         vision: reads images for the model; None: it takes none.
     """
 
@@ -74,7 +74,7 @@ class HFEngine(InProcessEngine):
         names: list[str] = [] if vision is None else list(model.state_dict())
         self._hub_names = {name: checkpoint_name(model, name) for name in names}
         self._sources = _sources(model)
-        # Whether the parameters are memory of somebody else, which is not to be written to.
+        # Whether the parameters are memory of the caller, which must not be written to.
         self._is_borrowing = False
 
     @classmethod
@@ -93,11 +93,11 @@ class HFEngine(InProcessEngine):
         Args:
             path: folder with ``config.json`` and weights.
             max_model_len: longest prompt + completion that must be computed, in tokens; default: any.
-            eos_token_ids: default: what the model's generation config says.
+            eos_token_ids: default: those of the model's generation config.
 
         Raises:
             UnsupportedModelError: the architecture does not call transformers' attention interface, its logits in the
-                engine are not those of transformers, it computes ``max_model_len`` tokens in another way than fewer
+                engine differ from those of transformers, it computes ``max_model_len`` tokens differently than fewer
                 (rope_type ``longrope``), or it reads images and the folder has no image processor.
         """
         slot_attention.register()
@@ -111,7 +111,7 @@ class HFEngine(InProcessEngine):
         try:
             model: Any = auto_class.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention)
         except (AttributeError, KeyError, TypeError) as error:
-            # Of models that have classes of their own for every attention that they know.
+            # Raised by models that have classes of their own for every attention that they know.
             raise UnsupportedModelError(
                 f"{config.model_type!r} does not load with an attention that is not transformers' own "
                 f"({type(error).__name__}: {error}): the vllm engine may run it"
@@ -157,7 +157,6 @@ class HFEngine(InProcessEngine):
         self._version = version
 
     async def update_weights_in_place(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> bool:
-        """See `TakesWeightsInPlace`."""
         own, new = self._checked_weights(weights, version)
         if any((t.device, t.dtype) != (own[name].device, own[name].dtype) for name, t in new.items()):
             await self.update_weights(new.items(), version=version)
@@ -169,7 +168,6 @@ class HFEngine(InProcessEngine):
         return True
 
     async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
-        """See `ReportsWeights.held_weights`."""
         self._check_open()
         names_here = {self._hub_names.get(name, name): name for name in self._sources}
         own: dict[str, torch.Tensor] = dict(self._model.named_parameters(remove_duplicate=False))
@@ -183,7 +181,7 @@ class HFEngine(InProcessEngine):
     def _checked_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], version: int
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """The model's own and the new ones, which fit."""
+        """Return the model's own weights and the new ones, which fit."""
         self._check_update(version)
         own: dict[str, torch.Tensor] = self._model.state_dict(keep_vars=True)
         own = {self._hub_names.get(name, name): tensor for name, tensor in own.items()}
@@ -229,7 +227,7 @@ class HFEngine(InProcessEngine):
             self._retire()
 
     def _logits_of(self, prompts: Sequence[Sequence[int]], next_tokens: Sequence[int]) -> list[torch.Tensor]:
-        """Logits [P, V] after prompts and after one more token of each, of an engine that is idle."""
+        """Return logits [P, V] after prompts and after one more token of each; the engine must be idle."""
         sampling = SamplingParams(max_tokens=2)
         self._waiting.join(
             [Request(request_id=str(i), prompt_token_ids=tuple(p), sampling=sampling) for i, p in enumerate(prompts)]
@@ -246,7 +244,7 @@ class HFEngine(InProcessEngine):
             self._prompt_tokens = 0
 
     def _admit(self) -> torch.Tensor | None:
-        """Prefill waiting samples into free slots; their logits [M, V], in slot order."""
+        """Prefill waiting samples into free slots, and return their logits [M, V] in slot order."""
         rows = self._rows
         first = len(rows)
         prompts: list[Sample] = []
@@ -263,7 +261,7 @@ class HFEngine(InProcessEngine):
         return self._prefill(prompts, slot_prompts, first)
 
     def _prefill(self, samples: list[Sample], slot_prompts: list[int], first: int) -> torch.Tensor:
-        """Logits [M, V] of slots from ``first`` on; ``samples`` has one of each prompt."""
+        """Return logits [M, V] of the slots from ``first`` on; ``samples`` has one of each prompt."""
         prompts = [sample.start_token_ids for sample in samples]
         lengths = np.array([len(p) for p in prompts])
         ends = np.cumsum(lengths)
@@ -291,7 +289,7 @@ class HFEngine(InProcessEngine):
         return self._forward(seen.positions, plan, keep=keep, inputs_embeds=seen.embeddings)[which]
 
     def _decode(self, batch: int) -> torch.Tensor:
-        """Logits [B, V] after the last sampled token of each of the first ``batch`` slots."""
+        """Return logits [B, V] after the last sampled token of each of the first ``batch`` slots."""
         rows = self._rows
         positions = rows.prompt_lengths[:batch] + rows.num_sampled[:batch] - 1
         position_ids = self._tensor(positions)
@@ -310,8 +308,9 @@ class HFEngine(InProcessEngine):
     def _forward(
         self, positions: NDArray[np.int64], plan: Prefill | Decode, *, keep: torch.Tensor | int, **inputs: torch.Tensor
     ) -> torch.Tensor:
-        """Logits [K, V] of the tokens to keep, by rotary positions [T], or [3, T] where they have three axes."""
-        # A row is a batch of one, which stands before the tokens.
+        """Return logits [K, V] of the tokens to keep, from rotary positions [T], or [3, T] where they have three
+        axes."""
+        # A row is a batch of one, the dimension before the tokens.
         position_ids = self._tensor(positions).unsqueeze(-2)
         output = self._model(position_ids=position_ids, use_cache=False, logits_to_keep=keep, slots=plan, **inputs)
         return output.logits[0]
@@ -360,7 +359,7 @@ class HFEngine(InProcessEngine):
         return [sample for _, sample in removed]
 
     def _release(self, slots: NDArray[np.int64]) -> None:
-        """Free ``slots``: the last live samples move into the holes."""
+        """Free ``slots``, and move the last live samples into the holes."""
         if len(slots) == 0:
             return
         rows = self._rows
@@ -378,7 +377,7 @@ class HFEngine(InProcessEngine):
 
 
 def _sources(model: Any) -> dict[str, str]:
-    """For each parameter's name the first name of the same parameter: a tied head is the embedding."""
+    """Map each parameter's name to the first name of the same parameter: a tied head is the embedding."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
 

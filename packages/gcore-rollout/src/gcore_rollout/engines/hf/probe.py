@@ -1,4 +1,4 @@
-"""A comparison of the `hf` engine's logits with those of transformers itself, made when a model is loaded."""
+"""Comparison of the `hf` engine's logits with those of transformers, made when a model is loaded."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -10,11 +10,11 @@ import torch
 from gcore_rollout.errors import RolloutError, UnsupportedModelError
 
 _MAX_DIFFERENCE = 1e-3
-"""Between log-probabilities of dense models in float32, whose rounding is far below."""
+"""Largest difference of log-probabilities of dense models in float32, whose rounding is far below."""
 _MAX_ROUNDED_DIFFERENCE = 0.1
-"""With fewer bits, or with experts, between which rounding may decide."""
+"""Largest difference with fewer bits, or with experts, between which rounding may decide."""
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Raised by models that are called in a way that they do not know."""
+"""Exceptions of models that are called in a way that they do not know."""
 
 
 def probe_prompts(vocab_size: int, max_length: int, max_num_seqs: int) -> list[list[int]]:

@@ -30,10 +30,10 @@ class Rule:
     """How a layer scores keys.
 
     Attributes:
-        scale: Of the scores; None: 1 / sqrt(D).
+        scale: Factor of the scores; None: 1 / sqrt(D).
         sliding_window: Number of latest tokens that a query sees, its own included; None: all.
-        softcap: Replaces scores x by softcap * tanh(x / softcap) (Gemma 2, arXiv:2408.00118); None: does not.
-        sinks: [H] a further score of each head's softmax, without a value (gpt-oss); None: none.
+        softcap: Replaces scores x by softcap * tanh(x / softcap) (Gemma 2, arXiv:2408.00118); None: no softcap.
+        sinks: [H] a further score of each head's softmax, without a value (gpt-oss); None: no sinks.
     """
 
     scale: float | None
@@ -43,7 +43,7 @@ class Rule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether torch's own attention lacks something of it."""
+        """Whether torch's own attention cannot compute it."""
         return self.softcap is not None or self.sinks is not None
 
 
@@ -57,7 +57,7 @@ class SlotCache:
         self.capacity = 0
 
     def reserve(self, num_slots: int, capacity: int) -> None:
-        """Make room for ``num_slots`` samples of ``capacity`` tokens, keeping what is stored."""
+        """Allocate space for ``num_slots`` samples of ``capacity`` tokens, keeping what is stored."""
         if num_slots <= self.num_slots and capacity <= self.capacity:
             return
         self.num_slots = max(num_slots, self.num_slots)
@@ -74,7 +74,7 @@ class SlotCache:
         return new
 
     def layer(self, index: int, like_1KTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key and value buffers [num_slots, K, capacity, D] of one layer, made on first use."""
+        """Return key and value buffers [num_slots, K, capacity, D] of one layer, made on first use."""
         keys, values = self.keys[index], self.values[index]
         if keys is None or values is None:
             _, num_heads, _, head_dim = like_1KTD.shape
@@ -84,7 +84,7 @@ class SlotCache:
         return keys, values
 
     def clear(self) -> None:
-        """Free the buffers and what is stored in them."""
+        """Free the buffers."""
         self.keys = [None] * len(self.keys)
         self.values = [None] * len(self.values)
         self.num_slots = 0
@@ -119,7 +119,7 @@ class Prefill:
         q, k, v = (self._unpack(x) for x in (q_1HTD, k_1KTD, v_1KTD))
         keys[self.slots, :, : self.max_length] = k[self.prompts]
         values[self.slots, :, : self.max_length] = v[self.prompts]
-        # Padding stands behind every prompt, so the causal mask alone hides it from the real tokens.
+        # Padding follows every prompt, so the causal mask alone hides it from the real tokens.
         gqa = q.shape[1] != k.shape[1]
         window = rule.sliding_window
         if rule.is_plain or (window is not None and window < self.max_length):
@@ -143,9 +143,9 @@ class Decode:
     slots: torch.Tensor
     """[B] 0..B-1."""
     positions: torch.Tensor
-    """[B] where the new token stands in its sample."""
+    """[B] position of the new token in its sample."""
     mask: torch.Tensor
-    """[B, 1, 1, Lk] additive mask: 0 up to and including the new token's position, -inf behind it."""
+    """[B, 1, 1, Lk] additive mask: 0 up to and including the new token's position, -inf after it."""
 
     def attend(
         self, layer: int, q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTD: torch.Tensor, rule: Rule
@@ -156,13 +156,13 @@ class Decode:
         values[self.slots, :, self.positions] = v_1KTD[0].transpose(0, 1)
         _, num_heads, batch, head_dim = q_1HTD.shape
         num_kv_heads, length = k_1KTD.shape[1], self.mask.shape[-1]
-        # Query heads that share a key-value head stand as rows of one query: no repeated keys, no copy of the cache.
+        # Query heads that share a key-value head are rows of one query: no repeated keys, no copy of the cache.
         q_BKGD = q_1HTD[0].transpose(0, 1).reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
         k_BKLD, v_BKLD = keys[:batch, :, :length], values[:batch, :, :length]
         mask = self.mask
         if (window := rule.sliding_window) is not None and window < length:
-            is_left_behind_BL = torch.arange(length, device=mask.device) <= self.positions[:, None] - window
-            mask = mask.masked_fill(is_left_behind_BL[:, None, None], -torch.inf)
+            is_outside_BL = torch.arange(length, device=mask.device) <= self.positions[:, None] - window
+            mask = mask.masked_fill(is_outside_BL[:, None, None], -torch.inf)
         if rule.is_plain:
             out_BKGD = _attend(q_BKGD[:, :, :, None], k_BKLD, v_BKLD, mask[:, :, None], rule).squeeze(3)
         else:

@@ -1,4 +1,4 @@
-"""How the `hf` engine's prefill sees images: transformers' vision tower and positions, for packed prompts.
+"""Images in the `hf` engine's prefill: transformers' vision tower and positions, for packed prompts.
 
 Shapes: T packed tokens of P prompts, D hidden dimension.
 """
@@ -17,14 +17,14 @@ from gcore_rollout.images.vision_processor import Pixels, VisionProcessor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SeenPrompts:
-    """Packed prompts with their images in them."""
+    """Packed prompts with embedded images."""
 
     embeddings: torch.Tensor
     """[1, T, D]."""
     positions: NDArray[np.int64]
     """[3, T] rotary positions in time, height and width (Qwen2-VL: arXiv 2409.12191, section 2.1)."""
     offsets: NDArray[np.int64]
-    """[P] what the rotary position of each token behind a prompt has over its place; images take fewer positions."""
+    """[P] rotary position minus place of the tokens after a prompt; images take fewer positions than tokens."""
 
 
 class HFVision:
@@ -57,7 +57,7 @@ class HFVision:
         for i, sample in enumerate(samples):
             length = len(sample.start_token_ids)
             if sample.request.images:
-                # Behind the prompt an image token is text: the policy wrote it.
+                # An image token after the prompt is text: the policy wrote it.
                 prompt = np.array(sample.request.prompt_token_ids)
                 is_image = prompt == self.processor.image_token_id
                 pixels = self.processor.process(sample.request.images)

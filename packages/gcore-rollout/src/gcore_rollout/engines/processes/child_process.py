@@ -1,4 +1,4 @@
-"""Processes forked from a fork server, as their owner sees them."""
+"""The owner's side of a fork server and the processes forked from it."""
 
 import asyncio
 import atexit
@@ -16,7 +16,7 @@ from gcore_rollout.errors import EngineDiedError
 
 
 class _ForkServer:
-    """Our end of a fork server; it lives until this process ends."""
+    """The owner's end of a fork server, which runs until this process ends."""
 
     def __init__(self, preload: tuple[str, ...]) -> None:
         self._owner_pid = os.getpid()
@@ -33,7 +33,7 @@ class _ForkServer:
         atexit.register(self.close)
 
     def serves(self) -> bool:
-        """Whether it is there, and this process's own: a fork of its owner has to make another."""
+        """Whether it runs and belongs to this process; a fork of the owner has to start another."""
         return self._owner_pid == os.getpid() and self._process.poll() is None
 
     def fork(self, *fds: int) -> None:
@@ -51,7 +51,7 @@ _servers: dict[tuple[str, ...], _ForkServer] = {}
 
 
 def _server(preload: tuple[str, ...]) -> _ForkServer:
-    """The server with these imports."""
+    """Return the server with these imports, starting it if needed."""
     server = _servers.get(preload)
     if server is None or not server.serves():
         server = _servers[preload] = _ForkServer(preload)
@@ -92,22 +92,22 @@ class ChildProcess:
         return cls(STATUS.unpack(data)[0], fds[0], status)
 
     async def ended(self) -> str:
-        """Wait for its end; what it died of, in words. To be called once."""
+        """Wait until it has ended, and describe why. To be called once."""
         data = await asyncio.get_running_loop().sock_recv(self._status, STATUS.size)
         if not data:
-            # It cannot outlive the server, which alone could have told more.
+            # It cannot outlive the server, which alone could have reported more.
             return "ended with the fork server that it came from"
         (code,) = STATUS.unpack(data)
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def kill(self) -> None:
-        """`kill -9`; nothing if it has ended."""
+        """Kill it with SIGKILL; do nothing if it has ended."""
         if self._pidfd >= 0:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        """Forget the process; kills it if it lives."""
+        """Release the process, killing it if it runs."""
         self.kill()
         os.close(self._pidfd)
         self._pidfd = -1

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, called over a socket, with weights handed over in shared memory."""
+"""Client of an engine in a process of its own, called over a socket, with weights in shared memory."""
 
 import asyncio
 import os
@@ -42,7 +42,7 @@ _END_TIMEOUT_S = 10.0
 
 @dataclass(eq=False)
 class _Stream:
-    """One `generate` call: what it is owed, and what has come."""
+    """One `generate` call: its unfinished samples, and the items that have come."""
 
     unfinished: dict[tuple[str, int], None]
     items: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
@@ -52,15 +52,16 @@ class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
     """An engine that another process runs; made by `start`.
 
     All calls of `Engine` are forwarded and may be made at the same time. Exceptions come back as they were raised
-    there, with a note that holds the traceback. `stats` and `weight_version` are what the process has last told: after
-    every call, and within 20 ms of a change, unless the engine is in the middle of a long step.
+    there, with a note that holds the traceback. `stats` and `weight_version` are as of the process's last message:
+    after every call, and within 20 ms of a change, unless the engine is in the middle of a long step.
 
     When the process dies, every call in flight raises `EngineDiedError`, after the completions that arrived; so does
-    every later one. It ends when this process does, however that ends, and leaves nothing behind. One that says nothing
-    for ``heartbeat_timeout_s`` is killed. Bound to the event loop that it was started in, and ends with it. Linux only.
+    every later one. It ends with this process, however that ends, and leaves nothing. A process that is silent for
+    ``heartbeat_timeout_s`` is killed. It is bound to the event loop in which it was started, and ends with it. Linux
+    only.
 
     Attributes:
-        pid: The process's number.
+        pid: The process id.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
         self._death: str | None = None
         self._closed = False
         self._life = asyncio.create_task(self._live())
-        # Not a part of it: a task that is cancelled before it has begun does nothing at all.
+        # A callback, because a task that is cancelled before it has started runs none of its code.
         self._life.add_done_callback(self._part)
         self._watcher: asyncio.Task[None] | None = None
 
@@ -104,8 +105,8 @@ class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
         Args:
             factory: makes the engine there; picklable, such as ``partial(HFEngine.from_pretrained, path)``.
             num_threads: of torch on CPU; default: torch's own choice.
-            env: environment variables beside those of this process, such as CUDA_VISIBLE_DEVICES. They are set before
-                the engine is made, but after the modules of ``preload`` were imported.
+            env: environment variables in addition to those of this process, such as CUDA_VISIBLE_DEVICES. They are set
+                before the engine is made, but after the modules of ``preload`` were imported.
             preload: modules that are imported once, in a server from which all processes with the same ``preload`` are
                 forked. None of them may start threads or touch a GPU on import.
             heartbeat_timeout_s: how long the process may be silent. Its event loop is, during a step of the engine,
@@ -194,17 +195,17 @@ class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """See `Engine.update_weights`.
 
-        Weights are copied to shared memory, unless they are a `SharedWeights`: an `HFEngine` on CPU computes with what
-        lies there, others copy it once more. When this returns they are the caller's again, a `SharedWeights` to be
-        written anew. An iterable that fails half-way leaves the engine with its old weights. If this is cancelled, the
-        update may yet happen.
+        Weights are copied to shared memory, unless they are a `SharedWeights`: an `HFEngine` on CPU computes with them
+        in place, others copy them once more. When this returns, the caller owns them again and may rewrite a
+        `SharedWeights`. An iterable that fails half-way leaves the engine with its old weights. If this is cancelled,
+        the update may still happen.
         """
         self._check_open()
         if isinstance(weights, SharedWeights):
             shared = weights
         else:
             shared = self._weights
-            # One after the other, for each that is on its way has memory of its own.
+            # One after the other, because each update in flight has memory of its own.
             while not self._last_update.done():
                 await asyncio.wait([self._last_update])
             self._check_open()
@@ -221,12 +222,11 @@ class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
         await asyncio.shield(reply)
 
     async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights | None:
-        """See `ReportsWeights.held_weights`."""
         self._check_open()
         return await self._reply_to("held_weights", names)
 
     async def close(self) -> None:
-        """See `Engine.close`. Calls still generating get what the engine raises; a process that hangs is killed."""
+        """See `Engine.close`. Calls still generating raise what the engine raises; a process that hangs is killed."""
         if not self._closed:
             self._closed = True
             try:
@@ -248,7 +248,7 @@ class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
             return None
         call_id, reply = self._new_reply()
         self._channel.send(Call(call_id, method, arguments))
-        # Without the shield, whoever cancels the caller would cancel what the process answers to.
+        # Without the shield, cancelling the caller would cancel the future that the process answers.
         return await asyncio.shield(reply)
 
     def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
@@ -268,12 +268,12 @@ class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
 
     def _new_future(self) -> "asyncio.Future[Any]":
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        # Whoever waits for it may be cancelled: then nobody else looks at an exception.
+        # Retrieve the exception here, in case the waiting caller is cancelled.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return future
 
     def _weights_taken(self, reply: "asyncio.Future[Any]", in_use: "asyncio.Future[Any]") -> None:
-        """The memory of an update is free at once if it was copied; if it is used, that of the update before is."""
+        """Free the memory of an update if it was copied, or of the update before if the engine uses it in place."""
         takes_over = not reply.exception() and reply.result()
         no_more = self._weights_in_use if takes_over else in_use
         if takes_over:
@@ -286,15 +286,15 @@ class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
         self._process.kill()
 
     async def _live(self) -> str:
-        """Wait until the process is gone; what it died of, in words."""
+        """Wait until the process has ended, and describe why."""
         ending = asyncio.create_task(self._process.ended())
         ends = [self._channel.gone, ending]
         try:
-            # Either comes first: the end of the channel, or, where a child of the process holds that open, its own.
+            # The channel ends first, or the process does, if a child of it holds the channel open.
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if self._watcher is not None:
                 self._watcher.cancel()
-            # What it had sent is still to be read; and a process without a channel is of no use.
+            # Messages that it sent are still to be read; and a process without a channel is of no use.
             await asyncio.wait(ends, timeout=_END_TIMEOUT_S)
             if not ending.done():
                 self._kill("it closed its end of the channel")
@@ -304,7 +304,7 @@ class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
             await asyncio.wait([ending])
 
     def _part(self, life: "asyncio.Task[str]") -> None:
-        """Tell everybody that the process is gone; or end it with the event loop, which cancels its tasks."""
+        """Fail all calls, because the process has ended or its event loop is closing."""
         end = "was left by its event loop" if life.cancelled() else life.result()
         self._death = f"engine process {self.pid} {end}{self._killed_because}"
         self._process.close()
@@ -335,7 +335,7 @@ class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
     def _end_call(self, call_id: int, error: Exception | None, value: Any = None) -> None:
         if stream := self._streams.pop(call_id, None):
             stream.items.put_nowait(error)
-        # Whoever waited for it may have been cancelled.
+        # The waiting caller may have been cancelled.
         elif (reply := self._replies.pop(call_id, None)) and not reply.done():
             if error is None:
                 reply.set_result(value)
@@ -352,6 +352,7 @@ class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
         interval_s = min(_BEAT_INTERVAL_S, self._heartbeat_timeout_s / 4)
         while self._silent_s < self._heartbeat_timeout_s:
             await asyncio.sleep(interval_s)
-            # Not by the clock: after a pause of this event loop, what came in meanwhile is read before the next turn.
+            # Not by the clock: after a pause of this event loop, messages that came meanwhile are read before the next
+            # turn.
             self._silent_s += interval_s
         self._kill(f"it had been silent for {self._heartbeat_timeout_s} s")

@@ -1,4 +1,4 @@
-"""The inside of an engine process: it builds the engine and answers its owner's messages."""
+"""The process of an engine: it makes the engine and answers its owner's messages."""
 
 import asyncio
 import inspect
@@ -110,18 +110,18 @@ class _EngineServer:
         self._start(0, self._beat(engine, setup.beat_interval_s))
 
     async def _beat(self, engine: Engine[AnyRequest, AnySample], interval_s: float) -> None:
-        """Tell what has changed soon, and now and then that nothing has."""
+        """Report changed stats soon, and unchanged ones at intervals."""
         clock = asyncio.get_running_loop().time
-        told: EngineStats | None = None
-        told_at = clock()
+        reported: EngineStats | None = None
+        reported_at = clock()
         while True:
             stats = engine.stats()
-            if stats != told or clock() >= told_at + interval_s:
-                told, told_at = stats, clock()
+            if stats != reported or clock() >= reported_at + interval_s:
+                reported, reported_at = stats, clock()
                 self._channel.send(Beat(stats))
             self._is_called.clear()
             if not stats.num_running:
-                # Nothing changes until somebody calls.
+                # Nothing changes until the next call.
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._is_called.wait(), interval_s)
             await asyncio.sleep(min(_STATS_INTERVAL_S, interval_s))
@@ -137,7 +137,7 @@ class _EngineServer:
                 await cast(AsyncGenerator[Any], completions).aclose()
 
     async def _update(self, fd: int, update: UpdateWeights) -> bool:
-        """Whether the memory is in use from now on, as the engine's weights."""
+        """Update the weights, and return whether the engine uses the shared memory from now on."""
         assert self._engine is not None
         if self._shared_weights is None:
             # Not before: it imports torch, which may come later than the fork and in another configuration.

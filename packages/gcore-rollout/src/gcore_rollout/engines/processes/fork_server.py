@@ -1,7 +1,7 @@
-"""The process that engine processes are forked from: it imports what they share once.
+"""The process from which engine processes are forked: it imports their common modules once.
 
-Why not `multiprocessing`'s: that runs the owner's main module again in every child, has one list of imports for
-everybody, and forbids children to a process that may end with its owner, of which vLLM's tensor parallelism has some.
+`multiprocessing` has a fork server, too, but runs the owner's main module again in every child, has one list of imports
+for all, and forbids daemonic processes to have children, which vLLM's tensor parallelism needs.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from contextlib import suppress
 from gcore_rollout.engines.processes import engine_server
 
 STATUS = struct.Struct("!i")
-"""A number on a status socket: first the pid, with a descriptor of the process, and last the exit code."""
+"""The message on a status socket: first the pid, with a descriptor of the process, and last the exit code."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -39,7 +39,7 @@ def serve(control_fd: int, owner_pid: int, preload: Sequence[str]) -> None:
     if os.getppid() != owner_pid:
         return
     for module in preload:
-        # What is missing is missed by the engine that imports it again, and its error goes to the one who asked.
+        # The engine imports a missing module again, and the error then reaches the caller.
         with suppress(ImportError):
             importlib.import_module(module)
     # Collections in the children would otherwise write to, and so copy, the memory that they share.
@@ -82,10 +82,10 @@ def _report(pidfd: int, pid: int, status: socket.socket) -> None:
 
 
 def _live(channel: socket.socket, weights: socket.socket, server_pid: int) -> None:
-    """The whole life of a child."""
+    """Run a child, and exit."""
     exit_code = 1
     try:
-        # At once, even where the child hangs and would not see that its owner's end of the channel is closed.
+        # Ends the child at once, even if it hangs and does not notice that its owner's end of the channel is closed.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == server_pid:
             engine_server.run(channel, weights)
@@ -95,5 +95,5 @@ def _live(channel: socket.socket, weights: socket.socket, server_pid: int) -> No
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Nothing of the server's own ending is to happen in a child of it.
+        # Exit handlers of the server must not run in a child.
         os._exit(exit_code)

@@ -1,4 +1,4 @@
-"""What an engine process and its owner say to each other: pickled messages, each behind its length."""
+"""The messages between an engine process and its owner: pickled, each after its length."""
 
 import asyncio
 import pickle
@@ -21,7 +21,7 @@ _LENGTH = struct.Struct("!Q")
 
 @dataclass(frozen=True)
 class Setup:
-    """The first message to a new process: what it takes over from its owner, and what it is to run."""
+    """The first message to a new process: its environment, and the factory of its engine."""
 
     call_id: int
     environment: dict[str, str]
@@ -30,7 +30,8 @@ class Setup:
     num_threads: int | None
     beat_interval_s: float
     factory: bytes
-    """Pickled apart: a module that cannot be imported there is an error to be sent back, not a broken message."""
+    """Pickled separately: a module that cannot be imported there is then an error to be sent back, not a broken
+    message."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,14 @@ class Generate:
 
 @dataclass(frozen=True)
 class Abandon:
-    """Nobody waits for the rest of a `Generate` any more; there is no answer."""
+    """The rest of a `Generate` is not wanted any more; there is no answer."""
 
     call_id: int
 
 
 @dataclass(frozen=True)
 class Call:
-    """A method of the engine, called with these arguments."""
+    """A call of a method of the engine."""
 
     call_id: int
     method: str
@@ -57,7 +58,7 @@ class Call:
 
 @dataclass(frozen=True)
 class UpdateWeights:
-    """Its memory has been sent ahead, over the socket for file descriptors."""
+    """An update; its memory has been sent before, over the socket for file descriptors."""
 
     call_id: int
     layout: "WeightsLayout"
@@ -74,12 +75,12 @@ class Finished:
 
 @dataclass(frozen=True)
 class Done:
-    """A call has ended well."""
+    """A call has returned."""
 
     call_id: int
     stats: EngineStats
     value: Any = None
-    """What it returned."""
+    """The value that it returned."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Channel(asyncio.Protocol):
 
     @classmethod
     async def open(cls, sock: socket.socket, take: Callable[[Any], None]) -> Self:
-        """Own a socket from now on, and give ``take`` each message that comes."""
+        """Take over a socket, and call ``take`` with each message that comes."""
         _, channel = await asyncio.get_running_loop().create_connection(lambda: cls(take), sock=sock)
         return channel
 
@@ -131,7 +132,7 @@ class Channel(asyncio.Protocol):
         self._transport.write(_LENGTH.pack(len(data)) + data)
 
     def close(self) -> None:
-        """Close this end behind what was sent. Idempotent."""
+        """Close this end after sending what is queued. Idempotent."""
         self._transport.close()
 
     def abort(self) -> None:
@@ -159,18 +160,18 @@ class Channel(asyncio.Protocol):
 
 
 def failure(call_id: int, error: Exception) -> Failed:
-    """An exception as a message."""
+    """Return an exception as a message."""
     try:
         packed = pickle.dumps((type(error), error.args, vars(error)), protocol=5)
     except Exception:
-        # What an exception holds need not be picklable; its description always is.
+        # The arguments of an exception need not be picklable; its description always is.
         packed = None
     description = f"{type(error).__name__}: {error}"
     return Failed(call_id, packed, description, "".join(traceback.format_exception(error)))
 
 
 def exception(failed: Failed, pid: int) -> Exception:
-    """The exception that a message tells of, of the same type if that type is known here."""
+    """Return the exception of a message, of the same type if that can be imported here."""
     error = _unpickled(failed.error) or RolloutError(failed.description)
     error.add_note(f"raised in engine process {pid}:\n{failed.traceback}")
     return error
@@ -181,7 +182,7 @@ def _unpickled(packed: bytes | None) -> Exception | None:
         return None
     try:
         kind, arguments, attributes = pickle.loads(packed)
-        # Not kind(*arguments): what a constructor takes need not be what it hands on as the exception's arguments.
+        # Not kind(*arguments): the arguments of a constructor need not be those of the exception.
         error: Exception = kind.__new__(kind, *arguments)
         vars(error).update(attributes)
     except Exception:

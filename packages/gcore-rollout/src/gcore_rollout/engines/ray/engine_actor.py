@@ -1,4 +1,4 @@
-"""The inside of an engine's Ray actor: it builds the engine and answers its clients. Ray itself is not needed here."""
+"""The Ray actor of an engine: it makes the engine and answers its clients. This module does not import Ray."""
 
 import asyncio
 import gc
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 _STATS_INTERVAL_S = 0.02
 _BEAT_INTERVAL_S = 0.25
 _CLIENT_PATIENCE = 5.0
-"""How often as long as it may be silent itself, an actor waits for a client."""
+"""An actor waits for a silent client this many times as long as it may be silent itself."""
 _LATE_CALL_S = 60.0
-_ANEW = "it was started anew: connect again"
+_RESTARTED = "it was restarted: connect again"
 
 
 @dataclass(frozen=True)
 class Incarnation:
-    """One life of an actor: its process, as long as that has the same engine."""
+    """The process of an actor, as long as it has the same engine."""
 
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=platform.node)
@@ -41,30 +41,30 @@ class Incarnation:
 
 
 @dataclass(frozen=True)
-class Call:
-    """Who calls, with a number of its own for each `generate`."""
+class ClientCall:
+    """The client of a call, and a number for each `generate`."""
 
     client: str
     number: int = 0
 
 
 @dataclass(frozen=True)
-class Told:
-    """An answer."""
+class EngineReply:
+    """The reply to a call."""
 
     number: int
-    """The larger, the later: answers overtake each other."""
+    """Increases with each reply, because replies can overtake each other."""
     stats: EngineStats | None
-    """None before the engine is made."""
+    """None until the engine is made."""
     value: Any = None
-    """What was returned, or a `Failed`."""
+    """The value that was returned, or a `Failed`."""
 
 
 class FetchesWeights(Protocol):
-    """Weights that lie elsewhere."""
+    """Weights that are to be fetched from elsewhere."""
 
     async def fetch(self) -> "Iterable[tuple[str, torch.Tensor]]":
-        """The weights, once they are here."""
+        """Return the weights once they are on this node."""
         ...
 
 
@@ -81,20 +81,20 @@ class EngineActor:
         self._incarnation = Incarnation()
         self._engine: Engine[AnyRequest, AnySample] | None = None
         self._is_making = asyncio.Lock()
-        self._num_told = 0
-        self._running: dict[Call, asyncio.Task[None]] = {}
-        # Given up before they came: Ray may let a call with large arguments arrive after a later one.
-        self._given_up: set[Call] = set()
+        self._num_replies = 0
+        self._running: dict[ClientCall, asyncio.Task[None]] = {}
+        # Abandoned before they came: Ray may let a call with large arguments arrive after a later one.
+        self._abandoned: set[ClientCall] = set()
         self._leases: dict[str, asyncio.TimerHandle] = {}
 
     async def incarnation(self) -> Incarnation:
-        """Which life this is."""
+        """Return the current incarnation."""
         return self._incarnation
 
-    async def make(self, factory: bytes) -> Told:
-        """Have an engine of this factory, pickled by value, in the place of any other; tells its incarnation.
+    async def make(self, factory: bytes) -> EngineReply:
+        """Make an engine by this factory, pickled by value, in place of any other, and return its incarnation.
 
-        One that could not be made is tried again.
+        An engine that could not be made is tried again.
         """
 
         async def make() -> Incarnation:
@@ -108,16 +108,15 @@ class EngineActor:
 
         return await self._answer(make)
 
-    async def call(self, token: str, method: str, *arguments: Any) -> Told:
-        """Call a method of the engine."""
+    async def call(self, token: str, method: str, *arguments: Any) -> EngineReply:
+        """ClientCall a method of the engine."""
         return await self._answer(lambda: getattr(self._engine_of(token), method)(*arguments))
 
-    async def held_weights(self, token: str, names: Sequence[str] | None) -> Told:
-        """See `ReportsWeights.held_weights`."""
+    async def held_weights(self, token: str, names: Sequence[str] | None) -> EngineReply:
         return await self._answer(lambda: report_weights(self._engine_of(token), names))
 
-    async def update_weights(self, token: str, weights: FetchesWeights, version: int) -> Told:
-        """See `Engine.update_weights`; an engine that can computes with the weights where they lie."""
+    async def update_weights(self, token: str, weights: FetchesWeights, version: int) -> EngineReply:
+        """See `Engine.update_weights`; an engine that can do so uses the weights in place."""
 
         async def update() -> None:
             self._engine_of(token)
@@ -130,8 +129,8 @@ class EngineActor:
 
         return await self._answer(update)
 
-    async def generate(self, token: str, call: Call, packed_requests: bytes) -> AsyncIterator[Told]:
-        """Packed lists of samples, each as soon as it is finished; None at the end, and a `Failed` before it.
+    async def generate(self, token: str, call: ClientCall, packed_requests: bytes) -> AsyncIterator[EngineReply]:
+        """Yield packed lists of samples, each as soon as it is finished; then a `Failed`, if it failed, and None.
 
         Both are packed because arrays that Ray unpickles cannot be written to.
         """
@@ -140,55 +139,55 @@ class EngineActor:
 
         def end(_: object) -> None:
             if token != self._incarnation.token:
-                items.put_nowait(failure(0, EngineDiedError(_ANEW)))
+                items.put_nowait(failure(0, EngineDiedError(_RESTARTED)))
             items.put_nowait(None)
 
         task.add_done_callback(end)
-        if call in self._given_up:
+        if call in self._abandoned:
             task.cancel()
         try:
             ended = False
             while not ended:
-                # One message for all that has come meanwhile: each takes Ray half a millisecond.
+                # One message for all items that have come meanwhile: each message takes Ray half a millisecond.
                 batch = [await items.get(), *(items.get_nowait() for _ in range(items.qsize()))]
                 ended = batch[-1] is None
-                yield self._tell(pack(batch))
+                yield self._reply(pack(batch))
         finally:
             self._running.pop(call).cancel()
 
-    async def give_up(self, call: Call) -> None:
-        """Nobody waits for the rest of a `generate` any more."""
+    async def abandon(self, call: ClientCall) -> None:
+        """Abandon the rest of a `generate`."""
         if call in self._running:
             self._running[call].cancel()
         else:
-            self._given_up.add(call)
-            asyncio.get_running_loop().call_later(_LATE_CALL_S, self._given_up.discard, call)
+            self._abandoned.add(call)
+            asyncio.get_running_loop().call_later(_LATE_CALL_S, self._abandoned.discard, call)
 
-    async def watch(self, token: str, client: str, heartbeat_timeout_s: float) -> AsyncIterator[Told]:
-        """Tell what has changed soon, and now and then that nothing has.
+    async def watch(self, token: str, client: str, heartbeat_timeout_s: float) -> AsyncIterator[EngineReply]:
+        """Yield changed stats soon, and unchanged ones at intervals.
 
-        It ends after a while, to be called again: what a client that does not has called is given up.
+        It ends after a while, to be called again: the calls of a client that does not are abandoned.
         """
         loop = asyncio.get_running_loop()
         self._end_lease(client)
         self._leases[client] = loop.call_later(_CLIENT_PATIENCE * heartbeat_timeout_s, self._forget, client)
         interval_s = min(_BEAT_INTERVAL_S, heartbeat_timeout_s / 4)
         end = loop.time() + heartbeat_timeout_s
-        told: EngineStats | None = None
-        told_at = 0.0
+        reported: EngineStats | None = None
+        reported_at = 0.0
         try:
             while client in self._leases and loop.time() < end:
-                if self._engine_of(token).stats() != told or loop.time() >= told_at + interval_s:
-                    message = self._tell()
-                    told, told_at = message.stats, loop.time()
+                if self._engine_of(token).stats() != reported or loop.time() >= reported_at + interval_s:
+                    message = self._reply()
+                    reported, reported_at = message.stats, loop.time()
                     yield message
                 await asyncio.sleep(min(_STATS_INTERVAL_S, interval_s))
         except EngineDiedError as death:
             self._end_lease(client)
-            yield self._tell(failure(0, death))
+            yield self._reply(failure(0, death))
 
     async def leave(self, client: str) -> None:
-        """A client needs nothing more."""
+        """Abandon everything of a client."""
         self._forget(client)
 
     async def close(self) -> None:
@@ -205,7 +204,7 @@ class EngineActor:
         return await made if inspect.isawaitable(made) else made
 
     async def _end_engine(self) -> None:
-        """Free it; to its clients it is dead."""
+        """Free the engine, which is dead for its clients."""
         if self._engine is None:
             return
         engine, self._engine = self._engine, None
@@ -216,14 +215,14 @@ class EngineActor:
         await asyncio.gather(*running, return_exceptions=True)
         await engine.close()
         del engine
-        # Models are held by cycles, and there is to be room for the next one.
+        # Models are held by cycles; free them before the next one is loaded.
         gc.collect()
 
-    async def _answer(self, work: Callable[[], Awaitable[Any]]) -> Told:
+    async def _answer(self, work: Callable[[], Awaitable[Any]]) -> EngineReply:
         try:
-            return self._tell(await work())
+            return self._reply(await work())
         except Exception as error:
-            return self._tell(failure(0, error))
+            return self._reply(failure(0, error))
 
     async def _generate(
         self, token: str, packed_requests: bytes, items: "asyncio.Queue[AnySample | Failed | None]"
@@ -240,15 +239,15 @@ class EngineActor:
             items.put_nowait(failure(0, error))
 
     def _engine_of(self, token: str) -> Engine[AnyRequest, AnySample]:
-        """The engine, if it is that of this incarnation."""
+        """Return the engine of this incarnation."""
         if token != self._incarnation.token:
-            raise EngineDiedError(_ANEW)
+            raise EngineDiedError(_RESTARTED)
         assert self._engine is not None
         return self._engine
 
-    def _tell(self, value: Any = None) -> Told:
-        self._num_told += 1
-        return Told(self._num_told, self._engine.stats() if self._engine else None, value)
+    def _reply(self, value: Any = None) -> EngineReply:
+        self._num_replies += 1
+        return EngineReply(self._num_replies, self._engine.stats() if self._engine else None, value)
 
     def _end_lease(self, client: str) -> None:
         if lease := self._leases.pop(client, None):
@@ -262,5 +261,5 @@ class EngineActor:
 
 
 def pack(items: Sequence[AnyRequest] | Sequence[AnySample | Failed | None]) -> bytes:
-    """Everything in one piece."""
+    """Pickle items in one piece."""
     return pickle.dumps(items, protocol=5)

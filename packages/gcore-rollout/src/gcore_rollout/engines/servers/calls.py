@@ -1,4 +1,4 @@
-"""The calls of a server, which each kind of server has in its own way."""
+"""The calls that each kind of server defines."""
 
 import uuid
 from abc import abstractmethod
@@ -33,7 +33,7 @@ class ServerCalls(QueueingEngine):
         self._identity = uuid.uuid4().hex
 
     def _failure(self, running: RunningSample, *, status: int, answer: str) -> ServerRequestError:
-        """What to raise when a stream says that its sample failed."""
+        """Return the error of a stream which reports that its sample failed."""
         sample = running.sample
         name = f"sample {sample.index} of {sample.request.request_id!r}, POST {self._client.url}{self._GENERATE_PATH}"
         return ServerRequestError(name, status=status, answer=answer)
@@ -45,27 +45,27 @@ class ServerCalls(QueueingEngine):
     @classmethod
     @abstractmethod
     def _ask(cls, client: ServerClient) -> ServerInfo:
-        """What the server runs; refuse one that was started without what is needed. Blocks."""
+        """Ask what the server runs, and refuse one that was started without a needed option. Blocks."""
 
     @abstractmethod
     def _take_over(self) -> None:
-        """Have the server as `connect` says, however others have left it. Blocks."""
+        """Bring the server into the state that `connect` promises, whatever it was. Blocks."""
 
     @abstractmethod
     def _body(self, running: RunningSample) -> dict[str, Any]:
-        """What is sent to ``_GENERATE_PATH``."""
+        """Return the JSON to be sent to ``_GENERATE_PATH``."""
 
     @abstractmethod
     def _reader(self, running: RunningSample) -> Callable[[Any], Piece]:
-        """What reads the events of the answer, one by one. It raises `ServerRequestError` if one says so."""
+        """Return what reads the events of the answer one by one, and raises `ServerRequestError` for a failure."""
 
     @abstractmethod
     def _abort_on_server(self, server_ids: Sequence[str]) -> Awaitable[None]:
-        """End samples; unknown ones, and an empty list, are nothing."""
+        """End samples; unknown ones are ignored, and the list may be empty."""
 
     @abstractmethod
     def _pause_server(self) -> Awaitable[None]:
-        """Return when no step runs any more; idempotent."""
+        """Pause the server, and return when no step runs any more. Idempotent."""
 
     @abstractmethod
     def _resume_server(self) -> Awaitable[None]: ...
@@ -78,8 +78,8 @@ class ServerCalls(QueueingEngine):
 
     @abstractmethod
     def _check_update_possible(self) -> Awaitable[None]:
-        """Refuse an update after which the server would be wrong."""
+        """Refuse an update that the server cannot apply completely."""
 
     @abstractmethod
     def _load_on_server(self, folder: Path, version: int) -> Awaitable[None]:
-        """Load a folder's weights while paused; tokens sampled afterwards are said to be of ``version``."""
+        """Load a folder's weights while paused; tokens sampled afterwards are labelled ``version``."""

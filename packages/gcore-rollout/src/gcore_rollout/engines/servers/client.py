@@ -1,4 +1,4 @@
-"""HTTP to an engine's server: one connection a call, answers checked, losses named."""
+"""HTTP client of an engine's server: one connection a call, and errors that name the server."""
 
 import asyncio
 import http.client
@@ -24,13 +24,13 @@ _LAST_EVENT = b"[DONE]"
 class ServerClient:
     """Calls one server. Nothing is ever sent twice: a request that was lost may have been served.
 
-    Every call has a connection of its own. One that is kept can be closed by the server in the moment in which it is
-    used again, and whether the request arrived is then unknown; beside what a sample takes, connecting is nothing.
+    Every call has a connection of its own. A server can close a kept connection in the moment in which it is used
+    again, and whether the request arrived is then unknown; compared to a sample, connecting takes no time.
 
     Args:
         url: such as "http://10.0.0.7:8000".
         timeout_s: how long the server may be silent in a call.
-        api_key: what the server was started with, if it asks for one.
+        api_key: the key that the server was started with, if any.
 
     Raises:
         MissingExtraError: aiohttp is not installed.
@@ -43,7 +43,7 @@ class ServerClient:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s is {timeout_s}; expected more than 0")
         try:
-            # Only whether it is there is asked; what is used of it is imported where it is used.
+            # Only checks that it is installed.
             import aiohttp  # noqa: F401  # pyright: ignore[reportUnusedImport]
         except ModuleNotFoundError as error:
             if error.name != "aiohttp":
@@ -56,7 +56,7 @@ class ServerClient:
     def call_blocking(
         self, method: str, path: str, *, params: Mapping[str, str] | None = None, body: Any = None
     ) -> Any:
-        """The same as `call`, without an event loop."""
+        """Call the server as `call` does, without an event loop."""
         query = f"?{urlencode(params)}" if params else ""
         request = urllib.request.Request(
             self.url + path + query,
@@ -64,7 +64,7 @@ class ServerClient:
             data=None if body is None else json.dumps(body).encode(),
             headers={**self._headers, "Content-Type": "application/json"},
         )
-        # A proxy from the environment is not for servers of the same cluster; aiohttp asks for none either.
+        # A proxy from the environment is not for servers of the same cluster; aiohttp uses none either.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=self.timeout_s) as response:
@@ -76,7 +76,7 @@ class ServerClient:
             raise self._loss(error) from error
 
     async def call(self, method: str, path: str, *, params: Mapping[str, str] | None = None, body: Any = None) -> Any:
-        """Returns: the answer's JSON, or its text where it is not JSON.
+        """Call the server, and return the answer's JSON, or its text if it is not JSON.
 
         Raises:
             ServerRequestError: the server says 400 or above.
@@ -87,10 +87,10 @@ class ServerClient:
                 return _decoded(await response.read())
 
     async def events(self, path: str, body: Any, *, may_be_silent: Callable[[], bool]) -> AsyncGenerator[Any]:
-        """POST, and yield the JSON of each server-sent event, until the server says that there are no more.
+        """POST, and yield the JSON of each server-sent event, until the server reports the last one.
 
         Args:
-            may_be_silent: asked when nothing has come for ``timeout_s``: whether to go on waiting.
+            may_be_silent: called when nothing has come for ``timeout_s``; returns whether to continue waiting.
 
         Raises:
             ServerRequestError: as in `call`.

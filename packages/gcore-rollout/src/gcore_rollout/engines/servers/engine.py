@@ -1,4 +1,4 @@
-"""Engines whose server runs elsewhere: what they do alike, whichever server it is."""
+"""The base of engines whose servers run elsewhere."""
 
 import asyncio
 import uuid
@@ -20,20 +20,20 @@ from gcore_rollout.engines.types import Request
 from gcore_rollout.engines.vllm.process import TIED_HEAD
 from gcore_rollout.errors import EngineDiedError, RolloutError, ServerRequestError
 
-# An abort that overtakes its request on the way finds nothing to end: it is sent until the sample has come.
+# An abort that overtakes its request finds no sample to end: it is sent until the sample has come.
 _ABORT_INTERVAL_S = 0.25
-# What was sampled before a pause may still be on its way to this process: no news for this long, and it has come.
+# Tokens sampled before a pause may still be in flight: they have come when no token comes for this long.
 _SETTLE_INTERVAL_S = 0.02
 
 
 class ServerEngine(ServerCalls):
     """An engine that a server runs; this process sends it samples, one request each. Made by `connect`.
 
-    The server is this engine's alone: its weights, its pauses and the labels of its weights are set from here. It is
-    never started or stopped: `close` leaves it idle, with the weights that it has.
+    The server must not have other clients: its weights, pauses and version labels are set from here. It is never
+    started or stopped: `close` leaves it idle, with the weights that it has.
 
-    What the server answers with 500 or above, a broken connection, or silence ends the engine: everybody who waits gets
-    an `EngineDiedError` that names the server, and so do all later calls. Nothing is sent a second time.
+    A status of 500 or above, a broken connection, or silence ends the engine: all calls, also later ones, raise an
+    `EngineDiedError` that names the server. Nothing is sent a second time.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ServerEngine(ServerCalls):
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs is {max_num_seqs}; expected at least 1")
         if weights_dir is not None and not Path(weights_dir).is_dir():
-            raise ValueError(f"weights_dir is {str(weights_dir)!r}: an existing folder that the server sees is needed")
+            raise ValueError(f"weights_dir is {str(weights_dir)!r}; expected an existing folder that the server sees")
         super().__init__(client, info, model, eos_token_ids=eos_token_ids)
         self._max_num_seqs = max_num_seqs
         self._weights_dir = None if weights_dir is None else Path(weights_dir).absolute()
@@ -59,7 +59,7 @@ class ServerEngine(ServerCalls):
         self._completion_tokens = 0
         self._is_held = False
         self._control: asyncio.Future[None] | None = None
-        self._farewells: set[asyncio.Task[None]] = set()
+        self._notifications: set[asyncio.Task[None]] = set()
 
     @classmethod
     def connect(
@@ -81,17 +81,17 @@ class ServerEngine(ServerCalls):
             url: such as "http://10.0.0.7:8000".
             weights_dir: existing folder that this machine and the server's see under the same path; `update_weights`
                 needs it. In memory (/dev/shm) if both are one machine.
-            model_path: folder of the served model here; default: where the server has it.
-            max_num_seqs: most samples asked for at once, each over a connection of its own; default: as many as the
-                server computes at once, or 256 where it does not tell.
-            eos_token_ids: tokens that end a completion; default: what the model's generation config says.
-            timeout_s: how long the server may be silent while it is to work; loading weights takes it that long.
-            api_key: what the server was started with, if it asks for one.
+            model_path: folder of the served model on this machine; default: the path that the server has.
+            max_num_seqs: largest number of samples requested at once, each over a connection of its own; default: as
+                many as the server computes at once, or 256 if it does not report that.
+            eos_token_ids: tokens that end a completion; default: those of the model's generation config.
+            timeout_s: how long the server may be silent while it works, such as while it loads weights.
+            api_key: the key that the server was started with, if any.
 
         Raises:
             MissingExtraError: aiohttp is not installed.
             EngineDiedError: the server cannot be reached.
-            RolloutError: it was started without something that is needed.
+            RolloutError: it was started without a needed option.
         """
         client = ServerClient(url, timeout_s=timeout_s, api_key=api_key)
         info = cls._ask(client)
@@ -109,7 +109,7 @@ class ServerEngine(ServerCalls):
         return engine
 
     def stats(self) -> EngineStats:
-        """See `Engine.stats`. As counted here; what the server has in its own line counts as running."""
+        """Return the counters of this client; samples in the server's own queue count as running."""
         return EngineStats(
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
@@ -119,21 +119,18 @@ class ServerEngine(ServerCalls):
         )
 
     async def pause(self) -> None:
-        """See `Engine.pause`."""
         async with self._controlling():
             self._is_paused = True
             await self._pause_server()
             await self._settle()
 
     async def resume(self) -> None:
-        """See `Engine.resume`."""
         async with self._controlling():
             await self._resume_server()
             self._is_paused = False
         self._start()
 
     async def sleep(self) -> None:
-        """See `Engine.sleep`."""
         async with self._controlling():
             if self._is_asleep:
                 return
@@ -148,7 +145,6 @@ class ServerEngine(ServerCalls):
                 raise
 
     async def wake(self) -> None:
-        """See `Engine.wake`."""
         async with self._controlling():
             if not self._is_asleep:
                 return
@@ -159,12 +155,12 @@ class ServerEngine(ServerCalls):
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """See `Engine.update_weights`. Unknown or missing names and wrong shapes are refused before anything is sent.
 
-        They are written to a new folder under ``weights_dir``, which the server loads between two steps; it stays
-        until the next update. Samples that are running go on with the new weights, over keys and values of the old
-        ones; those that start later share no cached prefix with them.
+        They are written to a new folder under ``weights_dir``, which the server loads between two steps and which stays
+        until the next update. Running samples continue with the new weights, over keys and values of the old ones;
+        samples that start later share no cached prefix with them.
 
         Raises:
-            EngineDiedError: the server could not load them: what it has now is not known.
+            EngineDiedError: the server could not load them: its weights are now unknown.
         """
         async with self._controlling():
             self._check_update(version)
@@ -176,7 +172,7 @@ class ServerEngine(ServerCalls):
             if model.tied:
                 new.pop(TIED_HEAD, None)
             await self._check_update_possible()
-            await _to_its_end(self._replace_weights(new, self._weights_dir, version))
+            await _completed(self._replace_weights(new, self._weights_dir, version))
         self._start()
 
     async def close(self) -> None:
@@ -193,14 +189,14 @@ class ServerEngine(ServerCalls):
                     await self._resume_server()
                 if self._is_asleep:
                     await self._wake_server()
-        if self._farewells:
-            await asyncio.wait(self._farewells)
+        if self._notifications:
+            await asyncio.wait(self._notifications)
         if self._weights_folder is not None:
             remove_weights(self._weights_folder)
 
     @asynccontextmanager
     async def _controlling(self) -> AsyncGenerator[None]:
-        """One at a time: what changes the state of the server. A loss of the server ends the engine."""
+        """Serialize the calls that change the state of the server. A loss of the server ends the engine."""
         self._check_open()
         # Not an asyncio.Lock: that stays bound to the event loop of its first user.
         while self._control is not None:
@@ -217,7 +213,7 @@ class ServerEngine(ServerCalls):
             mine.set_result(None)
 
     def _start(self) -> None:
-        """Ask the server for waiting samples while there is room."""
+        """Request waiting samples while there is capacity."""
         if self._is_paused or self._is_asleep or self._is_held or self._is_closed or self._death is not None:
             return
         for group in self._waiting.admit(self._max_num_seqs - len(self._running)):
@@ -229,7 +225,7 @@ class ServerEngine(ServerCalls):
                 running.task = asyncio.create_task(self._run(running))
 
     async def _run(self, running: RunningSample) -> None:
-        """Take a sample's pieces until it is finished."""
+        """Receive a sample's pieces until it is finished."""
         read = self._reader(running)
         try:
             events = self._client.events(
@@ -241,13 +237,13 @@ class ServerEngine(ServerCalls):
                     running.take(piece)
                     self._completion_tokens += len(piece.token_ids)
                     if piece.finish_reason is not None:
-                        # At once: whoever gets the completion may ask how much is running.
+                        # Before the completion is handed over: its receiver may ask how much is running.
                         del self._running[running.server_id]
                         running.finish(piece.finish_reason, piece.version_spans)
                         if piece.ended_here:
-                            self._say_farewell([running])
+                            self._notify_gone([running])
                         else:
-                            await _heard_out(events)
+                            await _read_to_end(events)
                         return
             raise EngineDiedError(f"the server at {self._client.url} ended a stream without a finish reason")
         except EngineDiedError as error:
@@ -267,7 +263,7 @@ class ServerEngine(ServerCalls):
         self._drop([r for r in self._running.values() if r.sample.call is call])
 
     async def _abort_running(self, which: Callable[[Sample], bool]) -> None:
-        """Have the server end samples, and wait until they have come."""
+        """End samples on the server, and wait until they have come."""
         meant = [r for r in self._running.values() if which(r.sample)]
         if (self._is_paused or self._is_held) and not self._ENDS_PAUSED_SAMPLES:
             for running in meant:
@@ -279,7 +275,7 @@ class ServerEngine(ServerCalls):
         try:
             while tasks := {server_id: task for server_id, task in tasks.items() if not task.done()}:
                 if asyncio.get_running_loop().time() > end:
-                    raise EngineDiedError(f"the server at {self._client.url} does not end what it is told to")
+                    raise EngineDiedError(f"the server at {self._client.url} does not end aborted samples")
                 await self._abort_on_server(list(tasks))
                 await asyncio.wait(tasks.values(), timeout=_ABORT_INTERVAL_S)
         except EngineDiedError as error:
@@ -287,23 +283,23 @@ class ServerEngine(ServerCalls):
             raise
 
     def _drop(self, meant: Sequence[RunningSample]) -> None:
-        """Forget samples: the server sees their connections end, and is told."""
+        """Drop samples: their connections are closed, and the server is notified."""
         for running in meant:
             del self._running[running.server_id]
             if running.task is not None:
                 running.task.cancel()
         if meant and self._death is None:
-            self._say_farewell(meant)
+            self._notify_gone(meant)
         self._start()
 
-    def _say_farewell(self, gone: Sequence[RunningSample]) -> None:
-        """Tell the server, in the background, that nobody waits for these any more."""
-        farewell = asyncio.create_task(self._forget_on_server([running.server_id for running in gone]))
-        self._farewells.add(farewell)
-        farewell.add_done_callback(self._farewells.discard)
+    def _notify_gone(self, gone: Sequence[RunningSample]) -> None:
+        """Notify the server, in the background, that these samples are not wanted any more."""
+        notification = asyncio.create_task(self._forget_on_server([running.server_id for running in gone]))
+        self._notifications.add(notification)
+        notification.add_done_callback(self._notifications.discard)
 
     async def _forget_on_server(self, server_ids: list[str]) -> None:
-        # If the server is lost, whoever waits for something learns it.
+        # If the server is lost, the calls in flight fail.
         with suppress(EngineDiedError, ServerRequestError):
             await self._abort_on_server(server_ids)
 
@@ -320,7 +316,7 @@ class ServerEngine(ServerCalls):
         self._weights_folder = folder
 
     async def _load(self, folder: Path, version: int) -> None:
-        """Between two steps, have the server take what is in ``folder``."""
+        """Have the server load the weights in ``folder`` between two steps."""
         self._is_held = True
         try:
             if not self._is_paused:
@@ -340,7 +336,7 @@ class ServerEngine(ServerCalls):
             self._is_held = False
 
     async def _settle(self) -> None:
-        """Wait until what was sampled before a pause has come."""
+        """Wait until the tokens sampled before a pause have come."""
         before = -1
         while before < (before := self._completion_tokens):
             await asyncio.sleep(_SETTLE_INTERVAL_S)
@@ -351,7 +347,7 @@ class ServerEngine(ServerCalls):
             self._fail(lambda unfinished: EngineDiedError(reason, unfinished=unfinished))
 
     def _fail(self, error: Callable[[tuple[tuple[str, int], ...]], Exception]) -> None:
-        """End all calls, each with an error made from what it is owed: (request id, index) of its samples."""
+        """End all calls, each with an error made from (request id, index) of its unfinished samples."""
         samples = self._waiting.remove(lambda _: True) + [running.sample for running in self._running.values()]
         owed: dict[Call, list[tuple[str, int]]] = {}
         for sample in samples:
@@ -359,7 +355,7 @@ class ServerEngine(ServerCalls):
         for call, unfinished in owed.items():
             call.finished.put_nowait(error(tuple(unfinished)))
         for running in self._running.values():
-            # One of them may be who found out.
+            # One of them may be the current task.
             if running.task is not None and running.task is not asyncio.current_task():
                 running.task.cancel()
         self._running.clear()
@@ -371,15 +367,15 @@ class ServerEngine(ServerCalls):
         check_request(request, max_length=self._model.max_length, vocab_size=self._model.vocab_size)
 
 
-async def _heard_out(events: AsyncIterator[Any]) -> None:
-    """Let a server say that it has no more to say, instead of hanging up on it."""
+async def _read_to_end(events: AsyncIterator[Any]) -> None:
+    """Read a stream to its end, instead of hanging up."""
     with suppress(EngineDiedError):
         async for _ in events:
             pass
 
 
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Do all of it, even if the caller is cancelled meanwhile: a server must not be left half-way."""
+async def _completed(work: Coroutine[Any, Any, None]) -> None:
+    """Complete the work even if the caller is cancelled: a server must not be left half-way."""
     task = asyncio.create_task(work)
     try:
         await asyncio.shield(task)

@@ -1,4 +1,4 @@
-"""What a server runs, as its client has to know it."""
+"""The model of a server, as its client needs to know it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,20 +12,20 @@ from gcore_rollout.errors import UnsupportedModelError
 
 @dataclass(frozen=True, kw_only=True)
 class ServerInfo:
-    """What a server tells of itself."""
+    """The settings that a server reports."""
 
     model_path: str
-    """Where it has the model."""
+    """Path of the model on the server's machine."""
     max_length: int
     """Longest prompt + completion, in tokens."""
     max_num_seqs: int
-    """Most samples to ask for at once, where nobody says otherwise."""
+    """Default of the largest number of samples requested at once."""
     is_on_cpu: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """What has to be known of the model that a server runs."""
+    """The model that a server runs."""
 
     path: Path
     max_length: int
@@ -33,7 +33,7 @@ class ServedModel:
     vocab_size: int
     tied: bool
     shapes: dict[str, tuple[int, ...]]
-    """Of the checkpoint's tensors; without the head if that is tied."""
+    """Shapes of the checkpoint's tensors, without the head if that is tied."""
     eos_token_ids: tuple[int, ...]
 
     @classmethod
@@ -41,7 +41,7 @@ class ServedModel:
         """Read the model's Hugging Face folder.
 
         Raises:
-            UnsupportedModelError: there is none here, or it has no safetensors.
+            UnsupportedModelError: there is no such folder here, or it has no safetensors.
         """
         if not (path / "config.json").exists():
             raise UnsupportedModelError(

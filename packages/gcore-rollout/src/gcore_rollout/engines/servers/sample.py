@@ -1,4 +1,4 @@
-"""A sample that a server was asked for, and the pieces in which it comes."""
+"""A sample requested from a server, and the pieces in which it comes."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -12,26 +12,26 @@ from gcore_rollout.engines.types import FinishReason
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What a server sends of a sample at a time."""
+    """A part of a sample, as the server sends it."""
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: FinishReason | None = None
-    """With the last piece."""
+    """Set in the last piece."""
     version_spans: list[tuple[int, int, int]] | None = None
-    """With the last piece: (version, first token, behind the last token), if the server says it."""
+    """Set in the last piece if the server reports it: (version, first token, one past the last token)."""
     ended_here: bool = False
-    """With the last piece: the server would go on."""
+    """Set in the last piece if the server would continue the sample."""
 
 
 @dataclass(eq=False)
 class RunningSample:
-    """A sample that the server has been asked for."""
+    """A sample that has been requested from the server."""
 
     sample: Sample
     server_id: str
     version: int
-    """Of the weights when it started."""
+    """Version of the weights when it started."""
     token_ids: list[int] = field(default_factory=list[int])
     log_probs: list[float] = field(default_factory=list[float])
     updates: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -51,7 +51,7 @@ class RunningSample:
         """Hand over the completion.
 
         Args:
-            version_spans: what the server says of its tokens; default: what was seen from here.
+            version_spans: the server's record of its tokens; default: the updates seen from here.
         """
         versions = np.full(len(self.token_ids), self.version, np.int32)
         if version_spans is None:

@@ -1,4 +1,4 @@
-"""The `sglang_server` engine: an SGLang server that runs elsewhere."""
+"""The `sglang_server` engine, of an SGLang server that runs elsewhere."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _MIN_TEMPERATURE = 1e-6
 class SGLangServerEngine(ServerEngine):
     """Generates on an SGLang server (0.5.23), tokens in and tokens out.
 
-    The server has to be started so::
+    The server has to be started by::
 
         python -m sglang.launch_server --model-path MODEL --skip-tokenizer-init --incremental-streaming-output \\
             --disable-overlap-schedule
@@ -28,12 +28,12 @@ class SGLangServerEngine(ServerEngine):
     weights may come out after an update, and would carry the new version. Seeds count only with
     ``--enable-deterministic-inference``, which SGLang does not offer on CPU.
 
-    A completion ends at every token that the model's generation config names as an end, whether asked for or not.
-    SGLang detects no repetitions: this class does, and ends the sample; tokens on their way are dropped. It answers no
-    abort while it is paused: a sample aborted then has the tokens that came until `pause` returned. The version of each
-    token is the server's own record; in these two cases, it is what was seen from here.
+    A completion ends at every token that the model's generation config declares as an end, in any case. SGLang detects
+    no repetitions: this class does, and ends the sample; tokens in flight are dropped. It answers no abort while it is
+    paused: a sample aborted then has the tokens that came until `pause` returned. The version of each token is the
+    server's own record; in these two cases, it is the one seen from here.
 
-    See `ServerEngine` for what its loss means, and for what it has to itself.
+    See `ServerEngine` for the loss of the server, and for its exclusive use.
     """
 
     _GENERATE_PATH: ClassVar[str] = "/generate"
@@ -53,7 +53,7 @@ class SGLangServerEngine(ServerEngine):
     def _take_over(self) -> None:
         missing = sorted(set(self._model.eos_token_ids) - set(self._eos))
         if missing:
-            raise ValueError(f"eos_token_ids is {self._eos}: {missing} is needed besides, where SGLang ends anyway")
+            raise ValueError(f"eos_token_ids is {self._eos}; expected {missing}, too, where SGLang ends anyway")
         self._client.call_blocking("POST", "/continue_generation", body={})
         label = {"new_version": "0", "abort_all_requests": False}
         self._client.call_blocking("POST", "/update_weight_version", body=label)
@@ -71,7 +71,7 @@ class SGLangServerEngine(ServerEngine):
         sample = running.sample
         sampling = sample.request.sampling
         return {
-            # It ends whatever begins with an id that it is told to abort: these all have one length.
+            # An abort ends all requests whose id starts with the given one: these ids all have one length.
             "rid": running.server_id,
             "input_ids": sample.start_token_ids,
             "stream": True,
@@ -145,7 +145,7 @@ class SGLangServerEngine(ServerEngine):
                     return "stop"
                 return "length" if sample.prefix_length + num_tokens == sample.request.sampling.max_tokens else "abort"
             case _:
-                raise RolloutError(f"SGLang ended a sample for the reason {kind!r}: stop, length and abort are known")
+                raise RolloutError(f"SGLang ended a sample for the reason {kind!r}; expected stop, length or abort")
 
     async def _abort_on_server(self, server_ids: Sequence[str]) -> None:
         calls = (self._client.call("POST", "/abort_request", body={"rid": server_id}) for server_id in server_ids)
@@ -153,7 +153,7 @@ class SGLangServerEngine(ServerEngine):
 
     async def _pause_server(self) -> None:
         await self._client.call("POST", "/pause_generation", body={"mode": "in_place"})
-        # That was only passed on: the answer to this comes from behind the last step.
+        # The pause was only queued: this call is answered after the last step.
         await self._client.call("GET", "/server_info")
 
     async def _resume_server(self) -> None:
@@ -166,7 +166,7 @@ class SGLangServerEngine(ServerEngine):
         await self._client.call("POST", "/resume_memory_occupation", body={})
 
     async def _check_update_possible(self) -> None:
-        """It always is."""
+        """Accept every update."""
 
     async def _load_on_server(self, folder: Path, version: int) -> None:
         # Flushing would fail while samples run; what is cached has the older version in its key.
@@ -175,7 +175,7 @@ class SGLangServerEngine(ServerEngine):
 
 
 class _RepetitionWatch:
-    """Tells at which token a sample ends in a pattern that is repeated often enough."""
+    """Detects the token at which a sample ends in a pattern that is repeated often enough."""
 
     def __init__(self, detection: RepetitionDetection) -> None:
         self._detection = detection
@@ -184,7 +184,7 @@ class _RepetitionWatch:
         self._runs = [0] * detection.max_pattern_size
 
     def sees(self, token: int) -> bool:
-        """Take the next token; whether it makes the sample repetitive."""
+        """Add the next token, and return whether it makes the sample repetitive."""
         self._tokens.append(token)
         sizes = range(1, len(self._runs) + 1)
         self._runs = [

@@ -1,4 +1,4 @@
-"""The `vllm_server` engine: a `vllm serve` that runs elsewhere."""
+"""The `vllm_server` engine, of a `vllm serve` that runs elsewhere."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -21,7 +21,7 @@ _REPACK = {"method": "repack_tied_head"}
 class VLLMServerEngine(ServerEngine):
     """Generates on a `vllm serve` (0.32), tokens in and tokens out.
 
-    The server has to be started so, on CPU with ``--no-enable-chunked-prefill`` besides::
+    The server has to be started by the following command, on CPU with ``--no-enable-chunked-prefill`` in addition::
 
         VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs \\
             --generation-config vllm --skip-tokenizer-init
@@ -30,13 +30,13 @@ class VLLMServerEngine(ServerEngine):
     for CPU starts with ``python -m vllm.entrypoints.openai.api_server --model MODEL`` instead of ``vllm serve MODEL``.
 
     For new weights of a model with a tied head, a server on CPU also needs this package on its import path, and
-    ``--worker-extension-cls gcore_rollout.TiedHeadWorker``. vLLM alone would go on with the old
-    head, so `update_weights` is refused without it.
+    ``--worker-extension-cls gcore_rollout.TiedHeadWorker``. vLLM alone would keep the old head, so `update_weights` is
+    refused without it.
 
-    Temperatures, seeds and what goes on after an abort are as in `VLLMEngine`. The version of each token is the
-    server's own record. Tokens come one by one, each in a message: a higher ``--stream-interval`` costs it less.
+    Temperatures, seeds and continued samples are as in `VLLMEngine`. The version of each token is the server's own
+    record. Tokens come one by one, each in a message: a higher ``--stream-interval`` costs less.
 
-    See `ServerEngine` for what its loss means, and for what it has to itself.
+    See `ServerEngine` for the loss of the server, and for its exclusive use.
     """
 
     _GENERATE_PATH: ClassVar[str] = "/inference/v1/generate"
@@ -91,7 +91,7 @@ class VLLMServerEngine(ServerEngine):
                 "seed": running.seed,
                 "repetition_detection": None if detection is None else asdict(detection),
                 "stop_token_ids": self._eos,
-                # What ends a completion is said here alone.
+                # Only stop_token_ids end a completion.
                 "ignore_eos": True,
                 "detokenize": False,
                 "logprobs": 0,
@@ -154,12 +154,13 @@ class VLLMServerEngine(ServerEngine):
 
 
 def _config(client: ServerClient) -> Any:
-    """vLLM's configuration, as the server has it."""
+    """Return the server's configuration of vLLM."""
     try:
         return client.call_blocking("GET", "/server_info", params={"config_format": "json"})["vllm_config"]
     except ServerRequestError as error:
         if error.status != 404:
             raise
         raise RolloutError(
-            f"the server at {client.url} does not tell what it runs: start `vllm serve` with VLLM_SERVER_DEV_MODE=1"
+            f"the server at {client.url} does not report its configuration: start `vllm serve` with "
+            "VLLM_SERVER_DEV_MODE=1"
         ) from error

@@ -1,4 +1,4 @@
-"""What `vllm serve` needs beside vLLM to take new weights on CPU; its own processes import it."""
+"""Extension of vLLM's workers that `vllm serve` needs for new weights on CPU; its processes import it."""
 
 from typing import Any
 
@@ -14,5 +14,5 @@ class TiedHeadWorker:
     model_runner: Any
 
     def repack_tied_head(self) -> None:
-        """After weights were loaded: `VLLMServerEngine` calls this by its name."""
+        """Pack the head again after weights were loaded; `VLLMServerEngine` calls this by its name."""
         repack_head(self.model_runner.get_model())

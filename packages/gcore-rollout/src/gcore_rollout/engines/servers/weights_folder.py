@@ -1,4 +1,4 @@
-"""Weights as files in a folder that an engine's server reads."""
+"""Folders of weights for an engine's server."""
 
 import shutil
 import uuid
@@ -12,7 +12,7 @@ _PARTIAL = ".partial"
 
 
 def write_weights(tensors: Mapping[str, torch.Tensor], parent: Path, *, version: int, model_path: Path) -> Path:
-    """Write a new folder with one safetensors file, and the model's own JSON files beside it.
+    """Write a new folder with one safetensors file, and copies of the model's JSON files.
 
     Args:
         tensors: of the model, on any device; tied ones are given once.
@@ -20,7 +20,7 @@ def write_weights(tensors: Mapping[str, torch.Tensor], parent: Path, *, version:
         model_path: folder of which the configuration is copied; some servers read it again.
 
     Returns:
-        The folder. It gets its name once it is whole, and shares it with no other.
+        The folder, of a unique name that it gets once it is whole.
     """
     folder = parent / f"weights-{version}-{uuid.uuid4().hex}"
     partial = folder.with_name(folder.name + _PARTIAL)
@@ -39,5 +39,5 @@ def write_weights(tensors: Mapping[str, torch.Tensor], parent: Path, *, version:
 
 
 def remove_weights(folder: Path) -> None:
-    """Remove such a folder. Nothing if somebody else has."""
+    """Remove such a folder if it exists."""
     shutil.rmtree(folder, ignore_errors=True)

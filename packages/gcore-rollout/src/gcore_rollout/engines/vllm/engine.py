@@ -1,4 +1,4 @@
-"""The `vllm` engine: vLLM's scheduler and kernels, in this process and stepped by this event loop."""
+"""The `vllm` engine: vLLM's scheduler and kernels, in this process and on this event loop."""
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,15 +53,15 @@ class VLLMEngine(InProcessEngine):
 
     Samples enter vLLM in the order of calls, at most ``max_num_seqs`` at a time, each with a seed of its own. The same
     seed gives the same tokens as long as rounding does: vLLM's kernels may add in another order in another batch.
-    A sample that was aborted and goes on draws with a generator that starts anew, from a seed of its own, and
-    repetitions are looked for in its new tokens alone.
+    A continued sample draws with a new generator, from a seed of its own, and repetitions are looked for in its new
+    tokens alone.
 
     `sleep` frees keys, values and weights on a GPU, if the engine was made for it; on CPU under Linux, keys and values.
 
     Temperatures from 0.01 to 2, or 0, are accepted. Log-probs are of the distribution sampled from: temperature
     applied; greedy ones at temperature 1.
 
-    What a live engine leaves in its process, beyond memory: a default process group of world size 1, unless
+    A live engine has these effects on its process, besides memory: a default process group of world size 1, unless
     `torch.distributed` was initialised before (`close` takes it down again); vLLM's logging configuration and
     environment variables of its own; on CPU, `torch.accelerator.synchronize` and `empty_cache` as no-ops, and memory
     bound to its NUMA node. The generators of torch, numpy and `random`, the thread count and the garbage collector are
@@ -130,10 +130,10 @@ class VLLMEngine(InProcessEngine):
 
         Args:
             path: folder with ``config.json`` and safetensors weights; a tokenizer is needed where images are read.
-            max_model_len: longest prompt + completion, in tokens; default: what the model was made for.
-            max_num_seqs: most samples alive at once.
-            kv_cache_memory_bytes: default: 1 GiB on CPU, what vLLM finds free on a GPU.
-            eos_token_ids: default: what the model's generation config says.
+            max_model_len: longest prompt + completion, in tokens; default: the model's.
+            max_num_seqs: largest number of running samples.
+            kv_cache_memory_bytes: default: 1 GiB on CPU, the free memory on a GPU.
+            eos_token_ids: default: those of the model's generation config.
             enforce_eager: no compilation and no CUDA graphs; default: on CPU, where compiling costs more than it saves.
             recompute_kv: on `update_weights`, compute the keys and values of running samples again with the new
                 weights. By default those computed before stay, as in the `hf` engine: no stall, and the log-probs
@@ -142,7 +142,7 @@ class VLLMEngine(InProcessEngine):
             speculative_config: vLLM's setting of this name, such as ``{"method": "ngram", "num_speculative_tokens": 4,
                 "prompt_lookup_max": 4}`` or ``{"method": "draft_model", "model": PATH, "num_speculative_tokens": 4}``.
                 Samples are drawn from the same distribution and greedy ones are the same, but the same seed gives
-                other samples than without. A draft model keeps its weights: the further the policy goes, the fewer
+                other samples than without. A draft model keeps its weights: the further the policy moves, the fewer
                 guesses are right.
 
         Raises:
@@ -180,7 +180,7 @@ class VLLMEngine(InProcessEngine):
                 enforce_eager=eager,
                 enable_sleep_mode=enable_sleep_mode and not on_cpu,
                 speculative_config=None if speculative_config is None else dict(speculative_config),
-                # Of images vLLM gets what it would make of them, but its start asks for all that this takes.
+                # vLLM is given processed images, but needs a tokenizer to start with a vision-language model.
                 skip_tokenizer_init=vision is None,
                 **({} if vision is None else options_for_images(on_cpu=on_cpu)),
                 # The model's own generation config may hold top-k, top-p or penalties.
@@ -213,7 +213,7 @@ class VLLMEngine(InProcessEngine):
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """See `Engine.update_weights`. Unknown or missing names and wrong shapes are refused before any copy.
 
-        Samples that are running go on with the new weights, over keys and values of the old ones unless
+        Running samples continue with the new weights, over keys and values of the old ones unless
         ``recompute_kv`` was set; samples that start later share no cached prefix with them.
         """
         self._check_update(version)
@@ -226,7 +226,7 @@ class VLLMEngine(InProcessEngine):
         if self._tied and self._on_cpu:
             engine.apply_model(repack_head)
         if self._vision is not None:
-            # What the old tower made of images; of it, reloading has left the scheduler's entries alone.
+            # Drop the outputs of the old vision tower; reloading leaves the scheduler's entries of them.
             engine.reset_encoder_cache()
         self._version = version
         engine.engine_core.set_weight_version(str(version))
@@ -292,7 +292,7 @@ class VLLMEngine(InProcessEngine):
             self._finish(cast("RequestOutput", output))
 
     def _admit(self, engine: "LLMEngine") -> None:
-        """Hand waiting samples to vLLM while there is room."""
+        """Hand waiting samples to vLLM while there is capacity."""
         for group in self._waiting.admit(self._max_num_seqs - len(self._running)):
             prompt = prompt_of(group[0], self._vision, version=self._version)
             for sample in group:
@@ -339,11 +339,11 @@ class VLLMEngine(InProcessEngine):
             finish(samples[output.request_id], output.outputs[0], "abort")
 
     def _tokens_sampled(self, sample_ids: Iterable[str]) -> int:
-        """Tokens sampled so far by samples that are running."""
+        """Count the tokens sampled so far by running samples."""
         return sum(state.detokenizer.num_output_tokens() for state in self._states(sample_ids))
 
     def _states(self, sample_ids: Iterable[str]) -> list[Any]:
-        """What vLLM's front end keeps of samples that are running."""
+        """Return the states of running samples in vLLM's front end."""
         if self._engine is None:
             return []
         wanted = set(sample_ids)

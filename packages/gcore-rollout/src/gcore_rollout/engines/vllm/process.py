@@ -1,4 +1,4 @@
-"""What vLLM does to the process it runs in, and what has to be known of it before and after."""
+"""Effects of vLLM on its process, and facts about models and settings that are needed before it starts."""
 
 import ctypes
 import gc
@@ -37,7 +37,7 @@ def import_vllm() -> None:
         MissingExtraError: it is not installed.
     """
     try:
-        # Only whether it is there is asked; what is used of it is imported where it is used.
+        # Only checks that it is installed.
         import vllm  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ModuleNotFoundError as error:
         if error.name != "vllm":
@@ -46,7 +46,7 @@ def import_vllm() -> None:
 
 
 def load_vision(folder: Path) -> VisionProcessor | None:
-    """What reads images for a folder's model; None: it takes none.
+    """Return the image processor of a folder's model; None: it takes no images.
 
     Raises:
         MissingExtraError: torchvision is not installed, without which vLLM cannot load such a model.
@@ -61,18 +61,18 @@ def load_vision(folder: Path) -> VisionProcessor | None:
 
 
 def set_environment() -> None:
-    """What vLLM reads from the environment alone, before it is imported."""
+    """Set what vLLM reads from the environment alone, before it is imported."""
     # The engine runs here, not in a child: new weights are handed over in memory, and steps follow our loop.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # No telemetry from somebody's training run.
+    # No telemetry.
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    # Its notes on every start are not ours to print; a level that was asked for stays.
+    # No notes on every start; a level that was set stays.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 @contextmanager
 def process_state_kept() -> Generator[None]:
-    """Undo what starting vLLM does to the process and does not need afterwards."""
+    """Restore the process state that vLLM changes while it starts."""
     numpy_state = np.random.get_state()
     random_state = random.getstate()
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
@@ -100,7 +100,7 @@ def process_state_kept() -> Generator[None]:
 
 
 def check_head_size(config: "VllmConfig") -> None:
-    """vLLM's CPU attention would refuse other sizes, but only at the first step."""
+    """Refuse head sizes that vLLM's CPU attention would refuse, but only at the first step."""
     model = config.model_config
     if config.device_config.device_type != "cpu" or model.use_mla:
         return
@@ -108,11 +108,13 @@ def check_head_size(config: "VllmConfig") -> None:
 
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if model.get_head_size() not in sizes:
-        raise UnsupportedModelError(f"head dimension is {model.get_head_size()}: vLLM on CPU takes {sizes}")
+        raise UnsupportedModelError(
+            f"head dimension is {model.get_head_size()}; expected one of {sizes}, which vLLM takes on CPU"
+        )
 
 
 def shut_down(engine: "LLMEngine", *, is_last: bool, made_process_group: bool) -> None:
-    """Stop an engine, and take down only what vLLM brought into the process."""
+    """Stop an engine, and destroy only the process groups that vLLM made."""
     from vllm.distributed import parallel_state
 
     client: Any = engine.engine_core
@@ -132,9 +134,9 @@ def shut_down(engine: "LLMEngine", *, is_last: bool, made_process_group: bool) -
 
 
 def free_kv_cache(worker: Any) -> None:
-    """Give the pages behind a CPU worker's keys and values back to the system; they read as zeros when next used.
+    """Return the pages of a CPU worker's keys and values to the system; they read as zeros when next used.
 
-    vLLM's own sleep does nothing on CPU. Elsewhere than under Linux this does nothing either.
+    vLLM's own sleep does nothing on CPU. Without Linux this does nothing either.
     """
     if sys.platform != "linux":
         return
@@ -161,7 +163,7 @@ def repack_head(model: torch.nn.Module) -> None:
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Hugging Face folder's tensors, from their headers alone."""
+    """Return names and shapes of a Hugging Face folder's tensors, from their headers alone."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         files: list[str] = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -178,7 +180,7 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def eos_token_ids(folder: Path) -> list[int]:
-    """What the model's generation settings declare as ends of a sequence."""
+    """Return the tokens that the model's generation settings declare as ends of a sequence."""
     try:
         generation = GenerationConfig.from_pretrained(folder)
     except OSError:

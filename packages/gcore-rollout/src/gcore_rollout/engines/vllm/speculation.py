@@ -1,4 +1,4 @@
-"""Speculative decoding in vLLM: what of it keeps the distribution sampled from, and its repair on CPU."""
+"""Speculative decoding in vLLM: the check that it keeps the sampled distribution, and a fix on CPU."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,23 +7,24 @@ import torch
 
 
 def check_speculation(config: Mapping[str, Any]) -> None:
-    """
+    """Check that samples are drawn from the policy.
+
     Raises:
-        ValueError: a setting with which samples are not drawn from the policy.
+        ValueError: with these settings they are not.
     """
     method = config.get("rejection_sample_method", "standard")
     if method == "synthetic":
         raise ValueError(
-            f"speculative_config has rejection_sample_method {method!r}: 'standard' or 'block' is needed, "
-            "for samples are to be those of the policy"
+            f"speculative_config has rejection_sample_method {method!r}; expected 'standard' or 'block', which sample "
+            "from the policy"
         )
 
 
 def repair_rejection_sampler() -> None:
-    """Replace a function of vLLM 0.32 that is wrong on CPU; nothing of what runs without speculation calls it.
+    """Replace a function of vLLM 0.32 that is wrong on CPU, and that only speculative decoding calls.
 
-    Its kernel for CPU writes each token's temperature to a copy, so that logits are divided by memory that nobody has
-    written: all samples and log-probs of a step in which anyone samples above temperature 0 would be wrong.
+    Its kernel for CPU writes each token's temperature to a copy, so that logits are divided by uninitialised memory:
+    all samples and log-probs of a step with any temperature above 0 would be wrong.
     """
     from vllm.v1.sample import rejection_sampler
 
@@ -33,7 +34,7 @@ def repair_rejection_sampler() -> None:
 def _expand_batch_to_tokens(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """Repeat what belongs to each of B samples for each of its tokens, shape [num_tokens].
+    """Repeat the value of each of B samples for each of its tokens, shape [num_tokens].
 
     Args:
         x: shape [B].

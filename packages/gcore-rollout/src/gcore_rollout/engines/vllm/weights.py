@@ -1,4 +1,4 @@
-"""The weights that a vLLM model computes with, as the tensors that were published: unfused, unpadded and unpacked."""
+"""The weights of a vLLM model as the published tensors: unfused, unpadded and unpacked."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -17,7 +17,7 @@ _ROWS_AT_ONCE = 1024
 def held_tensors(
     model: Any, *, shapes: Mapping[str, tuple[int, ...]], is_tied: bool, names: Sequence[str] | None
 ) -> list[HeldTensor]:
-    """Digest what a model of one device computes with.
+    """Digest the weights of a model on one device.
 
     Layers of experts and others that vLLM keeps in layouts of its own are left out.
 
@@ -41,7 +41,7 @@ def held_tensors(
 
 
 def _read(model: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """A published tensor, out of what the model has made of it.
+    """Read a published tensor from the model's own layout.
 
     Raises:
         AttributeError: it cannot be found.
@@ -69,7 +69,7 @@ def _read(model: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _parameter(module: Any, kind: str) -> torch.Tensor:
-    """A parameter as the module's forward uses it; on CPU, where vLLM packs matrices, out of its packed copy."""
+    """Return a parameter as the module's forward uses it; on CPU, where vLLM packs matrices, from its packed copy."""
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -81,14 +81,14 @@ def _parameter(module: Any, kind: str) -> torch.Tensor:
         # Some kernels want it in float32, whatever it was loaded as.
         return parameter.to(own.weight.dtype)
     width: int = own.embedding_dim if isinstance(module, ParallelLMHead) else own.input_size
-    # What comes out for the rows of the identity is exactly the transposed matrix.
+    # The output for the rows of the identity is exactly the transposed matrix.
     identity = torch.eye(width, dtype=own.weight.dtype)
     parts = [own.quant_method.apply(own, rows, None) for rows in identity.split(_ROWS_AT_ONCE)]
     return torch.cat(parts).t()
 
 
 def _embedding(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Published name of the tensor that a tied head shares its memory with."""
+    """Return the published name of the tensor that shares its memory with a tied head."""
     try:
         head = _plain(model, TIED_HEAD)
         return next((n for n in shapes if n.endswith("embed_tokens.weight") and _plain(model, n) is head), None)

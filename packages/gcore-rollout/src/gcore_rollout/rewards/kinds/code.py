@@ -1,4 +1,4 @@
-"""Programs in completions, run against the row's tests."""
+"""Reward of programs in completions that pass the row's tests."""
 
 import asyncio
 import re
@@ -15,7 +15,7 @@ _PYTHON = {"", "py", "python", "python3"}
 
 
 def last_code_block(completion: str) -> str | None:
-    """The last closed fenced block that is marked as Python, or not marked."""
+    """Return the last closed fenced block that is marked as Python, or not marked; None: there is none."""
     blocks = [code for language, code in _BLOCK.findall(completion) if language.lower() in _PYTHON]
     return blocks[-1] if blocks else None
 
@@ -46,9 +46,10 @@ class CodeReward:
         self._partial = partial
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
-        """
+        """Score one completion.
+
         Raises:
-            RewardError: the row has no tests, or other than these.
+            RewardError: the row has no tests of these kinds.
             SandboxError: a program could not be started.
         """
         del prompt
@@ -87,7 +88,7 @@ class CodeReward:
         return passed, results
 
     def _tests(self, row: Mapping[str, Any]) -> list[str] | list[Mapping[str, str]]:
-        """The row's tests, of one kind and at least one."""
+        """Return the row's tests, of one kind and at least one."""
         if self._tests_key not in row:
             raise RewardError(f"the row has no {self._tests_key!r} for its program to pass: it has {sorted(row)}")
         value = row[self._tests_key]
@@ -95,8 +96,8 @@ class CodeReward:
         if tests and (all(isinstance(test, str) for test in tests) or all(_is_case(test) for test in tests)):
             return tests
         raise RewardError(
-            f"the row's {self._tests_key!r} is {value!r:.200}: Python statements (a string or several), or one or more "
-            '{"input": str, "output": str} are needed'
+            f"the row's {self._tests_key!r} is {value!r:.200}; expected Python statements (a string or several), "
+            'or one or more {"input": str, "output": str}'
         )
 
 

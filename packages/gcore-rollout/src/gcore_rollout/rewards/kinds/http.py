@@ -1,4 +1,4 @@
-"""Rewards from a server of the user's."""
+"""Rewards from a server of the user's, by JSON over HTTP."""
 
 import asyncio
 import json
@@ -9,39 +9,38 @@ from gcore_rollout.errors import MissingExtraError, RewardConfigError, RewardErr
 from gcore_rollout.rewards.retry import RetryPolicy
 from gcore_rollout.rewards.reward import Scored, checked
 
-LONGEST_ERROR_TEXT = 500
+_LONGEST_ERROR_TEXT = 500
 """Characters of a server's answer that an error shows."""
 
 
-class _MayPassError(Exception):
+class _TransientError(Exception):
     """Another attempt may succeed."""
 
 
-class HTTPReward:
-    """Posts each completion to a server and returns its score.
+class JSONServer:
+    """Posts JSON to a server and returns its JSON.
 
-    Request: ``POST url``, JSON ``{"prompt": str, "completion": str, "row": {...}}``. Answer: status 200, JSON
-    ``{"score": number}``, and if wanted ``"parts": {name: number}`` and ``"feedback": str``. A status of 5xx or 429, a
-    connection that fails and a time-out are tried again; any other status is an error at once, with the server's text.
+    A status of 5xx or 429, a connection that fails and a time-out are tried again; any other status than 200 is an
+    error at once, with the server's text.
 
     Args:
         url: http or https.
         timeout_s: of each attempt, from connecting to the last byte.
-        retry: how often; a `RewardRunner` around this does not retry what failed here.
-        max_connections: open at one time; further calls wait for one, and their time-out does not run yet.
+        retry: how often.
+        max_connections: largest number of open connections; further calls wait, and their time-out does not run yet.
         headers: sent with every request, such as an authorization.
 
     Raises:
         MissingExtraError: aiohttp is not installed.
-        RewardConfigError: a bad setting.
+        RewardConfigError: a setting is out of its range.
     """
 
     def __init__(
         self,
         url: str,
         *,
-        timeout_s: float = 30.0,
-        retry: RetryPolicy | None = None,
+        timeout_s: float,
+        retry: RetryPolicy,
         max_connections: int = 64,
         headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -58,27 +57,46 @@ class HTTPReward:
         self._library = aiohttp
         self._url = url
         self._timeout_s = timeout_s
-        self._retry = retry or RetryPolicy()
-        self._places = asyncio.Semaphore(max_connections)
+        self._retry = retry
+        self._connections = asyncio.Semaphore(max_connections)
         self._headers = dict(headers or {})
         self._session: Any = None
 
-    async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
-        """
+    async def post(self, message: Mapping[str, Any], *, expected: str) -> Mapping[str, Any]:
+        """Send a message, and return the answer, an object.
+
+        Args:
+            message: to be sent.
+            expected: a field that the answer must have.
+
         Raises:
-            RewardError: the server refused, answered with something else, or did not answer in any attempt.
+            RewardError: the message is not JSON, or the server refused, answered with something else, or did not
+                answer in any attempt.
         """
         try:
-            body = json.dumps({"prompt": prompt, "completion": completion, "row": dict(row)}, allow_nan=False).encode()
+            body = json.dumps(message, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise RewardError(f"the row cannot be sent as JSON: {error}") from None
         try:
-            return await self._retry.run(
-                lambda: self._post(body), may_pass=lambda error: isinstance(error, _MayPassError)
+            text = await self._retry.run(
+                lambda: self._post(body), may_pass=lambda error: isinstance(error, _TransientError)
             )
-        except _MayPassError as error:
-            # Without its cause, which a runner around this would take for a reason to begin again.
-            raise RewardError(f"{error}, in each of {self._retry.max_retries + 1} attempts") from None
+        except _TransientError as error:
+            attempts = self._retry.max_retries + 1
+            # Without its cause, for which a runner around this would try again.
+            raise RewardError(f"{error}, in each of {attempts} attempts" if attempts > 1 else str(error)) from None
+        try:
+            answer = json.loads(text)
+        except json.JSONDecodeError:
+            answer = None
+        if not isinstance(answer, dict) or expected not in answer:
+            raise self.unexpected(text, f"JSON with {expected!r}")
+        return cast(dict[str, Any], answer)
+
+    def unexpected(self, answer: object, expected: str) -> RewardError:
+        """Return the error of an answer that is not as expected."""
+        text = answer if isinstance(answer, str) else json.dumps(answer)
+        return RewardError(f"{self._url} answered {text[:_LONGEST_ERROR_TEXT]!r}; expected {expected}")
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""
@@ -86,7 +104,7 @@ class HTTPReward:
             await self._session.close()
             self._session = None
 
-    async def _post(self, body: bytes) -> Scored:
+    async def _post(self, body: bytes) -> str:
         http = self._library
         if self._session is None:
             self._session = http.ClientSession(
@@ -95,28 +113,47 @@ class HTTPReward:
                 timeout=http.ClientTimeout(total=self._timeout_s),
             )
         try:
-            async with self._places, self._session.post(self._url, data=body) as answer:
+            async with self._connections, self._session.post(self._url, data=body) as answer:
                 text = (await answer.read()).decode(errors="replace")
         except TimeoutError:
-            raise _MayPassError(f"{self._url} did not answer within timeout_s={self._timeout_s}") from None
+            raise _TransientError(f"{self._url} did not answer within timeout_s={self._timeout_s}") from None
         except http.ClientError as error:
-            raise _MayPassError(f"{self._url}: {type(error).__name__}: {error}") from None
+            raise _TransientError(f"{self._url}: {type(error).__name__}: {error}") from None
         if answer.status != 200:
-            said = f"{self._url} answered {answer.status} {answer.reason}: {text[:LONGEST_ERROR_TEXT]!r}"
-            raise (_MayPassError if answer.status >= 500 or answer.status == 429 else RewardError)(said)
-        return self._read(text)
+            said = f"{self._url} answered {answer.status} {answer.reason}: {text[:_LONGEST_ERROR_TEXT]!r}"
+            raise (_TransientError if answer.status >= 500 or answer.status == 429 else RewardError)(said)
+        return text
 
-    def _read(self, text: str) -> Scored:
-        try:
-            answer = json.loads(text)
-        except json.JSONDecodeError:
-            answer = None
-        if not isinstance(answer, dict) or "score" not in answer:
-            raise RewardError(f'{self._url} answered {text[:LONGEST_ERROR_TEXT]!r}: JSON {{"score": number}} is needed')
-        fields = cast(dict[str, Any], answer)
-        parts, feedback = fields.get("parts", {}), fields.get("feedback", "")
+
+class HTTPReward(JSONServer):
+    """Posts each completion to a server and returns its score.
+
+    Request: ``POST url``, JSON ``{"prompt": str, "completion": str, "row": {...}}``. Answer: status 200, JSON
+    ``{"score": number}``, and optionally ``"parts": {name: number}`` and ``"feedback": str``. See `JSONServer` for
+    retries; a `RewardRunner` around this does not retry again.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = 30.0,
+        retry: RetryPolicy | None = None,
+        max_connections: int = 64,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        retry = retry or RetryPolicy()
+        super().__init__(url, timeout_s=timeout_s, retry=retry, max_connections=max_connections, headers=headers)
+
+    async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
+        """Score one completion.
+
+        Raises:
+            RewardError: see `JSONServer.post`; or the answer has no finite score.
+        """
+        message = {"prompt": prompt, "completion": completion, "row": dict(row)}
+        answer = await self.post(message, expected="score")
+        parts, feedback = answer.get("parts", {}), answer.get("feedback", "")
         if not isinstance(parts, dict) or not isinstance(feedback, str):
-            raise RewardError(
-                f'{self._url} answered {text[:LONGEST_ERROR_TEXT]!r}: "parts" is an object and "feedback" a string'
-            )
-        return checked(Scored(score=fields["score"], parts=cast(dict[str, float], parts), feedback=feedback))
+            raise self.unexpected(answer, '"parts" to be an object and "feedback" a string')
+        return checked(Scored(score=answer["score"], parts=cast(dict[str, float], parts), feedback=feedback))

@@ -1,4 +1,4 @@
-"""A language model that gives each completion a score."""
+"""Scores of completions by a language model."""
 
 import math
 import re
@@ -11,11 +11,11 @@ from typing import Any, Literal, get_args
 
 from gcore_rollout.engines.types import SamplingParams
 from gcore_rollout.errors import NoScoreError, RewardConfigError
-from gcore_rollout.rewards.kinds.judge_model import JudgeModel, QuestionTemplate
+from gcore_rollout.rewards.kinds.judge_model import Judge, JudgeModel
 from gcore_rollout.rewards.reward import Scored
 
 Reduce = Literal["mean", "median", "majority"]
-"""Of several verdicts. The majority is the score given most often, the lowest of those on a tie."""
+"""How several verdicts become one. The majority is the most frequent score, and the lowest of those on a tie."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Verdict:
     """One answer of a judge."""
 
     score: float | None
-    """None: the answer could not be parsed."""
+    """None: the verdict could not be parsed."""
     text: str
 
 
@@ -42,7 +42,9 @@ class ScorePattern:
     def __post_init__(self) -> None:
         check_pattern(self.pattern, wanted="the number")
         if not -math.inf < self.low < self.high < math.inf:
-            raise RewardConfigError(f"low and high are {self.low} and {self.high}: finite, low below high, is needed")
+            raise RewardConfigError(
+                f"low and high are {self.low} and {self.high}; expected finite numbers, low below high"
+            )
 
     def __call__(self, text: str) -> float | None:
         matches = list(re.finditer(self.pattern, text))
@@ -53,30 +55,18 @@ class ScorePattern:
         return (number - self.low) / (self.high - self.low) if self.low <= number <= self.high else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class JudgeStats:
-    """Counters since the judge was made."""
-
-    num_verdicts: int
-    num_unparsable: int
-
-    @property
-    def parse_rate(self) -> float:
-        """Fraction of verdicts that could be read; 1 before the first."""
-        return 1.0 - self.num_unparsable / max(1, self.num_verdicts)
-
-
 def check_pattern(pattern: str, *, wanted: str) -> None:
-    """
+    """Check a regular expression whose first group is to hold what is ``wanted``.
+
     Raises:
-        RewardConfigError: it is no regular expression, or one without a group, which is to hold what is ``wanted``.
+        RewardConfigError: it is no regular expression, or has no group.
     """
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
         raise RewardConfigError(f"pattern is {pattern!r}: {error}") from None
     if groups < 1:
-        raise RewardConfigError(f"pattern is {pattern!r}: a group around {wanted} is needed")
+        raise RewardConfigError(f"pattern is {pattern!r}; expected a group around {wanted}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,16 +128,16 @@ class JudgeOptions:
             raise RewardConfigError(f"{setting} is {self.template!r}: {error}") from None
 
 
-class JudgeReward:
+class JudgeReward(Judge[float]):
     """The score that a language model gives (a generative reward model, "LLM as a judge", arXiv 2306.05685, sec. 3.1).
 
     Its feedback is the text of the verdict nearest to the score. Parts: ``parsed``, the fraction of verdicts that could
     be read, and ``spread``, the largest score less the smallest.
 
     Args:
-        model: what is asked, and how often.
+        model: the model, and how often it is asked.
         template: the question, with ``{prompt}``, ``{completion}`` and columns of the row as ``{column}``.
-        parse: the score in an answer, or None if there is none.
+        parse: reads the score of a verdict; None: it has none.
         reduce: how several verdicts become one score.
         on_unparsable: "drop" leaves such verdicts out, and gives no score if none is left; a number counts as their
             score.
@@ -166,15 +156,13 @@ class JudgeReward:
         self._substitute: float | None = None if isinstance(on_unparsable, str) else float(on_unparsable)
         is_known = on_unparsable == "drop" if self._substitute is None else math.isfinite(self._substitute)
         if not is_known:
-            raise RewardConfigError(f"on_unparsable is {on_unparsable!r}: 'drop' or a finite number is needed")
-        self._model = model
-        self._template = QuestionTemplate(template, needed=["completion"])
-        self._parse = parse or ScorePattern()
+            raise RewardConfigError(f"on_unparsable is {on_unparsable!r}; expected 'drop' or a finite number")
+        super().__init__(model, template, needed=["completion"], parse=parse or ScorePattern())
         self._reduce: Reduce = reduce
-        self._num_verdicts = self._num_unparsable = 0
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
-        """
+        """Score one completion.
+
         Raises:
             NoScoreError: no verdict could be parsed, and ``on_unparsable`` is "drop".
             RewardError: the row lacks a column of the template.
@@ -196,20 +184,15 @@ class JudgeReward:
         )
 
     async def verdicts(self, prompt: str, completion: str, row: Mapping[str, Any]) -> list[Verdict]:
-        """Every verdict on a completion, with its text."""
+        """Return every verdict on a completion, with its text."""
         question = self._template.fill(row, prompt=prompt, completion=completion)
         [texts] = await self._model.ask([question])
-        verdicts = [Verdict(score=self._parse(text), text=text) for text in texts]
-        self._num_verdicts += len(verdicts)
-        self._num_unparsable += sum(v.score is None for v in verdicts)
-        return verdicts
-
-    def stats(self) -> JudgeStats:
-        return JudgeStats(num_verdicts=self._num_verdicts, num_unparsable=self._num_unparsable)
+        return [Verdict(score=score, text=text) for score, text in zip(self._read(texts), texts, strict=True)]
 
 
 def check_reduce(reduce: str) -> None:
-    """
+    """Check the name of a reduction.
+
     Raises:
         RewardConfigError: it is none of `Reduce`.
     """
@@ -218,7 +201,7 @@ def check_reduce(reduce: str) -> None:
 
 
 def reduced_score(scores: Sequence[float], reduce: Reduce) -> float:
-    """One score of several verdicts, one at least."""
+    """Reduce the scores of one or more verdicts to one score."""
     match reduce:
         case "mean":
             return statistics.fmean(scores)

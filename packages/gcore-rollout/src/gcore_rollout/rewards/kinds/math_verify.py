@@ -1,4 +1,4 @@
-"""Mathematical equality of the final answer with the row's, as a reward."""
+"""Reward of final answers that equal the row's mathematically."""
 
 import logging
 from collections.abc import Mapping

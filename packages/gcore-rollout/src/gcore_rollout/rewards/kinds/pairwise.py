@@ -1,4 +1,4 @@
-"""A language model that compares the completions of a prompt with each other."""
+"""Comparisons of the completions of a prompt by a language model."""
 
 import itertools
 import re
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gcore_rollout.errors import NoScoreError, RewardConfigError
-from gcore_rollout.rewards.kinds.judge import JudgeStats, check_pattern
-from gcore_rollout.rewards.kinds.judge_model import JudgeModel, QuestionTemplate
+from gcore_rollout.rewards.kinds.judge import check_pattern
+from gcore_rollout.rewards.kinds.judge_model import Judge, JudgeModel
 from gcore_rollout.rewards.reward import Scored
 
 Winner = Literal["A", "B", "tie"]
 
 POINTS: dict[Winner, float] = {"A": 1.0, "B": 0.0, "tie": 0.5}
-"""Of the completion shown first."""
+"""Points of the completion shown first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +34,19 @@ class WinnerPattern:
         return winners.get(found)
 
 
-class PairwiseJudge:
+class PairwiseJudge(Judge[Winner]):
     """Scores each completion of a group with the fraction of its comparisons that it wins; a tie is half a win.
 
-    Every two completions are compared in both orders, so that a judge's liking for the first place cancels out
+    Every two completions are compared in both orders, so that a judge's preference for the first place cancels out
     (arXiv 2306.05685, sec. 3.3 and 3.4): N completions take N (N - 1) questions. A `GroupRewardFunction`.
 
     Parts: ``parsed``, the fraction of the completion's verdicts that could be read, and ``consistent``, the fraction of
     its opponents on whom both orders agree (absent if no two verdicts could be compared).
 
     Args:
-        model: what is asked; with several verdicts on each question all of them count.
+        model: the model; with several verdicts on each question all of them count.
         template: the question, with ``{completion_a}`` and ``{completion_b}``, and ``{prompt}`` and columns of the row.
-        parse: who wins by an answer, or None if it does not say.
+        parse: reads the winner of a verdict; None: it has none.
         on_unparsable: "drop" leaves such verdicts out, and the group has no scores if one of its completions has none
             left; "tie" counts them as ties.
     """
@@ -61,14 +61,12 @@ class PairwiseJudge:
     ) -> None:
         if on_unparsable not in ("drop", "tie"):
             raise RewardConfigError(f"on_unparsable is {on_unparsable!r}; expected one of drop, tie")
-        self._model = model
-        self._template = QuestionTemplate(template, needed=["completion_a", "completion_b"])
-        self._parse = parse or WinnerPattern()
+        super().__init__(model, template, needed=["completion_a", "completion_b"], parse=parse or WinnerPattern())
         self._on_unparsable = on_unparsable
-        self._num_verdicts = self._num_unparsable = 0
 
     async def __call__(self, prompt: str, completions: Sequence[str], row: Mapping[str, Any]) -> list[Scored]:
-        """
+        """Score the completions of one prompt.
+
         Raises:
             NoScoreError: fewer than two completions, or one of them has no verdict that could be parsed.
             RewardError: the row lacks a column of the template.
@@ -84,15 +82,9 @@ class PairwiseJudge:
         points = {order: self._points(texts) for order, texts in zip(orders, answers, strict=True)}
         return [self._scored(one, points, len(completions)) for one in range(len(completions))]
 
-    def stats(self) -> JudgeStats:
-        return JudgeStats(num_verdicts=self._num_verdicts, num_unparsable=self._num_unparsable)
-
     def _points(self, texts: Sequence[str]) -> list[float | None]:
-        """What each verdict gives the completion shown first."""
-        winners: list[Winner | None] = [self._parse(text) for text in texts]
-        self._num_verdicts += len(winners)
-        self._num_unparsable += winners.count(None)
-        return [POINTS[winner] if winner else None for winner in winners]
+        """Return the points that each verdict gives the completion shown first."""
+        return [POINTS[winner] if winner else None for winner in self._read(texts)]
 
     def _scored(self, one: int, points: Mapping[tuple[int, int], list[float | None]], num_completions: int) -> Scored:
         counted: list[float] = []

@@ -1,4 +1,4 @@
-"""The verifiers of reasoning-gym's tasks, as a reward."""
+"""Reward by the verifiers of reasoning-gym's tasks."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from gcore_rollout.errors import MissingExtraError, RewardError
 
 
 def import_reasoning_gym() -> Any:
-    """The reasoning_gym module.
+    """Import reasoning_gym.
 
     Raises:
         MissingExtraError: it is not installed.
@@ -45,7 +45,7 @@ class ReasoningGymReward:
             entry: Mapping[str, Any] = row["entry"]
             name: str = entry["metadata"]["source_dataset"]
         except KeyError as error:
-            raise RewardError(f"the row has no {error}: reasoning-gym's own entry is needed under 'entry'") from None
+            raise RewardError(f"the row has no {error}; expected reasoning-gym's own entry under 'entry'") from None
         if name not in self._verifiers:
             self._verifiers[name] = self._gym.get_score_answer_fn(name)
         answer = completion.rpartition(self._answer_after)[2] if self._answer_after else completion

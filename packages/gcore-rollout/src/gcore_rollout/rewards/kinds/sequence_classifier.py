@@ -33,7 +33,7 @@ class SequenceClassifierReward:
 
     Args:
         model: a transformers ``...ForSequenceClassification`` with ``num_labels=1`` and a pad token.
-        encode: see `Encode`.
+        encode: from texts to token ids.
         max_batch_tokens: B x T of a batch at most; a longer sequence is a batch of its own.
         max_wait_s: how long the first call of a batch waits for others.
         max_length: most tokens of a sequence; default: the model's ``max_position_embeddings``.
@@ -110,14 +110,15 @@ class SequenceClassifierReward:
         return self._num_batches
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-        """
+        """Score one completion.
+
         Raises:
             RewardError: no token, or more than ``max_length``.
         """
         del row
         token_ids = self._encode(prompt, completion)
         if not 1 <= len(token_ids) <= self._max_length:
-            raise RewardError(f"the text has {len(token_ids)} tokens: 1 to max_length={self._max_length} are needed")
+            raise RewardError(f"the text has {len(token_ids)} tokens; expected 1 to max_length={self._max_length}")
         one = _Waiting(token_ids=token_ids, score=asyncio.get_running_loop().create_future())
         self._waiting.append(one)
         if self._driver is None or self._driver.done():
@@ -129,7 +130,7 @@ class SequenceClassifierReward:
         self._thread.shutdown(wait=False)
 
     async def _drive(self) -> None:
-        """Score what is waiting until nothing is."""
+        """Score waiting sequences until there are none."""
         await asyncio.sleep(self._max_wait_s)
         while taken := [one for one in self._waiting if not one.score.done()]:
             self._waiting.clear()
@@ -167,7 +168,7 @@ class SequenceClassifierReward:
 
 
 def encoder(tokenizer: Any, *, apply_chat_template: bool) -> Encode:
-    """Texts to tokens with a Hugging Face tokenizer.
+    """Return a function from texts to tokens by a Hugging Face tokenizer.
 
     Args:
         apply_chat_template: make messages of a user and an assistant; otherwise prompt and completion are one text.
@@ -183,7 +184,7 @@ def encoder(tokenizer: Any, *, apply_chat_template: bool) -> Encode:
 
 
 def batches_by_length(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Indexes of sequences, shortest first, in batches that hold at most ``max_tokens`` with their padding.
+    """Return indices of sequences, shortest first, in batches of at most ``max_tokens`` with their padding.
 
     A sequence that is longer is a batch of its own.
     """

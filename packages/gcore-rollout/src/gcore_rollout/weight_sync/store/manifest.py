@@ -1,7 +1,7 @@
-"""What a store says about a version: its tensors, and the parts that hold them.
+"""Manifests of stored versions: their tensors, and the parts that hold them.
 
 Below the URL, ``parts/VERSION-RANDOM/NUMBER.safetensors`` are the parts of a version, and
-``versions/VERSION-full`` or ``versions/VERSION-delta`` is its manifest. A version is there if its manifest is.
+``versions/VERSION-full`` or ``versions/VERSION-delta`` is its manifest. A version exists if its manifest does.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ Kind = Literal["full", "delta"]
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """An object that is a safetensors file of flat slices."""
+    """A stored safetensors file of flat slices."""
 
     key: str
     size_bytes: int
@@ -34,15 +34,15 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """One version."""
+    """The manifest of one version."""
 
     version: int
     base_version: int | None
-    """Of the version that it changes; None: it is a full one."""
+    """The version that it changes; None: it is a full one."""
     layout: Layout
-    """Of all weights."""
+    """Layout of all weights."""
     tensors: Layout
-    """What the parts hold, in this order, each flattened and cut where a part was full."""
+    """Layout of the tensors in the parts, in this order, each flattened and cut where a part was full."""
     parts: tuple[Part, ...]
 
     @property
@@ -51,11 +51,11 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Of all parts."""
+        """Size of all parts."""
         return sum(part.size_bytes for part in self.parts)
 
     def to_bytes(self) -> bytes:
-        """A line with the checksum of the JSON that follows."""
+        """Return a line with a checksum, followed by the JSON."""
         body = {
             "version": self.version,
             "base_version": self.base_version,
@@ -68,10 +68,10 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, *, key: str) -> Self:
-        """The reverse of `to_bytes`.
+        """Read a manifest that `to_bytes` returned.
 
         Raises:
-            CorruptWeightsError: the checksum is not that of the rest.
+            CorruptWeightsError: the checksum is wrong.
         """
         checksum, _, text = data.partition(b"\n")
         if checksum.decode(errors="replace") != sha256(text):
@@ -86,7 +86,7 @@ class Manifest:
         )
 
     def update_of(self, tensors: Mapping[str, torch.Tensor]) -> FullWeights | WeightDelta:
-        """The update that these tensors make."""
+        """Return the update that consists of these tensors."""
         dense = {name.removeprefix(_DENSE): t for name, t in tensors.items() if name.startswith(_DENSE)}
         if self.base_version is None:
             return FullWeights(version=self.version, tensors=dense.items())
@@ -105,7 +105,7 @@ class Manifest:
 def tensors_of(
     dense: Mapping[str, torch.Tensor], sparse: Mapping[str, SparseValues] | None = None
 ) -> dict[str, torch.Tensor]:
-    """What the parts of an update are to hold."""
+    """Return the tensors for the parts of an update."""
     tensors = {_DENSE + name: tensor for name, tensor in dense.items()}
     for name, part in (sparse or {}).items():
         tensors |= {_INDICES + name: part.indices, _VALUES + name: part.values}
@@ -113,27 +113,27 @@ def tensors_of(
 
 
 def cut(tensors: Mapping[str, torch.Tensor], part_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Parts of at most ``part_bytes``, not empty: tensors one after the other, flat, cut where a part is full."""
+    """Yield non-empty parts of at most ``part_bytes``: flat tensors in order, cut where a part is full."""
     part: dict[str, torch.Tensor] = {}
-    room = part_bytes
+    left_bytes = part_bytes
     for name, tensor in tensors.items():
         flat = tensor.reshape(-1)
         start = 0
         while start < flat.numel():
-            count = min(flat.numel() - start, room // flat.itemsize)
+            count = min(flat.numel() - start, left_bytes // flat.itemsize)
             if count == 0:
                 yield part
-                part, room = {}, part_bytes
+                part, left_bytes = {}, part_bytes
                 continue
             part[name] = flat[start : start + count]
             start += count
-            room -= count * flat.itemsize
+            left_bytes -= count * flat.itemsize
     if part:
         yield part
 
 
 def joined(layout: Layout, parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The tensors that were cut into these parts.
+    """Return the tensors that were cut into these parts.
 
     Raises:
         CorruptWeightsError: the parts do not fill the tensors.
@@ -152,12 +152,12 @@ def joined(layout: Layout, parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[
 
 
 def manifest_key(version: int, kind: Kind) -> str:
-    """Of a version's manifest."""
+    """Return the key of a version's manifest."""
     return f"{VERSIONS}/{version:012d}-{kind}"
 
 
 def versions_in(keys: Iterable[str]) -> dict[int, Kind]:
-    """Versions whose manifests are among these keys, in order."""
+    """Return the versions whose manifests are among these keys, in order."""
     found: dict[int, Kind] = {}
     for key in sorted(keys):
         folder, _, name = key.partition("/")
@@ -168,5 +168,5 @@ def versions_in(keys: Iterable[str]) -> dict[int, Kind]:
 
 
 def sha256(data: bytes) -> str:
-    """In hexadecimal digits."""
+    """Return the SHA-256 in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()

@@ -1,4 +1,4 @@
-"""The objects below a URL, through tensorstore: calls with a bound on time, and errors that name the URL."""
+"""Objects below a URL, by tensorstore: calls with a time limit, and errors that name the URL."""
 
 import os
 from typing import Any, TypeVar
@@ -13,14 +13,14 @@ except ImportError:
 _T = TypeVar("_T")
 _ANSWER_TIMEOUT_S = 60.0
 _SLOWEST_BYTES_PER_S = 2**20
-# With the defaults, 32 tries, a server that is gone would take a quarter of an hour to become an error.
+# With the default of 32 tries, an unreachable server would take a quarter of an hour to become an error.
 _RETRIES = {"max_retries": 5, "initial_delay": "250ms", "max_delay": "2s"}
-# One context for all: it is what makes `memory://` the same store for everyone in the process.
+# One context, so that `memory://` is the same store in the whole process.
 _CONTEXT = ts.Context({"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES})
 
 
 class Pending:
-    """A call that has been made."""
+    """A call in flight."""
 
     def __init__(self, future: "ts.Future[Any]", url: str, timeout_s: float) -> None:
         self._future = future
@@ -28,18 +28,18 @@ class Pending:
         self._timeout_s = timeout_s
 
     def result(self) -> Any:
-        """Its answer.
+        """Return the answer.
 
         Raises:
             TimeoutError: there was none in time.
-            OSError: the store says that it failed.
+            OSError: the store reports a failure.
         """
         try:
             return self._future.result(timeout=self._timeout_s)
         except TimeoutError:
             self._future.cancel()
             raise TimeoutError(f"{self._url}: no answer within {self._timeout_s:.0f} s") from None
-        except (ValueError, NotImplementedError) as error:  # tensorstore's, whatever has gone wrong
+        except (ValueError, NotImplementedError) as error:  # tensorstore's, for any failure
             raise OSError(f"{self._url}: {str(error).partition(' [')[0]}") from error
 
 
@@ -65,19 +65,19 @@ class Objects:
         return self._url
 
     def keys(self) -> list[str]:
-        """Of all objects."""
+        """Return the keys of all objects."""
         return [key.decode() for key in self._pending(self._store.list()).result()]
 
     def start_read(self, key: str, size_bytes: int = 0) -> Pending:
-        """Its result has ``state`` "value" or "missing", and ``value``."""
+        """Start reading an object; the result has ``state`` "value" or "missing", and ``value``."""
         return self._pending(self._store.read(key), size_bytes)
 
     def start_write(self, key: str, value: bytes) -> Pending:
-        """Write an object whole or not at all."""
+        """Start writing an object atomically."""
         return self._pending(self._store.write(key, value), len(value))
 
     def create(self, key: str, value: bytes) -> bool:
-        """Write an object whole or not at all; False: another one is there."""
+        """Write an object atomically, and return False if another one exists."""
         absent = self.start_read(key).result()
         if absent.state == "missing":
             stamp = self._pending(self._store.write(key, value, if_equal=absent.stamp.generation), len(value)).result()
@@ -98,7 +98,7 @@ class Objects:
 
 
 def _spec(url: str) -> dict[str, Any]:
-    """What tensorstore opens. The prefix ends with a slash, lest ``run`` hold the versions of ``run-2``."""
+    """Return the spec for tensorstore. Its prefix ends with a slash, so that ``run`` excludes ``run-2``."""
     spec: dict[str, Any] = ts.KvStore.Spec(url).to_json()
     if path := spec.pop("path", "").rstrip("/"):
         spec["path"] = path + "/"

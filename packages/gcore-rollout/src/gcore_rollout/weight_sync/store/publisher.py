@@ -1,4 +1,4 @@
-"""The trainer's side of a store: versions of the weights below a URL, for engines on other sites."""
+"""Writer of versions of the weights below a URL, for engines on other sites."""
 
 import secrets
 from collections import deque
@@ -26,20 +26,20 @@ from gcore_rollout.weight_sync.store.objects import Objects, Pending
 class WeightPublisher:
     """Writes versions of the weights, in full or as what changed since the last one.
 
-    A version is there once its manifest is, which is written last and in one step; so a publisher that is killed leaves
-    no more than parts that nobody looks at, and the next one removes them. A new publisher begins with a full version.
+    A version exists once its manifest does, which is written last and atomically; so a publisher that is killed leaves
+    only unused parts, which the next one removes. A new publisher starts with a full version.
 
     Before it writes a version, it removes those older than the last ``keep`` full ones: their manifests now, their
-    parts at the next version, so a reader that began before has all that time to end.
+    parts at the next version, so that earlier readers have all that time to finish.
 
     It keeps a copy of the last version in the host's memory. One publisher to a URL; its calls block.
 
     Args:
         url: see `Objects`.
-        full_every: every so many versions one is full; 1: all are.
-        keep: full versions that stay, with the deltas after them.
-        part_bytes: most bytes of tensors in an object.
-        max_in_flight: most parts that are written at a time.
+        full_every: period of full versions; 1: all are full.
+        keep: number of full versions that stay, with the deltas after them.
+        part_bytes: largest number of bytes of tensors in an object.
+        max_in_flight: largest number of parts that are written concurrently.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class WeightPublisher:
         """Write a version.
 
         Args:
-            weights: Hugging Face names and full tensors, on any device; asked for one by one.
-            version: above all that are there.
+            weights: Hugging Face names and full tensors, on any device; requested one by one.
+            version: above all existing ones.
 
         Raises:
-            ValueError: the version is not above those that are there, or after a full version came other names, shapes
+            ValueError: the version is not above the existing ones, or after a full version came other names, shapes
                 or data types.
-            WeightSyncError: somebody else has written this version.
+            WeightSyncError: another publisher has written this version.
             OSError: the store failed, or did not answer in time (`TimeoutError`); the version is not there.
         """
         keys = self._objects.keys()
@@ -128,10 +128,10 @@ class WeightPublisher:
 
     def _commit(self, manifest: Manifest) -> None:
         if not self._objects.create(manifest.key, manifest.to_bytes()):
-            raise WeightSyncError(f"{self._objects} has version {manifest.version} already, by somebody else")
+            raise WeightSyncError(f"{self._objects} has version {manifest.version} already, by another publisher")
 
     def _clean(self, keys: Sequence[str]) -> None:
-        """Remove parts without a manifest, then the manifests of old versions; ``keys`` are all that are there."""
+        """Remove parts without a manifest, then the manifests of old versions; ``keys`` are all existing ones."""
         there = versions_in(keys)
         for folder in {key.rpartition("/")[0] for key in keys if key.startswith(f"{PARTS}/")}:
             if int(folder.removeprefix(f"{PARTS}/").partition("-")[0]) not in there:

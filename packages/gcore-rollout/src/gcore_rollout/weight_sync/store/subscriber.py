@@ -1,4 +1,4 @@
-"""The engine's side of a store: what a publisher on another site wrote below a URL."""
+"""Reader of versions of the weights that a publisher on another site wrote below a URL."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ _TRIES = 3
 
 
 class _RemovedError(Exception):
-    """An object is gone that was there."""
+    """An object has been removed."""
 
 
 class WeightSubscriber:
@@ -26,7 +26,7 @@ class WeightSubscriber:
 
     Args:
         url: see `Objects`.
-        max_in_flight: most parts that are read at a time.
+        max_in_flight: largest number of parts that are read concurrently.
     """
 
     def __init__(self, url: str, *, max_in_flight: int = 4) -> None:
@@ -36,11 +36,11 @@ class WeightSubscriber:
         self._max_in_flight = max_in_flight
 
     async def versions(self) -> list[int]:
-        """Those that are there, in order."""
+        """Return the existing versions in order."""
         return list(await asyncio.to_thread(self._versions))
 
     async def wait(self, *, newer_than: int | None, timeout_s: float, poll_s: float = 1.0) -> int:
-        """The newest version, as soon as it is above ``newer_than``; None: as soon as there is one.
+        """Return the newest version as soon as it is above ``newer_than``; None: as soon as there is one.
 
         Raises:
             TimeoutError: there is none in time.
@@ -55,16 +55,16 @@ class WeightSubscriber:
             await asyncio.sleep(min(poll_s, timeout_s))
 
     async def load(self, *, have: int | None = None) -> list[FullWeights | WeightDelta]:
-        """The updates that lead to the newest version, to be given to `WeightMirror.apply` together.
+        """Return the updates that lead to the newest version, for one call of `WeightMirror.apply`.
 
         These are the deltas since ``have`` if there is no full version in between, else the last full version and the
         deltas since; none if there is nothing above ``have``.
 
         Args:
-            have: the version of the weights that are there; None: none are.
+            have: the version of the current weights; None: there are none.
 
         Raises:
-            CorruptWeightsError: an object is damaged, or one is missing whose manifest is there.
+            CorruptWeightsError: an object is damaged, or one of an existing manifest is missing.
             OSError: the store failed, or did not answer in time (`TimeoutError`).
         """
         return await asyncio.to_thread(self._load, have)
@@ -78,12 +78,12 @@ class WeightSubscriber:
             try:
                 return [m.update_of(joined(m.tensors, self._parts(m))) for m in self._chain(have)]
             except _RemovedError as error:
-                # Either this reader was so slow that its versions were removed, or the store has lost something.
+                # Either this reader was so slow that its versions were removed, or the store has lost an object.
                 missing = str(error)
         raise CorruptWeightsError(f"{self._objects}: {missing} is missing")
 
     def _chain(self, have: int | None) -> list[Manifest]:
-        """What leads to the newest version, in order."""
+        """Return the manifests that lead to the newest version, in order."""
         there = versions_in(self._objects.keys())
         newest = max(there, default=None)
         if newest is None or (have is not None and newest <= have):
@@ -98,7 +98,7 @@ class WeightSubscriber:
         return chain[::-1]
 
     def _parts(self, manifest: Manifest) -> Iterator[dict[str, torch.Tensor]]:
-        """Of a version, in order, while the next ones are read."""
+        """Yield the parts of a version in order, while the next ones are read."""
         reading = deque[tuple[Part, Pending]]()
         for part in manifest.parts:
             reading.append((part, self._objects.start_read(part.key, part.size_bytes)))
