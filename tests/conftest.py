@@ -50,7 +50,7 @@ LONGEST_FIRST = (
     "gcore_trainer/test_models.py",
     "workspace/test_wheels.py",
 )
-"""The longest files of either command. A worker runs whole files: one that started last would keep the others waiting."""
+"""The longest files of either command. A worker runs whole files, so the longest must not start last."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

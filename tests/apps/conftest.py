@@ -1,14 +1,9 @@
 """The command line in processes of its own, and tiny runs for it."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-# Importlib mode puts no test folder on the path, and `command_line` is shared by several files of this one.
-sys.path.insert(0, str(Path(__file__).parent))
-
 from command_line import Cli, Server, served
 from tiny_jobs import make_chatty_model, own_job
 

@@ -20,7 +20,8 @@ from gcore_placement import (
     predict_step,
 )
 from gcore_placement.planning.engine_costs import EngineRoofline
-from gcore_placement.planning.step_time import Strategy, generation_seconds
+from gcore_placement.planning.step_time import generation_seconds
+from gcore_placement.strategies import Strategy
 
 ENGINE = EngineCosts(
     devices_per_replica=2,

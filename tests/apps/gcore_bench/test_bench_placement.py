@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gcore_bench.grpo.errors import BenchError
+from gcore_bench.harness.errors import BenchError
 from gcore_bench.placement.balancer import BalancerRow, run_balancer, simulated_work
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.planner.laws import fit_laws, predicted_bytes, predicted_seconds
@@ -67,14 +67,18 @@ def test_verl_is_not_asked_for_more_than_it_may_take() -> None:
     ("options", "message"),
     [
         ({"parts": ()}, "parts is empty"),
-        ({"ranks": (0,)}, "ranks holds 0; expected 1 or more"),
-        ({"samples": (100,), "ranks": (8,)}, "samples holds 100: multiples of 8, a number of ranks"),
-        ({"verl_s": -1.0}, "verl_s is -1.0; expected 0 or more"),
-        ({"tolerance": -0.1}, "tolerance is -0.1; expected 0 or more"),
-        ({"seed": -1}, "seed is -1; expected 0 or more"),
-        ({"rounds": 0}, "rounds is 0; expected 1 or more"),
-        ({"steps": 0}, "steps is 0; expected 1 or more"),
-        ({"json": Path("/nowhere/x.json")}, "json is /nowhere/x.json: /nowhere is no folder"),
+        ({"ranks": (0,)}, "ranks holds 0; expected at least 1"),
+        ({"samples": (100,), "ranks": (8,)}, "samples holds 100; expected multiples of 8, a number of ranks"),
+        ({"verl_s": -1.0}, "verl_s is -1.0; expected at least 0"),
+        ({"tolerance": -0.1}, "tolerance is -0.1; expected at least 0"),
+        ({"seed": -1}, "seed is -1; expected at least 0"),
+        ({"rounds": 0}, "rounds is 0; expected at least 1"),
+        ({"steps": 0}, "steps is 0; expected at least 1"),
+        (
+            {"study_folder": Path("/nowhere/study")},
+            "study_folder is /nowhere/study; expected a path in an existing folder",
+        ),
+        ({"json": Path("/nowhere/x.json")}, "json is /nowhere/x.json; expected a file in an existing folder"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -231,7 +231,7 @@ class DiffusionConfig(BaseRLConfig):
     @property
     def judge(self) -> tuple[str, JudgeConfig | None]:
         """See `BaseRLConfig.judge`."""
-        return "reward.judge", self.reward.judge if self.reward.kind == "judge" else None
+        return "reward.judge", self.reward.judge if self.reward.is_judged else None
 
     def with_processes(self, *, engines: int, judges: int, ranks: int) -> Self:
         """See `BaseRLConfig.with_processes`."""
@@ -264,7 +264,7 @@ class DiffusionConfig(BaseRLConfig):
             )
         if self.model and not self.data.train_files:
             raise UserError("data.train_files is not set; expected one or more files of prompts with model")
-        if self.model and self.reward.kind in ("", "digit", "colour"):
+        if self.model and self.reward.needs_embedded_model:
             raise UserError(
                 f"reward.kind is {self.reward.kind!r}; expected a reward that is not the embedded model's with model"
             )

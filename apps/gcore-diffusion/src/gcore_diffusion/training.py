@@ -62,10 +62,10 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
 
 def _checked_rewards(config: DiffusionConfig) -> "Rewards | None":
     """Return the rewards; None: they need a judge, which is started with the engines."""
-    from gcore_diffusion.judge import judge_factory
+    from gcore_diffusion.engines import judge_factory
     from gcore_diffusion.rewards import build_rewards
 
-    if config.reward.kind == "judge":
+    if config.reward.is_judged:
         judge_factory(config)
         return None
     return build_rewards(config, judge=None)

@@ -299,7 +299,7 @@ class TrainConfig(BaseRLConfig):
     def judge(self) -> tuple[str, EngineConfig | None]:
         """See `BaseRLConfig.judge`."""
         model = self.reward_model
-        is_own = self.reward_model.kind == "judge" and not model.judge.is_on_servers
+        is_own = self.reward_model.is_judge and not model.judge.is_on_servers
         return "reward_model.judge", model.judge if is_own else None
 
     def with_processes(self, *, engines: int, judges: int, ranks: int) -> Self:
@@ -330,7 +330,7 @@ class TrainConfig(BaseRLConfig):
             "at least 2 with algorithm.filter_groups, which drops groups whose responses all score alike, or "
             "algorithm.filter_groups False": n < 2 and self.algorithm.filter_groups,
             "at least 2 with reward_model.judge.pairwise, which compares the responses of a group": (
-                n < 2 and self.reward_model.kind == "judge" and self.reward_model.judge.pairwise
+                n < 2 and self.reward_model.is_pairwise
             ),
         }
         if found := [expected for expected, is_too_small in compared_by.items() if is_too_small]:
@@ -355,7 +355,7 @@ class TrainConfig(BaseRLConfig):
             "model is ''": not self.model,
             f"trainer.backend is {self.trainer.backend!r}": self.trainer.backend != "torch",
             f"trainer.parallel.context_parallel_size is {sizes.context_parallel_size}": sizes.context_parallel_size > 1,
-            f"rollout.engine is {self.rollout.engine!r}": self.rollout.engine not in ("hf", "vllm"),
+            f"rollout.engine is {self.rollout.engine!r}": not self.rollout.takes_images,
             "rollout.multi_turn makes several turns": bool(
                 self.rollout.multi_turn.environment or self.rollout.multi_turn.max_revisions
             ),

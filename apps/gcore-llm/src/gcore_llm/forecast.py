@@ -21,6 +21,7 @@ from gcore_placement import (
     Strategy,
     plan,
     predict_step,
+    strategy_traits,
 )
 from gcore_runs.run_folder import write_atomically
 
@@ -81,11 +82,11 @@ class Forecast:
             compute_bytes=2 if config.dtype == "bfloat16" else 4,
             old_log_probs=config.algorithm.old_log_probs == "trainer",
         )
-        is_colocated = config.placement.strategy == "colocated"
-        self._strategy: Strategy = "split" if judge and not is_colocated else "colocated"
+        is_time_shared = strategy_traits(config.placement.strategy).is_time_shared
+        self._strategy: Strategy = "split" if judge and not is_time_shared else "colocated"
         self._num_policy = len(config.rollout.urls) or max(1, config.rollout.num_processes)
         self._num_judge = max(1, config.sizes.judges) if judge else 0
-        num_engines = max(self._num_policy, self._num_judge) if is_colocated else self._num_policy + self._num_judge
+        num_engines = max(self._num_policy, self._num_judge) if is_time_shared else self._num_policy + self._num_judge
         num_devices = max(num_engines, config.trainer.num_processes)
         cluster = Cluster(num_devices=num_devices, device=_device(config.device), devices_per_node=num_devices)
         self._num_devices = num_devices

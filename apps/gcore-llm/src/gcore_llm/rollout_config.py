@@ -70,7 +70,7 @@ class RolloutConfig(EngineConfig):
                 f"rollout.weights_dir is {self.weights_dir!r}; expected a folder with rollout.engine vllm_server or "
                 f"sglang_server, and none with others (now {self.engine!r})"
             )
-        if self.speculative.num_speculative_tokens and self.engine != "vllm":
+        if self.speculative.num_speculative_tokens and not self.takes_speculation:
             raise UserError(
                 f"rollout.engine is {self.engine!r}; expected 'vllm' with rollout.speculative.num_speculative_tokens "
                 f"{self.speculative.num_speculative_tokens}; a server has an option of its own for it"

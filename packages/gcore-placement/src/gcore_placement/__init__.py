@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from gcore_placement.planning.layouts import TrainingLayout
     from gcore_placement.planning.plan import Alternative, EnginePlan, Plan
     from gcore_placement.planning.planner import plan
-    from gcore_placement.planning.step_time import StepTime, Strategy, predict_step
+    from gcore_placement.planning.step_time import StepTime, predict_step
     from gcore_placement.simulation.comparison import Comparison, compare
     from gcore_placement.simulation.least_loaded import LeastLoaded
     from gcore_placement.simulation.replica import Replica, ReplicaRequest
     from gcore_placement.simulation.running_ledger import RunningLedger
     from gcore_placement.simulation.simulator import Simulator, StrategyRun
     from gcore_placement.simulation.step_account import SimulatedStep
+    from gcore_placement.strategies import LiveStrategy, Strategy, StrategyTraits, strategy_traits
     from gcore_placement.workload.diffusion import DiffusionWorkload
     from gcore_placement.workload.draws import blend, log_normal, uniform
     from gcore_placement.workload.job import Job
@@ -60,6 +61,7 @@ __all__ = [
     "LeastLoaded",
     "Ledger",
     "Lengths",
+    "LiveStrategy",
     "MissingExtraError",
     "ModelShape",
     "Partition",
@@ -81,6 +83,7 @@ __all__ = [
     "Strategy",
     "StrategyChoice",
     "StrategyRun",
+    "StrategyTraits",
     "StreamingBalancer",
     "SwapCosts",
     "Trace",
@@ -100,6 +103,7 @@ __all__ = [
     "read_spans",
     "recorded_trace",
     "step_lengths",
+    "strategy_traits",
     "uniform",
 ]
 
@@ -120,13 +124,14 @@ _MODULES = {
     "planning.layouts": "TrainingLayout",
     "planning.plan": "Alternative EnginePlan Plan",
     "planning.planner": "plan",
-    "planning.step_time": "StepTime Strategy predict_step",
+    "planning.step_time": "StepTime predict_step",
     "simulation.comparison": "Comparison compare",
     "simulation.least_loaded": "LeastLoaded",
     "simulation.replica": "Replica ReplicaRequest",
     "simulation.running_ledger": "RunningLedger",
     "simulation.simulator": "Simulator StrategyRun",
     "simulation.step_account": "SimulatedStep",
+    "strategies": "LiveStrategy Strategy StrategyTraits strategy_traits",
     "workload.diffusion": "DiffusionWorkload",
     "workload.draws": "blend log_normal uniform",
     "workload.job": "Job",

@@ -9,10 +9,22 @@ if TYPE_CHECKING:
     from gcore_rollout.engines.diffusion.recording import load_pipeline, suited
     from gcore_rollout.engines.diffusion.types import ImageRequest, ImageSample, ImageSampling, Trajectory
     from gcore_rollout.engines.hf.engine import HFEngine
-    from gcore_rollout.engines.processes.engine_process import PRELOAD_HF, PRELOAD_VLLM, EngineProcess
+    from gcore_rollout.engines.processes.engine_process import EngineProcess
+    from gcore_rollout.engines.processes.replicas import start_replicas, visible_gpus
     from gcore_rollout.engines.protocol import Engine, EngineStats
     from gcore_rollout.engines.queueing import Call
     from gcore_rollout.engines.ray.ray_engine import EngineHandle, RayEngine, end_engine_actor, start_engine_actor
+    from gcore_rollout.engines.registry import (
+        PRELOAD_DIFFUSERS,
+        PRELOAD_HF,
+        PRELOAD_VLLM,
+        EngineKind,
+        connect_servers,
+        engine_factory,
+        engine_kind,
+        engine_names,
+        register_engine,
+    )
     from gcore_rollout.engines.replicas import EngineReplicas
     from gcore_rollout.engines.sampling import sample_seeds
     from gcore_rollout.engines.servers.client import ServerClient
@@ -49,6 +61,12 @@ if TYPE_CHECKING:
     from gcore_rollout.images.http import HTTPImageReward
     from gcore_rollout.images.jpeg import JPEGCompressibility
     from gcore_rollout.images.judge import ImageJudgeReward
+    from gcore_rollout.images.registry import (
+        ImageRewardKind,
+        ImageRewardSettings,
+        build_image_reward,
+        register_image_reward,
+    )
     from gcore_rollout.images.reward import ImageReward, ImageRewardFunction, evaluate_images
     from gcore_rollout.images.vision_processor import VisionProcessor
     from gcore_rollout.multi_turn.chat import ChatEncoder, Message
@@ -61,12 +79,13 @@ if TYPE_CHECKING:
     from gcore_rollout.rewards.failures import Failure, FailureLog
     from gcore_rollout.rewards.kinds.code import CodeReward, last_code_block
     from gcore_rollout.rewards.kinds.http import HTTPReward
-    from gcore_rollout.rewards.kinds.judge import JudgeReward, JudgeStats, Reduce, ScorePattern, Verdict
+    from gcore_rollout.rewards.kinds.judge import JudgeOptions, JudgeReward, JudgeStats, Reduce, ScorePattern, Verdict
     from gcore_rollout.rewards.kinds.judge_model import JudgeModel, QuestionTemplate
     from gcore_rollout.rewards.kinds.math_verify import MathVerifyReward
     from gcore_rollout.rewards.kinds.pairwise import PairwiseJudge, Winner, WinnerPattern
     from gcore_rollout.rewards.kinds.reasoning_gym import ReasoningGymReward, import_reasoning_gym
     from gcore_rollout.rewards.kinds.sequence_classifier import SequenceClassifierReward
+    from gcore_rollout.rewards.registry import build_reward, register_reward, reward_names
     from gcore_rollout.rewards.retry import RetryPolicy
     from gcore_rollout.rewards.reward import (
         GroupRewardFunction,
@@ -104,6 +123,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DDIM",
+    "PRELOAD_DIFFUSERS",
     "PRELOAD_HF",
     "PRELOAD_VLLM",
     "AdapterWeights",
@@ -125,6 +145,7 @@ __all__ = [
     "Engine",
     "EngineDiedError",
     "EngineHandle",
+    "EngineKind",
     "EngineProcess",
     "EngineReplicas",
     "EngineStartError",
@@ -152,12 +173,15 @@ __all__ = [
     "ImageRequest",
     "ImageReward",
     "ImageRewardFunction",
+    "ImageRewardKind",
     "ImageRewardScore",
+    "ImageRewardSettings",
     "ImageSample",
     "ImageSampling",
     "Isolation",
     "JPEGCompressibility",
     "JudgeModel",
+    "JudgeOptions",
     "JudgeReward",
     "JudgeStats",
     "Kernel",
@@ -232,8 +256,14 @@ __all__ = [
     "WrongWeightsError",
     "all_digests",
     "apply_delta",
+    "build_image_reward",
+    "build_reward",
     "check_weights",
+    "connect_servers",
     "end_engine_actor",
+    "engine_factory",
+    "engine_kind",
+    "engine_names",
     "evaluate",
     "evaluate_group",
     "evaluate_images",
@@ -246,12 +276,18 @@ __all__ = [
     "make_delta",
     "open_weights",
     "part_means",
+    "register_engine",
+    "register_image_reward",
+    "register_reward",
     "reward_metrics",
+    "reward_names",
     "run_episode",
     "sample_seeds",
     "score",
     "start_engine_actor",
+    "start_replicas",
     "suited",
+    "visible_gpus",
 ]
 
 _NAMES = {
@@ -260,10 +296,15 @@ _NAMES = {
     "engines.diffusion.recording": "load_pipeline suited",
     "engines.diffusion.types": "ImageRequest ImageSample ImageSampling Trajectory",
     "engines.hf.engine": "HFEngine",
-    "engines.processes.engine_process": "EngineProcess PRELOAD_HF PRELOAD_VLLM",
+    "engines.processes.engine_process": "EngineProcess",
+    "engines.processes.replicas": "start_replicas visible_gpus",
     "engines.protocol": "Engine EngineStats",
     "engines.queueing": "Call",
     "engines.ray.ray_engine": "EngineHandle RayEngine end_engine_actor start_engine_actor",
+    "engines.registry": (
+        "EngineKind PRELOAD_DIFFUSERS PRELOAD_HF PRELOAD_VLLM connect_servers engine_factory engine_kind "
+        "engine_names register_engine"
+    ),
     "engines.replicas": "EngineReplicas",
     "engines.sampling": "sample_seeds",
     "engines.servers.client": "ServerClient",
@@ -285,6 +326,7 @@ _NAMES = {
     "images.http": "HTTPImageReward",
     "images.jpeg": "JPEGCompressibility",
     "images.judge": "ImageJudgeReward",
+    "images.registry": "ImageRewardKind ImageRewardSettings build_image_reward register_image_reward",
     "images.reward": "ImageReward ImageRewardFunction evaluate_images",
     "images.vision_processor": "VisionProcessor",
     "multi_turn.chat": "ChatEncoder Message",
@@ -297,12 +339,13 @@ _NAMES = {
     "rewards.failures": "Failure FailureLog",
     "rewards.kinds.code": "CodeReward last_code_block",
     "rewards.kinds.http": "HTTPReward",
-    "rewards.kinds.judge": "JudgeReward JudgeStats Reduce ScorePattern Verdict",
+    "rewards.kinds.judge": "JudgeOptions JudgeReward JudgeStats Reduce ScorePattern Verdict",
     "rewards.kinds.judge_model": "JudgeModel QuestionTemplate",
     "rewards.kinds.math_verify": "MathVerifyReward",
     "rewards.kinds.pairwise": "PairwiseJudge Winner WinnerPattern",
     "rewards.kinds.reasoning_gym": "ReasoningGymReward import_reasoning_gym",
     "rewards.kinds.sequence_classifier": "SequenceClassifierReward",
+    "rewards.registry": "build_reward register_reward reward_names",
     "rewards.retry": "RetryPolicy",
     "rewards.reward": "GroupRewardFunction RewardFunction Scored evaluate evaluate_group score",
     "rewards.runner": (

@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from gcore_diffusion.config import DiffusionConfig
-from gcore_diffusion.engines import sampler_factory
+from gcore_diffusion.engines import judge_factory, sampler_factory
 from gcore_diffusion.evaluate import Evaluation
-from gcore_diffusion.judge import judge_factory
 from gcore_diffusion.learner import Learner
 from gcore_diffusion.modality import Job
 from gcore_diffusion.on_ray.controller import controller_program

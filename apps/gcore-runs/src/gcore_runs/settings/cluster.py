@@ -1,8 +1,8 @@
 """Settings of the cluster that a run is on, and of which engines generate and which judge."""
 
 from dataclasses import dataclass
-from typing import Literal
 
+from gcore_placement import Strategy
 from gcore_runs.errors import UserError, check_at_least, check_finite
 
 
@@ -36,7 +36,7 @@ class RayConfig:
 class PlacementConfig:
     """How the engines of a run on ray are divided between the policy and a judge; all ranks train."""
 
-    strategy: Literal["split", "dynamic", "colocated", "auto"] = "split"
+    strategy: Strategy = "split"
     """split: rollout.num-processes engines generate, reward-model.judge.num-processes judge. dynamic: this at first;
     then, between steps, an engine at a time moves from the role that idles to the one that is busy, more at once where
     the load has jumped, as long as that saves more than it costs. colocated: each of rollout.num-processes devices has

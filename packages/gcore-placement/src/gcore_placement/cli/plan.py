@@ -10,7 +10,7 @@ from gcore_placement.cluster import DEVICES, Cluster, Device
 from gcore_placement.correction import RUN_FILE, Correction
 from gcore_placement.errors import PlacementError, refusal
 from gcore_placement.planning.planner import plan
-from gcore_placement.planning.step_time import STRATEGIES
+from gcore_placement.strategies import PLANNED
 from gcore_placement.workload.job import Job
 from gcore_placement.workload.lengths import Lengths
 from gcore_placement.workload.model_shape import ModelShape
@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--reference", action="store_true", help="a reference model scores responses (KL)")
     parser.add_argument("--critic", action="store_true", help="a value model of the policy's shape is trained too")
     parser.add_argument("--old-log-probs", action="store_true", help="the trainer scores responses before it trains")
-    parser.add_argument("--strategy", choices=STRATEGIES, help="only this one, in the place of the fastest")
+    parser.add_argument("--strategy", choices=PLANNED, help="only this one, in the place of the fastest")
     number("--max-num-seqs", int, 1024, "most sequences of an engine at once")
     parser.add_argument(
         "--correction",

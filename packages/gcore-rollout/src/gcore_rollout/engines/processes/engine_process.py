@@ -29,21 +29,12 @@ from gcore_rollout.engines.processes.wire import (
     exception,
 )
 from gcore_rollout.engines.protocol import Engine, EngineStats
+from gcore_rollout.engines.registry import PRELOAD_HF
 from gcore_rollout.engines.types import RequestT, SampleT
 from gcore_rollout.engines.wrappers import ForwardingEngine
 from gcore_rollout.errors import EngineDiedError, EngineStartError, RolloutError
 from gcore_rollout.weight_sync.report import HeldWeights
 from gcore_rollout.weight_sync.shared_weights import SharedWeights
-
-PRELOAD_HF = ("gcore_rollout.engines.hf.engine",)
-"""What every engine here needs."""
-PRELOAD_VLLM = (
-    *PRELOAD_HF,
-    "vllm.engine.arg_utils",
-    "vllm.v1.engine.llm_engine",
-    "vllm.v1.worker.gpu_model_runner",
-)
-"""What `VLLMEngine` needs beyond that; whoever sets it keeps a server with vLLM imported."""
 
 _BEAT_INTERVAL_S = 0.25
 _END_TIMEOUT_S = 10.0

@@ -6,8 +6,10 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
+from gcore_rollout.engines.types import SamplingParams
 from gcore_rollout.errors import NoScoreError, RewardConfigError
 from gcore_rollout.rewards.kinds.judge_model import JudgeModel, QuestionTemplate
 from gcore_rollout.rewards.reward import Scored
@@ -75,6 +77,65 @@ def check_pattern(pattern: str, *, wanted: str) -> None:
         raise RewardConfigError(f"pattern is {pattern!r}: {error}") from None
     if groups < 1:
         raise RewardConfigError(f"pattern is {pattern!r}: a group around {wanted} is needed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeOptions:
+    """How a generative reward model is asked, and how its verdicts are read; a base of settings."""
+
+    template: str = ""
+    """File with the question, with fields in braces; empty: a question of the application."""
+    n: int = 1
+    """Verdicts on each question."""
+    reduce: Reduce = "mean"
+    """How several verdicts become one score."""
+    temperature: float = 1.0
+    """Temperature of its sampling; 0: greedy."""
+    max_response_length: int = 512
+    """Longest verdict in tokens."""
+    pattern: str = ""
+    """Regular expression whose first group is the score; its last match in a verdict counts. Empty: "Score: 7"."""
+    low: float = 0.0
+    """The score that is scaled to 0."""
+    high: float = 10.0
+    """The score that is scaled to 1."""
+
+    def check(self, prefix: str) -> None:
+        """Check the settings; ``prefix`` is their place, for errors.
+
+        Raises:
+            RewardConfigError: a setting is out of its range.
+        """
+        for name, least in (("n", 1), ("max_response_length", 1), ("temperature", 0)):
+            if not getattr(self, name) >= least:
+                raise RewardConfigError(f"{prefix}.{name} is {getattr(self, name)}; expected at least {least}")
+        if self.low == self.high:
+            raise RewardConfigError(f"{prefix}.low and {prefix}.high are both {self.low}; expected two scores")
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(max_tokens=self.max_response_length, temperature=self.temperature)
+
+    @property
+    def score_pattern(self) -> ScorePattern:
+        return ScorePattern(pattern=self.pattern or ScorePattern.pattern, low=self.low, high=self.high)
+
+    def question(self, default: str, *, setting: str) -> str:
+        """Read the template.
+
+        Args:
+            default: the question if no file is set.
+            setting: the name of the setting, for errors.
+
+        Raises:
+            RewardConfigError: the file cannot be read.
+        """
+        if not self.template:
+            return default
+        try:
+            return Path(self.template).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RewardConfigError(f"{setting} is {self.template!r}: {error}") from None
 
 
 class JudgeReward:
