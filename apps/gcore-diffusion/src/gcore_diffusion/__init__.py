@@ -22,19 +22,13 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "gcore_diffusion.config": (
-        "ActorConfig",
-        "AlgorithmConfig",
-        "DataConfig",
-        "DemoConfig",
-        "DiffusionConfig",
-        "RolloutConfig",
-        "TrainerConfig",
+        "ActorConfig AlgorithmConfig DataConfig DemoConfig DiffusionConfig RolloutConfig TrainerConfig"
     ),
-    "gcore_diffusion.recipes": ("embedded", "embedded_nft"),
-    "gcore_diffusion.reward_config": ("JudgeConfig", "RewardConfig"),
-    "gcore_diffusion.training": ("train",),
+    "gcore_diffusion.recipes": "embedded embedded_nft",
+    "gcore_diffusion.reward_config": "JudgeConfig RewardConfig",
+    "gcore_diffusion.training": "train",
 }
-"""The public names of each module, which is imported when one of them is first used."""
+"""The public names by module, which is imported when one of them is first used."""
 
 __all__ = [
     "ActorConfig",
@@ -54,6 +48,6 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     for module, names in _MODULES.items():
-        if name in names:
+        if name in names.split():
             return getattr(_importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

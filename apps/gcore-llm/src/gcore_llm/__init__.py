@@ -36,32 +36,18 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "gcore_llm.config": (
-        "ActorConfig",
-        "AlgorithmConfig",
-        "CriticConfig",
-        "DataConfig",
-        "KLControlConfig",
-        "OverlongConfig",
-        "TaskConfig",
-        "TrainConfig",
-        "WarmupConfig",
+        "ActorConfig AlgorithmConfig CriticConfig DataConfig KLControlConfig OverlongConfig TaskConfig "
+        "TrainConfig WarmupConfig"
     ),
-    "gcore_llm.finetune.config": (
-        "DPORunConfig",
-        "LengthConfig",
-        "OptimConfig",
-        "RewardModelRunConfig",
-        "RowsConfig",
-        "SFTRunConfig",
-    ),
-    "gcore_llm.finetune.run": ("fine_tune",),
-    "gcore_llm.recipes": ("embedded", "own_data"),
-    "gcore_llm.reward_config": ("JudgeConfig", "RewardCallsConfig", "RewardModelConfig"),
-    "gcore_llm.rollout_config": ("MultiTurnConfig", "RolloutConfig"),
-    "gcore_llm.trainer_config": ("TrainerConfig",),
-    "gcore_llm.training": ("train",),
+    "gcore_llm.finetune.config": "DPORunConfig LengthConfig OptimConfig RewardModelRunConfig RowsConfig SFTRunConfig",
+    "gcore_llm.finetune.run": "fine_tune",
+    "gcore_llm.recipes": "embedded own_data",
+    "gcore_llm.reward_config": "JudgeConfig RewardCallsConfig RewardModelConfig",
+    "gcore_llm.rollout_config": "MultiTurnConfig RolloutConfig",
+    "gcore_llm.trainer_config": "TrainerConfig",
+    "gcore_llm.training": "train",
 }
-"""The public names of each module, which is imported when one of them is first used."""
+"""The public names by module, which is imported when one of them is first used."""
 
 __all__ = [
     "ActorConfig",
@@ -94,6 +80,6 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     for module, names in _MODULES.items():
-        if name in names:
+        if name in names.split():
             return getattr(_importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

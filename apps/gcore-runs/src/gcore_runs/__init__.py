@@ -38,80 +38,26 @@ if TYPE_CHECKING:
     from gcore_runs.weights_files import check_safetensors
 
 _MODULES = {
-    "gcore_runs.command_line": (
-        "Command",
-        "RunArgs",
-        "logs_command",
-        "report_command",
-        "run_command",
-        "run_training",
-    ),
-    "gcore_runs.display": ("Display",),
-    "gcore_runs.errors": (
-        "RankError",
-        "UserError",
-        "check_at_least",
-        "check_finite",
-        "check_fraction",
-        "one_line",
-    ),
-    "gcore_runs.logs.writing": (
-        "log_to",
-        "logged",
-        "logs_of",
-    ),
-    "gcore_runs.metrics.writer": ("MetricsWriter",),
-    "gcore_runs.report": (
-        "Kind",
-        "STAGES",
-        "Signal",
-        "render_report",
-    ),
-    "gcore_runs.run_folder": (
-        "Result",
-        "RunFolder",
-        "append_json",
-        "open_run",
-        "read_jsonl",
-        "write_atomically",
-        "write_jsonl",
-    ),
-    "gcore_runs.run_loop": ("RunLoop",),
-    "gcore_runs.settings.arguments": (
-        "as_option",
-        "setting_types",
-    ),
-    "gcore_runs.settings.cluster": (
-        "PlacementConfig",
-        "RayConfig",
-    ),
-    "gcore_runs.settings.options": (
-        "parse",
-        "parse_arguments",
-        "parse_over",
-    ),
+    "gcore_runs.command_line": "Command RunArgs logs_command report_command run_command run_training",
+    "gcore_runs.display": "Display",
+    "gcore_runs.errors": "RankError UserError check_at_least check_finite check_fraction one_line",
+    "gcore_runs.logs.writing": "log_to logged logs_of",
+    "gcore_runs.metrics.writer": "MetricsWriter",
+    "gcore_runs.report": "Kind STAGES Signal render_report",
+    "gcore_runs.run_folder": "Result RunFolder append_json open_run read_jsonl write_atomically write_jsonl",
+    "gcore_runs.run_loop": "RunLoop",
+    "gcore_runs.settings.arguments": "as_option setting_types",
+    "gcore_runs.settings.cluster": "PlacementConfig RayConfig",
+    "gcore_runs.settings.options": "parse parse_arguments parse_over",
     "gcore_runs.settings.run_config": (
-        "BaseActorConfig",
-        "BaseAlgorithmConfig",
-        "BaseDataConfig",
-        "BaseRLConfig",
-        "BaseRunConfig",
-        "BaseTrainerConfig",
-        "ScheduleConfig",
-        "check_one_source",
+        "BaseActorConfig BaseAlgorithmConfig BaseDataConfig BaseRLConfig BaseRunConfig BaseTrainerConfig "
+        "ScheduleConfig check_one_source"
     ),
-    "gcore_runs.settings.values": (
-        "converted",
-        "merge",
-        "read_toml",
-        "resolve",
-        "to_toml",
-        "validated",
-    ),
-    "gcore_runs.supervisor": ("Supervisor",),
-    "gcore_runs.weights_files": ("check_safetensors",),
+    "gcore_runs.settings.values": "converted merge read_toml resolve to_toml validated",
+    "gcore_runs.supervisor": "Supervisor",
+    "gcore_runs.weights_files": "check_safetensors",
 }
-"""The public names of each module, which is imported when one of them is first used."""
+"""The public names by module, which is imported when one of them is first used."""
 
 __all__ = [
     "STAGES",
@@ -171,6 +117,6 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     for module, names in _MODULES.items():
-        if name in names:
+        if name in names.split():
             return getattr(_importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
