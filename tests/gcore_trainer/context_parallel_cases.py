@@ -138,7 +138,7 @@ def footprint(rank: Rank, case: AttentionCase) -> tuple[int, int, float]:
     q, k, v, grad = (x[:, :, places].clone() for x in case.inputs())
     with Footprint() as seen:
         with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor):
-            out = plan.attend(*(x.requires_grad_() for x in (q, k, v)), AttentionKind())
+            out = plan.attend(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), AttentionKind())
         out.backward(grad.transpose(1, 2))
     return sum(saved.values()), seen.largest, seen.num_scores
 

@@ -1,7 +1,7 @@
 """What ranks of Megatron tests do; every function returns what the tests compare."""
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from gcore_trainer import (
     PolicyObjective,
 )
 from gcore_trainer.megatron.groups import leave_groups
+from gcore_trainer.objectives.objective import check_fields
 
 Layout = Mapping[str, Any]
 Steps = list[list[list[MicroBatch]]]
@@ -55,6 +56,10 @@ class _SquaredErrors(Objective[torch.Tensor]):
     """Mean squared distance of values to returns."""
 
     scores = "values"
+    loss_name = "critic/vf_loss"
+
+    def check(self, micro_batches: Sequence[MicroBatch]) -> None:
+        check_fields(micro_batches, "the squared error", "returns")
 
     def partial_loss(self, scores: torch.Tensor, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
         returns = torch.from_numpy(np.concatenate([s.returns for s in samples if s.returns is not None]))

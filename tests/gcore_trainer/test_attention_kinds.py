@@ -207,7 +207,7 @@ def test_a_layer_is_dense_attention_of_each_sequence(
         patch.setattr(block_attention, "_NUM_PLAIN_SCORES", num_scores)
         plan = PackedPlan(batch, device=torch.device("cpu"), dtype=torch.float64)
         layer = AttentionKind(scale=scale, sliding_window=window, softcap=softcap, sinks=sinks_H)
-        out_THD = plan.attend(*rows, layer)[0]
+        out_THD = plan.attend(rows[0], rows[1], rows[2], layer)[0]
         loss = torch.cat([(out_THD[x] * grad).flatten() for x, grad in zip(places, grads, strict=True)]).sum()
         actual = torch.autograd.grad(loss, inputs)
 

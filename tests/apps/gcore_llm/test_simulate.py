@@ -125,7 +125,7 @@ class Spy:
 
         class Engine(ModelledEngine):
             def generate(self, requests: Sequence[Request]) -> Any:
-                spy.tickets += [int(r.request_id) for r in requests if not r.begun and len(r.sample_indices) == r.n]
+                spy.tickets += [int(r.request_id) for r in requests if not r.prefixes and len(r.sample_indices) == r.n]
                 return spied(super().generate(requests))
 
         async def spied(completions: AsyncIterator[Completion]) -> AsyncIterator[Completion]:
@@ -268,7 +268,7 @@ def simulated_s() -> float:
 
 def request(n: int, seed: int = 0, begun: tuple[Completion, ...] = ()) -> Request:
     sampling = SamplingParams(max_tokens=128)
-    return Request(request_id="r", prompt_token_ids=(7,) * 2, sampling=sampling, n=n, seed=seed, begun=begun)
+    return Request(request_id="r", prompt_token_ids=(7,) * 2, sampling=sampling, n=n, seed=seed, prefixes=begun)
 
 
 def test_responses_share_the_steps() -> None:
