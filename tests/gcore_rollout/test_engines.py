@@ -258,7 +258,7 @@ async def test_update_in_mid_generation(either_subject: Subject) -> None:
         ({"model.norm.weight": None}, r"missing names \['model.norm.weight'\]"),
         ({"model.layers.1.mlp.up_proj.weight": None}, "missing names"),
         ({"model.extra": torch.zeros(1)}, r"unknown names \['model.extra'\]"),
-        ({"model.norm.weight": torch.zeros(3)}, r"'model.norm.weight' has shape \(3,\): the model has \(128,\)"),
+        ({"model.norm.weight": torch.zeros(3)}, r"shape of weight 'model.norm.weight' is \(3,\); expected \(128,\)"),
     ],
 )
 async def test_bad_weights_change_nothing(
@@ -307,7 +307,7 @@ async def test_cancelled_consumer_frees_the_engine(subject: Subject) -> None:
     ("length", "max_tokens", "message"),
     [
         (MAX_LENGTH, 1, f"needs {MAX_LENGTH} prompt \\+ 1 completion tokens = {MAX_LENGTH + 1}"),
-        (3, MAX_LENGTH, f"the model takes at most {MAX_LENGTH}"),
+        (3, MAX_LENGTH, f"expected at most {MAX_LENGTH}"),
     ],
 )
 async def test_too_long_requests_are_refused(subject: Subject, length: int, max_tokens: int, message: str) -> None:

@@ -70,7 +70,7 @@ def test_colour_is_the_cosine_of_bright_pixels() -> None:
     images[1, 1, 1] = (255, 0, 0)
     images[2, :, :] = (100, 100, 0)
     assert reward(images, PROMPTS, ROWS) == pytest.approx([1.0, 0.0, math.sqrt(0.5)])
-    with pytest.raises(RewardConfigError, match="'green 1' names no colour: one of red, blue"):
+    with pytest.raises(RewardConfigError, match="'green 1' names no colour; expected one of red, blue"):
         reward(images, ["green 1"] * 3, ROWS)
     with pytest.raises(RewardConfigError, match="three numbers from 0 to 1"):
         ColourReward({"red": (2.0, 0.0, 0.0)})

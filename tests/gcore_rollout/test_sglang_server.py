@@ -80,7 +80,7 @@ async def test_ends_that_the_model_declares_cannot_be_left_out(tied: TinyModel) 
     ("sampling", "message"),
     [
         (SamplingParams(max_tokens=2, temperature=1e-7), r"temperature 1e-07: SGLang takes 0 \(greedy\) or 1e-06 and"),
-        (SamplingParams(max_tokens=504), "3 prompt \\+ 504 completion tokens = 507: the model takes at most 506"),
+        (SamplingParams(max_tokens=504), "3 prompt \\+ 504 completion tokens = 507; expected at most 506"),
     ],
 )
 async def test_what_sglang_would_change_is_refused(tied: TinyModel, sampling: SamplingParams, message: str) -> None:
