@@ -48,7 +48,7 @@ ADAPTERS = {
     "peft": ["packages/gcore-trainer/src/gcore_trainer/lora.py"],
     "megatron": ["packages/gcore-trainer/src/gcore_trainer/megatron/"],
     "ray": [
-        "packages/gcore-controller/src/gcore_controller/ray_runtime/",
+        "packages/gcore-controller/src/gcore_controller/runtimes/ray/",
         "packages/gcore-rollout/src/gcore_rollout/ray_engine.py",
         "packages/gcore-rollout/src/gcore_rollout/weight_sync/weight_references.py",
         "apps/gcore-bench/src/gcore_bench/controller/",

@@ -6,7 +6,7 @@ responses have heavy tails, or those of a prompt are alike, it does not: then th
 
 from typing import Generic
 
-from gcore_controller.collectives import Collectives
+from gcore_controller.collectives.base import Collectives
 from gcore_controller.prompts import PromptLoader, RowT, first_ticket
 
 _COUNTER = "prompts"

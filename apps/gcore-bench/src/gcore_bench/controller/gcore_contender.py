@@ -10,7 +10,7 @@ from gcore_bench.controller.memory import anonymous_bytes, anonymous_peak
 from gcore_bench.controller.services import Sample
 from gcore_bench.controller.workload import Payload, by_index, check_read
 from gcore_controller import Context
-from gcore_controller.ray_runtime import run_ray
+from gcore_controller.runtimes.ray import run_ray
 from gcore_placement import balance
 
 

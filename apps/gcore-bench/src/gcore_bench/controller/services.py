@@ -10,7 +10,7 @@ import ray
 
 from gcore_bench.controller.workload import FeatureMaker, Features, Payload, checksum
 from gcore_controller import Reference
-from gcore_controller.ray_runtime import put
+from gcore_controller.runtimes.ray import put
 
 
 @dataclass(frozen=True, kw_only=True)

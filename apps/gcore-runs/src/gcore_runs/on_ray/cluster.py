@@ -9,8 +9,8 @@ import ray
 from ray._private import worker as ray_worker
 
 from gcore_controller.errors import ClusterError
-from gcore_controller.ray_runtime import check_token
-from gcore_controller.ray_runtime import connect as connect_with_token
+from gcore_controller.runtimes.ray import check_token
+from gcore_controller.runtimes.ray import connect as connect_with_token
 from gcore_runs.errors import UserError
 from gcore_runs.sizes import SizedConfig
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from gcore_controller import Collectives
-from gcore_controller.ray_runtime import put
+from gcore_controller.runtimes.ray import put
 from gcore_rollout import Engine
 from gcore_rollout.weight_report import check_weights
 from gcore_runs.devices import DeviceTimers, rank_name

@@ -11,7 +11,7 @@ import ray
 
 from gcore_controller import Context
 from gcore_controller.errors import ControllerDiedError
-from gcore_controller.ray_runtime import RayControllers
+from gcore_controller.runtimes.ray import RayControllers
 from gcore_rollout.errors import EngineDiedError
 from gcore_rollout.ray_engine import EngineHandle
 from gcore_runs.errors import RankError

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from gcore_controller.errors import ClusterError
-from gcore_controller.ray_runtime import RayReference, free_resources, reason_of
+from gcore_controller.runtimes.ray import RayReference, free_resources, reason_of
 from gcore_rollout.weight_report import Digests, all_digests
 from gcore_rollout.weight_sync.weight_references import WeightReferences
 from gcore_runs.errors import RankError

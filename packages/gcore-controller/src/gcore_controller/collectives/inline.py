@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from gcore_controller.calls import Call, CallLog, Whereabouts, again, mismatch
-from gcore_controller.collectives import CheckedCollectives, TicketCounters
+from gcore_controller.collectives.base import CheckedCollectives, TicketCounters
+from gcore_controller.collectives.call_log import Call, CallLog, Whereabouts, again, mismatch
 from gcore_controller.errors import ControllerError
 
 T = TypeVar("T")

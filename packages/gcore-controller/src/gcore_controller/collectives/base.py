@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from operator import add, index, itemgetter
 from typing import Any, Protocol, Self, TypeVar
 
-from gcore_controller.calls import Call, CallLog
+from gcore_controller.collectives.call_log import Call, CallLog
 from gcore_controller.errors import CollectiveAbandonedError, ControllerError
 
 T = TypeVar("T")

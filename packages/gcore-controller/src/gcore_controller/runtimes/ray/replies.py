@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from gcore_controller.calls import Whereabouts, describe
+from gcore_controller.collectives.call_log import Whereabouts, describe
 from gcore_controller.errors import ControllerDiedError, DeadlineError
 
 _ANSWER_TIMEOUT_S = 10.0

@@ -4,11 +4,11 @@ import asyncio
 from functools import partial
 from typing import Generic
 
-from gcore_controller.calls import describe
+from gcore_controller.collectives.call_log import describe
+from gcore_controller.collectives.inline import InlineCollectives, InlineGroup
 from gcore_controller.context import Context, Program, Reported, ResultT, RolesT, unheard
 from gcore_controller.errors import DeadlineError
-from gcore_controller.inline_collectives import InlineCollectives, InlineGroup
-from gcore_controller.programs import run_program
+from gcore_controller.runtimes.programs import run_program
 from gcore_controller.stages import StageTimer
 
 

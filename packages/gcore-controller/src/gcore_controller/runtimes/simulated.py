@@ -5,7 +5,7 @@ import selectors
 
 from gcore_controller.context import Program, ResultT, RolesT
 from gcore_controller.errors import StuckError
-from gcore_controller.inline import InlineRun
+from gcore_controller.runtimes.inline import InlineRun
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):

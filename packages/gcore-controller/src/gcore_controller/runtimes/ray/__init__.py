@@ -8,11 +8,11 @@ from gcore_controller.errors import MissingExtraError
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 try:
-    from gcore_controller.ray_runtime.calls import reason_of
-    from gcore_controller.ray_runtime.connecting import check_token, connect
-    from gcore_controller.ray_runtime.controllers import RayControllers, run_ray
-    from gcore_controller.ray_runtime.references import RayReference, put
-    from gcore_controller.ray_runtime.resources import free_resources
+    from gcore_controller.runtimes.ray.connection import check_token, connect
+    from gcore_controller.runtimes.ray.controllers import RayControllers, run_ray
+    from gcore_controller.runtimes.ray.references import RayReference, put
+    from gcore_controller.runtimes.ray.replies import reason_of
+    from gcore_controller.runtimes.ray.resources import free_resources
 except ImportError as error:
     raise MissingExtraError("ray", "ray") from error
 

@@ -9,13 +9,13 @@ from typing import Any, Generic
 import ray
 from ray.exceptions import RayTaskError
 
-from gcore_controller.calls import Whereabouts
-from gcore_controller.collectives import TicketCounters
+from gcore_controller.collectives.base import TicketCounters
+from gcore_controller.collectives.call_log import Whereabouts
+from gcore_controller.collectives.peer import Message, PeerCollectives
 from gcore_controller.context import Context, Program, ResultT, RolesT
 from gcore_controller.errors import CollectiveMismatchError, UnpicklableValueError
-from gcore_controller.peer_collectives import Message, PeerCollectives
-from gcore_controller.programs import run_program
-from gcore_controller.ray_runtime.references import put
+from gcore_controller.runtimes.programs import run_program
+from gcore_controller.runtimes.ray.references import put
 from gcore_controller.stages import StageTimer
 
 

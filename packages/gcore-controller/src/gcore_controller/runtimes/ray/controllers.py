@@ -12,10 +12,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gcore_controller.context import Program, Reported, ResultT, RolesT, unheard
 from gcore_controller.errors import ClusterError
-from gcore_controller.ray_runtime.calls import answers_of_all, whereabouts_of
-from gcore_controller.ray_runtime.connecting import connect
-from gcore_controller.ray_runtime.controller_actor import ControllerActor
-from gcore_controller.ray_runtime.resources import check_capacity, free_resources
+from gcore_controller.runtimes.ray.connection import connect
+from gcore_controller.runtimes.ray.controller_actor import ControllerActor
+from gcore_controller.runtimes.ray.replies import answers_of_all, whereabouts_of
+from gcore_controller.runtimes.ray.resources import check_capacity, free_resources
 
 T = TypeVar("T")
 

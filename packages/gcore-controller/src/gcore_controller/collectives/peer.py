@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from gcore_controller.calls import Call, CallLog, Whereabouts, again, mismatch
-from gcore_controller.collectives import CheckedCollectives
+from gcore_controller.collectives.base import CheckedCollectives
+from gcore_controller.collectives.call_log import Call, CallLog, Whereabouts, again, mismatch
 from gcore_controller.errors import ControllerError, UnpicklableValueError
 
 T = TypeVar("T")
