@@ -322,7 +322,7 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
             "--reward.kind",
             "jpeg_compressibility",
         ],
-        "algorithm.name is 'reward_gradient': a differentiable one is needed",
+        "algorithm.name is 'reward_gradient'; expected a differentiable function",
     ),
 }
 

@@ -15,8 +15,8 @@ import pytest
 from command_line import Cli
 
 from gcore_controller import Context, run_simulated
+from gcore_controller.trainer_group import deal
 from gcore_llm.exchange import workload_of
-from gcore_llm.learner import Role
 from gcore_llm.simulate import run as run_module
 from gcore_llm.simulate.command import parse_simulate
 from gcore_llm.simulate.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig
@@ -29,10 +29,10 @@ from gcore_llm.simulate.replica_choice import LeastLoaded
 from gcore_llm.simulate.reward import ModelledReward
 from gcore_llm.simulate.run import Simulation, simulate
 from gcore_llm.simulate.work import coarse_workload, make_prompts, sample_name, weights_bytes
+from gcore_llm.trainer_worker import Role
 from gcore_rollout import Completion, Request, SamplingParams
 from gcore_rollout.errors import RolloutError
 from gcore_runs.errors import UserError
-from gcore_runs.ranks import deal
 from gcore_trainer import MicroBatch
 
 SMALL = SimulateConfig(

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import tyro
 
+from gcore_controller import RankError
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.recipes import RECIPES
 from gcore_runs.command_line import NOTHING_LEARNED, Command, RunArgs, logs_command, run_command
-from gcore_runs.errors import RankError, UserError, check_at_least
+from gcore_runs.errors import UserError, check_at_least
 from gcore_runs.options import parse, parse_arguments
 
 _USAGE = """usage: gcore-diffusion COMMAND [options]

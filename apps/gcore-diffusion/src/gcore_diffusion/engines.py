@@ -13,7 +13,7 @@ from gcore_rollout import Engine
 from gcore_rollout.diffusion.engine import DiffusersEngine
 from gcore_rollout.engine_process import PRELOAD_HF, PRELOAD_VLLM, EngineProcess
 from gcore_rollout.replicas import EngineReplicas
-from gcore_runs.watched import Watched
+from gcore_runs.instrumented_engine import Instrumentation
 
 _PRELOAD = ("gcore_rollout.diffusion.engine", "diffusers.pipelines.pipeline_utils")
 
@@ -46,13 +46,15 @@ class Engines:
             await self.judge.close()
 
 
-async def start_engines(config: DiffusionConfig, model: Path, watched: Watched, *, is_trial: bool = False) -> Engines:
+async def start_engines(
+    config: DiffusionConfig, model: Path, instrumentation: Instrumentation, *, is_trial: bool = False
+) -> Engines:
     """Each role's engine in this process, or several in their own, which are replaced if they die.
 
     Args:
         config: the run's.
         model: the pipeline's folder.
-        watched: where they are to be seen.
+        instrumentation: where they are to be seen.
         is_trial: one of each will do.
     """
     judge = config.reward.judge
@@ -61,7 +63,7 @@ async def start_engines(config: DiffusionConfig, model: Path, watched: Watched, 
         num_engines, num_judges = 0, int(judge.engine == "vllm")
     start = partial(_start, config=config, num_processes=max(1, num_engines + num_judges))
     policy = await start(
-        sampler_factory(config, model=model), num_engines, replace(watched, role="engine"), preload=_PRELOAD
+        sampler_factory(config, model=model), num_engines, replace(instrumentation, role="engine"), preload=_PRELOAD
     )
     if config.reward.kind != "judge":
         return Engines(policy=policy, judge=None)
@@ -69,7 +71,9 @@ async def start_engines(config: DiffusionConfig, model: Path, watched: Watched, 
     try:
         return Engines(
             policy=policy,
-            judge=await start(judge_factory(config), num_judges, replace(watched, role="judge"), preload=preload),
+            judge=await start(
+                judge_factory(config), num_judges, replace(instrumentation, role="judge"), preload=preload
+            ),
         )
     except BaseException:
         await policy.close()
@@ -79,23 +83,23 @@ async def start_engines(config: DiffusionConfig, model: Path, watched: Watched, 
 async def _start(
     make: Callable[[], Engine[Any, Any]],
     count: int,
-    watched: Watched,
+    instrumentation: Instrumentation,
     *,
     config: DiffusionConfig,
     num_processes: int,
     preload: tuple[str, ...],
 ) -> Engine[Any, Any]:
     if not count:
-        return watched.timed(make(), 0)
+        return instrumentation.instrument(make(), 0)
     threads = max(1, config.threads // num_processes)
     numbers = iter(range(10**6))
 
     async def start() -> Engine[Any, Any]:
         number = next(numbers)
         engine: EngineProcess[Any, Any] = await EngineProcess.start(
-            watched.logged(make, number), num_threads=threads, preload=preload
+            instrumentation.logged(make, number), num_threads=threads, preload=preload
         )
-        return watched.timed(engine, number % count)
+        return instrumentation.instrument(engine, number % count)
 
     engines = await asyncio.gather(*(start() for _ in range(count)))
-    return EngineReplicas(engines, restart=start, announce=watched.announce)
+    return EngineReplicas(engines, restart=start, announce=instrumentation.announce)

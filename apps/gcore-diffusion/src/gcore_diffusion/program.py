@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from gcore_controller import Context, Program, seconds_by_stage
+from gcore_controller import Context, Program, Recorder, seconds_by_stage
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.evaluate import Evaluation, evaluate
 from gcore_diffusion.preparation import prepared, updates
@@ -12,8 +12,7 @@ from gcore_diffusion.prompts import PromptSets
 from gcore_diffusion.roles import Roles
 from gcore_diffusion.sampling import Batch, Sampling, State
 from gcore_runs.devices import generation_metrics, merged
-from gcore_runs.recording import Recorder
-from gcore_runs.services import RunJob
+from gcore_runs.job import RunJob
 from gcore_runs.spans import on_wall_clock
 
 
@@ -107,7 +106,7 @@ class _Controller:
                 num_parts=learner.num_replicas,
             )
         with ctx.timer.stage("train"):
-            found = [metrics for batches in each if (metrics := await learner.train_step(batches))]
+            found = [metrics for batches in each if (metrics := await learner.train_step("actor", batches))]
         with ctx.timer.stage("sync"):
             await self._update_policy(averaged=False)
         means = {name: sum(m[name] for m in found) / len(found) for name in (found[0] if found else {})}

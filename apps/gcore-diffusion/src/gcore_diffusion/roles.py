@@ -3,12 +3,13 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from gcore_controller import TrainerClient
 from gcore_rollout import Engine
 from gcore_rollout.diffusion import ImageRequest, ImageSample
 from gcore_runs.devices import DeviceTimers
+from gcore_trainer.diffusion.types import DiffusionMicroBatch
 
 if TYPE_CHECKING:
-    from gcore_diffusion.learner import LearnerPart
     from gcore_diffusion.rewards import Rewards
 
 
@@ -25,6 +26,6 @@ class Sampler:
 class Roles(Sampler):
     """With the models in training."""
 
-    learner: "LearnerPart"
+    learner: TrainerClient[DiffusionMicroBatch]
     owns_process: bool = False
     """Whether the controller has a process of its own, with timers of its own."""

@@ -175,7 +175,7 @@ class Sampling:
         told, size = [training_sample(made) for made in samples], self._config.actor.micro_batch_size
         found: list[NDArray[np.float32]] = []
         for start in range(0, len(told), size):
-            found += await self._ctx.roles.learner.reference_means(told[start : start + size])
+            found += await self._ctx.roles.learner.score_alone("reference", told[start : start + size])
         return found
 
     def _check_versions(self, groups: list[Group]) -> None:

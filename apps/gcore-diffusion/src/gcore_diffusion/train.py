@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gcore_controller import Backend, TrainerGroup
 from gcore_diffusion.config import MAY_CHANGE, DiffusionConfig
 from gcore_diffusion.demo.digits import PROMPTS
 from gcore_diffusion.demo.pretraining import taught_pipeline
@@ -20,12 +21,13 @@ from gcore_diffusion.report import write_report
 from gcore_diffusion.rewards import Rewards, build_rewards, try_reward
 from gcore_diffusion.roles import Sampler
 from gcore_diffusion.sampling import images, kernel_of
-from gcore_diffusion.services import LocalServices
+from gcore_diffusion.services import inline_backend
 from gcore_rollout.diffusion import ImageRequest, ImageSampling
 from gcore_rollout.errors import RolloutError
 from gcore_runs.devices import DeviceTimers
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
+from gcore_runs.instrumented_engine import Instrumentation
 from gcore_runs.interrupt import at_once
 from gcore_runs.learning_signal import check_signal
 from gcore_runs.logs import log_to
@@ -33,10 +35,8 @@ from gcore_runs.metrics import MetricsWriter, metrics_server
 from gcore_runs.run_folder import Result, RunFolder, finish_report, open_run, read_jsonl, write_atomically
 from gcore_runs.run_loop import RunLoop, closed, steps_made
 from gcore_runs.run_warnings import RunWarnings
-from gcore_runs.services import SavedLearner, Services
 from gcore_runs.settings import resolve
 from gcore_runs.spans import SpanWriter
-from gcore_runs.watched import Watched
 
 if TYPE_CHECKING:
     from gcore_runs.prometheus import PrometheusExporter
@@ -93,26 +93,26 @@ async def _start(
     rewards: Rewards | None,
     run: RunFolder,
     display: Display,
-) -> Services[Job, DiffusionConfig, Evaluation]:
+) -> Backend[Job, DiffusionConfig, Evaluation]:
     """The services, once an image has been made and scored here.
 
     Args:
         rewards: None: they need a judge, which is started here.
     """
     devices, is_on_ray = DeviceTimers(), config.runtime == "ray"
-    watched = Watched(devices=devices, logs=run.logs, announce=display.say)
-    engines = await start_engines(config, model, watched, is_trial=is_on_ray)
+    instrumentation = Instrumentation(devices=devices, logs=run.logs, announce=display.say)
+    engines = await start_engines(config, model, instrumentation, is_trial=is_on_ray)
     try:
         rewards = rewards or build_rewards(config, judge=engines.judge)
         sampler = Sampler(policy=engines.policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
         if not is_on_ray:
-            return LocalServices(config, sampler, engines, model, run.checkpoints)
+            return inline_backend(config, sampler, engines, model, run.checkpoints)
     except BaseException:
         await engines.close()
         raise
     await engines.close()
-    from gcore_diffusion.on_ray.services import start_on_ray
+    from gcore_diffusion.on_ray import start_on_ray
 
     return await start_on_ray(config, model, run.checkpoints, announce=display.say)
 
@@ -140,7 +140,7 @@ async def _try(config: DiffusionConfig, sampler: Sampler, prompts: PromptSets) -
 
 
 def _train(
-    services: Services[Job, DiffusionConfig, Evaluation],
+    services: Backend[Job, DiffusionConfig, Evaluation],
     config: DiffusionConfig,
     prompts: PromptSets,
     run: RunFolder,
@@ -177,7 +177,7 @@ def _is_evaluated(run: RunFolder, config: DiffusionConfig, step: int) -> bool:
     return step > 0 and any(row["step"] == step and "val/score/mean" in row for row in read_jsonl(run.metrics))
 
 
-def _export(learner: SavedLearner, model: Path, path: Path) -> None:
+def _export(learner: TrainerGroup, model: Path, path: Path) -> None:
     """The pipeline's folder with the trained denoiser in it."""
     from gcore_trainer.diffusion.denoiser import component_of
 

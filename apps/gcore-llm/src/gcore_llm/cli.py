@@ -8,11 +8,12 @@ from pathlib import Path
 
 import tyro
 
+from gcore_controller import RankError
 from gcore_llm.config import TrainConfig
 from gcore_llm.finetune.command import run_fine_tuning
 from gcore_llm.recipes import RECIPES
 from gcore_runs.command_line import NOTHING_LEARNED, Command, RunArgs, logs_command, run_command
-from gcore_runs.errors import RankError, UserError, check_at_least
+from gcore_runs.errors import UserError, check_at_least
 from gcore_runs.options import parse, parse_arguments
 
 _USAGE = """usage: gcore-llm COMMAND [options]

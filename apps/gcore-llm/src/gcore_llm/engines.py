@@ -17,14 +17,18 @@ from gcore_rollout import Engine
 from gcore_rollout.errors import EngineDiedError
 from gcore_rollout.rewards import load_function
 from gcore_runs.errors import UserError
-from gcore_runs.watched import UNWATCHED, Watched
+from gcore_runs.instrumented_engine import NO_INSTRUMENTATION, Instrumentation
 
 # Of a model's config.json, what does not change what it computes.
 _NOTES = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
 
 async def start_policy(
-    config: TrainConfig, model: Path, *, eos_token_ids: Sequence[int], watched: Watched = UNWATCHED
+    config: TrainConfig,
+    model: Path,
+    *,
+    eos_token_ids: Sequence[int],
+    instrumentation: Instrumentation = NO_INSTRUMENTATION,
 ) -> Engine:
     """The policy's engine, with the weights of a model folder.
 
@@ -32,7 +36,7 @@ async def start_policy(
         RolloutError: it does not start, or a server cannot take the weights.
     """
     rollout = config.rollout
-    start = partial(_start, rollout, config, model, watched, eos_token_ids=eos_token_ids)
+    start = partial(_start, rollout, config, model, instrumentation, eos_token_ids=eos_token_ids)
     engine = await start(weights_dir=rollout.weights_dir or None)
     if not rollout.is_on_servers:
         return engine
@@ -45,15 +49,19 @@ async def start_policy(
 
 
 async def start_judge(
-    config: TrainConfig, model: Path, *, eos_token_ids: Sequence[int], watched: Watched = UNWATCHED
+    config: TrainConfig,
+    model: Path,
+    *,
+    eos_token_ids: Sequence[int],
+    instrumentation: Instrumentation = NO_INSTRUMENTATION,
 ) -> Engine:
     """A judge's engine.
 
     Raises:
         RolloutError: it does not start.
     """
-    watched = replace(watched, role="judge")
-    return await _start(config.reward_model.judge, config, model, watched, eos_token_ids=eos_token_ids)
+    instrumentation = replace(instrumentation, role="judge")
+    return await _start(config.reward_model.judge, config, model, instrumentation, eos_token_ids=eos_token_ids)
 
 
 def check_engine(settings: EngineConfig, model: Path, *, setting: str, max_length: int | None = None) -> None:
@@ -154,24 +162,24 @@ async def _start(
     settings: EngineConfig,
     config: TrainConfig,
     model: Path,
-    watched: Watched,
+    instrumentation: Instrumentation,
     *,
     eos_token_ids: Sequence[int],
     weights_dir: str | None = None,
 ) -> Engine:
     if settings.is_on_servers:
-        return _connect(settings, config, model, watched, eos_token_ids=eos_token_ids, weights_dir=weights_dir)
+        return _connect(settings, config, model, instrumentation, eos_token_ids=eos_token_ids, weights_dir=weights_dir)
     make = engine_factory(settings, config, model, eos_token_ids=eos_token_ids)
     if settings.num_processes:
-        return await _start_processes(settings, config, watched, make)
-    return watched.timed(make(), 0)
+        return await _start_processes(settings, config, instrumentation, make)
+    return instrumentation.instrument(make(), 0)
 
 
 def _connect(
     settings: EngineConfig,
     config: TrainConfig,
     model: Path,
-    watched: Watched,
+    instrumentation: Instrumentation,
     *,
     eos_token_ids: Sequence[int],
     weights_dir: str | None,
@@ -188,12 +196,12 @@ def _connect(
         max_num_seqs=config.rollout.max_num_seqs,
         eos_token_ids=eos_token_ids,
     )
-    engines = [watched.timed(connect(url), place) for place, url in enumerate(settings.urls)]
-    return EngineReplicas(engines, announce=watched.announce) if len(engines) > 1 else engines[0]
+    engines = [instrumentation.instrument(connect(url), place) for place, url in enumerate(settings.urls)]
+    return EngineReplicas(engines, announce=instrumentation.announce) if len(engines) > 1 else engines[0]
 
 
 async def _start_processes(
-    settings: EngineConfig, config: TrainConfig, watched: Watched, make: Callable[[], Engine]
+    settings: EngineConfig, config: TrainConfig, instrumentation: Instrumentation, make: Callable[[], Engine]
 ) -> Engine:
     """Replicas in processes of their own; one that dies is replaced, on the GPU that it had."""
     from gcore_rollout.engine_process import PRELOAD_HF, PRELOAD_VLLM, EngineProcess
@@ -207,10 +215,10 @@ async def _start_processes(
     async def start(place: int) -> Engine:
         env = {"CUDA_VISIBLE_DEVICES": gpus[place % len(gpus)]} if gpus else None
         engine = await EngineProcess.start(
-            watched.logged(make, place), num_threads=_num_threads(config), env=env, preload=preload
+            instrumentation.logged(make, place), num_threads=_num_threads(config), env=env, preload=preload
         )
         pids[place] = engine.pid
-        return watched.timed(engine, place)
+        return instrumentation.instrument(engine, place)
 
     async def restart() -> Engine:
         place = min(pids, key=lambda place: Path(f"/proc/{pids[place]}").exists())
@@ -228,7 +236,7 @@ async def _start_processes(
         if isinstance(error, BaseException):
             await asyncio.gather(*(engine.close() for engine in engines))
             raise error
-    return EngineReplicas(engines, restart=restart, announce=watched.announce)
+    return EngineReplicas(engines, restart=restart, announce=instrumentation.announce)
 
 
 def _num_threads(config: TrainConfig) -> int:

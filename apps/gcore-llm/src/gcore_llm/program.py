@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_controller import Context, Program, Span, seconds_by_stage
+from gcore_controller import Context, Program, Recorder, Span, seconds_by_stage
 from gcore_llm.config import TrainConfig
 from gcore_llm.evaluate import Evaluation, evaluate
 from gcore_llm.exchange import sample_flops, split_in_micro_batches
 from gcore_llm.groups import Group
-from gcore_llm.learner import has_critic, has_reference, needs_old_log_probs
 from gcore_llm.mismatch import alone, choose, mismatch, probe
 from gcore_llm.performance import speed
 from gcore_llm.preparation import kl_controller, prepare
@@ -23,13 +22,13 @@ from gcore_llm.prompts import PromptSets
 from gcore_llm.reward_watch import RewardWatch
 from gcore_llm.roles import Roles
 from gcore_llm.sampling import Batch, Batches, Sampling, State
+from gcore_llm.trainer_worker import has_critic, has_reference, needs_old_log_probs
 from gcore_placement import TransformerWorkload
 from gcore_rollout import SamplingParams
 from gcore_rollout.rewards import Failure
 from gcore_runs.devices import generation_metrics, merged
+from gcore_runs.job import RunJob
 from gcore_runs.learning_signal import SIGNAL
-from gcore_runs.recording import Recorder
-from gcore_runs.services import RunJob
 from gcore_runs.spans import on_wall_clock
 from gcore_trainer import MicroBatch, Sample
 

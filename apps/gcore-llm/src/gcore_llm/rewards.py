@@ -32,7 +32,7 @@ from gcore_rollout.rewards import (
 )
 from gcore_rollout.sandbox import Sandbox
 from gcore_runs.errors import UserError
-from gcore_runs.watched import UNWATCHED, Watched
+from gcore_runs.instrumented_engine import NO_INSTRUMENTATION, Instrumentation
 
 JudgeT = TypeVar("JudgeT")
 
@@ -86,12 +86,14 @@ class Rewards:
         self._close = close
 
     @classmethod
-    async def start(cls, config: TrainConfig, *, watched: Watched = UNWATCHED, judge: Engine | None = None) -> Self:
+    async def start(
+        cls, config: TrainConfig, *, instrumentation: Instrumentation = NO_INSTRUMENTATION, judge: Engine | None = None
+    ) -> Self:
         """Load what the config names.
 
         Args:
             judge: the engine of a judge's model, which is to be closed with the rewards; None: it is started here.
-            watched: where a judge's replicas are to be seen.
+            instrumentation: where a judge's replicas are to be seen.
 
         Raises:
             UserError: a bad setting, or a folder that is no such model.
@@ -104,13 +106,13 @@ class Rewards:
         rewards = {"function": reward_function(config)} if has_function else {}
         weights = {"function": 1.0} if has_function else {}
         if config.reward_model.kind == "judge" and config.reward_model.judge.pairwise:
-            compare, close = await _pairwise_judge(config, watched, judge)
+            compare, close = await _pairwise_judge(config, instrumentation, judge)
             comparison = Comparison(
                 GroupRewardRunner(compare, _runner_config(config)), weight=config.reward_model.weight
             )
             alone = CompositeReward(rewards, weights=weights) if has_function else no_reward
             return cls(alone, config, comparison=comparison, close=close)
-        model, close = await _reward_model(config, watched, judge)
+        model, close = await _reward_model(config, instrumentation, judge)
         rewards["model"], weights["model"] = model, config.reward_model.weight
         return cls(CompositeReward(rewards, weights=weights), config, close=close)
 
@@ -162,7 +164,9 @@ def reward_function(config: TrainConfig) -> RewardFunction:
             return load_reward(config.reward)
 
 
-async def _reward_model(config: TrainConfig, watched: Watched, judge: Engine | None) -> tuple[RewardFunction, Close]:
+async def _reward_model(
+    config: TrainConfig, instrumentation: Instrumentation, judge: Engine | None
+) -> tuple[RewardFunction, Close]:
     """The model that the config names, and what frees it."""
     path = config.reward_model.path
     if config.reward_model.kind == "server":
@@ -194,10 +198,12 @@ async def _reward_model(config: TrainConfig, watched: Watched, judge: Engine | N
             classifier.close()
 
         return classifier, close
-    return await _judge(config, watched, judge)
+    return await _judge(config, instrumentation, judge)
 
 
-async def _judge(config: TrainConfig, watched: Watched, engine: Engine | None) -> tuple[RewardFunction, Close]:
+async def _judge(
+    config: TrainConfig, instrumentation: Instrumentation, engine: Engine | None
+) -> tuple[RewardFunction, Close]:
     judge = config.reward_model.judge
     make = partial(
         JudgeReward,
@@ -206,10 +212,12 @@ async def _judge(config: TrainConfig, watched: Watched, engine: Engine | None) -
         reduce=judge.reduce,
         on_unparsable="drop" if judge.unparsable_score is None else judge.unparsable_score,
     )
-    return await _asking(config, make, watched, engine)
+    return await _asking(config, make, instrumentation, engine)
 
 
-async def _pairwise_judge(config: TrainConfig, watched: Watched, engine: Engine | None) -> tuple[PairwiseJudge, Close]:
+async def _pairwise_judge(
+    config: TrainConfig, instrumentation: Instrumentation, engine: Engine | None
+) -> tuple[PairwiseJudge, Close]:
     _check_pairwise(config)
     judge = config.reward_model.judge
     make = partial(
@@ -218,11 +226,11 @@ async def _pairwise_judge(config: TrainConfig, watched: Watched, engine: Engine 
         parse=WinnerPattern(pattern=judge.pattern or WinnerPattern.pattern),
         on_unparsable="drop" if judge.unparsable_score is None else "tie",
     )
-    return await _asking(config, make, watched, engine)
+    return await _asking(config, make, instrumentation, engine)
 
 
 async def _asking(
-    config: TrainConfig, make: Callable[..., JudgeT], watched: Watched, engine: Engine | None
+    config: TrainConfig, make: Callable[..., JudgeT], instrumentation: Instrumentation, engine: Engine | None
 ) -> tuple[JudgeT, Close]:
     """What is made of the judge's model, and what frees that."""
     judge, path = config.reward_model.judge, Path(config.reward_model.path)
@@ -231,7 +239,9 @@ async def _asking(
     tokenizer = build_tokenizer(path)
     encoder = ChatEncoder(tokenizer)
     if engine is None:
-        engine = await start_judge(config, path, eos_token_ids=eos_token_ids(tokenizer, path), watched=watched)
+        engine = await start_judge(
+            config, path, eos_token_ids=eos_token_ids(tokenizer, path), instrumentation=instrumentation
+        )
     model = JudgeModel(
         engine=engine,
         encode=lambda question: encoder.first([{"role": "user", "content": question}]),

@@ -7,19 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gcore_controller import TrainerClient
 from gcore_llm.comparison import Comparison
 from gcore_llm.config import TrainConfig
 from gcore_llm.engines import start_policy
-from gcore_llm.exchange import sample_flops, workload_of
-from gcore_llm.learner import Learner, LocalLearner
-from gcore_llm.learner_part import LearnerPart
 from gcore_rollout import Engine
 from gcore_rollout.multi_turn import ChatEncoder, Environment, EpisodeLimits, RevisionEnvironment
 from gcore_rollout.rewards import Failed, FailureLog, OnError, RewardRunner, Scored, load_function
 from gcore_runs.devices import DeviceTimers
 from gcore_runs.errors import UserError
-from gcore_runs.watched import UNWATCHED, Watched
+from gcore_runs.instrumented_engine import NO_INSTRUMENTATION, Instrumentation
 from gcore_runs.weights_files import check_safetensors
+from gcore_trainer import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +59,7 @@ class Sampler:
 class Roles(Sampler):
     """Handles that a controller holds."""
 
-    learner: LearnerPart
+    learner: TrainerClient[MicroBatch]
     owns_process: bool = False
     """Whether nothing but the controller computes in its process."""
 
@@ -120,9 +119,13 @@ def eos_token_ids(tokenizer: Any, model: Path | None) -> list[int]:
     return sorted(i for i in ids if i is not None)
 
 
-async def build_engine(config: TrainConfig, model: Path, tokenizer: Any, *, watched: Watched = UNWATCHED) -> Engine:
+async def build_engine(
+    config: TrainConfig, model: Path, tokenizer: Any, *, instrumentation: Instrumentation = NO_INSTRUMENTATION
+) -> Engine:
     """The policy's engine, with the weights of a model folder."""
-    return await start_policy(config, model, eos_token_ids=eos_token_ids(tokenizer, model), watched=watched)
+    return await start_policy(
+        config, model, eos_token_ids=eos_token_ids(tokenizer, model), instrumentation=instrumentation
+    )
 
 
 def build_world(config: TrainConfig, tokenizer: Any, reward: RewardRunner) -> World | None:
@@ -165,13 +168,3 @@ def _revision(config: TrainConfig, reward: RewardRunner, row: Mapping[str, Any])
     return RevisionEnvironment(
         messages, score, good_enough=multi_turn.good_enough, max_revisions=multi_turn.max_revisions
     )
-
-
-def build_learner(config: TrainConfig, model: Path, checkpoints: Path) -> Learner:
-    """The models in training: in this process, or on ranks of their own."""
-    if config.trainer.num_processes == 1 and config.trainer.backend == "torch":
-        return LocalLearner(config, model, checkpoints)
-    from gcore_llm.learner_ranks import RankedLearner
-
-    workload = workload_of(model)
-    return RankedLearner(config, model, checkpoints, cost_of=lambda batch: sample_flops(workload, batch))

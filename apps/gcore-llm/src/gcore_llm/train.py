@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gcore_controller import Backend, TrainerGroup
 from gcore_llm.config import MAY_CHANGE, TrainConfig
 from gcore_llm.engines import check_engine
 from gcore_llm.evaluate import Evaluation
@@ -17,7 +18,7 @@ from gcore_llm.recorder import RunRecorder
 from gcore_llm.report import write_report
 from gcore_llm.rewards import Rewards
 from gcore_llm.roles import build_tokenizer, build_world, check_model
-from gcore_llm.services import Inputs, LocalServices
+from gcore_llm.services import Inputs, start_inline
 from gcore_llm.tasks import load_task
 from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
 from gcore_llm.warmup import require_worked_examples, warm_up
@@ -25,6 +26,7 @@ from gcore_rollout.rewards import Failed
 from gcore_runs.devices import DeviceTimers
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
+from gcore_runs.instrumented_engine import Instrumentation
 from gcore_runs.interrupt import at_once
 from gcore_runs.learning_signal import check_signal
 from gcore_runs.logs import log_to
@@ -32,10 +34,8 @@ from gcore_runs.metrics import MetricsWriter, metrics_server
 from gcore_runs.run_folder import Result, RunFolder, finish_report, open_run, read_jsonl, write_atomically
 from gcore_runs.run_loop import RunLoop, closed, steps_made
 from gcore_runs.run_warnings import RunWarnings
-from gcore_runs.services import SavedLearner, Services
 from gcore_runs.settings import resolve
 from gcore_runs.spans import SpanWriter
-from gcore_runs.watched import Watched
 
 
 def train(config: TrainConfig, display: Display) -> Result:
@@ -80,7 +80,9 @@ def train(config: TrainConfig, display: Display) -> Result:
     server = metrics_server(run=config.name, port=port, host=host, app="gcore-llm")
     with at_once(), server as prometheus, asyncio.Runner() as runner:
         devices = DeviceTimers()
-        rewards = runner.run(Rewards.start(config, watched=Watched(devices=devices, announce=display.say)))
+        rewards = runner.run(
+            Rewards.start(config, instrumentation=Instrumentation(devices=devices, announce=display.say))
+        )
         try:
             runner.run(_try_rewards(rewards, prompts, display, timeout_s=config.reward_calls.timeout_s))
             world = build_world(config, tokenizer, rewards.runner)
@@ -190,15 +192,15 @@ def _is_evaluated(run: RunFolder, config: TrainConfig, step: int) -> bool:
     return step > 0 and any(r["step"] == step and "val/greedy/score/mean" in r for r in read_jsonl(run.metrics))
 
 
-async def _start(inputs: Inputs, model: Path, checkpoints: Path) -> Services[Job, TrainConfig, Evaluation]:
+async def _start(inputs: Inputs, model: Path, checkpoints: Path) -> Backend[Job, TrainConfig, Evaluation]:
     if inputs.config.runtime == "ray":
-        from gcore_llm.on_ray.services import start_on_ray
+        from gcore_llm.on_ray import start_on_ray
 
         return await start_on_ray(inputs, model, checkpoints)
-    return await LocalServices.start(inputs, model, checkpoints)
+    return await start_inline(inputs, model, checkpoints)
 
 
-def _export(learner: SavedLearner, tokenizer: Any, path: Path) -> None:
+def _export(learner: TrainerGroup, tokenizer: Any, path: Path) -> None:
     learner.save_pretrained(path)
     tokenizer.save_pretrained(path)
 

@@ -14,8 +14,8 @@ from gcore_llm.tasks import WORKED_EXAMPLES
 from gcore_rollout.rewards import RewardRunner
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
+from gcore_runs.instrumented_engine import Instrumentation
 from gcore_runs.run_folder import RunFolder, append_json, write_atomically, write_jsonl
-from gcore_runs.watched import Watched
 from gcore_trainer import OptimizerConfig, Sample
 from gcore_trainer.objectives import SFTObjective
 from gcore_trainer.packed_model import PackedModel
@@ -52,7 +52,7 @@ async def warm_up(
         initial, device=config.device, temperature=config.rollout.temperature, max_length=config.data.max_length
     )
     trainer = TorchTrainer(packed, optimizer=optimizer, objective=SFTObjective())
-    policy = await build_engine(config, initial, tokenizer, watched=Watched(logs=run.logs))
+    policy = await build_engine(config, initial, tokenizer, instrumentation=Instrumentation(logs=run.logs))
     sampler = Sampler(policy=policy, reward=reward, tokenizer=tokenizer)
     try:
         await _until_accurate(config, run, trainer, samples, sampler, prompts, display)

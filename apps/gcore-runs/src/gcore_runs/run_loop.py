@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from gcore_ckpt import Checkpointer
+from gcore_controller import Backend, RankError
 from gcore_runs.display import Display
-from gcore_runs.errors import RankError
+from gcore_runs.job import RunConfig, RunJob
 from gcore_runs.metrics import MetricsWriter
-from gcore_runs.recording import Present, Saving
+from gcore_runs.recorder import BaseRunRecorder, Present
 from gcore_runs.run_folder import RunFolder
-from gcore_runs.services import RunConfig, RunJob, Services
 from gcore_runs.spans import SpanWriter
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ class RunLoop(Generic[JobT, ConfigT, EvaluationT]):
         prometheus: And there.
     """
 
-    services: Services[JobT, ConfigT, EvaluationT]
+    services: Backend[JobT, ConfigT, EvaluationT]
     run: RunFolder
-    recorder: Callable[[JobT, MetricsWriter, SpanWriter], Saving[EvaluationT]]
+    recorder: Callable[[JobT, MetricsWriter, SpanWriter], BaseRunRecorder[JobT, EvaluationT]]
     is_evaluated: Callable[[ConfigT, int], bool]
     runner: asyncio.Runner
     display: Display
@@ -95,7 +95,7 @@ class RunLoop(Generic[JobT, ConfigT, EvaluationT]):
                     loss = _Loss(error=error)
                     num_losses += 1
             spans.go_on(last_step=job.first_step, cause=recovery.cause)
-            display.say(f"{recovery.said}; going on after step {job.first_step}")
+            display.say(f"{recovery.message}; going on after step {job.first_step}")
 
     def _attempt(self, job: JobT, spans: SpanWriter) -> "_Loss | None":
         """Run a job; whatever ends it, its last step is saved if the models are still there."""
@@ -120,7 +120,7 @@ class RunLoop(Generic[JobT, ConfigT, EvaluationT]):
                 return _Loss(error=error, present=recorder.present(), has_progressed=has_progressed)
         return None
 
-    async def _run(self, job: JobT, recorder: Saving[EvaluationT]) -> None:
+    async def _run(self, job: JobT, recorder: BaseRunRecorder[JobT, EvaluationT]) -> None:
         main = asyncio.current_task()
         assert main is not None
         with recorder.interrupt.cancels(main):
@@ -149,13 +149,13 @@ class _Loss:
 
     error: Exception
     present: Present | None = None
-    """See `Saving.present`."""
+    """See `BaseRunRecorder.present`."""
     has_progressed: bool = False
     """Whether it made a step."""
 
 
 @contextmanager
-def closed(services: Services[Any, Any, Any], runner: asyncio.Runner) -> Generator[None]:
+def closed(services: Backend[Any, Any, Any], runner: asyncio.Runner) -> Generator[None]:
     """Close them behind the block, however that ends."""
     try:
         yield

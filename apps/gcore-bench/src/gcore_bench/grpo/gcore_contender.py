@@ -15,9 +15,10 @@ from gcore_llm.evaluate import Evaluation
 from gcore_llm.exchange import workload_of
 from gcore_llm.program import Job, rlhf_program
 from gcore_llm.rewards import make_runner, reward_function
-from gcore_llm.roles import Sampler, build_engine, build_learner, build_tokenizer
+from gcore_llm.roles import Sampler, build_engine, build_tokenizer
 from gcore_llm.sampling import State
 from gcore_llm.services import sharing
+from gcore_llm.trainer_worker import start_trainer
 from gcore_rollout import Completion, Engine, Request
 from gcore_rollout.forwarding import WrappedEngine
 from gcore_rollout.rewards import Failure
@@ -36,7 +37,7 @@ def run(
     runner = make_runner(reward, config)
     watched = _WatchedEngine(asyncio.run(build_engine(config, model, tokenizer)))
     # No checkpoint is taken here.
-    learner = build_learner(config, model, model.parent / "checkpoints")
+    learner = start_trainer(config, model, model.parent / "checkpoints")
     recorder = _Recorder(watched, reward)
     job = Job(
         config=config,

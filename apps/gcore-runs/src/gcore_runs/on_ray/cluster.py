@@ -8,11 +8,9 @@ import socket
 import ray
 from ray._private import worker as ray_worker
 
-from gcore_controller.errors import ClusterError
-from gcore_controller.runtimes.ray import check_token
-from gcore_controller.runtimes.ray import connect as connect_with_token
+from gcore_controller import ClusterError, SizedConfig, check_token
+from gcore_controller import connect as connect_with_token
 from gcore_runs.errors import UserError
-from gcore_runs.sizes import SizedConfig
 
 _CONNECT_TIMEOUT_S = 10.0
 

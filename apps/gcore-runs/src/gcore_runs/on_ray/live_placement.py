@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gcore_controller import Span
+from gcore_controller import Sizes, Span
 from gcore_placement import (
     DynamicPartition,
     DynamicPartitionConfig,
@@ -16,7 +16,6 @@ from gcore_placement import (
     StrategyChoice,
 )
 from gcore_runs.placement_config import PlacementConfig
-from gcore_runs.sizes import Sizes
 
 Role = Literal["gen", "reward"]
 """By its stage."""
@@ -25,10 +24,6 @@ _NUM_STEPS = 20
 """In which the fullest engines are looked for."""
 _SLACK = 0.1
 """A role that waited for less than this share of its time was not held up."""
-
-
-class PlacementMovedError(Exception):
-    """Engines are to change their role, and the run is to go on with that."""
 
 
 class LivePlacement:

@@ -1,24 +1,24 @@
-"""How the nodes of a cluster change while a run is on them."""
+"""Observation of the nodes of a cluster during a run."""
 
 import asyncio
 import time
 
-from gcore_runs.on_ray.room import Node, RoomChangedError, alive_nodes, has_room, largest
-from gcore_runs.sizes import SizedConfig, Sizes
+from gcore_controller.runtimes.ray.capacity import CapacityChangedError, Node, alive_nodes, has_capacity, largest
+from gcore_controller.runtimes.sizes import SizedConfig, Sizes
 
 _WATCH_EVERY_S = 1.0
 _SETTLED_S = 3.0
-"""Nodes that join together are few seconds apart."""
+"""Nodes that join together are at most a few seconds apart."""
 
 
-class RoomWatch:
-    """The nodes that a run was sized for, and what has become of them.
+class CapacityWatch:
+    """Compares the nodes of a cluster with those that a run was sized for.
 
     Args:
         config: with the sizes that are asked for.
 
     Attributes:
-        whole: The sizes that there was room for.
+        whole: The largest sizes that fitted when `size` was called last.
     """
 
     def __init__(self, config: SizedConfig) -> None:
@@ -26,13 +26,13 @@ class RoomWatch:
         self._config = config
         self._nodes: dict[str, Node] = {}
         self._last_change: tuple[frozenset[str], float] = (frozenset(), 0.0)
-        """The nodes that there are, and since when these."""
+        """The names of the nodes, and since when there have been these."""
 
     def size(self) -> Sizes:
-        """The sizes that there is room for now.
+        """Return the largest sizes that fit now.
 
         Raises:
-            ClusterError: there is none at all.
+            ClusterError: no sizes fit.
         """
         self._nodes = alive_nodes()
         if self._config.ray.elastic:
@@ -41,25 +41,26 @@ class RoomWatch:
 
     @property
     def shortfall(self) -> str:
-        """What of the settings there is no room for, in a line; empty: there is room for all."""
+        """See `Backend.shortfall`."""
         asked = self._config.sizes
-        return "" if asked == self.whole else f"the cluster has room for {self.whole}, of {asked}"
+        return "" if asked == self.whole else f"the cluster has capacity for {self.whole}, of {asked}"
 
-    async def loss(self, sizes: Sizes) -> RoomChangedError:
-        """Wait until nodes are lost, and there is no room any more for these sizes."""
+    async def loss(self, sizes: Sizes) -> CapacityChangedError:
+        """Wait until nodes are lost and these sizes do not fit any more; return the error that says so."""
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
             nodes = alive_nodes()
             if nodes.keys() != self._last_change[0]:
                 self._last_change = (frozenset(nodes), time.monotonic())
             lost = [name for name in self._nodes if name not in nodes]
-            if lost and self._config.ray.elastic and not has_room(nodes.values(), self._config, sizes):
-                return RoomChangedError(f"node {', '.join(lost)} was lost")
+            if lost and self._config.ray.elastic and not has_capacity(nodes.values(), self._config, sizes):
+                return CapacityChangedError(f"node {', '.join(lost)} was lost")
 
     def check_growth(self) -> None:
-        """
+        """Check whether the run can grow.
+
         Raises:
-            RoomChangedError: nodes have joined a while ago, and there is room for more of the run than there was.
+            CapacityChangedError: nodes joined some seconds ago, and larger sizes fit.
         """
         names, since_s = self._last_change
         if not self.shortfall or names <= self._nodes.keys() or time.monotonic() < since_s + _SETTLED_S:
@@ -67,4 +68,4 @@ class RoomWatch:
         nodes = alive_nodes()
         if largest(nodes.values(), self._config) != self.whole:
             joined = ", ".join(name for name in nodes if name not in self._nodes)
-            raise RoomChangedError(f"node {joined} has joined")
+            raise CapacityChangedError(f"node {joined} has joined")

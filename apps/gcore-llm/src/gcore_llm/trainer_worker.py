@@ -1,24 +1,22 @@
-"""The models in training: the policy, and the critic and reference where the algorithm has them."""
+"""The models in training on one rank: the policy, and the critic and reference where the algorithm has them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
-from gcore_ckpt import Checkpointer
+from gcore_ckpt import Checkpointer, CheckpointError
+from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTrainerGroup, TrainerSpec
 from gcore_llm.config import TrainConfig
+from gcore_llm.exchange import sample_flops, workload_of
 from gcore_llm.performance import memory
 from gcore_runs.errors import UserError
-from gcore_runs.services import SavedLearner
-from gcore_trainer import MicroBatch, OptimizerConfig
+from gcore_runs.logs import log_to, logs_of
+from gcore_trainer import MicroBatch, OptimizerConfig, TrainerError
 from gcore_trainer.config import LoRAConfig
 
 if TYPE_CHECKING:
-    import torch
-
     from gcore_rollout.weight_digests import DigestedWeights
     from gcore_trainer.frozen_model import FrozenModel
     from gcore_trainer.objectives import Objective
@@ -27,40 +25,6 @@ if TYPE_CHECKING:
 
 Role = Literal["actor", "critic", "reference"]
 State = dict[str, Any]
-
-
-class ComputingLearner(Protocol):
-    """What the models in training compute.
-
-    Of the calls, several may be made at once: one runs after the other.
-    """
-
-    @property
-    def num_replicas(self) -> int:
-        """A number of micro-batches that this divides loads the policy's data-parallel replicas evenly."""
-        ...
-
-    async def score(self, role: Role, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
-        """Log-probabilities under the actor or reference, or the critic's values, [R] of each sample."""
-        ...
-
-    async def score_and_route(
-        self, micro_batches: Sequence[MicroBatch]
-    ) -> list[list[tuple[NDArray[np.float32], NDArray[np.int16]]]]:
-        """The actor's log-probabilities [R] of each sample, and the experts that its tokens passed through."""
-        ...
-
-    async def train_step(self, role: Role, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """One update of the actor or the critic; its metrics."""
-        ...
-
-
-class Learner(ComputingLearner, SavedLearner, Protocol):
-    """The models in training, in this process or behind it."""
-
-    def export_weights(self) -> Iterable[tuple[str, "torch.Tensor"]]:
-        """The policy's weights, one at a time and once; with digests, if they are to be compared with an engine's."""
-        ...
 
 
 def has_critic(config: TrainConfig) -> bool:
@@ -78,10 +42,16 @@ def needs_old_log_probs(config: TrainConfig) -> bool:
     return config.algorithm.rollout_correction.is_active or bool(config.algorithm.kl_ctrl.kl_coef)
 
 
-class LocalLearner:
-    """The models in this process: all of them, or, where torch.distributed runs, this rank's part.
+class LLMTrainerWorker:
+    """A `gcore_controller.TrainerWorker` of language models: all of them, or this rank's shards of them.
 
-    All ranks make the same calls, with the micro-batches of their replicas.
+    Args:
+        config: the run's.
+        model: Hugging Face folder to start from.
+        checkpoints: folder of the checkpoints.
+
+    Raises:
+        UserError: the model does not fit the settings.
     """
 
     def __init__(self, config: TrainConfig, model: Path, checkpoints: Path) -> None:
@@ -92,8 +62,8 @@ class LocalLearner:
             self._trainers["critic"] = _build_critic(config, critic, parallel)
         if config.actor.router_replay != "disabled" and not self._trainers["actor"].num_routers:
             raise UserError(
-                f"actor.router_replay is {config.actor.router_replay!r}: the model in {model} has no routers, "
-                "'disabled' is needed"
+                f"actor.router_replay is {config.actor.router_replay!r}; expected 'disabled', because the model in "
+                f"{model} has no routers"
             )
         self._reference = _build_reference(config, model, parallel) if has_reference(config) else None
         self._device = config.device
@@ -102,56 +72,64 @@ class LocalLearner:
 
     @property
     def num_updates(self) -> int:
+        """See `TrainerWorker.num_updates`."""
         return sum(trainer.step for trainer in self._trainers.values())
 
     @property
-    def num_replicas(self) -> int:
-        return self.replicas("actor")[1]
-
-    @property
     def roles(self) -> list[Role]:
-        """The models there are."""
+        """See `TrainerWorker.roles`."""
         return [*self._trainers, *(["reference"] if self._reference else [])]
 
-    def replicas(self, role: Role) -> tuple[int, int]:
-        """This rank's data-parallel rank in a role, and how many there are."""
-        model = self._model(role)
+    def replica(self, role: str) -> tuple[int, int]:
+        """See `TrainerWorker.replica`."""
+        model = self._reference if role == "reference" else self._trainers[cast("Role", role)]
+        assert model is not None
         return model.data_parallel_rank, model.data_parallel_size
 
-    async def score(self, role: Role, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+    def score(self, role: str, micro_batches: Sequence[MicroBatch], *, with_routing: bool) -> list[list[Any]]:
+        """Return log-probabilities under the actor or reference, or the critic's values, [R] of each sample.
+
+        Args:
+            role: the model.
+            micro_batches: those of this replica.
+            with_routing: return pairs with the experts [tokens, layers, k] of the actor's routers, int16.
+        """
         if role == "reference":
             assert self._reference is not None
             return self._reference.scores(micro_batches)
-        trainer = self._trainers[role]
-        return trainer.log_probs(micro_batches) if role == "actor" else trainer.values(micro_batches)
+        if role == "critic":
+            return self._trainers["critic"].values(micro_batches)
+        actor = self._trainers["actor"]
+        return actor.log_probs_and_routing(micro_batches) if with_routing else actor.log_probs(micro_batches)
 
-    async def score_and_route(
-        self, micro_batches: Sequence[MicroBatch]
-    ) -> list[list[tuple[NDArray[np.float32], NDArray[np.int16]]]]:
-        return self._trainers["actor"].log_probs_and_routing(micro_batches)
-
-    async def train_step(self, role: Role, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        metrics = self._trainers[role].train_step(micro_batches)
+    def train_step(self, role: str, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """See `TrainerWorker.train_step`."""
+        metrics = self._trainers[cast("Role", role)].train_step(micro_batches)
         if role == "critic":
             metrics = {name.replace("actor/", "critic/"): value for name, value in metrics.items()}
         return metrics | memory(self._device)
 
-    def export_weights(self) -> "DigestedWeights":
+    def export_weights(self, *, averaged: bool = False) -> "DigestedWeights":
+        """See `TrainerWorker.export_weights`; there is no average of a language model's weights."""
         import torch
 
         from gcore_rollout.weight_digests import DigestedWeights
 
+        assert not averaged
         # Some parameters stay in float32 in engines of another type.
         dtypes = [torch.float32, getattr(torch, self._dtype)]
         return DigestedWeights(self._trainers["actor"].export_weights(), dtypes=dtypes)
 
     def save_pretrained(self, path: Path) -> None:
+        """See `TrainerWorker.save_pretrained`."""
         self._trainers["actor"].save_pretrained(path)
 
     def save(self, step: int, rest: State) -> None:
+        """See `TrainerWorker.save`."""
         self._checkpointer.save(step, {**rest, **self._states()})
 
     def load(self) -> State:
+        """See `TrainerWorker.load`."""
         template = self._states()
         loaded = self._checkpointer.load({"step": None, "controllers": None, **template})
         for role, trainer in self._trainers.items():
@@ -160,16 +138,68 @@ class LocalLearner:
         return {name: loaded[name] for name in ("step", "controllers")}
 
     def close(self) -> None:
+        """See `TrainerWorker.close`."""
         self._checkpointer.close()
 
     def _states(self) -> State:
         return {_KEYS[role]: _for_checkpoint(trainer.state()) for role, trainer in self._trainers.items()}
 
-    def _model(self, role: Role) -> "Trainer | FrozenModel":
-        if role == "reference":
-            assert self._reference is not None
-            return self._reference
-        return self._trainers[role]
+
+def trainer_spec(config: TrainConfig, model: Path, checkpoints: Path, *, num_threads: int) -> TrainerSpec:
+    """Return how the ranks of a run's models are started.
+
+    Args:
+        config: the run's.
+        model: Hugging Face folder to start from.
+        checkpoints: folder of the checkpoints.
+        num_threads: threads of torch in each rank.
+    """
+    megatron = ["gcore_trainer.megatron.trainer"] if config.trainer.backend == "megatron" else []
+    return TrainerSpec(
+        make_worker=partial(_make_worker, config, model.absolute(), checkpoints.absolute()),
+        num_ranks=config.trainer.num_processes,
+        device=config.device,
+        num_threads=num_threads,
+        enter_process=partial(_log, logs_of(checkpoints.absolute())),
+        put_weights=_put_weights,
+        expected_errors=(CheckpointError, TrainerError, UserError),
+        preload=[__name__, *_PRELOADED, *megatron],
+    )
+
+
+def start_trainer(config: TrainConfig, model: Path, checkpoints: Path) -> SharedTrainerGroup[MicroBatch]:
+    """Load the models in training, in this process or on ranks in local processes."""
+    if config.trainer.num_processes == 1 and config.trainer.backend == "torch":
+        return InProcessTrainerGroup(LLMTrainerWorker(config, model, checkpoints))
+    workload = workload_of(model)
+    spec = trainer_spec(config, model, checkpoints, num_threads=config.threads)
+    return LocalTrainerGroup(spec, cost_of=partial(sample_flops, workload))
+
+
+def ray_trainer_spec(config: TrainConfig, model: Path, checkpoints: Path) -> TrainerSpec:
+    """Return how the ranks are started on Ray, where they share the threads."""
+    num_threads = max(1, config.threads // config.sizes.ranks)
+    return trainer_spec(config, model, checkpoints, num_threads=num_threads)
+
+
+_PRELOADED = ["gcore_trainer.torch_trainer", "gcore_trainer.frozen_model", "torch._dynamo"]
+
+
+def _make_worker(config: TrainConfig, model: Path, checkpoints: Path, device: str) -> LLMTrainerWorker:
+    import torch
+
+    torch.manual_seed(config.seed)
+    return LLMTrainerWorker(replace(config, device=device), model, checkpoints)
+
+
+def _log(logs: Path, rank: int) -> None:
+    log_to(logs, "trainer", rank, redirect=True)
+
+
+def _put_weights(weights: Any) -> Any:
+    from gcore_rollout.weight_sync.weight_references import WeightReferences
+
+    return WeightReferences.put(weights)
 
 
 _KEYS: dict[Role, str] = {"actor": "trainer", "critic": "critic"}

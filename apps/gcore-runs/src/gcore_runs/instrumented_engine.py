@@ -1,4 +1,4 @@
-"""Engines that can be seen from outside: when they work, and what their processes log."""
+"""Engines whose work is recorded, whose weights are compared with the trainer's, and whose processes log to files."""
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
@@ -21,23 +21,23 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watched:
-    """Where the replicas of a model are to be seen, each as its role and its number."""
+class Instrumentation:
+    """How the replicas of a model are instrumented. Each is named by its role and its number."""
 
     role: Literal["engine", "judge"] = "engine"
     devices: DeviceTimers | None = None
-    """Note when they work."""
+    """Record when the replicas work."""
     logs: Path | None = None
-    """Folder of the files that those log to which are processes of their own."""
+    """Folder of the log files of replicas that are processes of their own."""
     device: Literal["engine", "judge"] | None = None
-    """Whose device they are on, if not their own."""
+    """The role whose devices the replicas share; None: they have devices of their own."""
     record: WeightRecord = field(default_factory=WeightRecord)
-    """Of the weights that the replicas of a policy are to have."""
+    """The weights that the replicas of a policy should have."""
     announce: Callable[[str], None] | None = None
     """Called with a line when a replica has died; see `EngineReplicas`."""
 
-    def timed(self, engine: Engine[RequestT, SampleT], number: int) -> Engine[RequestT, SampleT]:
-        """The replica of this number, behind what compares a policy's weights and what notes its work."""
+    def instrument(self, engine: Engine[RequestT, SampleT], number: int) -> Engine[RequestT, SampleT]:
+        """Wrap the replica of this number."""
         if self.role == "engine":
             engine = CheckedEngine(engine, name=f"engine {number}", record=self.record)
         if self.devices is None:
@@ -47,23 +47,24 @@ class Watched:
         return TimedEngine(engine, self.devices, device, stage=stage, name=name)
 
     def logged(self, make: Callable[[], T], number: int) -> Callable[[], T]:
-        """What makes the replica of this number, in a process of its own."""
+        """Wrap the function that builds the replica of this number, so that its process logs to a file."""
         if self.logs is None:
             return make
         return partial(logged, self.logs, self.role, number, make)
 
 
-UNWATCHED = Watched()
+NO_INSTRUMENTATION = Instrumentation()
 
 
 class TimedEngine(WrappedEngine[RequestT, SampleT]):
-    """An engine whose calls are noted: samples and their work as ``stage``, new weights as sync, to sleep and to wake
-    as swap.
+    """An engine whose calls are recorded: new weights as stage sync, sleep and wake as swap, samples as ``stage``.
 
     Args:
-        device: its row in the timeline.
-        stage: see above.
-        name: for announcements; None: that of the device.
+        engine: what is wrapped.
+        devices: where calls are recorded.
+        device: name of its row in the timeline.
+        stage: stage of generation; the work of samples is counted there.
+        name: name in announcements; None: that of the device.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a controller on Ray does in its own process before and after its program."""
+"""A controller's own process on Ray: its logs, and its connections to the engines that it uses."""
 
 import asyncio
 import os
@@ -6,44 +6,51 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
-from gcore_controller import Context
+from gcore_controller import Announcer, Context, Handles, SizedConfig
 from gcore_rollout import Engine
 from gcore_rollout.ray_engine import EngineHandle, RayEngine
 from gcore_rollout.replicas import EngineReplicas
 from gcore_rollout.turns import Turns
 from gcore_runs.devices import DeviceTimers
+from gcore_runs.instrumented_engine import Instrumentation
 from gcore_runs.logs import log_to
-from gcore_runs.on_ray.reports import Announcements
-from gcore_runs.on_ray.services import Handles
-from gcore_runs.sizes import SizedConfig
-from gcore_runs.watched import Watched
+from gcore_runs.placement_config import PlacementConfig
+
+
+class PlacedConfig(SizedConfig, Protocol):
+    """Settings of a run on Ray."""
+
+    @property
+    def placement(self) -> PlacementConfig: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerServices:
-    """What is a controller's own."""
+    """The services that a controller connects to."""
 
     policy: Engine[Any, Any]
     judge: Engine[Any, Any] | None
     devices: DeviceTimers
-    """What notes the work of the engines."""
+    """Timers of the engines."""
     num_engines: int
-    """Of the policy."""
+    """Engines of the policy."""
 
 
 @asynccontextmanager
-async def own_services(ctx: Context[Handles], config: SizedConfig) -> AsyncGenerator[ControllerServices]:
-    """Make this process a controller's, and connect it to the engines that are its own, inside the block."""
+async def controller_services(
+    ctx: Context[Handles], config: PlacedConfig, logs: Path
+) -> AsyncGenerator[ControllerServices]:
+    """Set this process up for a controller, and connect it to the engines that it uses, inside the block."""
     import torch
 
     os.chdir(ctx.roles.folder)
-    log_to(ctx.roles.logs, "controller", ctx.rank, redirect=True)
+    log_to(logs, "controller", ctx.rank, redirect=True)
     torch.set_num_threads(max(1, config.threads // ctx.world_size))
     devices = DeviceTimers()
-    announce = Announcements(ctx.report)
-    connect = partial(_connected, devices, announce, start_timeout_s=config.ray.timeout_s)
+    connect = partial(_connect, devices, Announcer(ctx.report), start_timeout_s=config.ray.timeout_s)
     engines = _own(ctx.roles.engines, ctx.rank, ctx.world_size)
     judges = _own(ctx.roles.judges, ctx.rank, ctx.world_size)
     in_turns = config.placement.strategy == "colocated"
@@ -63,11 +70,11 @@ async def own_services(ctx: Context[Handles], config: SizedConfig) -> AsyncGener
 
 
 def _own(engines: Sequence[EngineHandle], rank: int, world_size: int) -> dict[int, EngineHandle]:
-    """Every ``world_size``-th, by number; where there are fewer, several controllers have the same."""
+    """Return every ``world_size``-th engine by its number; if there are fewer, several controllers share one."""
     return dict(list(enumerate(engines))[rank % len(engines) :: world_size]) if engines else {}
 
 
-async def _connected(
+async def _connect(
     devices: DeviceTimers,
     announce: Callable[[str], None],
     role: Literal["engine", "judge"],
@@ -76,21 +83,27 @@ async def _connected(
     device: Literal["engine"] | None = None,
     start_timeout_s: float,
 ) -> Engine[Any, Any]:
-    """The engines of some actors, by number, as one; one that dies is connected to again after Ray has restarted it.
+    """Return the engines of some actors as one; it connects again to one that died, after Ray has restarted it.
 
     Args:
-        device: whose devices they are on, if not their own.
+        devices: timers of the engines.
+        announce: called with a line when an engine has died.
+        role: of the engines.
+        actors: their handles by number.
+        device: the role whose devices they use, if not their own.
+        start_timeout_s: how long an engine may take to start.
     """
-    watched = Watched(role=role, devices=devices, device=device)
+    instrumentation = Instrumentation(role=role, devices=devices, device=device)
 
     async def connect(number: int) -> Engine[Any, Any]:
-        return watched.timed(await RayEngine.connect(actors[number], start_timeout_s=start_timeout_s), number)
+        engine = await RayEngine.connect(actors[number], start_timeout_s=start_timeout_s)
+        return instrumentation.instrument(engine, number)
 
     clients = await asyncio.gather(*map(connect, actors))
     of_client = {id(client): number for client, number in zip(clients, actors, strict=True)}
     replaced: set[int] = set()
 
-    async def again() -> Engine[Any, Any]:
+    async def reconnect() -> Engine[Any, Any]:
         alive = {id(engine) for engine in replicas.engines}
         dead = next(client for client in of_client if client not in alive | replaced)
         replaced.add(dead)
@@ -104,9 +117,9 @@ async def _connected(
         return client
 
     newest = max(client.weight_version for client in clients)
-    replicas = EngineReplicas([c for c in clients if c.weight_version == newest], restart=again, announce=announce)
+    replicas = EngineReplicas([c for c in clients if c.weight_version == newest], restart=reconnect, announce=announce)
     for client in clients:
-        # Of engines that a run before this one has left with older weights.
+        # Engines that an earlier job has left with older weights.
         if client.weight_version < newest:
             await replicas.add(client)
     return replicas

@@ -1,29 +1,27 @@
-"""The models in training: the policy, and the reference where the algorithm has one."""
+"""The models in training on one rank: the policy, and the reference where the algorithm has one."""
 
-import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from gcore_ckpt import Checkpointer
-from gcore_controller import Collectives
+from gcore_ckpt import Checkpointer, CheckpointError
+from gcore_controller import TrainerSpec
 from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.rewards import reward_gradient
 from gcore_diffusion.sampling import has_reference_pass, kernel_of
-from gcore_rollout import Engine
-from gcore_rollout.diffusion import ImageRequest, ImageSample
 from gcore_rollout.diffusion.recording import suited
 from gcore_rollout.weight_digests import DigestedWeights
-from gcore_rollout.weight_report import all_digests, check_weights
-from gcore_runs.devices import DeviceTimers, rank_name
 from gcore_runs.errors import UserError
-from gcore_trainer import OptimizerConfig
+from gcore_runs.logs import log_to, logs_of
+from gcore_trainer import OptimizerConfig, TrainerError
 from gcore_trainer.diffusion.denoiser import Denoiser
 from gcore_trainer.diffusion.objectives import (
     DiffusionDPOObjective,
@@ -41,22 +39,22 @@ from gcore_trainer.torch_parallel import TorchParallel
 State = dict[str, Any]
 
 
-class Learner:
-    """The models in this process: whole or, where torch.distributed runs on several ranks, this rank's part.
+class DiffusionTrainerWorker:
+    """A `gcore_controller.TrainerWorker` of image models: whole, or on several ranks this rank's shards of them.
 
-    All ranks make the same calls, but `reference_means`, each with images of its own.
+    The reference is whole on every rank, so that one rank alone can score with it.
 
     Args:
         config: the run's.
         model: the pipeline's folder.
-        checkpoints: where checkpoints are.
-        reward: differentiable, of latents and prompts, where the algorithm goes through it.
+        checkpoints: folder of the checkpoints.
+        reward: differentiable function of latents and prompts, for algorithms that use its gradient.
 
     Raises:
         UserError: the algorithm cannot train such a model.
     """
 
-    roles = ("actor",)
+    roles = ("actor", "reference")
 
     def __init__(self, config: DiffusionConfig, model: Path, checkpoints: Path, *, reward: Any = None) -> None:
         self._config = config
@@ -89,38 +87,43 @@ class Learner:
 
     @property
     def num_updates(self) -> int:
-        """Updates so far."""
+        """See `TrainerWorker.num_updates`."""
         return self._trainer.step
 
-    def replicas(self, role: str) -> tuple[int, int]:
-        """See `RankLearner.replicas`."""
+    def replica(self, role: str) -> tuple[int, int]:
+        """See `TrainerWorker.replica`."""
         del role
         return self._trainer.data_parallel_rank, self._trainer.data_parallel_size
 
-    def reference_means(self, micro_batches: Sequence[DiffusionMicroBatch]) -> list[list[NDArray[np.float32]]]:
-        """See `step_means`, of the reference; each rank has all of it, so that it may be asked alone."""
+    def score(
+        self, role: str, micro_batches: Sequence[DiffusionMicroBatch], *, with_routing: bool
+    ) -> list[list[NDArray[np.float32]]]:
+        """Return the reference's means [K, ...] at the recorded steps of each image; see `step_means`."""
+        assert role == "reference"
         assert self._reference is not None
+        assert not with_routing
         return step_means(self._reference, micro_batches, self._kernel)
 
-    def train_step(self, micro_batches: Sequence[DiffusionMicroBatch]) -> dict[str, float]:
-        """One update; see `DiffusionTrainer.train_step`."""
+    def train_step(self, role: str, micro_batches: Sequence[DiffusionMicroBatch]) -> dict[str, float]:
+        """Update the policy once; see `DiffusionTrainer.train_step`."""
+        assert role == "actor"
         return self._trainer.train_step(micro_batches)
 
     def export_weights(self, *, averaged: bool = False) -> DigestedWeights:
-        """The weights that sample, or their average."""
+        """Return the weights of the policy that samples, or their average."""
         dtypes = [torch.float32, getattr(torch, self._config.rollout.dtype)]
         return DigestedWeights(self._trainer.export_weights(averaged=averaged), dtypes=dtypes)
 
     def save_pretrained(self, path: Path) -> None:
-        """Write the denoiser's folder, averaged if there is an average."""
+        """Write the folder of the denoiser, averaged if there is an average."""
         self._trainer.save_pretrained(path, averaged=bool(self._config.actor.ema_decay))
 
     def save(self, step: int, rest: State) -> None:
-        """Checkpoint the policy, and ``rest`` beside it; returns when it is copied."""
+        """See `TrainerWorker.save`."""
         self._checkpointer.save(step, {**rest, "trainer": self._trainer.state()})
 
     def load(self) -> State:
-        """Take over the latest checkpoint; gives the ``rest`` that was saved in it."""
+        """See `TrainerWorker.load`."""
         own = self._trainer.state()
         loaded = self._checkpointer.load({"step": None, "controllers": None, "trainer": own})
         # Tensors were filled where they are.
@@ -129,90 +132,47 @@ class Learner:
         return {name: loaded[name] for name in ("step", "controllers")}
 
     def close(self) -> None:
-        """Wait for checkpoints to be written."""
+        """See `TrainerWorker.close`."""
         self._checkpointer.close()
 
 
-class LearnerPart(Protocol):
-    """What a controller's program asks of the models in training, wherever they run.
+def trainer_spec(config: DiffusionConfig, model: Path, checkpoints: Path) -> TrainerSpec:
+    """Return how the ranks of a run's models are started.
 
-    Every controller makes the same calls in the same order, but `reference_means`, each with images of its own.
+    Args:
+        config: the run's.
+        model: folder of the pipeline to start from.
+        checkpoints: folder of the checkpoints.
     """
-
-    @property
-    def num_replicas(self) -> int:
-        """A number of micro-batches that this divides loads the ranks evenly."""
-        ...
-
-    async def reference_means(self, samples: DiffusionMicroBatch) -> list[NDArray[np.float32]]:
-        """Of each image [K, ...], at its recorded steps."""
-        ...
-
-    async def train_step(self, micro_batches: Sequence[DiffusionMicroBatch]) -> dict[str, float]:
-        """An update on all controllers' images together; no metrics where there are none."""
-        ...
-
-    async def update_policy(
-        self, policy: "Engine[ImageRequest, ImageSample]", *, version: int, averaged: bool = False
-    ) -> None:
-        """Give every controller's ``policy`` the present weights, or their average, at least as this version."""
-        ...
-
-    async def check_policy(self, policy: "Engine[ImageRequest, ImageSample]") -> None:
-        """Compare every tensor of every controller's ``policy`` with the present weights.
-
-        Raises:
-            WrongWeightsError: an engine has others.
-        """
-        ...
+    return TrainerSpec(
+        make_worker=partial(_make_worker, config, model.absolute(), checkpoints.absolute()),
+        num_ranks=config.trainer.num_processes,
+        device=config.device,
+        num_threads=max(1, config.threads // config.trainer.num_processes),
+        enter_process=partial(_log, logs_of(checkpoints.absolute())),
+        put_weights=_put_weights,
+        expected_errors=(CheckpointError, TrainerError, UserError),
+    )
 
 
-class SharedLearner:
-    """The part of a controller in a learner that all controllers of this process share; see `LearnerPart`."""
+def _make_worker(config: DiffusionConfig, model: Path, checkpoints: Path, device: str) -> DiffusionTrainerWorker:
+    torch.manual_seed(config.seed)
+    config = replace(config, device=device)
+    return DiffusionTrainerWorker(config, model, checkpoints, reward=reward_gradient(config))
 
-    def __init__(self, learner: Learner, group: Collectives, devices: DeviceTimers) -> None:
-        self._learner = learner
-        self._group = group
-        self._devices = devices
 
-    @property
-    def num_replicas(self) -> int:
-        return 1
+def _put_weights(weights: Any) -> Any:
+    from gcore_rollout.weight_sync.weight_references import WeightReferences
 
-    async def reference_means(self, samples: DiffusionMicroBatch) -> list[NDArray[np.float32]]:
-        """See `LearnerPart.reference_means`."""
-        with self._devices.stage("prepare", rank_name(0)):
-            (means,) = await asyncio.to_thread(self._learner.reference_means, [samples])
-        return means
+    return WeightReferences.put(weights)
 
-    async def train_step(self, micro_batches: Sequence[DiffusionMicroBatch]) -> dict[str, float]:
-        """See `LearnerPart.train_step`."""
-        everyones = await self._group.all_gather(micro_batches)
-        metrics: dict[str, float] = {}
-        batches = [batch for part in everyones for batch in part if batch]
-        if self._group.rank == 0 and batches:
-            with self._devices.stage("train", rank_name(0)):
-                metrics = await asyncio.to_thread(self._learner.train_step, batches)
-        return await self._group.broadcast(metrics)
 
-    async def update_policy(
-        self, policy: "Engine[ImageRequest, ImageSample]", *, version: int, averaged: bool = False
-    ) -> None:
-        """See `LearnerPart.update_policy`."""
-        if self._group.rank == 0:
-            with self._devices.stage("sync", rank_name(0)):
-                await policy.update_weights(self._learner.export_weights(averaged=averaged), version=version)
-        await self._group.barrier()
-
-    async def check_policy(self, policy: "Engine[ImageRequest, ImageSample]") -> None:
-        """See `LearnerPart.check_policy`."""
-        if self._group.rank == 0:
-            await check_weights(policy, all_digests(self._learner.export_weights()))
-        await self._group.barrier()
+def _log(logs: Path, rank: int) -> None:
+    log_to(logs, "trainer", rank, redirect=True)
 
 
 def noise_process(model: Path) -> NoiseProcess:
-    """What the model was trained on."""
+    """Return the noise process that the model was trained on."""
     scheduler = _scheduler(model)
     if hasattr(scheduler, "alphas_cumprod"):
         return DDPMProcess(
@@ -233,22 +193,22 @@ def _objective(config: DiffusionConfig, model: Path, reward: Any) -> DiffusionOb
     if name == "nft":
         process = noise_process(model)
         if not isinstance(process, FlowProcess):
-            raise UserError("algorithm.name is 'nft': a flow-matching model is needed, this one is of DDPM's kind")
+            raise UserError("algorithm.name is 'nft' and the model is of DDPM's kind; expected a flow-matching model")
         return NFTObjective(replace(config.actor.nft, adv_clip_max=config.algorithm.adv_clip_max), process)
     if name == "dpo":
         return DiffusionDPOObjective(config.actor.dpo, noise_process(model))
     if name == "reward_gradient":
         if reward is None:
             raise UserError(
-                f"reward.kind is {config.reward.kind!r} and algorithm.name is 'reward_gradient': a differentiable "
-                "one is needed, a function PATH.py:function of (latents [B, ...] torch, prompts) that returns [B] torch"
+                f"reward.kind is {config.reward.kind!r} and algorithm.name is 'reward_gradient'; expected a "
+                "differentiable function PATH.py:function of (latents [B, ...] torch, prompts) that returns [B] torch"
             )
         return RewardGradientObjective(suited(kernel_of(config), _scheduler(model)), reward)
     return PolicyGradientObjective(config.policy_loss, suited(kernel_of(config), _scheduler(model)))
 
 
 def _scheduled(optimizer: OptimizerConfig, config: DiffusionConfig) -> OptimizerConfig:
-    """With the number of updates of the whole run, where it is not given."""
+    """Return the settings with the number of updates of the whole run, if it is not given."""
     if optimizer.total_training_steps:
         return optimizer
     return replace(optimizer, total_training_steps=config.trainer.total_training_steps * config.actor.num_updates)
