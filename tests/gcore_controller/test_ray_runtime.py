@@ -286,7 +286,7 @@ async def test_no_room_in_time() -> None:
     holding = asyncio.create_task(run_ray(holder, roles=list[str](), world_size=2, num_cpus=4))
     while ray.available_resources().get("CPU"):
         await asyncio.sleep(0.05)
-    with pytest.raises(ClusterError, match=r"2 controllers, each with \{'CPU': 1.0\}, found no room within 0.5 s"):
+    with pytest.raises(ClusterError, match=r"2 controllers, each with \{'CPU': 1.0\}, found no capacity within 0.5 s"):
         await run_ray(holder, roles=list[str](), world_size=2, start_timeout_s=0.5)
     holding.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""How controllers meet: collectives over Python objects, and the checks that all runtimes share.
+"""Collectives over Python objects: the protocol, and the checks that all runtimes share.
 
 Controllers exchange small objects and references here; bulk bytes travel between the roles that make and use them.
 """
@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from operator import add, index, itemgetter
 from typing import Any, Protocol, Self, TypeVar
 
-from gcore_controller.collectives.call_log import Call, CallLog
+from gcore_controller.collectives.call_log import CallLog, CollectiveCall
 from gcore_controller.errors import CollectiveAbandonedError, ControllerError
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ _LARGEST_EXACT = 2**53
 
 
 class Collectives(Protocol):
-    """Every controller must make the same calls in the same order.
+    """Communication between the controllers, which must all make the same calls in the same order.
 
     A call returns when every controller has made it. Calls that differ raise `CollectiveMismatchError` on every rank
     that takes part, as does a call that waits for a controller whose program has returned. After an error the channel
@@ -43,11 +43,11 @@ class Collectives(Protocol):
     def world_size(self) -> int: ...
 
     async def all_gather(self, value: T) -> list[T]:
-        """Every controller's value, by rank."""
+        """Return every controller's value, by rank."""
         ...
 
     async def all_reduce(self, value: float) -> float:
-        """Sum over controllers, as a float, added in rank order.
+        """Return the sum over all controllers as a float, added in rank order.
 
         Raises:
             TypeError: ``value`` is not a number; use `all_gather` for arrays.
@@ -56,7 +56,7 @@ class Collectives(Protocol):
         ...
 
     async def broadcast(self, value: T | None, *, src: int = 0) -> T:
-        """The value that rank ``src`` passed.
+        """Return the value that rank ``src`` passed.
 
         Raises:
             ValueError: ``src`` is not a rank.
@@ -64,7 +64,7 @@ class Collectives(Protocol):
         ...
 
     async def all_to_all(self, parts: Sequence[T]) -> list[T]:
-        """Give ``parts[r]`` to rank r; get what every rank gave here, by rank."""
+        """Send ``parts[r]`` to rank r, and return what every rank has sent to this one, by rank."""
         ...
 
     async def barrier(self) -> None:
@@ -72,26 +72,27 @@ class Collectives(Protocol):
         ...
 
     async def take_tickets(self, count: int, *, counter: str = "", at: int = 0, limit: int | None = None) -> range:
-        """The next ``count`` numbers of a counter that all controllers share, from 0: each goes to one of them.
+        """Return the next ``count`` numbers of a counter that all controllers share; each number goes to one of them.
 
-        No collective: a controller may call it when it likes. Which one gets which numbers depends on who is first.
+        The counter starts at 0. This is no collective: a controller may call it at any time, and numbers go to
+        controllers in the order of their calls.
 
         Args:
-            at: the rank that counts: every rank has counters of its own.
-            limit: only numbers below it, so there may be fewer; the next call goes on behind them.
+            at: the rank whose counter is used; every rank has counters of its own.
+            limit: return only numbers below it, so there may be fewer; the next call continues after them.
         """
         ...
 
     def channel(self, name: str) -> "Collectives":
-        """The same controllers, for a task that runs beside others: calls are in order within a channel, not between.
+        """Return the same controllers for a concurrent task: calls are ordered within a channel, not between channels.
 
-        Counters of tickets are those of all channels.
+        All channels share the counters of tickets.
         """
         ...
 
 
 class TicketCounters:
-    """Those of one rank, by name."""
+    """The counters of one rank, by name."""
 
     def __init__(self) -> None:
         self._next: dict[str, int] = {}
@@ -105,10 +106,12 @@ class TicketCounters:
 
 
 class CheckedCollectives(ABC):
-    """`Collectives` with all checks done, on top of two ways to exchange values.
+    """Base of `Collectives` that does all checks; subclasses exchange the values.
 
     Args:
-        log: Of this rank, shared by all its channels.
+        rank: this rank.
+        world_size: number of controllers.
+        log: the calls of this rank, shared by all its channels.
     """
 
     def __init__(self, rank: int, world_size: int, log: CallLog) -> None:
@@ -162,7 +165,7 @@ class CheckedCollectives(ABC):
         return await self._take_tickets(count, counter, at, limit)
 
     @contextmanager
-    def _call(self, op: str) -> Generator[Call]:
+    def _call(self, op: str) -> Generator[CollectiveCall]:
         """Count a call, and leave the channel in a state that later calls can be checked against."""
         try:
             call = self._log.begin(self._channel, op)
@@ -194,11 +197,11 @@ class CheckedCollectives(ABC):
         return rank
 
     @abstractmethod
-    async def _gather(self, call: Call, value: Any, combine: Callable[[list[Any]], T]) -> T:
+    async def _gather(self, call: CollectiveCall, value: Any, combine: Callable[[list[Any]], T]) -> T:
         """Return what ``combine`` makes of the values of all ranks, which it must not modify."""
 
     @abstractmethod
-    async def _exchange(self, call: Call, parts: Sequence[T]) -> list[T]:
+    async def _exchange(self, call: CollectiveCall, parts: Sequence[T]) -> list[T]:
         """Send a part to each rank, and return the received ones by rank."""
 
     @abstractmethod
@@ -218,7 +221,7 @@ def _as_they_are(values: list[Any]) -> list[Any]:
 
 
 def _sum_in_order(values: list[float]) -> float:
-    """One after the other: Python's own sum of floats is not the same in every version."""
+    """Add one value after the other; Python's own sum of floats differs between versions."""
     return reduce(add, values, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Bookkeeping of collectives, the same under every runtime: who called what, and which calls cannot complete."""
+"""The log of each rank's collectives, from which calls that differ or that cannot complete are found."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ _SAME_CALLS = "every controller must make the same calls in the same order"
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """One controller's part in one collective."""
 
     channel: str
@@ -37,8 +37,8 @@ class _Channel:
     """State of one channel on one rank."""
 
     num_calls: int = 0
-    current: Call | None = None
-    abandoned: Call | None = None
+    current: CollectiveCall | None = None
+    abandoned: CollectiveCall | None = None
     error: ControllerError | None = None
 
 
@@ -61,7 +61,7 @@ class CallLog:
         return {name: channel.num_calls for name, channel in self._channels.items()}
 
     @property
-    def waiting(self) -> list[Call]:
+    def waiting(self) -> list[CollectiveCall]:
         """Calls that have not returned."""
         return [channel.current for channel in self._channels.values() if channel.current is not None]
 
@@ -74,7 +74,8 @@ class CallLog:
         self._is_closed = True
 
     def check_open(self, op: str) -> None:
-        """
+        """Check that the program is still running.
+
         Raises:
             CollectiveMismatchError: The program has returned, so the call comes from a task that it left running.
         """
@@ -84,7 +85,7 @@ class CallLog:
                 "collectives before the program returns"
             )
 
-    def begin(self, channel_name: str, op: str) -> Call:
+    def begin(self, channel_name: str, op: str) -> CollectiveCall:
         """Count a call.
 
         Raises:
@@ -97,7 +98,7 @@ class CallLog:
         channel = self._channels.setdefault(channel_name, _Channel())
         if channel.error is not None:
             raise again(channel.error)
-        call = Call(channel_name, channel.num_calls, op)
+        call = CollectiveCall(channel_name, channel.num_calls, op)
         if channel.current is not None:
             raise ConcurrentCollectivesError(
                 f"rank {self._rank} called {op} while its {channel.current} was in flight: a channel carries one "
@@ -115,7 +116,7 @@ class CallLog:
         channel.current = call
         return call
 
-    def missing(self, call: Call) -> CollectiveMismatchError | None:
+    def missing(self, call: CollectiveCall) -> CollectiveMismatchError | None:
         """Return the error of a call that cannot complete because another rank's program has returned, if so."""
         for rank, num_calls in self._returned.items():
             if (count := num_calls.get(call.channel, 0)) <= call.sequence:
@@ -125,8 +126,8 @@ class CallLog:
                 )
         return None
 
-    def end(self, call: Call, *, abandoned: bool = False) -> None:
-        """A call has returned or raised.
+    def end(self, call: CollectiveCall, *, abandoned: bool = False) -> None:
+        """Note that a call has returned or raised.
 
         Args:
             abandoned: It was cancelled, so this rank does not know the result.
@@ -147,11 +148,11 @@ class CallLog:
 
 @dataclass(frozen=True, kw_only=True)
 class Whereabouts:
-    """What one controller is doing, as a plain record that travels between processes."""
+    """The stage and the collectives that one controller is in; can be sent to other processes."""
 
     stage: str | None = None
     num_calls: Mapping[str, int]
-    waiting: tuple[Call, ...] = ()
+    waiting: tuple[CollectiveCall, ...] = ()
     has_returned: bool = False
 
     def during(self, stage: str | None) -> "Whereabouts":
@@ -159,9 +160,13 @@ class Whereabouts:
 
 
 def describe(whereabouts: Mapping[int, Whereabouts | None]) -> str:
-    """Say where each controller is and which ranks a collective waits for; None: a controller does not answer."""
+    """Return in words where each controller is, and which ranks collectives wait for.
+
+    Args:
+        whereabouts: of each rank; None: the controller does not answer.
+    """
     stages = [f"controller {rank} {_stage(where)}" for rank, where in whereabouts.items()]
-    waiting: dict[Call, list[int]] = {}
+    waiting: dict[CollectiveCall, list[int]] = {}
     for rank, where in whereabouts.items():
         for call in where.waiting if where else ():
             waiting.setdefault(call, []).append(rank)
@@ -175,13 +180,13 @@ def _stage(where: Whereabouts | None) -> str:
     return "has returned" if where.has_returned else f"in {where.stage or 'no stage'}"
 
 
-def _absent(call: Call, whereabouts: Mapping[int, Whereabouts | None]) -> str:
+def _absent(call: CollectiveCall, whereabouts: Mapping[int, Whereabouts | None]) -> str:
     absent = [r for r, w in whereabouts.items() if w is None or w.num_calls.get(call.channel, 0) <= call.sequence]
     return f" waiting for {_ranks(absent)}" if absent else ""
 
 
 def _ranks(ranks: list[int]) -> str:
-    """Ranks in words, consecutive ones as a range."""
+    """Return ranks in words, consecutive ones as a range."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][1] == rank - 1:
@@ -192,7 +197,7 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
-def mismatch(calls: Mapping[int, Call]) -> CollectiveMismatchError:
+def mismatch(calls: Mapping[int, CollectiveCall]) -> CollectiveMismatchError:
     """Return the error for ranks whose calls in the same collective differ."""
     called = ", ".join(f"rank {rank} called {call.op}" for rank, call in sorted(calls.items()))
     (place,) = {call.place for call in calls.values()}

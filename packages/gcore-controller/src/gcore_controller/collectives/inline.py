@@ -5,16 +5,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from gcore_controller.collectives.base import CheckedCollectives, TicketCounters
-from gcore_controller.collectives.call_log import Call, CallLog, Whereabouts, again, mismatch
+from gcore_controller.collectives.call_log import CallLog, CollectiveCall, Whereabouts, again, mismatch
 from gcore_controller.errors import ControllerError
 
 T = TypeVar("T")
 
 
 class _Round:
-    """One collective in flight: what has arrived, and who waits for the result."""
+    """One collective in flight: the values that have arrived, and the ranks that wait for the result."""
 
-    def __init__(self, rank: int, call: Call, world_size: int) -> None:
+    def __init__(self, rank: int, call: CollectiveCall, world_size: int) -> None:
         self.first_rank = rank
         self.call = call
         self.values: list[Any] = [None] * world_size
@@ -22,7 +22,7 @@ class _Round:
 
 
 class InlineGroup:
-    """The meeting place of ``world_size`` controllers that are tasks of one event loop."""
+    """The state that ``world_size`` controllers of one event loop share."""
 
     def __init__(self, world_size: int) -> None:
         if world_size < 1:
@@ -33,8 +33,8 @@ class InlineGroup:
         self._returned: dict[int, dict[str, int]] = {}
         self.logs = [CallLog(rank, self._returned) for rank in range(world_size)]
 
-    async def meet(self, rank: int, call: Call, value: Any, combine: Callable[[list[Any]], T]) -> T:
-        """Hand in ``value``, and return what ``combine`` makes of all values, by rank.
+    async def meet(self, rank: int, call: CollectiveCall, value: Any, combine: Callable[[list[Any]], T]) -> T:
+        """Contribute ``value``, and return what ``combine`` makes of all values, by rank.
 
         It is called once, by the last rank to arrive: among thousands of controllers, one sum for each would take long.
         """
@@ -91,10 +91,10 @@ class InlineCollectives(CheckedCollectives):
         super().__init__(rank, group.world_size, group.logs[rank])
         self._group = group
 
-    async def _gather(self, call: Call, value: Any, combine: Callable[[list[Any]], T]) -> T:
+    async def _gather(self, call: CollectiveCall, value: Any, combine: Callable[[list[Any]], T]) -> T:
         return await self._group.meet(self._rank, call, value, combine)
 
-    async def _exchange(self, call: Call, parts: Sequence[T]) -> list[T]:
+    async def _exchange(self, call: CollectiveCall, parts: Sequence[T]) -> list[T]:
         sent: list[Sequence[T]] = await self._group.meet(self._rank, call, parts, list)
         return [of_rank[self._rank] for of_rank in sent]
 
@@ -109,7 +109,7 @@ class InlineCollectives(CheckedCollectives):
 
 
 def _raise_in(future: "asyncio.Future[Any]", error: Exception) -> None:
-    """Let a waiting call raise an error, which is no loss where the call has been cancelled meanwhile."""
+    """Make a waiting call raise an error, unless it has been cancelled meanwhile."""
     if not future.done():
         future.set_exception(error)
         future.exception()

@@ -1,4 +1,4 @@
-"""Collectives between controllers that share no memory: messages from one to another, without a process in between."""
+"""Collectives between controllers that share no memory, over messages that they send each other directly."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from gcore_controller.collectives.base import CheckedCollectives
-from gcore_controller.collectives.call_log import Call, CallLog, Whereabouts, again, mismatch
+from gcore_controller.collectives.call_log import CallLog, CollectiveCall, Whereabouts, again, mismatch
 from gcore_controller.errors import ControllerError, UnpicklableValueError
 
 T = TypeVar("T")
@@ -16,9 +16,9 @@ TakeTickets = Callable[[int, int, str, int | None], Awaitable[range]]
 
 @dataclass(frozen=True)
 class Part:
-    """What one controller sends another in one collective."""
+    """A value that one controller sends to another in one collective."""
 
-    call: Call
+    call: CollectiveCall
     src: int
     hop: int
     payload: Any
@@ -26,7 +26,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Failed:
-    """A channel has failed on another controller."""
+    """A notice that a channel has failed on another controller."""
 
     channel: str
     error: ControllerError
@@ -34,7 +34,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Returned:
-    """The program of another controller has returned, after so many calls on each channel."""
+    """A notice that the program of another controller has returned, after so many calls on each channel."""
 
     rank: int
     num_calls: Mapping[str, int]
@@ -44,10 +44,10 @@ Message = Part | Failed | Returned
 
 
 class _Box:
-    """Parts of one collective, by source and hop: those that have arrived, and those that are waited for."""
+    """The parts of one collective by source and hop, arrived or expected."""
 
     def __init__(self) -> None:
-        self.call: Call | None = None
+        self.call: CollectiveCall | None = None
         """This rank's own, once it has been made."""
         self._places: dict[tuple[int, int], asyncio.Future[Part]] = {}
         self._error: ControllerError | None = None
@@ -101,7 +101,7 @@ class PeerCollectives(CheckedCollectives):
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def deliver(self, message: Message) -> None:
-        """Take in a message from another controller, for any channel."""
+        """Process a message from another controller, for any channel."""
         match message:
             case Part():
                 self._take(message)
@@ -114,7 +114,7 @@ class PeerCollectives(CheckedCollectives):
                         self._fail(call.channel, error)
 
     def finish(self) -> None:
-        """Tell the other ranks that this one's program has returned, so that none waits for it."""
+        """Notify the other ranks that the program of this one has returned, so that none waits for it."""
         num_calls = self._log.num_calls
         self._log.close()
         # A notice that another rank sent when it returned usually covers this one already.
@@ -122,13 +122,13 @@ class PeerCollectives(CheckedCollectives):
             all(count <= num_calls.get(channel, 0) for channel, count in known.items())
             for known in self._returned.values()
         ):
-            self._tell_all(Returned(self._rank, num_calls))
+            self._notify_all(Returned(self._rank, num_calls))
 
     def whereabouts(self) -> Whereabouts:
         return self._log.whereabouts
 
     async def close(self) -> None:
-        """Stop what is in flight, and refuse further calls."""
+        """Cancel the calls in flight, and refuse further ones."""
         self._log.close()
         tasks = list(self._tasks)
         for task in tasks:
@@ -140,23 +140,23 @@ class PeerCollectives(CheckedCollectives):
             return
         box = self._box(part.call)
         if box.call is not None and box.call.op != part.call.op:
-            # Where programs part, what is waited for may never come.
+            # After programs have diverged, the awaited parts may never come.
             self._fail_everywhere(part.call.channel, mismatch({self._rank: box.call, part.src: part.call}))
             return
         box.place(part.src, part.hop).set_result(part)
 
-    async def _gather(self, call: Call, value: Any, combine: Callable[[list[Any]], T]) -> T:
+    async def _gather(self, call: CollectiveCall, value: Any, combine: Callable[[list[Any]], T]) -> T:
         self._open(call)
         return combine(await self._to_the_end(call, self._disseminate(call, value)))
 
-    async def _exchange(self, call: Call, parts: Sequence[T]) -> list[T]:
+    async def _exchange(self, call: CollectiveCall, parts: Sequence[T]) -> list[T]:
         self._open(call)
         return await self._to_the_end(call, self._send_parts(call, parts))
 
     async def _take_tickets(self, count: int, counter: str, at: int, limit: int | None) -> range:
         return await self._tickets_of(at, count, counter, limit)
 
-    async def _to_the_end(self, call: Call, exchange: Coroutine[Any, Any, T]) -> T:
+    async def _to_the_end(self, call: CollectiveCall, exchange: Coroutine[Any, Any, T]) -> T:
         """Complete a collective for the sake of the other ranks even if the caller is cancelled."""
         task = self._in_background(exchange)
         task.add_done_callback(lambda _: self._boxes.pop((call.channel, call.sequence), None))
@@ -170,7 +170,7 @@ class PeerCollectives(CheckedCollectives):
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return task
 
-    async def _disseminate(self, call: Call, value: Any) -> list[Any]:
+    async def _disseminate(self, call: CollectiveCall, value: Any) -> list[Any]:
         size = self._world_size
         # Of this rank and those after it: twice as many with each hop.
         known = [value]
@@ -183,7 +183,7 @@ class PeerCollectives(CheckedCollectives):
             known += further
         return [known[(rank - self._rank) % size] for rank in range(size)]
 
-    async def _send_parts(self, call: Call, parts: Sequence[Any]) -> list[Any]:
+    async def _send_parts(self, call: CollectiveCall, parts: Sequence[Any]) -> list[Any]:
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         sends = [self._send(call, rank, parts[rank]) for rank in others]
         receives = [self._receive(call, rank) for rank in others]
@@ -191,7 +191,7 @@ class PeerCollectives(CheckedCollectives):
         by_rank = dict(zip(others, received, strict=True)) | {self._rank: parts[self._rank]}
         return [by_rank[rank] for rank in range(self._world_size)]
 
-    async def _send(self, call: Call, rank: int, payload: Any, *, hop: int = 0) -> None:
+    async def _send(self, call: CollectiveCall, rank: int, payload: Any, *, hop: int = 0) -> None:
         try:
             await self._transport(rank, Part(call, self._rank, hop, payload))
         except UnpicklableValueError as error:
@@ -200,13 +200,14 @@ class PeerCollectives(CheckedCollectives):
                 "pass plain data, or a reference made by ctx.put"
             ) from error
 
-    async def _receive(self, call: Call, src: int, *, hop: int = 0) -> Any:
+    async def _receive(self, call: CollectiveCall, src: int, *, hop: int = 0) -> Any:
         return (await self._box(call).place(src, hop)).payload
 
-    def _open(self, call: Call) -> None:
-        """
+    def _open(self, call: CollectiveCall) -> None:
+        """Note this rank's own call.
+
         Raises:
-            CollectiveMismatchError: another rank called something else, and was here first.
+            CollectiveMismatchError: another rank has called a different operation before.
         """
         box = self._box(call)
         box.call = call
@@ -214,7 +215,7 @@ class PeerCollectives(CheckedCollectives):
             if part.call.op != call.op:
                 raise mismatch({self._rank: call, part.src: part.call})
 
-    def _box(self, call: Call) -> _Box:
+    def _box(self, call: CollectiveCall) -> _Box:
         return self._boxes.setdefault((call.channel, call.sequence), _Box())
 
     def _fail(self, channel: str, error: ControllerError) -> None:
@@ -227,13 +228,13 @@ class PeerCollectives(CheckedCollectives):
 
     def _fail_everywhere(self, channel: str, error: ControllerError) -> None:
         self._fail(channel, error)
-        self._tell_all(Failed(channel, error))
+        self._notify_all(Failed(channel, error))
 
-    def _tell_all(self, message: Message) -> None:
-        async def tell(rank: int) -> None:
+    def _notify_all(self, message: Message) -> None:
+        async def notify(rank: int) -> None:
             # A rank that cannot be reached has died, which the runtime reports.
             await asyncio.gather(self._transport(rank, message), return_exceptions=True)
 
         for rank in range(self._world_size):
             if rank != self._rank:
-                self._in_background(tell(rank))
+                self._in_background(notify(rank))

@@ -82,7 +82,7 @@ class InlineRun(Generic[RolesT, ResultT]):
         return [task.result() for task in running]
 
     def whereabouts(self) -> str:
-        """Where each controller is now, in words."""
+        """Return in words where each controller is now."""
         places = {rank: self._group.whereabouts(rank) for rank in range(self._group.world_size)}
         return describe({rank: where.during(self._timers[rank].current) for rank, where in places.items()})
 
@@ -101,7 +101,7 @@ class InlineRun(Generic[RolesT, ResultT]):
 
 
 def _note_rank(error: BaseException, running: "list[asyncio.Task[ResultT]]") -> None:
-    """Say which of several controllers an error comes from."""
+    """Add a note that names the controller which raised an error, if there are several."""
     for rank, task in enumerate(running):
         if len(running) > 1 and task.done() and not task.cancelled() and task.exception() is error:
             error.add_note(f"raised by controller {rank}")

@@ -1,4 +1,4 @@
-"""How a controller's program ends, the same under every runtime."""
+"""The call of a controller's program, and the check of how it ends, under every runtime."""
 
 import asyncio
 

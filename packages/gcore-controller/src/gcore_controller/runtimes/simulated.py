@@ -1,4 +1,4 @@
-"""The `sim` runtime: the same program, under a clock that stands still while there is work and then jumps."""
+"""The `sim` runtime: the same program under a virtual clock, which jumps from one timer to the next."""
 
 import asyncio
 import selectors
@@ -9,9 +9,9 @@ from gcore_controller.runtimes.inline import InlineRun
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose seconds pass only when nothing is left to do, and then at once.
+    """An event loop whose time passes only when nothing is left to do, and then at once.
 
-    `asyncio.sleep`, time-outs and the loop's `time` work as ever. A computation takes no time, unless the program
+    `asyncio.sleep`, time-outs and the loop's `time` work as usual. A computation takes no time, unless the program
     sleeps for it. Threads and sockets are not waited for.
     """
 
@@ -20,16 +20,16 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().__init__(_Jump(self))
 
     def time(self) -> float:
-        """Seconds since the loop was made."""
+        """Return the seconds since the loop was created."""
         return self._now_s
 
     def jump(self, seconds: float) -> None:
-        """Let time pass."""
+        """Advance the clock."""
         self._now_s += seconds
 
 
 class _Jump(selectors.SelectSelector):
-    """Where a loop waits for its next timer, or for ever."""
+    """A selector that advances the clock instead of waiting."""
 
     def __init__(self, loop: VirtualTimeLoop) -> None:
         super().__init__()
@@ -57,10 +57,10 @@ def run_simulated(
         timeout_s: simulated seconds; see `run_inline`.
 
     Returns:
-        each controller's result, by rank. `Context.clock` tells the simulated time.
+        each controller's result, by rank. `Context.clock` returns the simulated time.
 
     Raises:
-        StuckError: the program waits for what never comes; it says where each controller is.
+        StuckError: the program waits for an event that never comes; the message says where each controller is.
         Exception: see `run_inline`.
     """
     run = InlineRun(program, roles=roles, world_size=world_size)

@@ -70,7 +70,7 @@ def check_token(address: str | None = None) -> None:
 
 
 def _token(error: AuthenticationError) -> str:
-    """What is wrong with the token, and what is expected."""
+    """Return in words what is wrong with the token, and what is expected."""
     mode = os.environ.get("RAY_AUTH_MODE", "").lower()
     if "RAY_AUTH_TOKEN_PATH" in str(error.message):
         found = error.message

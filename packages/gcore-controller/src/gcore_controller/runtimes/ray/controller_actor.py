@@ -32,7 +32,7 @@ class ControllerActor(Generic[RolesT, ResultT]):
         self._peers = list(peers)
         self._run_number = number
         self._tickets = TicketCounters()
-        # A task that an earlier run has left behind must not reach into this one.
+        # A task that is left over from an earlier run must not interfere with this one.
         self._collectives = PeerCollectives(
             self._rank,
             self._world_size,
@@ -41,10 +41,10 @@ class ControllerActor(Generic[RolesT, ResultT]):
         )
         self._timer = StageTimer()
         self._reports: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
-        self._unheard: dict[int, asyncio.Future[None]] = {}
+        self._unacknowledged: dict[int, asyncio.Future[None]] = {}
 
     async def meet(self, peers: Sequence[Any], run_number: int) -> str:
-        """Get to know everybody for a new run; where this one is."""
+        """Prepare for a new run with these controllers; return this process and its node in words."""
         await self._collectives.close()
         self._begin(peers, run_number)
         return f"process {os.getpid()} on {ray.util.get_node_ip_address()}"
@@ -63,24 +63,24 @@ class ControllerActor(Generic[RolesT, ResultT]):
         return result
 
     async def deliver(self, message: Message, run_number: int) -> None:
-        # What is left of a run that has ended is for nobody.
+        # Messages that are left over from a run that has ended are dropped.
         if run_number == self._run_number:
             self._collectives.deliver(message)
 
     async def take_tickets(self, count: int, counter: str, limit: int | None, run_number: int) -> range:
-        """Of a counter that this controller keeps."""
+        """Return the next numbers of a counter that this controller keeps."""
         if run_number != self._run_number:
             raise CollectiveMismatchError("take_tickets was called by a task of a run that has ended")
         return self._tickets.take(count, counter, limit)
 
     async def next_report(self) -> tuple[int, Any]:
-        """The next value that the program reports, with a number for `heard`."""
+        """Wait for the next value that the program reports; return it with a number for `acknowledge`."""
         return await self._reports.get()
 
-    async def heard(self, number: int) -> None:
-        """What was reported under this number has been taken in."""
-        if number in self._unheard:
-            self._unheard[number].set_result(None)
+    async def acknowledge(self, number: int) -> None:
+        """Let the report of this number return."""
+        if number in self._unacknowledged:
+            self._unacknowledged[number].set_result(None)
 
     async def whereabouts(self) -> Whereabouts:
         return self._collectives.whereabouts().during(self._timer.current)
@@ -105,10 +105,10 @@ class ControllerActor(Generic[RolesT, ResultT]):
             raise UnpicklableValueError(f"rank {rank} cannot unpickle it: {_first_line(error.cause)}") from error
 
     async def _report(self, value: Any) -> None:
-        number = len(self._unheard)
-        heard = self._unheard[number] = asyncio.get_running_loop().create_future()
+        number = len(self._unacknowledged)
+        acknowledged = self._unacknowledged[number] = asyncio.get_running_loop().create_future()
         self._reports.put_nowait((number, value))
-        await heard
+        await acknowledged
 
     async def _take_tickets_at(self, run_number: int, rank: int, count: int, counter: str, limit: int | None) -> range:
         if rank == self._rank:
@@ -117,5 +117,5 @@ class ControllerActor(Generic[RolesT, ResultT]):
 
 
 def _first_line(error: BaseException) -> str:
-    """An error in a line; Ray appends an inventory of the whole object."""
+    """Return the first line of an error; Ray appends an inventory of the whole object."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -1,4 +1,4 @@
-"""All controllers of a run, as whoever starts it sees them."""
+"""The controllers of a run on Ray, as the process that starts them sees them."""
 
 import asyncio
 from collections.abc import Awaitable, Mapping
@@ -58,9 +58,9 @@ class RayControllers:
         world_size: How many there are.
     """
 
-    def __init__(self, room: Any, bundle: Mapping[str, float], *, world_size: int, start_timeout_s: float) -> None:
+    def __init__(self, placement: Any, bundle: Mapping[str, float], *, world_size: int, start_timeout_s: float) -> None:
         self.world_size = world_size
-        self._room = room
+        self._placement = placement
         self._bundle = dict(bundle)
         self._start_timeout_s = start_timeout_s
         self._controllers: list[Any] = [None] * world_size
@@ -78,14 +78,13 @@ class RayControllers:
         start_timeout_s: float = 120.0,
         address: str | None = None,
     ) -> Self:
-        """Find room for the controllers.
+        """Reserve resources for the controllers.
 
         Args:
             world_size: how many.
             num_cpus: that each controller reserves.
             resources: that each controller reserves besides, by Ray's names.
-            start_timeout_s: how long it may take until there is room for all controllers, and then, at every run, until
-                they are there.
+            start_timeout_s: how long it may take to reserve the resources and, at every run, to start the controllers.
             address: of the cluster, as `ray.init` takes it; default: the one that this process is connected to, the one
                 that RAY_ADDRESS names, or a new one on this machine, until `close`.
 
@@ -101,14 +100,14 @@ class RayControllers:
         try:
             bundle = {"CPU": num_cpus, **(resources or {})}
             check_capacity(bundle, world_size)
-            room = placement_group([bundle] * world_size, strategy="SPREAD")
-            controllers = cls(room, bundle, world_size=world_size, start_timeout_s=start_timeout_s)
+            placement = placement_group([bundle] * world_size, strategy="SPREAD")
+            controllers = cls(placement, bundle, world_size=world_size, start_timeout_s=start_timeout_s)
             controllers._disconnects = not was_connected
             try:
-                what = f"{world_size} controllers, each with {bundle}, found no room"
-                await _in_time(room.ready(), start_timeout_s, what)
+                what = f"{world_size} controllers, each with {bundle}, found no capacity"
+                await _in_time(placement.ready(), start_timeout_s, what)
             except BaseException:
-                remove_placement_group(room)
+                remove_placement_group(placement)
                 raise
         except BaseException:
             if not was_connected:
@@ -124,13 +123,13 @@ class RayControllers:
         timeout_s: float | None = None,
         reported: Reported = unheard,
     ) -> list[ResultT]:
-        """Run a program on every controller; those that have died before are replaced first, and the others kept.
+        """Run a program on every controller, after replacing those that have died.
 
         Args:
             program: a function that Ray can pickle, as it can closures and what modules on every node hold.
             roles: pickled, too: handles of services, rather than services.
             timeout_s: how long the whole run may take; None: as long as it takes.
-            reported: called here with the rank and the value of every `Context.report`, one of a controller at a time.
+            reported: called with the rank and the value of every `Context.report`, one per controller at a time.
 
         Returns:
             each controller's result, by rank.
@@ -141,7 +140,7 @@ class RayControllers:
             ControllerDiedError: a controller's process or node was lost; it says which, where, and of what.
             DeadlineError: the run took longer; it says where each controller was, and for whom collectives waited.
             ProgramExitedError: a program called `sys.exit` or cancelled itself.
-            Exception: the first controller's error, as it was raised there, with a note that tells where; or what
+            Exception: the first controller's error, as it was raised there, with a note that says where; or what
                 ``reported`` raised.
         """
         if self._is_running:
@@ -156,30 +155,30 @@ class RayControllers:
         self, program: Program[RolesT, ResultT], roles: RolesT, timeout_s: float | None, reported: Reported
     ) -> list[ResultT]:
         self._num_runs += 1
-        names = [f", {name}," for name in await self._meet()]
+        names = [f", {name}," for name in await self._introduce()]
         controllers = list(self._controllers)
         packed = ray.put((program, roles))
-        hearings = [asyncio.create_task(_hear(c, rank, reported)) for rank, c in enumerate(controllers)]
+        forwarding = [asyncio.create_task(_forward_reports(c, rank, reported)) for rank, c in enumerate(controllers)]
         running = asyncio.create_task(
             answers_of_all(
                 [c.run.remote(packed) for c in controllers], names=names, timeout_s=timeout_s, controllers=controllers
             )
         )
         try:
-            await asyncio.wait([running, *hearings], return_when=asyncio.FIRST_COMPLETED)
-            for hearing in hearings:
-                if hearing.done():
-                    hearing.result()
+            await asyncio.wait([running, *forwarding], return_when=asyncio.FIRST_COMPLETED)
+            for task in forwarding:
+                if task.done():
+                    task.result()
             return await running
         finally:
             running.cancel()
-            for hearing in hearings:
-                hearing.cancel()
-            await asyncio.gather(running, *hearings, return_exceptions=True)
+            for task in forwarding:
+                task.cancel()
+            await asyncio.gather(running, *forwarding, return_exceptions=True)
             await self._end_programs()
 
     async def stages(self) -> list[str | None]:
-        """The stage that each controller is in now; None of one that is in none, or does not answer."""
+        """Return the stage that each controller is in; None: it is in none, or does not answer."""
         return [where and where.stage for where in (await whereabouts_of(self._controllers)).values()]
 
     async def close(self) -> None:
@@ -187,26 +186,26 @@ class RayControllers:
         for controller in self._controllers:
             if controller is not None:
                 ray.kill(controller)
-        remove_placement_group(self._room)
+        remove_placement_group(self._placement)
         if self._disconnects:
             ray.shutdown()
 
-    async def _meet(self) -> list[str]:
-        """Make the controllers that are missing, and let all know each other; where each is."""
+    async def _introduce(self) -> list[str]:
+        """Start the controllers that are missing, and introduce all to each other; return where each one is."""
         make: Any = ray.remote(ControllerActor)
         for rank, controller in enumerate(self._controllers):
             if controller is None:
-                place = PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=rank)
+                place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
                 others = {name: amount for name, amount in self._bundle.items() if name != "CPU"}
                 options = {"num_cpus": self._bundle["CPU"], "resources": others, "scheduling_strategy": place}
                 self._controllers[rank] = make.options(**options).remote(rank, self.world_size)
         calls = [c.meet.remote(self._controllers, self._num_runs) for c in self._controllers]
-        # One that dies on the way here has no place yet.
+        # A controller that dies here has no place yet.
         meeting = answers_of_all(calls, names=[""] * self.world_size)
         return await _in_time(meeting, self._start_timeout_s, f"{self.world_size} controllers did not all start")
 
     async def _end_programs(self) -> None:
-        """Have programs that still run clean up; a controller that cannot is done without."""
+        """Cancel programs that still run and let them clean up; kill controllers that do not answer."""
         ends = [asyncio.ensure_future(controller.end.remote()) for controller in self._controllers]
         await asyncio.wait(ends, timeout=_END_TIMEOUT_S)
         for rank, end in enumerate(ends):
@@ -216,14 +215,14 @@ class RayControllers:
                 self._controllers[rank] = None
 
 
-async def _hear(controller: Any, rank: int, reported: Reported) -> None:
-    """Hand on what a controller reports, until it has died."""
+async def _forward_reports(controller: Any, rank: int, reported: Reported) -> None:
+    """Pass on the reports of a controller until it dies."""
     with suppress(RayActorError):
         while True:
             number, value = await controller.next_report.remote()
             await reported(rank, value)
-            await controller.heard.remote(number)
-    await asyncio.get_running_loop().create_future()  # the run's own error tells of it
+            await controller.acknowledge.remote(number)
+    await asyncio.get_running_loop().create_future()  # the run itself raises the error
 
 
 async def _in_time(work: Awaitable[T], timeout_s: float, what: str) -> T:

@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RayReference(Generic[T]):
-    """A value in Ray's object stores, for as long as the process that put it lives and a reference is left."""
+    """A reference to a value in Ray's object stores; it lives as long as a reference and the process that put it."""
 
     object_ref: Any
     nbytes: int
 
     async def get(self) -> T:
-        """Arrays are read-only, and those of this node are read where they lie."""
+        """Return the value; its arrays are read-only, and not copied if they are on this node."""
         try:
             return await self.object_ref
         except ObjectLostError as error:

@@ -1,4 +1,4 @@
-"""Calls of all controllers at once, and what to say when they fail."""
+"""Replies of all controllers to a call, and the error to raise when a call fails."""
 
 import asyncio
 import re
@@ -24,10 +24,10 @@ _DEATHS = {
 async def answers_of_all(
     calls: Sequence[Any], *, names: Sequence[str], timeout_s: float | None = None, controllers: Sequence[Any] = ()
 ) -> list[Any]:
-    """What a call of every controller returns, by rank; see `RayControllers.run` for what is raised."""
+    """Wait for the results of a call of every controller, by rank; see `RayControllers.run` for errors."""
     runs = [asyncio.ensure_future(call) for call in calls]
     for run in runs:
-        # After the first error, nobody asks for the others'.
+        # After the first error, no one retrieves the others.
         run.add_done_callback(lambda done: done.cancelled() or done.exception())
     _, pending = await asyncio.wait(runs, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
     if _errors(runs):
@@ -39,7 +39,7 @@ async def answers_of_all(
 
 
 async def whereabouts_of(controllers: Sequence[Any]) -> dict[int, Whereabouts | None]:
-    """Where each controller is, by rank; None: it has died, or its event loop is blocked."""
+    """Return where each controller is, by rank; None: it has died, or its event loop is blocked."""
     calls = {rank: asyncio.ensure_future(c.whereabouts.remote()) for rank, c in enumerate(controllers) if c is not None}
     if calls:
         await asyncio.wait(calls.values(), timeout=_ANSWER_TIMEOUT_S)
@@ -71,29 +71,29 @@ async def _raise_first(
 
 
 def _errors(runs: "Sequence[asyncio.Future[Any]]") -> dict[int, BaseException]:
-    """What runs have raised, by rank."""
+    """Return the errors that runs have raised, by rank."""
     found = ((rank, run.exception()) for rank, run in enumerate(runs) if run.done())
     return {rank: error for rank, error in found if error is not None}
 
 
 def _is_death(error: BaseException) -> bool:
-    """Whether the controller itself has died; Ray gives an error that it raised, of another one's death, both types."""
+    """Return whether the controller itself died; if it raised the error of another's death, that has both types."""
     return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
 
 
 def _found_dead(error: BaseException, controllers: Sequence[Any]) -> bool:
-    """Whether a program was ended by the death of one of the controllers, rather than of an actor of its own."""
+    """Return whether a program was ended by the death of a controller, rather than of an actor of its own."""
     cause = _cause(error)
     return isinstance(cause, RayActorError) and cause.actor_id in {c._actor_id.hex() for c in controllers}
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What was raised over there."""
+    """Return the error that was raised in the other process."""
     return error.cause if isinstance(error, RayTaskError) else error
 
 
 def reason_of(error: RayActorError) -> str:
-    """Ray's many words in few."""
+    """Return in a few words why an actor died."""
     if isinstance(error, ActorUnavailableError):
         return "it cannot be reached"
     found = re.search(r"[Ww]orker exit type: (\w+)|exit type: (\w+)", str(error))

@@ -1,4 +1,4 @@
-"""What a cluster has, and has free."""
+"""The total and the free resources of a cluster."""
 
 from collections.abc import Mapping
 
@@ -8,9 +8,10 @@ from gcore_controller.errors import ClusterError
 
 
 def check_capacity(bundle: Mapping[str, float], world_size: int) -> None:
-    """
+    """Check that a cluster, were all of it free, has the resources that the controllers need.
+
     Raises:
-        ClusterError: the cluster has less, free or not, than so many controllers need.
+        ClusterError: it has less.
     """
     total: Mapping[str, float] = ray.cluster_resources()
     for name, amount in bundle.items():
@@ -22,7 +23,7 @@ def check_capacity(bundle: Mapping[str, float], world_size: int) -> None:
 
 
 def free_resources() -> str:
-    """What no process of the cluster has reserved."""
+    """Return in words the resources that no process has reserved."""
     free: Mapping[str, float] = ray.available_resources()
     own = {name: amount for name, amount in free.items() if "_group_" not in name and ":" not in name}
     memory = {name: own.pop(name, 0.0) / 1e9 for name in ("memory", "object_store_memory")}

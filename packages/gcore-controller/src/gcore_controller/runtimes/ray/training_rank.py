@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ class RankHandles:
 
     actors: Sequence[Any] = ()
     places: Sequence[str] = ()
-    replicas: Mapping[str, Sequence[Replica]] = {}
+    replicas: Mapping[str, Sequence[Replica]] = field(default_factory=dict[str, Sequence[Replica]])
     expected_errors: tuple[type[Exception], ...] = ()
 
     def num_replicas(self, role: str) -> int:
