@@ -3,12 +3,11 @@
 from pathlib import Path
 
 from gcore_controller import (
-    Context,
     InlineBackend,
     InProcessTrainerGroup,
     Program,
     Recorder,
-    SharedTrainerClient,
+    share_trainer,
 )
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.engines import Engines
@@ -35,13 +34,7 @@ def inline_backend(
     learner = InProcessTrainerGroup(worker, in_thread=True)
 
     def program(job: Job, recorder: Recorder[Evaluation]) -> Program[Sampler, None]:
-        run = diffusion_program(job, recorder)
-
-        async def controller(ctx: Context[Sampler]) -> None:
-            client = SharedTrainerClient(learner, ctx.group, ctx.roles.devices, num_ranks=1)
-            await run(ctx.with_roles(Roles(**vars(ctx.roles), learner=client)))
-
-        return controller
+        return share_trainer(learner, diffusion_program(job, recorder), roles=Roles, num_ranks=1)
 
     return InlineBackend(
         config, roles=sampler, world_size=config.controllers, learner=learner, program=program, close=engines.close

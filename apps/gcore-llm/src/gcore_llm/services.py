@@ -10,8 +10,8 @@ from gcore_controller import (
     InlineBackend,
     Program,
     Recorder,
-    SharedTrainerClient,
     SharedTrainerGroup,
+    share_trainer,
 )
 from gcore_llm.config import TrainConfig
 from gcore_llm.evaluate import Evaluation
@@ -78,16 +78,5 @@ async def start_inline(
 def sharing(
     learner: SharedTrainerGroup[MicroBatch], program: Program[Roles, None], *, num_ranks: int = 0
 ) -> Callable[[Context[Sampler]], Coroutine[Any, Any, None]]:
-    """Return the program for controllers that share a sampler and a trainer group.
-
-    Args:
-        learner: the trainer group.
-        program: the program for a controller with all roles.
-        num_ranks: ranks of the group whose work is recorded.
-    """
-
-    async def run(ctx: Context[Sampler]) -> None:
-        client = SharedTrainerClient(learner, ctx.group, ctx.roles.devices, num_ranks=num_ranks)
-        await program(ctx.with_roles(Roles(**vars(ctx.roles), learner=client)))
-
-    return run
+    """See `share_trainer`."""
+    return share_trainer(learner, program, roles=Roles, num_ranks=num_ranks)

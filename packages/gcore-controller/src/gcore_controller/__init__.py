@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gcore_controller.runtimes.backend import Backend, InlineBackend, Recovery
     from gcore_controller.runtimes.events import Announced, Announcer, Recorder, RemoteRecorder
     from gcore_controller.runtimes.inline import run_inline
-    from gcore_controller.runtimes.inline_trainer import InProcessTrainerGroup, SharedTrainerClient
+    from gcore_controller.runtimes.inline_trainer import InProcessTrainerGroup, SharedTrainerClient, share_trainer
     from gcore_controller.runtimes.local.trainer_group import LocalTrainerGroup
     from gcore_controller.runtimes.ray import (
         ActorRole,
@@ -89,6 +89,7 @@ __all__ = [
     "run_ray",
     "run_simulated",
     "seconds_by_stage",
+    "share_trainer",
 ]
 
 _MODULE_OF = {
@@ -101,7 +102,7 @@ _MODULE_OF = {
     **dict.fromkeys(["Backend", "InlineBackend", "Recovery"], "runtimes.backend"),
     **dict.fromkeys(["Announced", "Announcer", "Recorder", "RemoteRecorder"], "runtimes.events"),
     "run_inline": "runtimes.inline",
-    **dict.fromkeys(["InProcessTrainerGroup", "SharedTrainerClient"], "runtimes.inline_trainer"),
+    **dict.fromkeys(["InProcessTrainerGroup", "SharedTrainerClient", "share_trainer"], "runtimes.inline_trainer"),
     "LocalTrainerGroup": "runtimes.local.trainer_group",
     **dict.fromkeys(
         [

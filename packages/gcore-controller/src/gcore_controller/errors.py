@@ -33,7 +33,7 @@ class MissingExtraError(ControllerError, ImportError):
 
 
 class ClusterError(ControllerError):
-    """A cluster has no room for a run."""
+    """A cluster lacks the capacity for a run."""
 
 
 class ControllerDiedError(ControllerError):

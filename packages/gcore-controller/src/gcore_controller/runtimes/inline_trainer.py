@@ -2,10 +2,11 @@
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any, Generic
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from gcore_controller.collectives.base import Collectives
+from gcore_controller.context import Context, Program
 from gcore_controller.trainer_group import (
     BatchT,
     Close,
@@ -139,3 +140,37 @@ class SharedTrainerClient(Generic[BatchT]):
         if self._group.rank == 0:
             await check_weights(policy, digests_of(self._trainer.export_weights()))
         await self._group.barrier()
+
+
+class RecordedRoles(Protocol):
+    """Role services whose work is recorded."""
+
+    @property
+    def devices(self) -> DeviceStages: ...
+
+
+SharedRolesT = TypeVar("SharedRolesT", bound=RecordedRoles)
+OwnRolesT = TypeVar("OwnRolesT")
+
+
+def share_trainer(
+    trainer: SharedTrainerGroup[Any],
+    program: Program[OwnRolesT, None],
+    *,
+    roles: Callable[..., OwnRolesT],
+    num_ranks: int = 0,
+) -> Callable[[Context[SharedRolesT]], Coroutine[Any, Any, None]]:
+    """Return the program for controllers of this process that share a trainer group.
+
+    Args:
+        trainer: the group.
+        program: the program for a controller that has a `TrainerClient`.
+        roles: class of that controller's roles: the fields of the shared roles, and ``learner``, the client.
+        num_ranks: number of ranks whose work is recorded.
+    """
+
+    async def run(ctx: Context[SharedRolesT]) -> None:
+        client = SharedTrainerClient(trainer, ctx.group, ctx.roles.devices, num_ranks=num_ranks)
+        await program(ctx.with_roles(roles(**vars(ctx.roles), learner=client)))
+
+    return run

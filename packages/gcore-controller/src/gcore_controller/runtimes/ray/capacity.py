@@ -1,6 +1,8 @@
-"""The capacity of a cluster whose nodes come and go: the largest sizes of a run that fit on it."""
+"""The capacity of a cluster whose nodes come and go, and the largest sizes of a run that fit on it."""
 
+import asyncio
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,6 +14,10 @@ from gcore_controller.runtimes.sizes import SizedConfig, Sizes
 
 Node = Mapping[str, float]
 """The amount of each resource that a node has, by Ray's names."""
+
+_POLL_EVERY_S = 1.0
+_SETTLED_S = 3.0
+"""Nodes that join together are at most a few seconds apart."""
 
 
 class CapacityChangedError(ControllerError):
@@ -76,3 +82,63 @@ def _needs(config: SizedConfig, sizes: Sizes) -> list[dict[str, float]]:
     engine = {"CPU": cpus, "GPU": config.ray.gpus_per_engine if is_on_gpu else 0.0}
     rank = {"CPU": cpus, "GPU": config.ray.gpus_per_rank if is_on_gpu else 0.0}
     return [{"CPU": cpus}] * sizes.controllers + [engine] * sizes.num_engine_devices + [rank] * sizes.ranks
+
+
+class CapacityWatch:
+    """Compares the nodes of a cluster with those that a run was sized for.
+
+    Args:
+        config: with the sizes that are asked for.
+
+    Attributes:
+        whole: The largest sizes that fitted when `size` was called last.
+    """
+
+    def __init__(self, config: SizedConfig) -> None:
+        self.whole = config.sizes
+        self._config = config
+        self._nodes: dict[str, Node] = {}
+        self._last_change: tuple[frozenset[str], float] = (frozenset(), 0.0)
+        """The names of the nodes, and since when there have been these."""
+
+    def size(self) -> Sizes:
+        """Return the largest sizes that fit now.
+
+        Raises:
+            ClusterError: no sizes fit.
+        """
+        self._nodes = alive_nodes()
+        if self._config.ray.elastic:
+            self.whole = largest(self._nodes.values(), self._config)
+        return self.whole
+
+    @property
+    def shortfall(self) -> str:
+        """See `Backend.shortfall`."""
+        asked = self._config.sizes
+        return "" if asked == self.whole else f"the cluster has capacity for {self.whole}, of {asked}"
+
+    async def loss(self, sizes: Sizes) -> CapacityChangedError:
+        """Wait until nodes are lost and these sizes do not fit any more; return the error that says so."""
+        while True:
+            await asyncio.sleep(_POLL_EVERY_S)
+            nodes = alive_nodes()
+            if nodes.keys() != self._last_change[0]:
+                self._last_change = (frozenset(nodes), time.monotonic())
+            lost = [name for name in self._nodes if name not in nodes]
+            if lost and self._config.ray.elastic and not has_capacity(nodes.values(), self._config, sizes):
+                return CapacityChangedError(f"node {', '.join(lost)} was lost")
+
+    def check_growth(self) -> None:
+        """Check whether the run can grow.
+
+        Raises:
+            CapacityChangedError: nodes joined some seconds ago, and larger sizes fit.
+        """
+        names, since_s = self._last_change
+        if not self.shortfall or names <= self._nodes.keys() or time.monotonic() < since_s + _SETTLED_S:
+            return
+        nodes = alive_nodes()
+        if largest(nodes.values(), self._config) != self.whole:
+            joined = ", ".join(name for name in nodes if name not in self._nodes)
+            raise CapacityChangedError(f"node {joined} has joined")
