@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from gcore_ckpt import Checkpointer, CheckpointError
+from gcore_ckpt import Checkpointer
 from gcore_controller import TrainerSpec
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.rewards import reward_gradient
@@ -20,8 +20,8 @@ from gcore_diffusion.sampling import has_reference_pass, kernel_of
 from gcore_rollout.diffusion.recording import suited
 from gcore_rollout.weight_digests import DigestedWeights
 from gcore_runs.errors import UserError
-from gcore_runs.logs import log_to, logs_of
-from gcore_trainer import OptimizerConfig, TrainerError
+from gcore_runs.training_ranks import rank_spec
+from gcore_trainer import OptimizerConfig
 from gcore_trainer.diffusion.denoiser import Denoiser
 from gcore_trainer.diffusion.objectives import (
     DiffusionDPOObjective,
@@ -144,14 +144,13 @@ def trainer_spec(config: DiffusionConfig, model: Path, checkpoints: Path) -> Tra
         model: folder of the pipeline to start from.
         checkpoints: folder of the checkpoints.
     """
-    return TrainerSpec(
-        make_worker=partial(_make_worker, config, model.absolute(), checkpoints.absolute()),
+    checkpoints = checkpoints.absolute()
+    return rank_spec(
+        partial(_make_worker, config, model.absolute(), checkpoints),
         num_ranks=config.trainer.num_processes,
         device=config.device,
         num_threads=max(1, config.threads // config.trainer.num_processes),
-        enter_process=partial(_log, logs_of(checkpoints.absolute())),
-        put_weights=_put_weights,
-        expected_errors=(CheckpointError, TrainerError, UserError),
+        checkpoints=checkpoints,
     )
 
 
@@ -159,16 +158,6 @@ def _make_worker(config: DiffusionConfig, model: Path, checkpoints: Path, device
     torch.manual_seed(config.seed)
     config = replace(config, device=device)
     return DiffusionTrainerWorker(config, model, checkpoints, reward=reward_gradient(config))
-
-
-def _put_weights(weights: Any) -> Any:
-    from gcore_rollout.weight_sync.weight_references import WeightReferences
-
-    return WeightReferences.put(weights)
-
-
-def _log(logs: Path, rank: int) -> None:
-    log_to(logs, "trainer", rank, redirect=True)
 
 
 def noise_process(model: Path) -> NoiseProcess:

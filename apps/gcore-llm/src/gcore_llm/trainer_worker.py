@@ -6,14 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from gcore_ckpt import Checkpointer, CheckpointError
+from gcore_ckpt import Checkpointer
 from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTrainerGroup, TrainerSpec
 from gcore_llm.config import TrainConfig
 from gcore_llm.exchange import sample_flops, workload_of
 from gcore_llm.performance import memory
 from gcore_runs.errors import UserError
-from gcore_runs.logs import log_to, logs_of
-from gcore_trainer import MicroBatch, OptimizerConfig, TrainerError
+from gcore_runs.training_ranks import rank_spec
+from gcore_trainer import MicroBatch, OptimizerConfig
 from gcore_trainer.config import LoRAConfig
 
 if TYPE_CHECKING:
@@ -155,14 +155,13 @@ def trainer_spec(config: TrainConfig, model: Path, checkpoints: Path, *, num_thr
         num_threads: threads of torch in each rank.
     """
     megatron = ["gcore_trainer.megatron.trainer"] if config.trainer.backend == "megatron" else []
-    return TrainerSpec(
-        make_worker=partial(_make_worker, config, model.absolute(), checkpoints.absolute()),
+    checkpoints = checkpoints.absolute()
+    return rank_spec(
+        partial(_make_worker, config, model.absolute(), checkpoints),
         num_ranks=config.trainer.num_processes,
         device=config.device,
         num_threads=num_threads,
-        enter_process=partial(_log, logs_of(checkpoints.absolute())),
-        put_weights=_put_weights,
-        expected_errors=(CheckpointError, TrainerError, UserError),
+        checkpoints=checkpoints,
         preload=[__name__, *_PRELOADED, *megatron],
     )
 
@@ -192,22 +191,12 @@ def _make_worker(config: TrainConfig, model: Path, checkpoints: Path, device: st
     return LLMTrainerWorker(replace(config, device=device), model, checkpoints)
 
 
-def _log(logs: Path, rank: int) -> None:
-    log_to(logs, "trainer", rank, redirect=True)
-
-
-def _put_weights(weights: Any) -> Any:
-    from gcore_rollout.weight_sync.weight_references import WeightReferences
-
-    return WeightReferences.put(weights)
-
-
 _KEYS: dict[Role, str] = {"actor": "trainer", "critic": "critic"}
-"""Where a checkpoint has each trainer's state."""
+"""The key of each trainer's state in a checkpoint."""
 
 
 def _for_checkpoint(state: State) -> State:
-    """A trainer's state in gcore-ckpt's words."""
+    """Return a trainer's state with the shards as gcore-ckpt represents them."""
     from gcore_ckpt import Shard, Shards
 
     def convert(value: Any) -> Any:
@@ -229,7 +218,7 @@ def _join(config: TrainConfig) -> "TorchParallel | None":
 
     parallel = config.trainer.parallel
     if config.trainer.backend == "megatron":
-        # What runs beside Megatron, the reference, is sharded over all ranks.
+        # The reference does not run on Megatron; it is sharded over all ranks.
         parallel = type(parallel)()
     return TorchParallel.join(parallel, device_type=config.device.split(":")[0])
 
@@ -246,7 +235,7 @@ def _model_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def _scheduled(optimizer: OptimizerConfig, config: TrainConfig) -> OptimizerConfig:
-    """With the number of updates of the whole run, where it is not given."""
+    """Return the settings with the number of updates of the whole run, if it is not given."""
     if optimizer.total_training_steps:
         return optimizer
     batch, actor = config.data.train_batch_size, config.actor
