@@ -12,7 +12,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from gcore_rollout.rewards import import_reasoning_gym
+from gcore_rollout import import_reasoning_gym
 
 HEAVY = {
     "gcore_llm": (
@@ -20,8 +20,8 @@ HEAVY = {
         "gcore_llm.inspect_run",
         "gcore_llm.report",
         "gcore_llm.train",
-        "gcore_rollout.hf_engine",
-        "gcore_trainer.torch_trainer",
+        "gcore_rollout.engines.hf.engine",
+        "gcore_trainer.torch.trainer",
         "torch.utils.tensorboard",
         "transformers.models.qwen3.modeling_qwen3",
     ),

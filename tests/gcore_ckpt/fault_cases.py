@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from rank import Rank
 
-import gcore_ckpt.pipeline
+import gcore_ckpt.saving.pipeline
 from gcore_ckpt import Checkpointer, CheckpointError, CheckpointNotFoundError, PerRank, Shard
-from gcore_ckpt.group import TorchGroup
-from gcore_ckpt.reader import StepReader
-from gcore_ckpt.staging import Stager
+from gcore_ckpt.loading.reader import StepReader
+from gcore_ckpt.ranks.group import TorchGroup
+from gcore_ckpt.saving.staging import Stager
 
 TIMEOUT_S = 60.0
 """Longer than any test waits: a rank that learns of a death only by this has hung."""
@@ -102,7 +102,7 @@ def _interrupted_at(owner: Any, name: str) -> AbstractContextManager[object]:
 def save_while_one_is_interrupted(rank: Rank, path: str, moment: str, interrupted: int) -> str:
     """Saves steps 1, 2 and 3; what this rank heard of step 2."""
     size = dist.get_world_size()
-    owner, name = {"planning": (gcore_ckpt.pipeline, "collect"), "copying": (Stager, "_copy")}[moment]
+    owner, name = {"planning": (gcore_ckpt.saving.pipeline, "collect"), "copying": (Stager, "_copy")}[moment]
     heard = ""
     with Checkpointer(path, timeout_s=TIMEOUT_S) as checkpointer:
         checkpointer.save(1, state_of(1, rank.number, size)).wait()

@@ -30,7 +30,7 @@ def save_for_ever(path: Path, log: IO[str]) -> None:
                 tensor.zero_()
             if previous is not None:
                 previous.wait()
-                print(step - 1, file=log, flush=True)
+                _log_step(step - 1, log)
             previous = handle
 
 
@@ -55,9 +55,14 @@ def save_until_stopped_and_leave_open(path: Path, log: IO[str]) -> None:
             handle = checkpointer.save(step, {"step": step, "sizes": [60_000, 5], "tensors": tensors})
             if step % 3 == 0:
                 handle.wait()
-                print(step, file=log, flush=True)
+                _log_step(step, log)
     except KeyboardInterrupt:
         sys.exit(0)
+
+
+def _log_step(step: int, log: IO[str]) -> None:
+    """Write a whole line at once: a signal between its parts would leave half of it in a buffer."""
+    os.write(log.fileno(), f"{step}\n".encode())
 
 
 def _log_exit(log: IO[str]) -> None:

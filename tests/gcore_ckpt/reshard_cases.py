@@ -36,22 +36,22 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, dis
 from torch.distributed.tensor import Shard as ShardPlacement
 from transformers import AutoModelForCausalLM
 
-import gcore_ckpt.dtensor
-import gcore_ckpt.loader
-import gcore_ckpt.pipeline
+import gcore_ckpt.loading.loader
+import gcore_ckpt.ranks.dtensor
+import gcore_ckpt.saving.pipeline
 from gcore_ckpt import Checkpointer, CheckpointError, PerRank, Shard, verify
-from gcore_ckpt.checksum import BLOCK_BYTES
-from gcore_ckpt.data_file import lay_out
-from gcore_ckpt.local_storage import LocalFiles, LocalStorage
-from gcore_ckpt.staging import CHUNK_BYTES
+from gcore_ckpt.format.checksum import BLOCK_BYTES
+from gcore_ckpt.format.data_file import lay_out
+from gcore_ckpt.saving.staging import CHUNK_BYTES
+from gcore_ckpt.storage.local import LocalFiles, LocalStorage
 
 PRELOADED = (
     numpy.random,
     torch._dynamo,
     transformers.models.qwen3.modeling_qwen3,
-    gcore_ckpt.dtensor,
-    gcore_ckpt.loader,
-    gcore_ckpt.pipeline,
+    gcore_ckpt.ranks.dtensor,
+    gcore_ckpt.loading.loader,
+    gcore_ckpt.saving.pipeline,
 )
 """What a rank would import on its first save or load; imported here, once."""
 
@@ -76,9 +76,9 @@ def small_sizes(block_bytes: int | None = None, chunk_bytes: int | None = None) 
     """Blocks and staging buffers of a size that small tensors fill."""
     block_bytes = block_bytes or BLOCK_BYTES
     with (
-        mock.patch("gcore_ckpt.saver.BLOCK_BYTES", block_bytes),
-        mock.patch("gcore_ckpt.index.BLOCK_BYTES", block_bytes),
-        mock.patch("gcore_ckpt.staging.CHUNK_BYTES", chunk_bytes or CHUNK_BYTES),
+        mock.patch("gcore_ckpt.saving.saver.BLOCK_BYTES", block_bytes),
+        mock.patch("gcore_ckpt.format.index.BLOCK_BYTES", block_bytes),
+        mock.patch("gcore_ckpt.saving.staging.CHUNK_BYTES", chunk_bytes or CHUNK_BYTES),
     ):
         yield
 
@@ -125,7 +125,7 @@ def save_each(rank: Rank, path: str, trees: dict[int, Any], size: int, options: 
     remade: list[bool] = []
     with (
         checkpointer(rank, path, size, **options) as saver,
-        mock.patch("gcore_ckpt.agreement.lay_out", side_effect=lay_out) as counted,
+        mock.patch("gcore_ckpt.ranks.coordination.lay_out", side_effect=lay_out) as counted,
     ):
         for step, tree in trees.items():
             before = counted.call_count
@@ -447,21 +447,21 @@ def differences(found: Any, expected: Any, path: str = "") -> list[str]:
     if isinstance(expected, PerRank):
         expected = expected.value
     if type(found) is not type(expected):
-        return [f"{path}: {type(found)}, expected {type(expected)}"]
+        return [f"{path}: {type(found)}; expected {type(expected)}"]
     match expected:
         case dict():
             if sorted(map(repr, found)) != sorted(map(repr, expected)):
-                return [f"{path}: keys {list(found)}, expected {list(expected)}"]
+                return [f"{path}: keys {list(found)}; expected {list(expected)}"]
             return [d for key in expected for d in differences(found[key], expected[key], f"{path}.{key}")]
         case list() | tuple():
             if len(found) != len(expected):
-                return [f"{path}: {len(found)} items, expected {len(expected)}"]
+                return [f"{path}: {len(found)} items; expected {len(expected)}"]
             pairs = zip(found, expected, strict=True)
             return [d for i, pair in enumerate(pairs) for d in differences(*pair, f"{path}.{i}")]
         case torch.Tensor() | Shard() | np.ndarray():
             return [] if _bits(found) == _bits(expected) else [f"{path}: other bits"]
         case _:
-            return [] if found == expected else [f"{path}: {found!r}, expected {expected!r}"]
+            return [] if found == expected else [f"{path}: {found!r}; expected {expected!r}"]
 
 
 def _bits(leaf: Any) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from gcore_ckpt import (
     CheckpointNotFoundError,
     CheckpointWriteError,
 )
-from gcore_ckpt.local_storage import LocalStorage
+from gcore_ckpt.storage.local import LocalStorage
 
 
 class Gate:
@@ -240,7 +240,7 @@ def test_leftover_that_cannot_be_removed_does_not_keep_the_lock(
         raise PermissionError(f"no way to remove {path.name}")
 
     with Checkpointer(tmp_path) as checkpointer:
-        monkeypatch.setattr("gcore_ckpt.local_storage.shutil.rmtree", fail)
+        monkeypatch.setattr("gcore_ckpt.storage.local.shutil.rmtree", fail)
         with pytest.raises(CheckpointWriteError, match=r"cannot be opened for saving: no way to remove \.tmp-step"):
             checkpointer.save(1, {})
         monkeypatch.undo()

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from gcore_ckpt import Checkpointer, PerRank, Shard
-from gcore_ckpt.cli import main
-from gcore_ckpt.dtypes import DTYPES
+from gcore_ckpt.format.dtypes import DTYPES
+from gcore_ckpt.tools.cli import main
 
 Captured = pytest.CaptureFixture[str]
 
@@ -287,7 +287,7 @@ def test_ctrl_c(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gcore_ckpt.cli.open_step", interrupt)
+    monkeypatch.setattr("gcore_ckpt.tools.cli.open_step", interrupt)
     assert main(["ls", str(path)]) == 130
 
 
@@ -296,7 +296,7 @@ def test_a_process_of_its_own_prints_dtypes_without_torch(tmp_path: Path) -> Non
     path = save(
         tmp_path / "ckpt", 1, all={n: torch.zeros(16, dtype=torch.uint8).view(getattr(torch, n)) for n in names}
     )
-    program = "import sys; from gcore_ckpt.cli import main; code = main(sys.argv[1:]); "
+    program = "import sys; from gcore_ckpt.tools.cli import main; code = main(sys.argv[1:]); "
     program += "assert not {'torch', 'numpy', 'tensorstore'} & set(sys.modules); sys.exit(code)"
     for command in ("ls", "show"):
         shown = subprocess.run(
@@ -305,7 +305,7 @@ def test_a_process_of_its_own_prints_dtypes_without_torch(tmp_path: Path) -> Non
         assert shown.stderr == ""
     assert [row[0] for row in table(shown.stdout)] == ["model.w", "model.b", *(f"all.{name}" for name in names)]
     failed = subprocess.run(
-        [sys.executable, "-m", "gcore_ckpt.cli", "ls", tmp_path], capture_output=True, text=True, timeout=600,
+        [sys.executable, "-m", "gcore_ckpt.tools.cli", "ls", tmp_path], capture_output=True, text=True, timeout=600,
         env=os.environ | {"COLUMNS": "40"}, check=False,
     )  # fmt: skip
     assert (failed.returncode, failed.stdout) == (2, "")

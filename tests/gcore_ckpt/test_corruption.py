@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from gcore_ckpt import Checkpointer, CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, verify
-from gcore_ckpt.checksum import checksum
-from gcore_ckpt.index import decode_index
+from gcore_ckpt.format.checksum import checksum
+from gcore_ckpt.format.index import decode_index
 
 DATA, INDEX = "data-00000.safetensors", "index.json"
 
@@ -73,7 +73,7 @@ def test_every_flipped_byte_of_the_data_file_is_found(step_dir: Path) -> None:
 def test_truncated_data_file(step_dir: Path, size_bytes: int) -> None:
     data = (step_dir / DATA).read_bytes()
     (step_dir / DATA).write_bytes(data[:size_bytes])
-    assert_refused(step_dir, rf"{DATA}: has \d+ bytes, expected {len(data)}")
+    assert_refused(step_dir, rf"{DATA}: has \d+ bytes; expected {len(data)}")
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 90, -1])
@@ -116,19 +116,19 @@ def set_tensor(**fields: object) -> Callable[[dict[str, Any]], None]:
     ("edit", "message"),
     [
         (lambda index: index.update(version=3), "format version 3 is newer than 2, the newest read here: upgrade"),
-        (lambda index: index.update(version=0), "unknown format version 0, expected 1 to 2"),
-        (lambda index: index.update(version="1"), "version is 1, expected int"),
-        (lambda index: index.update(format="zip"), "format is 'zip', expected 'gcore-ckpt'"),
+        (lambda index: index.update(version=0), "unknown format version 0; expected 1 to 2"),
+        (lambda index: index.update(version="1"), "version is 1; expected int"),
+        (lambda index: index.update(format="zip"), "format is 'zip'; expected 'gcore-ckpt'"),
         (lambda index: index.pop("tree"), "'tree' is missing"),
-        (lambda index: index.update(tensors=[]), r"tensors is \[\], expected dict"),
+        (lambda index: index.update(tensors=[]), r"tensors is \[\]; expected dict"),
         (lambda index: index["tensors"].pop("w"), "tree: tensor 'w' is not in the index"),
         (lambda index: index.update(tree={"set": []}), r"tree: unknown node \{'set': \[\]\}"),
         (lambda index: index.update(tree={"float_bits": "0x00"}), "tree: float_bits '0x00' are not 64 bits"),
         (lambda index: index.update(tree={"array": "b"}), "tree: array 'b' has dtype bfloat16, which numpy does not"),
         (lambda index: index.update(tree=json.loads("[" * 200 + "]" * 200)), "tree: more than 100 containers inside"),
-        (set_tensor(dtype="float7"), "tensor 'w': unknown dtype 'float7', expected one of bool, "),
-        (set_tensor(shape=[2, -3]), "tensor 'w': shape is -3, expected 0 or more"),
-        (set_tensor(shape=[2, True]), "tensor 'w': shape is True, expected int"),
+        (set_tensor(dtype="float7"), "tensor 'w': unknown dtype 'float7'; expected one of bool, "),
+        (set_tensor(shape=[2, -3]), "tensor 'w': shape is -3; expected 0 or more"),
+        (set_tensor(shape=[2, True]), "tensor 'w': shape is True; expected int"),
         (set_shard(shape=[2, 4]), r"tensor 'w': shard of shape \(2, 4\) at \(0, 0\) is not inside the tensor's shape"),
         (set_shard(start=[1, 0]), r"tensor 'w': shard of shape \(2, 3\) at \(1, 0\) is not inside the tensor's shape"),
         (set_shard(start=[0]), r"tensor 'w': shard of shape \(2, 3\) at \(0,\) is not inside the tensor's shape"),
@@ -146,7 +146,7 @@ def set_tensor(**fields: object) -> Callable[[dict[str, Any]], None]:
             r"tensor 'w': its shards hold 12 elements, its shape \(2, 3\) has 6",
         ),
         (set_tensor(shape=[0, 2**62, 2**62], shards=[]), r"tensor 'w': shape \(0, .*\) is too large"),
-        (set_tensor(shape=[10**30]), "tensor 'w': shape is 10+, expected 2\\*\\*63 - 1 or less"),
+        (set_tensor(shape=[10**30]), "tensor 'w': shape is 10+; expected 2\\*\\*63 - 1 or less"),
         (set_tensor(shards=[]), "tensor 'w': its shards hold 0 elements"),
         (set_tensor(shape=[2**40, 2**20], shards=[]), "tensor 'w': its shards hold 0 elements"),
         (set_shard(checksums=""), "tensor 'w': 0 digits of checksums do not fit 24 bytes"),
@@ -170,6 +170,6 @@ def test_step_deleted_while_it_is_opened(step_dir: Path, monkeypatch: pytest.Mon
         shutil.rmtree(step_dir)
         return decode_index(data, where)
 
-    monkeypatch.setattr("gcore_ckpt.reader.decode_index", delete_then_decode)
+    monkeypatch.setattr("gcore_ckpt.loading.reader.decode_index", delete_then_decode)
     with pytest.raises(CheckpointNotFoundError, match="was deleted while it was being read"):
         Checkpointer(step_dir.parent).load()

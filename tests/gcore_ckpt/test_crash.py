@@ -13,6 +13,8 @@ import torch
 
 from gcore_ckpt import Checkpointer, CheckpointLockedError, verify
 
+pytestmark = pytest.mark.slow
+
 KILLS = int(os.environ.get("GCORE_CKPT_KILLS", "15"))
 
 

@@ -24,7 +24,7 @@ from gcore_ckpt import (
     CheckpointWriteError,
     CorruptCheckpointError,
 )
-from gcore_ckpt.dcp import import_dcp
+from gcore_ckpt.tools.dcp import import_dcp
 
 
 def save(folder: Path, state: dict[str, Any]) -> Path:
@@ -203,7 +203,7 @@ def with_tensor(size: list[int] | None = None, *, dtype: object = torch.float32)
             "is in the file '../secret', which is not a plain name inside the folder",
         ),
         (with_storage(relative_path="other"), r"No such file"),
-        (with_storage(length=10**9), r"__0_0.distcp has \d+ bytes, expected more: it was cut short"),
+        (with_storage(length=10**9), r"__0_0.distcp has \d+ bytes; expected more: it was cut short"),
         (with_storage(length=3), "fewer bytes than its shape"),
         (with_storage(offset=-1), "holds sizes that are no numbers"),
         (with_storage(offset=40), r"torch.load\(weights_only=True\) refuses what is at byte 40"),
@@ -215,7 +215,7 @@ def with_tensor(size: list[int] | None = None, *, dtype: object = torch.float32)
         (with_tensor(dtype=torch.int32), "holds something else at byte .* than a tensor of"),
         (with_tensor(dtype=3), "has a int for its dtype"),
         (lambda metadata: replace(metadata, storage_data={}), "holds a NoneType in the place of a _StorageInfo"),
-        (lambda metadata: replace(metadata, storage_data=None), "storage_data is a NoneType, expected dict"),
+        (lambda metadata: replace(metadata, storage_data=None), "storage_data is a NoneType; expected dict"),
         (lambda metadata: replace(metadata, planner_data={"w": ("n.lr",)}), "is another's"),
         (lambda metadata: replace(metadata, planner_data={"w": ("n.lr", "x")}), "is another's|leads through a value"),
         (lambda metadata: replace(metadata, planner_data={"w": ()}), "a path is a tuple of 0 parts"),

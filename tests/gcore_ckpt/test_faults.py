@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from gcore_ckpt import Checkpointer, verify
-from gcore_ckpt.group import Alone
-from gcore_ckpt.loader import load_step
-from gcore_ckpt.reader import open_step
+from gcore_ckpt.loading.loader import load_step
+from gcore_ckpt.loading.reader import open_step
+from gcore_ckpt.ranks.group import Alone
 from gcore_ckpt.storage import open_storage
+
+pytestmark = pytest.mark.slow
 
 KILLS = int(os.environ.get("GCORE_CKPT_KILLS", "12"))
 

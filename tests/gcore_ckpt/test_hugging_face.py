@@ -20,8 +20,8 @@ from gcore_ckpt import (
     Shard,
     verify,
 )
-from gcore_ckpt.dtypes import DTYPES
-from gcore_ckpt.hugging_face import export_hf
+from gcore_ckpt.format.dtypes import DTYPES
+from gcore_ckpt.tools.hugging_face import export_hf
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from gcore_ckpt import Checkpointer, CheckpointError, CheckpointWriteError, verify
-from gcore_ckpt.local_storage import LocalStorage
-from gcore_ckpt.pipeline import SavePipeline
-from gcore_ckpt.reader import StepReader
-from gcore_ckpt.staging import Stager
+from gcore_ckpt.loading.reader import StepReader
+from gcore_ckpt.saving.pipeline import SavePipeline
+from gcore_ckpt.saving.staging import Stager
+from gcore_ckpt.storage.local import LocalStorage
 
 ROUNDS = int(os.environ.get("GCORE_CKPT_SIGNALS", "6"))
 LONG_S = 60.0
@@ -52,6 +52,7 @@ def check_steps(path: Path) -> list[int]:
     return steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["save_until_stopped", "save_until_stopped_and_leave_open"])
 def test_a_signal_at_any_moment_ends_the_process(fork_server: ForkServer, tmp_path: Path, function: str) -> None:
     path = tmp_path / "checkpoints"
@@ -241,6 +242,7 @@ def test_a_call_from_a_signal_handler_during_a_save_is_an_error(
     assert check_steps(tmp_path) == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupted", [0, 1])
 @pytest.mark.parametrize("moment", ["planning", "copying"])
 def test_all_ranks_hear_of_an_interruption_and_can_save_again(
@@ -256,6 +258,7 @@ def test_all_ranks_hear_of_an_interruption_and_can_save_again(
         verify(tmp_path, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupted", [0, 1])
 def test_an_interrupted_load_of_one_rank_is_an_error_on_all(
     rank_server: RankServer, tmp_path: Path, interrupted: int
@@ -267,6 +270,7 @@ def test_an_interrupted_load_of_one_rank_is_an_error_on_all(
     assert all(reason in message for rank, message in enumerate(heard) if rank != interrupted), heard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupted", [0, 2])
 def test_a_rank_that_is_interrupted_while_it_waits_for_others_can_leave(
     rank_server: RankServer, tmp_path: Path, interrupted: int
@@ -278,6 +282,7 @@ def test_a_rank_that_is_interrupted_while_it_waits_for_others_can_leave(
     assert Checkpointer(tmp_path).steps() == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupted", [0, 1])
 def test_ranks_hear_of_one_whose_process_ends(rank_server: RankServer, tmp_path: Path, interrupted: int) -> None:
     with rank_server.pool(3) as pool:

@@ -164,7 +164,7 @@ def test_blocks_at_the_edges_of_a_box(tmp_path: Path, size: int) -> None:
 
 
 def test_chunked_staging_saves_the_same_with_less_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gcore_ckpt.staging.CHUNK_BYTES", 10_000)
+    monkeypatch.setattr("gcore_ckpt.saving.staging.CHUNK_BYTES", 10_000)
     state = {"a": torch.randn(100, 77), "b": torch.randn(20_002)[::2], "c": torch.arange(3), "d": torch.randn(50, 60).T}
     with Checkpointer(tmp_path, staging="chunked") as checkpointer:
         for step in range(2):
@@ -215,8 +215,8 @@ def test_an_incremental_save_builds_on_no_damaged_step(tmp_path: Path) -> None:
 
 
 def test_a_step_of_more_files_than_a_process_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gcore_ckpt.data_file._FILE_BYTES", 1)
-    monkeypatch.setattr("gcore_ckpt.data_file._MAX_FILES", 10_000)
+    monkeypatch.setattr("gcore_ckpt.format.data_file._FILE_BYTES", 1)
+    monkeypatch.setattr("gcore_ckpt.format.data_file._MAX_FILES", 10_000)
     state = {f"x{i}": torch.tensor([i]) for i in range(450)}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state)

@@ -17,8 +17,8 @@ import pytest
 import tensorstore as ts
 
 from gcore_ckpt.errors import CorruptCheckpointError
-from gcore_ckpt.object_storage import ObjectStorage
 from gcore_ckpt.storage import Storage
+from gcore_ckpt.storage.object_store import ObjectStorage
 
 # One request at a time: moto looks for the object and creates it in two steps, which threads could interleave.
 # Below a folder "lossy", the first answer to each creation of `committed` is lost.
@@ -45,7 +45,7 @@ server.serve_forever()
 
 CHILD = """
 import os, sys
-from gcore_ckpt.object_storage import ObjectStorage
+from gcore_ckpt.storage.object_store import ObjectStorage
 
 storage = ObjectStorage(sys.argv[1])
 storage.acquire()
@@ -339,6 +339,7 @@ def test_wrong_credentials(s3: str, server_port: int) -> None:
         request(server_port, "POST", "/moto-api/reset-auth", b"inf")
 
 
+@pytest.mark.slow
 def test_dead_server(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
     start = time.monotonic()
@@ -348,7 +349,7 @@ def test_dead_server(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_silent_server(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gcore_ckpt.objects._ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("gcore_ckpt.storage.objects._ANSWER_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{server.getsockname()[1]}")
         with pytest.raises(TimeoutError, match=f"^{s3}: no answer within"):

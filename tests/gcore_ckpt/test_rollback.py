@@ -22,10 +22,10 @@ from gcore_ckpt import (
     save,
     verify,
 )
-from gcore_ckpt.cli import main
-from gcore_ckpt.local_storage import LocalStorage
-from gcore_ckpt.objects import Objects
 from gcore_ckpt.storage import open_storage
+from gcore_ckpt.storage.local import LocalStorage
+from gcore_ckpt.storage.objects import Objects
+from gcore_ckpt.tools.cli import main
 
 
 class RankPool(Protocol):
@@ -132,13 +132,13 @@ def test_saves_in_flight_are_set_aside_too(path: str) -> None:
 def test_a_damaged_record_is_an_error_and_nothing_is_loaded(tmp_path: Path) -> None:
     save_steps(tmp_path, 20, 50)
     (tmp_path / "rollback.json").write_text(json.dumps({"pending": "all"}))
-    with pytest.raises(CorruptCheckpointError, match=f"{tmp_path}/rollback.json: format is 'None', expected"):
+    with pytest.raises(CorruptCheckpointError, match=f"{tmp_path}/rollback.json: format is 'None'; expected"):
         Checkpointer(tmp_path).load()
 
 
 CHILD = """
 import os, signal, sys
-from gcore_ckpt.local_storage import LocalStorage
+from gcore_ckpt.storage.local import LocalStorage
 
 EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "shutil.rmtree")
 storage = LocalStorage(sys.argv[1])

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 from runtimes import Ctx, Run, inline, over_messages
 
-from gcore_controller.prompt_stealing import SharedPrompts
-from gcore_controller.prompts import PromptLoader
+from gcore_controller import PromptLoader, SharedPrompts
 
 ROWS = [f"row {i}" for i in range(23)]
 
@@ -53,20 +52,20 @@ def test_the_idle_take_from_the_loaded(run: Run) -> None:
     async def program(ctx: Ctx) -> list[int]:
         prompts = SharedPrompts(loader_of(ctx), ctx.group)
         prompts.open(18)
-        mine = [ticket for ticket, _ in await prompts.take(1)]
+        mine = [index for index, _ in await prompts.take(1)]
         await ctx.group.barrier()
         if ctx.rank == 0:
             await others_are_done.wait()
             assert await prompts.take(1) == []
         else:
             while taken := await prompts.take(2):
-                mine += [ticket for ticket, _ in taken]
+                mine += [index for index, _ in taken]
             others_are_done.set()
         return mine
 
     loaded, *idle = run(program, 3)
     assert loaded == [0]
-    assert sorted(ticket for mine in idle for ticket in mine) == list(range(1, 18))
+    assert sorted(index for mine in idle for index in mine) == list(range(1, 18))
 
 
 def test_own_prompts_come_first(run: Run) -> None:
@@ -76,6 +75,6 @@ def test_own_prompts_come_first(run: Run) -> None:
         taken = await prompts.take(4)
         await ctx.group.barrier()
         assert await prompts.take(4) == []
-        return [ticket for ticket, _ in taken]
+        return [index for index, _ in taken]
 
     assert run(program, 3) == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gcore_controller import PromptLoader, ShardedSampler
 from gcore_controller.errors import StateError
-from gcore_controller.prompts import PromptLoader, ShardedSampler
 from gcore_controller.stages import StageTimer, seconds_by_stage
 
 sizes = st.integers(1, 30)
@@ -47,7 +47,7 @@ def test_epochs_and_seeds_differ_in_order() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_loader_gives_tickets_and_their_rows(num_workers: int) -> None:
+def test_loader_gives_prompt_indices_and_their_rows(num_workers: int) -> None:
     names = [f"row {i}" for i in range(7)]
     order = ShardedSampler(7, seed=5, rank=0, world_size=1)
     taken: dict[int, str] = {}
@@ -55,7 +55,7 @@ def test_loader_gives_tickets_and_their_rows(num_workers: int) -> None:
         loader = PromptLoader(names, seed=5, rank=rank, world_size=3, num_workers=num_workers)
         taken |= dict(loader.take(2) + loader.take(11))
         assert loader.epoch == 13 / 7
-    assert taken == {ticket: names[order.row(ticket)] for ticket in range(13)}
+    assert taken == {index: names[order.row(index)] for index in range(13)}
 
 
 def test_waiting_for_rows_is_a_stage_of_its_own() -> None:
@@ -94,7 +94,7 @@ def test_a_resumed_loader_goes_on_in_the_same_order(
         loader.load_state(dict(state))
         taken += loader.take(8)
     order = ShardedSampler(num_rows, seed=seed, rank=0, world_size=1)
-    assert sorted(taken) == [(ticket, order.row(ticket)) for ticket in range(sum(draws) + 8)]
+    assert sorted(taken) == [(index, order.row(index)) for index in range(sum(draws) + 8)]
 
 
 def test_a_state_of_other_data_is_refused() -> None:
@@ -102,8 +102,8 @@ def test_a_state_of_other_data_is_refused() -> None:
     loader.take(2)
     expected = loader.state()
     for state, message in (
-        (PromptLoader([1, 2], seed=0).state(), "the saved position has num_rows=2: this data set has num_rows=3"),
-        (PromptLoader([1, 2, 3], seed=9).state(), "the saved position has seed=9: this data set has seed=0"),
+        (PromptLoader([1, 2], seed=0).state(), "num_rows of the saved position is 2; expected 3, as this data set has"),
+        (PromptLoader([1, 2, 3], seed=9).state(), "seed of the saved position is 9; expected 0, as this data set has"),
     ):
         with pytest.raises(StateError, match=message):
             loader.load_state(state)
@@ -111,5 +111,5 @@ def test_a_state_of_other_data_is_refused() -> None:
 
 
 def test_no_rows() -> None:
-    with pytest.raises(ValueError, match="num_rows is 0: a data set needs at least one row"):
+    with pytest.raises(ValueError, match="num_rows is 0; expected at least 1"):
         PromptLoader([], seed=0)

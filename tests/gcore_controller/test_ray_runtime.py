@@ -20,7 +20,11 @@ from gcore_controller.runtimes.ray import RayControllers, check_token, run_ray
 
 NUM_NODES = 2
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*:FutureWarning"), pytest.mark.usefixtures("cluster")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*:FutureWarning"),
+    pytest.mark.usefixtures("cluster"),
+]
 
 
 class OneOfUsFailedError(Exception):

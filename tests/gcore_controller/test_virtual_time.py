@@ -33,26 +33,26 @@ def test_time_is_what_programs_sleep() -> None:
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_results_are_those_of_the_inline_runtime(world_size: int) -> None:
     class Group:
-        def __init__(self, ticket: int) -> None:
-            self.ticket = ticket
+        def __init__(self, prompt_index: int) -> None:
+            self.prompt_index = prompt_index
 
     async def program(ctx: Ctx) -> tuple[list[int], list[str]]:
         drawn = 0
 
         async def wave(count: int) -> list[Group]:
             nonlocal drawn
-            tickets = [t for t in range(drawn, drawn + count) if t % ctx.world_size == ctx.rank]
+            indices = [t for t in range(drawn, drawn + count) if t % ctx.world_size == ctx.rank]
             drawn += count
             await asyncio.sleep(0.001 * (ctx.rank + 1))
-            return [Group(t) for t in tickets if t % 3]
+            return [Group(t) for t in indices if t % 3]
 
-        harvest = await DynamicSampler[Group](group=ctx.group, max_waves=9).harvest(20, wave)
-        gathered = await ctx.group.all_gather(f"{ctx.rank} has {len(harvest.groups)}")
-        return [g.ticket for g in harvest.groups], gathered
+        batch = await DynamicSampler[Group](group=ctx.group, max_waves=9).collect(20, wave)
+        gathered = await ctx.group.all_gather(f"{ctx.rank} has {len(batch.groups)}")
+        return [g.prompt_index for g in batch.groups], gathered
 
     expected = asyncio.run(run_inline(program, roles=None, world_size=world_size))
     assert run_simulated(program, roles=None, world_size=world_size) == expected
-    assert sum(len(tickets) for tickets, _ in expected) == 20
+    assert sum(len(indices) for indices, _ in expected) == 20
 
 
 def test_timeouts_and_order_are_of_simulated_time() -> None:

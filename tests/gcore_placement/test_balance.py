@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike, NDArray
 
 from gcore_placement import PlacementError, balance
-from gcore_placement._start import fold
+from gcore_placement.balancing.initial_assignment import fold
 
 costs_lists = st.lists(st.floats(min_value=0, max_value=1e300), max_size=40) | st.lists(
     st.integers(min_value=0, max_value=12).map(float), max_size=40
@@ -185,31 +185,36 @@ def test_one_long_sequence_among_many_short(equal_count: bool) -> None:
 @pytest.mark.parametrize(
     ("costs", "num_parts", "options", "message"),
     [
-        ([1.0, float("nan")], 2, {}, r"costs\[1\] must be finite and at least 0, got nan"),
-        ([1.0, float("inf")], 2, {}, r"costs\[1\] must be finite and at least 0, got inf"),
-        ([-1.0], 1, {}, r"costs\[0\] must be finite and at least 0, got -1.0"),
-        ([[1.0]], 1, {}, r"costs.ndim must be 1 \(one number per item\), got 2"),
-        (["many"], 1, {}, "costs must be an array of numbers"),
-        ([1.0], 0, {}, "num_parts must be an integer of at least 1, got 0"),
+        ([1.0, float("nan")], 2, {}, r"costs\[1\] is nan; expected a finite number of at least 0"),
+        ([1.0, float("inf")], 2, {}, r"costs\[1\] is inf; expected a finite number of at least 0"),
+        ([-1.0], 1, {}, r"costs\[0\] is -1.0; expected a finite number of at least 0"),
+        ([[1.0]], 1, {}, r"costs.ndim is 2; expected 1 \(one number per item\)"),
+        (["many"], 1, {}, r"costs is .*; expected an array of numbers"),
+        ([1.0], 0, {}, "num_parts is 0; expected an integer of at least 1"),
         ([1.0, 2.0, 3.0], 2, {"equal_count": True}, r"that num_parts \(2\) divides, got 3"),
         ([1.0], 2, {"equal_count": True}, r"that num_parts \(2\) divides, got 1"),
-        ([1.0, 2.0], 2, {"tolerance": -0.5}, "tolerance must be finite and at least 0, got -0.5"),
-        ([1.0, 2.0], 2, {"equal_count": True, "max_count": 1}, "max_count must be None with equal_count=True"),
-        ([1.0, 2.0, 3.0], 2, {"max_count": 1}, "max_count must be at least 2 for 3 costs in 2 parts, got 1"),
-        ([1.0], 2, {"max_count": 0}, "max_count must be an integer of at least 1, got 0"),
+        ([1.0, 2.0], 2, {"tolerance": -0.5}, "tolerance is -0.5; expected a finite number of at least 0"),
+        ([1.0, 2.0], 2, {"equal_count": True, "max_count": 1}, r"max_count is .*; expected None with equal_count=True"),
+        ([1.0, 2.0, 3.0], 2, {"max_count": 1}, "max_count is 1; expected at least 2 for 3 costs in 2 parts"),
+        ([1.0], 2, {"max_count": 0}, "max_count is 0; expected an integer of at least 1"),
         ([1.0], 2, {"weights": [1.0]}, "weights and capacity go together: capacity is missing"),
         ([1.0], 2, {"capacity": 1.0}, "weights and capacity go together: weights is missing"),
-        ([1.0, 2.0], 2, {"weights": [1.0], "capacity": 1.0}, "2 costs, got 1 weights"),
+        ([1.0, 2.0], 2, {"weights": [1.0], "capacity": 1.0}, r"weights has 1 values; expected one per cost \(2\)"),
         (
             [1.0],
             2,
             {"weights": [2.0], "capacity": 1.0},
-            r"capacity must be at least 2\.0, the largest weight, got 1\.0",
+            r"capacity is 1\.0; expected at least 2\.0, the largest weight",
         ),
-        ([1.0], 2, {"weights": [-2.0], "capacity": 1.0}, r"weights\[0\] must be finite and at least 0"),
-        ([1.0], 2, {"weights": [2.0], "capacity": 0}, "capacity must be a finite number above 0, got 0"),
+        ([1.0], 2, {"weights": [-2.0], "capacity": 1.0}, r"weights\[0\] is .*; expected a finite number of at least 0"),
+        ([1.0], 2, {"weights": [2.0], "capacity": 0}, "capacity is 0; expected a finite number above 0"),
         ([1.0, 1.0, 1.0], 2, {"weights": [2.0] * 3, "capacity": 3.0}, r"at least 4\.0 for weights of 6\.0 together"),
-        ([1.0], 2, {"weights": [1.0], "capacity": 1.0, "max_count": 1}, "capacity must be None with equal_count or"),
+        (
+            [1.0],
+            2,
+            {"weights": [1.0], "capacity": 1.0, "max_count": 1},
+            r"capacity is .*; expected None with equal_count or",
+        ),
     ],
 )
 def test_wrong_input_is_refused(costs: ArrayLike, num_parts: int, options: dict[str, Any], message: str) -> None:

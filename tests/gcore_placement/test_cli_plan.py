@@ -79,23 +79,29 @@ def test_a_plan_is_corrected_by_what_a_run_has_kept(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "nowhere"], "model must be a Hugging Face folder or its config.json, got 'nowhere'"),
-        (["--model", "MODELS/broken.json"], "broken.json must hold JSON"),
-        (["--model", "MODELS/list.json"], "list.json must hold a JSON object, got list"),
-        (["--model", "MODELS/policy", "--gpus", "0"], "num_devices must be an integer of at least 1, got 0"),
-        (["--model", "MODELS/policy", "--acceptance", "0"], "acceptance must be a finite number above 0, got 0.0"),
+        (["--model", "nowhere"], "model is 'nowhere'; expected a Hugging Face folder or its config.json"),
+        (["--model", "MODELS/broken.json"], "broken.json is not JSON; expected"),
+        (["--model", "MODELS/list.json"], "list.json is a JSON list; expected an object"),
+        (["--model", "MODELS/policy", "--gpus", "0"], "num_devices is 0; expected an integer of at least 1"),
+        (["--model", "MODELS/policy", "--acceptance", "0"], "acceptance is 0.0; expected a finite number above 0"),
         (["--model", "MODELS/judge", "--gpus", "4"], "nothing fits on 4 x H100"),
         (
             ["--model", "MODELS/policy", "--correction", "MODELS/policy"],
-            "correction must be a run's folder with placement.json, or such a file: there is no MODELS/policy/",
+            "correction is 'MODELS/policy/placement.json'; expected a run's folder with placement.json, or such a file",
         ),
-        (["--model", "MODELS/policy", "--correction", "MODELS/broken.json"], "broken.json must hold JSON"),
-        (["--model", "MODELS/policy", "--correction", "MODELS/list.json"], "list.json must hold a JSON object"),
+        (["--model", "MODELS/policy", "--correction", "MODELS/broken.json"], "broken.json is not JSON; expected"),
+        (
+            ["--model", "MODELS/policy", "--correction", "MODELS/list.json"],
+            "list.json is a JSON list; expected an object",
+        ),
         (
             ["--model", "MODELS/policy", "--correction", "MODELS/policy/config.json"],
-            "config.json: state must be of Correction.state(): ratios of generation, ",
+            "expected of Correction.state(): ratios of generation, ",
         ),
-        (["--model", "MODELS/policy", "--strategy", "split"], "strategy must be colocated, or None, without a judge"),
+        (
+            ["--model", "MODELS/policy", "--strategy", "split"],
+            "strategy is 'split'; expected colocated, or None, without a judge",
+        ),
     ],
 )
 def test_bad_input_is_one_line(

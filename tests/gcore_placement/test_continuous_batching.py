@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from continuous_batching_cases import cases
 from hypothesis import given
-from hypothesis import strategies as st
 
 from gcore_placement import EngineCosts
 from gcore_placement.simulation.continuous_batching import Requests, run_replicas
@@ -33,7 +33,8 @@ def slow_replica(costs: EngineCosts, requests: Requests, items: list[int]) -> tu
         first = min(left, key=lambda item: left[item], default=None)
         until_end = duration(left[first]) if first is not None else 0.0
         arrival = requests.arrival[waiting[0]] if waiting and len(left) < costs.max_num_seqs else np.inf
-        if arrival < np.inf and (first is None or arrival < time + until_end):
+        has_ended = first is not None and left[first] <= 0
+        if arrival < np.inf and not has_ended and (first is None or arrival < time + until_end):
             if first is not None and arrival > time:
                 few, many = 0.0, left[first]
                 for _ in range(100):
@@ -52,33 +53,6 @@ def slow_replica(costs: EngineCosts, requests: Requests, items: list[int]) -> tu
             finish[first] = time
             del left[first], held[first]
     return finish, busy_s
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[EngineCosts, int, Requests]:
-    number = draw(st.integers(1, 30))
-    num_replicas = draw(st.integers(1, 4))
-    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
-    costs = EngineCosts(
-        devices_per_replica=1,
-        max_num_seqs=draw(st.integers(1, 8)),
-        decode_base_s=draw(st.sampled_from([0.0, 0.01])),
-        decode_per_sequence_s=draw(st.sampled_from([0.001, 0.02])),
-        decode_per_context_token_s=draw(st.sampled_from([0.0, 1e-4])),
-        prefill_per_token_s=draw(st.sampled_from([0.0, 1e-3])),
-    )
-    spread = draw(st.sampled_from([0.0, 0.5, 50.0]))
-    return (
-        costs,
-        num_replicas,
-        Requests(
-            replica=rng.integers(0, num_replicas, number),
-            arrival=np.sort(spread * rng.random(number)),
-            prefill=rng.integers(0, 100, number).astype(np.float64),
-            context=rng.integers(0, 100, number).astype(np.float64),
-            length=rng.integers(1, draw(st.sampled_from([3, 200])), number).astype(np.float64),
-        ),
-    )
 
 
 @given(case=cases())

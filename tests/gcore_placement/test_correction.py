@@ -104,19 +104,19 @@ def test_costs_are_corrected_by_stage() -> None:
 def test_wrong_input_is_refused_and_changes_nothing() -> None:
     correction = observed(1.0, 2.0, 3.0)
     before = correction.state()
-    with pytest.raises(PlacementError, match=r"stage must be one of generation, reward, .*, got 'sleep'"):
+    with pytest.raises(PlacementError, match=r"stage is 'sleep'; expected one of generation, reward, .*"):
         correction.observe("sleep", predicted_s=1.0, measured_s=1.0)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(PlacementError, match=r"predicted_s must be a finite number above 0, got 0.0"):
+    with pytest.raises(PlacementError, match=r"predicted_s is 0.0; expected a finite number above 0"):
         correction.observe("training", predicted_s=0.0, measured_s=1.0)
-    with pytest.raises(PlacementError, match=r"state must be of Correction.state\(\)"):
+    with pytest.raises(PlacementError, match=r"state is .*; expected of Correction.state\(\)"):
         correction.load_state({"ratios": {"training": [1.0]}})
-    with pytest.raises(PlacementError, match=r"ratios.swap must be a list, got 1.0"):
+    with pytest.raises(PlacementError, match=r"ratios.swap is 1.0; expected a list"):
         correction.load_state({"ratios": {**before["ratios"], "swap": 1.0}})
     wrong = {"ratios": {**before["ratios"], "swap": [-1.0]}}
-    with pytest.raises(PlacementError, match=r"ratios.swap must be a finite number above 0, got -1.0"):
+    with pytest.raises(PlacementError, match=r"ratios.swap is -1.0; expected a finite number above 0"):
         correction.load_state(wrong)
     assert correction.state() == before
-    with pytest.raises(PlacementError, match=r"min_count must be at most window \(2\), got 3"):
+    with pytest.raises(PlacementError, match=r"min_count is 3; expected at most window \(2\)"):
         Correction(window=2)
-    with pytest.raises(PlacementError, match=r"most must be a finite number of at least 1, got 0.5"):
+    with pytest.raises(PlacementError, match=r"most is 0.5; expected a finite number of at least 1"):
         Correction(most=0.5)

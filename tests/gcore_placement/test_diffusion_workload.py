@@ -142,10 +142,10 @@ def test_shapes_broadcast_and_attention_is_quadratic() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architecture": "unet"}, "architecture must be 'dit' or 'mmdit', got 'unet'"),
-        ({"num_layers": 0}, "num_layers must be an integer of at least 1, got 0"),
-        ({"joint_attention_dim": 0}, "joint_attention_dim must be an integer of at least 1, got 0"),
-        ({"architecture": "dit"}, "joint_attention_dim must be 0 in 'dit', which has no text, got 48"),
+        ({"architecture": "unet"}, "architecture is 'unet'; expected 'dit' or 'mmdit'"),
+        ({"num_layers": 0}, "num_layers is 0; expected an integer of at least 1"),
+        ({"joint_attention_dim": 0}, "joint_attention_dim is 0; expected an integer of at least 1"),
+        ({"architecture": "dit"}, "joint_attention_dim is 48; expected 0 in 'dit', which has no text"),
     ],
 )
 def test_wrong_fields_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -154,9 +154,9 @@ def test_wrong_fields_are_refused(changes: dict[str, Any], message: str) -> None
 
 
 def test_wrong_latents_are_refused() -> None:
-    with pytest.raises(PlacementError, match=r"text_tokens must be 0 in 'dit', which has no text, got 3\.0"):
+    with pytest.raises(PlacementError, match=r"text_tokens is 3\.0; expected 0 in 'dit', which has no text"):
         DIT.flops(2, 2, text_tokens=3)
-    with pytest.raises(PlacementError, match="heights must be whole numbers"):
+    with pytest.raises(PlacementError, match=r"heights is .*; expected whole numbers"):
         DIT.flops(2.5, 2)
-    with pytest.raises(PlacementError, match="the shapes of latents must be shapes that broadcast"):
+    with pytest.raises(PlacementError, match=r"the shapes of latents is .*; expected shapes that broadcast"):
         DIT.flops([1, 2], [1, 2, 3])

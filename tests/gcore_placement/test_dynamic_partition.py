@@ -17,7 +17,7 @@ from gcore_placement import (
     RoleLimits,
     RoleLoad,
 )
-from gcore_placement.load_history import weighted_median
+from gcore_placement.partition.load_history import weighted_median
 
 EAGER = DynamicPartitionConfig(min_gain=0.0, noise_floor=0.0, law_error=0.0)
 """No hysteresis, nothing hedged: the optimum itself is the aim."""
@@ -328,16 +328,16 @@ def test_wrong_use_is_refused() -> None:
         num_devices=8, policy=RoleLimits(devices_per_replica=2), reward=RoleLimits(devices_per_replica=2)
     )
     larger = replace(space, num_devices=16)
-    with pytest.raises(PlacementError, match="partition must be one of the 3"):
+    with pytest.raises(PlacementError, match=r"partition is .*; expected one of the 3"):
         DynamicPartition(space, middle(larger))
     policy = DynamicPartition(space, middle(space))
-    with pytest.raises(PlacementError, match="partition must be one of the 3"):
+    with pytest.raises(PlacementError, match=r"partition is .*; expected one of the 3"):
         policy.load_state(DynamicPartition(larger, middle(larger)).state())
-    with pytest.raises(PlacementError, match="observed rounds must be at least 1"):
+    with pytest.raises(PlacementError, match=r"observed rounds is .*; expected at least 1"):
         policy.predicted_seconds()
-    with pytest.raises(PlacementError, match="size must be a finite number above 0"):
+    with pytest.raises(PlacementError, match=r"size is .*; expected a finite number above 0"):
         policy.observe(*loads(policy.partition, (1.0, 1.0)), size=0.0)
-    with pytest.raises(PlacementError, match="window must be odd"):
+    with pytest.raises(PlacementError, match=r"window is .*; expected odd"):
         DynamicPartitionConfig(window=4)
-    with pytest.raises(PlacementError, match="finish_s must be finite"):
+    with pytest.raises(PlacementError, match=r"finish_s is .*; expected a finite number"):
         RoleLoad(work_device_s=1, busy_device_s=1, finish_s=np.nan, was_waiting=False)

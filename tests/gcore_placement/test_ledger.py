@@ -168,9 +168,9 @@ def test_steps_are_chosen_with_both_ends(tmp_path: Path) -> None:
         [1, 2, 3, 4, 5],
     ]
     for text, message in (
-        ("3", "steps must be FIRST:LAST, as in 10:20, got '3'"),
-        ("a:b", "steps must be FIRST:LAST"),
-        ("7:9", r"steps must be a range that holds steps of the run \(1:5\), got '7:9'"),
+        ("3", "steps is '3'; expected FIRST:LAST, as in 10:20"),
+        ("a:b", r"steps is .*; expected FIRST:LAST"),
+        ("7:9", r"steps is '7:9'; expected a range that holds steps of the run \(1:5\)"),
     ):
         with pytest.raises(PlacementError, match=message):
             select_steps(steps, text)
@@ -196,10 +196,10 @@ def test_the_command_prints_roles_and_causes(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "run must be a folder with spans.jsonl, or that file"),
-        ("{}\n", "line 1, must be a step with its spans: KeyError"),
-        ("[1]\n", "line 1, must be a step with its spans: TypeError"),
-        ("nothing\n", "line 1, must be a step with its spans: JSONDecodeError"),
+        (None, r"run is .*; expected a folder with spans.jsonl, or that file"),
+        ("{}\n", r"line 1 is invalid; expected a step with its spans \(KeyError"),
+        ("[1]\n", r"line 1 is invalid; expected a step with its spans \(TypeError"),
+        ("nothing\n", r"line 1 is invalid; expected a step with its spans \(JSONDecodeError"),
         ("", r"a range that holds steps of the run \(none\)"),
     ],
 )

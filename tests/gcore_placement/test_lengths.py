@@ -61,11 +61,11 @@ def test_most_tokens_of_those_that_still_run() -> None:
 
 
 def test_wrong_lengths_are_refused() -> None:
-    with pytest.raises(PlacementError, match=r"median must be at most longest \(10\), got 20"):
+    with pytest.raises(PlacementError, match=r"median is 20; expected at most longest \(10\)"):
         Lengths.log_normal(median=20, sigma=1, longest=10)
-    with pytest.raises(PlacementError, match=r"median must be a finite number above 0, got 0"):
+    with pytest.raises(PlacementError, match=r"median is 0; expected a finite number above 0"):
         Lengths.log_normal(median=0, sigma=1, longest=10)
-    with pytest.raises(PlacementError, match=r"sigma must be finite and at least 0, got -1.0"):
+    with pytest.raises(PlacementError, match=r"sigma is -1.0; expected a finite number of at least 0"):
         Lengths.log_normal(median=1, sigma=-1, longest=10)
-    with pytest.raises(PlacementError, match=r"lengths must hold at least one, got none"):
+    with pytest.raises(PlacementError, match=r"lengths is \[\]; expected at least one length"):
         Lengths.recorded([])

@@ -95,13 +95,13 @@ def test_a_sequence_over_the_budget_is_refused_with_both_numbers() -> None:
 
 
 def test_wrong_input_is_refused() -> None:
-    with pytest.raises(PlacementError, match="max_tokens must be an integer of at least 1, got 0"):
+    with pytest.raises(PlacementError, match="max_tokens is 0; expected an integer of at least 1"):
         micro_batches([1], max_tokens=0)
-    with pytest.raises(PlacementError, match="num_multiple must be an integer of at least 1, got -1"):
+    with pytest.raises(PlacementError, match="num_multiple is -1; expected an integer of at least 1"):
         micro_batches([1], max_tokens=1, num_multiple=-1)
-    with pytest.raises(PlacementError, match=r"lengths must be whole numbers of tokens, got 1\.5"):
+    with pytest.raises(PlacementError, match=r"lengths is 1\.5; expected whole numbers of tokens"):
         micro_batches([1.5], max_tokens=2)
-    with pytest.raises(PlacementError, match=r"lengths\[0\] must be finite and at least 0"):
+    with pytest.raises(PlacementError, match=r"lengths\[0\] is .*; expected a finite number of at least 0"):
         micro_batches([-1], max_tokens=2)
-    with pytest.raises(PlacementError, match="2 lengths, got 1 costs"):
+    with pytest.raises(PlacementError, match=r"costs has 1 values; expected one per sequence \(2\)"):
         micro_batches([1, 1], max_tokens=2, costs=[1.0])

@@ -104,14 +104,17 @@ def test_keys_and_values() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model_type": "deepseek_v3"}, "model_type must be one of llama, .*, got 'deepseek_v3'"),
+        ({"model_type": "deepseek_v3"}, "model_type is 'deepseek_v3'; expected one of llama, .*"),
         ({"model_type": None}, "config has no 'model_type'"),
-        ({"n_shared_experts": 1}, "n_shared_experts must be absent"),
+        ({"n_shared_experts": 1}, r"n_shared_experts is .*; expected absent"),
         ({"num_experts": 8}, "config has no 'num_experts_per_tok'"),
-        ({"num_experts": 8, "num_experts_per_tok": 9}, r"num_experts_per_tok must be at most num_experts \(8\), got 9"),
-        ({"num_experts": 8, "num_experts_per_tok": 1, "mlp_only_layers": 3}, "mlp_only_layers must be a list"),
-        ({"num_experts": 8, "num_experts_per_tok": 1, "decoder_sparse_step": -1}, "decoder_sparse_step must be"),
-        ({"num_experts": "8", "num_experts_per_tok": 1}, "num_experts must be an integer of at least 1, got '8'"),
+        ({"num_experts": 8, "num_experts_per_tok": 9}, r"num_experts_per_tok is 9; expected at most num_experts \(8\)"),
+        ({"num_experts": 8, "num_experts_per_tok": 1, "mlp_only_layers": 3}, r"mlp_only_layers is .*; expected a list"),
+        (
+            {"num_experts": 8, "num_experts_per_tok": 1, "decoder_sparse_step": -1},
+            r"decoder_sparse_step is .*; expected",
+        ),
+        ({"num_experts": "8", "num_experts_per_tok": 1}, "num_experts is '8'; expected an integer of at least 1"),
     ],
 )
 def test_a_wrong_config_is_refused(changed: dict[str, Any], message: str) -> None:
@@ -120,5 +123,5 @@ def test_a_wrong_config_is_refused(changed: dict[str, Any], message: str) -> Non
 
 
 def test_half_a_mixture_is_refused() -> None:
-    with pytest.raises(PlacementError, match="num_experts_per_tok must be an integer of at least 1, got 0"):
+    with pytest.raises(PlacementError, match="num_experts_per_tok is 0; expected an integer of at least 1"):
         TransformerWorkload(**SMALL, head_dim=16, num_experts=4)

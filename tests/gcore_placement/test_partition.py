@@ -60,7 +60,7 @@ def test_wrong_limits_are_refused() -> None:
     one = RoleLimits(devices_per_replica=4, min_replicas=2)
     with pytest.raises(PlacementError, match=r"num_devices is 15: the fewest replicas of both roles.*need 16"):
         PartitionSpace(num_devices=15, policy=one, reward=one)
-    with pytest.raises(PlacementError, match=r"max_replicas must be at least min_replicas \(2\), got 1"):
+    with pytest.raises(PlacementError, match=r"max_replicas is 1; expected at least min_replicas \(2\)"):
         RoleLimits(devices_per_replica=4, min_replicas=2, max_replicas=1)
-    with pytest.raises(PlacementError, match="devices_per_replica must be an integer of at least 1, got 0"):
+    with pytest.raises(PlacementError, match="devices_per_replica is 0; expected an integer of at least 1"):
         RoleLimits(devices_per_replica=0)

@@ -25,8 +25,8 @@ from gcore_placement import (
 )
 from gcore_placement.simulation.scenarios import SCENARIOS, scenario
 from gcore_placement.simulation.step_account import wave_loads
-from gcore_placement.simulation.trace_recipes import steady
 from gcore_placement.simulation.waves import side_by_side
+from gcore_placement.workload.trace_recipes import steady
 
 COSTS = JobCosts(
     policy=EngineCosts(
@@ -270,10 +270,10 @@ def test_believing_wrong_costs_changes_decisions_and_not_what_steps_take() -> No
 def test_what_cannot_be_simulated_is_refused() -> None:
     small = trace(0)
     assert COSTS.reward is not None
-    with pytest.raises(PlacementError, match=r"costs\.reward must be"):
+    with pytest.raises(PlacementError, match=r"costs\.reward is .*; expected"):
         Simulator(small, replace(COSTS, reward=None), space())
-    with pytest.raises(PlacementError, match=r"space\.policy\.devices_per_replica must be 4"):
+    with pytest.raises(PlacementError, match=r"space\.policy\.devices_per_replica is .*; expected 4"):
         Simulator(small, replace(COSTS, policy=replace(COSTS.policy, devices_per_replica=4)), space())
     still = replace(COSTS.reward, decode_base_s=0.0, decode_per_sequence_s=0.0)
-    with pytest.raises(PlacementError, match=r"costs\.reward\.decode_base_s must be above 0"):
+    with pytest.raises(PlacementError, match=r"costs\.reward\.decode_base_s is .*; expected above 0"):
         Simulator(small, replace(COSTS, reward=still), space())

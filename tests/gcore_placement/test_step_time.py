@@ -20,7 +20,8 @@ from gcore_placement import (
     predict_step,
 )
 from gcore_placement.planning.engine_costs import EngineRoofline
-from gcore_placement.planning.step_time import Strategy, generation_seconds
+from gcore_placement.planning.step_time import generation_seconds
+from gcore_placement.strategies import Strategy
 
 ENGINE = EngineCosts(
     devices_per_replica=2,
@@ -144,16 +145,16 @@ def test_the_roofline_at_its_ends() -> None:
 def test_wrong_partitions_are_refused() -> None:
     job = make_job(judge=QWEN_7B)
     with pytest.raises(
-        PlacementError, match=r"policy_devices must be at least a replica \(2\), at most all \(32\), got 1"
+        PlacementError, match=r"policy_devices is 1; expected at least a replica \(2\), at most all \(32\)"
     ):
         seconds_of("dynamic", 1, 30, job)
-    with pytest.raises(PlacementError, match=r"reward_devices must be .* got 33"):
+    with pytest.raises(PlacementError, match=r"reward_devices is 33; expected .*"):
         seconds_of("split", 2, 33, job)
-    with pytest.raises(PlacementError, match=r"job.judge must be given where costs.reward is"):
+    with pytest.raises(PlacementError, match=r"job.judge is .*; expected a model where costs.reward is given"):
         seconds_of("dynamic", 2, 30, make_job())
-    with pytest.raises(PlacementError, match=r"judge_lengths must be given with a judge"):
+    with pytest.raises(PlacementError, match=r"judge_lengths is .*; expected given with a judge"):
         make_job(judge=QWEN_7B, judge_lengths=None)
-    with pytest.raises(PlacementError, match=r"acceptance must be a number above 0, at most 1, got 1.5"):
+    with pytest.raises(PlacementError, match=r"acceptance is 1.5; expected a number above 0, at most 1"):
         make_job(acceptance=1.5)
-    with pytest.raises(PlacementError, match=r"strategy must be one of colocated, split, dynamic, got 'other'"):
+    with pytest.raises(PlacementError, match=r"strategy is 'other'; expected one of colocated, split, dynamic"):
         seconds_of("other", 2, 2, job)  # pyright: ignore[reportArgumentType]

@@ -51,10 +51,10 @@ def test_a_long_stream_is_even() -> None:
 
 
 def test_wrong_input_is_refused_and_nothing_given_away() -> None:
-    with pytest.raises(PlacementError, match="num_parts must be an integer of at least 1, got 0"):
+    with pytest.raises(PlacementError, match="num_parts is 0; expected an integer of at least 1"):
         StreamingBalancer(0)
     balancer = StreamingBalancer(2)
-    with pytest.raises(PlacementError, match=r"costs\[1\] must be finite and at least 0, got -1\.0"):
+    with pytest.raises(PlacementError, match=r"costs\[1\] is -1\.0; expected a finite number of at least 0"):
         balancer.add([1.0, -1.0])
     assert balancer.loads.tolist() == [0, 0]
     assert balancer.add([]).tolist() == []

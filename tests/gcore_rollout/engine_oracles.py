@@ -15,10 +15,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
-from gcore_rollout import Completion, Engine, Request, SamplingParams
-from gcore_rollout.hf_engine import HFEngine
-from gcore_rollout.types import RepetitionDetection
-from gcore_rollout.vllm_engine import VLLMEngine
+from gcore_rollout import Completion, Engine, HFEngine, RepetitionDetection, Request, SamplingParams, VLLMEngine
 
 VOCAB_SIZE = 96
 MAX_LENGTH = 512
@@ -138,7 +135,7 @@ async def in_parts(engine: Engine, *requests: Request, num_tokens: int) -> tuple
         part = await interrupt(engine, *todo, after=num_tokens)
         # A request goes on with all of its samples: those that are finished are made again.
         found |= {k: c for k, c in part.items() if k not in found or found[k].finish_reason == "abort"}
-        todo = [r for r in (go_on(r, found) for r in todo) if r.begun]
+        todo = [r for r in (go_on(r, found) for r in todo) if r.prefixes]
         num_aborts += bool(todo)
     return found, num_aborts
 
@@ -146,7 +143,7 @@ async def in_parts(engine: Engine, *requests: Request, num_tokens: int) -> tuple
 def go_on(request: Request, found: Found) -> Request:
     """The same request with what was aborted as begun, after these went through a pickle and through plain values."""
     begun = [c for c in found.values() if (c.request_id, c.finish_reason) == (request.request_id, "abort")]
-    return replace(request, begun=tuple(Completion(**pickle.loads(pickle.dumps(asdict(c)))) for c in begun))
+    return replace(request, prefixes=tuple(Completion(**pickle.loads(pickle.dumps(asdict(c)))) for c in begun))
 
 
 def assert_equal(actual: Completion, expected: Completion, *, tolerance: float) -> None:

@@ -16,12 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gcore_rollout import Completion, EngineStats, Request
-from gcore_rollout.errors import EngineDiedError, MissingExtraError, RequestError, RolloutError
+from gcore_rollout import (
+    Completion,
+    EngineDiedError,
+    EngineStats,
+    MissingExtraError,
+    Request,
+    RequestError,
+    RolloutError,
+)
 
 if TYPE_CHECKING:
-    from gcore_rollout.engine_process import EngineProcess
-    from gcore_rollout.weight_sync.shared_weights import SharedWeights
+    from gcore_rollout import EngineProcess, SharedWeights
 
 
 class UnpicklableError(Exception):
@@ -76,7 +82,7 @@ class FakeEngine:
         tasks: list[asyncio.Task[None]] = []
         for request in requests:
             self._obey(request.request_id)
-            self.served.append((request.request_id, len(request.sample_indices), len(request.begun)))
+            self.served.append((request.request_id, len(request.sample_indices), len(request.prefixes)))
             self._prompt_tokens += len(request.prompt_token_ids)
             for index in request.sample_indices:
                 task = asyncio.create_task(self._sample(request, index, finished))
@@ -97,14 +103,14 @@ class FakeEngine:
                 task.cancel()
 
     async def _sample(self, request: Request, index: int, finished: "asyncio.Queue[Completion]") -> None:
-        from gcore_rollout.sampling import sample_seeds, uniforms
+        from gcore_rollout.engines.sampling import sample_seeds, uniforms
 
         if self._first_only and index > 0:
             await self.died.wait()
         seed = sample_seeds(request.seed, np.array([index]))
         tokens: list[int] = []
         versions: list[int] = []
-        for begun in request.begun:
+        for begun in request.prefixes:
             if begun.index == index:
                 tokens, versions = begun.token_ids.tolist(), begun.weight_versions.tolist()
         task = asyncio.current_task()
@@ -154,7 +160,7 @@ class FakeEngine:
         if self._names is not None and sorted(new) != sorted(self._names):
             raise ValueError(f"weights {sorted(new)} are not the model's {sorted(self._names)}")
         if version <= self.weight_version:
-            raise ValueError(f"version is {version}: it must be above the present {self.weight_version}")
+            raise ValueError(f"version is {version}; expected a version above the current {self.weight_version}")
         self.weights = {name: tensor.clone() for name, tensor in new.items()}
         self.weight_version = version
 
@@ -243,8 +249,7 @@ class Owner(FakeEngine):
 async def make_owner() -> Owner:
     import torch
 
-    from gcore_rollout.engine_process import EngineProcess
-    from gcore_rollout.weight_sync.shared_weights import SharedWeights
+    from gcore_rollout import EngineProcess, SharedWeights
 
     owner = Owner()
     owner.inner = await EngineProcess.start(FakeEngine, preload=())

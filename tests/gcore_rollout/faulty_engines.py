@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from gcore_rollout.hf_engine import HFEngine
-from gcore_rollout.vllm_engine import VLLMEngine
+from gcore_rollout import HFEngine, VLLMEngine
 
 FAULTS = ("dropped", "permuted", "stale", "adapter", "version")
 TENSOR = "model.layers.1.mlp.down_proj.weight"

@@ -12,8 +12,7 @@ import test_engines
 from engine_oracles import TinyModel, collect, errors, make_request, reference_after_swap, until_sampled
 from test_engines import TOLERANCE, Subject
 
-from gcore_rollout import Engine, SamplingParams
-from gcore_rollout.errors import RolloutError
+from gcore_rollout import Engine, RolloutError, SamplingParams
 
 _TAKE_TOO_SHORT = {
     # Its samples may be finished before a server has got new weights: `check_update_in_mid_generation` is for servers.

@@ -15,8 +15,7 @@ from aiohttp import web
 from engine_oracles import Found, TinyModel, collect, go_on, interrupt, make_request, until_sampled
 from server_processes import free_port
 
-from gcore_rollout import Engine, Request
-from gcore_rollout.types import RepetitionDetection
+from gcore_rollout import Engine, RepetitionDetection, Request
 
 RECORDED = Path(__file__).parent / "recorded" / "sglang-0.5.23.jsonl"
 

@@ -2,7 +2,7 @@
 
 import time
 
-from gcore_rollout.hf_engine import HFEngine
+from gcore_rollout import HFEngine
 
 STEP_S = 0.005
 """What servers and processes sleep before a step: else samples of tiny models may be finished before an abort comes."""

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from gcore_rollout.servers.vllm_worker import TiedHeadWorker
+from gcore_rollout import TiedHeadWorker
 
 
 class SlowWorker(TiedHeadWorker):

@@ -13,16 +13,25 @@ from faulty_engines import EXPECTED, FAULTS, TENSOR, make_faulty
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore_rollout import vllm_engine, weight_digests
-from gcore_rollout.checked_engine import CheckedEngine, Rotation
-from gcore_rollout.engine_process import PRELOAD_HF, PRELOAD_VLLM, EngineProcess
-from gcore_rollout.errors import WrongWeightsError
-from gcore_rollout.hf_engine import HFEngine
-from gcore_rollout.replicas import EngineReplicas
-from gcore_rollout.vllm_engine import VLLMEngine
-from gcore_rollout.weight_digests import DigestedWeights, digest
-from gcore_rollout.weight_report import Digest, Digests, HeldTensor, all_digests, check_weights
-from gcore_rollout.weight_sync.shared_weights import SharedWeights
+from gcore_rollout import (
+    PRELOAD_HF,
+    PRELOAD_VLLM,
+    Digest,
+    Digests,
+    EngineProcess,
+    EngineReplicas,
+    HeldTensor,
+    HFEngine,
+    SharedWeights,
+    VLLMEngine,
+    WrongWeightsError,
+    all_digests,
+    check_weights,
+)
+from gcore_rollout.engines.vllm import engine as vllm_engine
+from gcore_rollout.weight_sync import digests as digests_module
+from gcore_rollout.weight_sync.checked_engine import CheckedEngine, Rotation
+from gcore_rollout.weight_sync.digests import DigestedWeights, digest
 
 pytestmark = VLLM_IMPORT_WARNINGS
 
@@ -53,7 +62,7 @@ def _pairs(model: TinyModel) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("folder", "dtype"), [("tied", torch.float32), ("untied", torch.bfloat16)])
-@pytest.mark.parametrize("kind", ["hf", "vllm"])
+@pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
 async def test_sound_engines_pass(kind: str, folder: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
     """Everything is compared, in whatever layout the engine keeps it."""
     model: TinyModel = request.getfixturevalue(folder)
@@ -72,7 +81,7 @@ async def test_sound_engines_pass(kind: str, folder: str, dtype: torch.dtype, re
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("kind", ["hf", "vllm"])
+@pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
 async def test_planted_faults(kind: str, fault: str, tied: TinyModel) -> None:
     made = make_faulty(CLASSES[kind], tied.path, fault, **OPTIONS[kind])
     engine = CheckedEngine(made, name="engine 0")
@@ -85,6 +94,7 @@ async def test_planted_faults(kind: str, fault: str, tied: TinyModel) -> None:
     await engine.close()
 
 
+@pytest.mark.slow
 async def test_a_tied_head_that_vllm_leaves_packed_as_it_was(tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parameters are right, and the forward uses something else."""
     engine = CheckedEngine(make_engine("vllm", tied), name="engine 0")
@@ -95,7 +105,8 @@ async def test_a_tied_head_that_vllm_leaves_packed_as_it_was(tied: TinyModel, mo
     await engine.close()
 
 
-@pytest.mark.parametrize("kind", ["hf", "vllm"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
 async def test_faults_in_processes(kind: str, tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """One replica of two has a fault: the update fails as a whole."""
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
@@ -114,6 +125,7 @@ async def test_faults_in_processes(kind: str, tied: TinyModel, monkeypatch: pyte
     await replicas.close()
 
 
+@pytest.mark.slow
 async def test_a_replacement_with_other_weights(tied: TinyModel, tmp_path: Any) -> None:
     """It makes no samples: calls that wait for it, and later ones, say what is wrong."""
     tied.new.save_pretrained(tmp_path)
@@ -192,7 +204,7 @@ def test_a_digest_does_not_depend_on_how_much_is_read_at_a_time(monkeypatch: pyt
     tensors = [torch.randn(size) for size in (5, 2**17, 2**17 + 3, 9 * 2**17 + 3)]
     expected = [digest(tensor) for tensor in tensors]
     for num_blocks in (2, 128):
-        monkeypatch.setattr(weight_digests, "_BLOCKS_AT_ONCE", {"cpu": num_blocks})
+        monkeypatch.setattr(digests_module, "_BLOCKS_AT_ONCE", {"cpu": num_blocks})
         assert [digest(tensor) for tensor in tensors] == expected
 
 

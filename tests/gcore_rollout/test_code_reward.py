@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 
-from gcore_rollout.errors import RewardError
-from gcore_rollout.rewards import CodeReward, Scored, evaluate, last_code_block
-from gcore_rollout.sandbox import Sandbox, SandboxLimits
+from gcore_rollout import CodeReward, RewardError, Sandbox, SandboxLimits, Scored, evaluate, last_code_block
 
 RIGHT = "I think so:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 WRONG = "```python\ndef add(a, b):\n    return a - b\n```"

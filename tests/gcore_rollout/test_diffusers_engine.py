@@ -15,15 +15,26 @@ from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteSchedule
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from tiny_pipelines import ddim_pipeline, flow_pipeline
 
-from gcore_rollout.checked_engine import CheckedEngine
-from gcore_rollout.diffusion import DDIM, FlowCPS, FlowODE, FlowSDE, ImageRequest, ImageSample, ImageSampling
-from gcore_rollout.diffusion.engine import DiffusersEngine, image_generator
-from gcore_rollout.diffusion.recording import combined, load_pipeline
-from gcore_rollout.engine_process import EngineProcess
-from gcore_rollout.errors import RequestError, UnsupportedModelError, WrongWeightsError
-from gcore_rollout.replicas import EngineReplicas
-from gcore_rollout.weight_digests import DigestedWeights
-from gcore_rollout.weight_report import all_digests, check_weights
+from gcore_rollout import (
+    DDIM,
+    CheckedEngine,
+    DigestedWeights,
+    EngineProcess,
+    EngineReplicas,
+    FlowCPS,
+    FlowODE,
+    FlowSDE,
+    ImageRequest,
+    ImageSample,
+    ImageSampling,
+    RequestError,
+    UnsupportedModelError,
+    WrongWeightsError,
+    all_digests,
+    check_weights,
+)
+from gcore_rollout.engines.diffusion.engine import DiffusersEngine, image_generator
+from gcore_rollout.engines.diffusion.recording import combined, load_pipeline
 
 
 @pytest.fixture(scope="module")

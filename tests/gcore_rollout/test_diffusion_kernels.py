@@ -12,8 +12,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore_rollout.diffusion import DDIM, DanceSDE, FlowCPS, FlowODE, FlowSDE, Kernel, Transition
-from gcore_rollout.errors import RequestError
+from gcore_rollout import DDIM, DanceSDE, FlowCPS, FlowODE, FlowSDE, Kernel, RequestError, Transition
 
 levels = st.floats(min_value=0.05, max_value=1.0)
 noise_levels = st.floats(min_value=0.05, max_value=1.0)

@@ -19,13 +19,20 @@ import torch
 from engine_oracles import TinyModel, collect, errors, first_then_abandon, make_request
 from fake_engine import FakeEngine, be_killed, make_owner, make_slow_engine, report, sleep_for_ever
 
-from gcore_rollout.engine_process import PRELOAD_VLLM, EngineProcess
-from gcore_rollout.errors import EngineDiedError, EngineStartError, MissingExtraError, RequestError, RolloutError
-from gcore_rollout.hf_engine import HFEngine
-from gcore_rollout.vllm_engine import VLLMEngine
-from gcore_rollout.weight_sync.shared_weights import SharedWeights
+from gcore_rollout import (
+    PRELOAD_VLLM,
+    EngineDiedError,
+    EngineProcess,
+    EngineStartError,
+    HFEngine,
+    MissingExtraError,
+    RequestError,
+    RolloutError,
+    SharedWeights,
+    VLLMEngine,
+)
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 # All engines here come from one server: what they need is imported once.
 start = partial(EngineProcess.start, preload=(*PRELOAD_VLLM, "fake_engine"))
@@ -105,7 +112,7 @@ async def test_new_weights_take_effect_and_bad_ones_do_not(hf: EngineProcess, ti
     ):
         with pytest.raises(ValueError, match=message):
             await hf.update_weights(bad.items(), version=version + 1)
-    with pytest.raises(ValueError, match=f"must be above the present {version}"):
+    with pytest.raises(ValueError, match=f"expected a version above the current {version}"):
         await hf.update_weights(tied.old.state_dict().items(), version=version)
 
     def torn() -> Iterator[tuple[str, torch.Tensor]]:
@@ -318,9 +325,9 @@ async def test_starts_that_fail() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'no_such'") as info:
         await start_bare(partial(cast(Any, FakeEngine), no_such=1))
     assert "raised in engine process" in info.value.__notes__[0]
-    with pytest.raises(ValueError, match="num_threads is 0: at least 1 is needed"):
+    with pytest.raises(ValueError, match="num_threads is 0; expected at least 1"):
         await start_bare(FakeEngine, num_threads=0)
-    with pytest.raises(ValueError, match="heartbeat_timeout_s is 0: more than 0 is needed"):
+    with pytest.raises(ValueError, match="heartbeat_timeout_s is 0; expected more than 0"):
         await start_bare(FakeEngine, heartbeat_timeout_s=0)
 
 
@@ -362,7 +369,7 @@ async def left_open() -> None:
 
 async def test_starts_that_are_cancelled_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do those that are in flight, or done, when their event loop ends. Whatever stays open here warns."""
-    monkeypatch.setattr("gcore_rollout.engine_process._END_TIMEOUT_S", 300.0)
+    monkeypatch.setattr("gcore_rollout.engines.processes.engine_process._END_TIMEOUT_S", 300.0)
     other = await start_bare(FakeEngine)
     server = parent_of(other.pid)
     ways: list[Callable[[], Coroutine[Any, Any, None]]] = [cancelled_again, left_later, left_open]

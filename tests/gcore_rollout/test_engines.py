@@ -32,9 +32,7 @@ from engine_oracles import (
     until_sampled,
 )
 
-from gcore_rollout import Completion, Engine
-from gcore_rollout.errors import RequestError, RolloutError
-from gcore_rollout.types import RepetitionDetection
+from gcore_rollout import Completion, Engine, RepetitionDetection, RequestError, RolloutError
 
 pytestmark = VLLM_IMPORT_WARNINGS
 
@@ -57,7 +55,7 @@ class Subject:
         return version
 
 
-@pytest.fixture(scope="module", params=["hf", "vllm"])
+@pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -278,7 +276,7 @@ async def test_bad_weights_change_nothing(
 
 async def test_versions_must_grow(subject: Subject) -> None:
     version = subject.engine.weight_version
-    with pytest.raises(ValueError, match=f"version is {version}: it must be above the present {version}"):
+    with pytest.raises(ValueError, match=f"version is {version}; expected a version above the current {version}"):
         await subject.engine.update_weights(subject.model.new.state_dict().items(), version=version)
     request = make_request("r", 9)
     assert max(errors(subject.model.old, [request], await collect(subject.engine, request))) < TOLERANCE
@@ -327,7 +325,7 @@ async def test_longest_request_is_served(subject: Subject) -> None:
 @pytest.mark.parametrize("token", [-1, VOCAB_SIZE])
 async def test_unknown_prompt_tokens_are_refused(subject: Subject, token: int) -> None:
     request = replace(make_request("r", 3), prompt_token_ids=(4, token, 7))
-    with pytest.raises(RequestError, match=f"'r' has prompt tokens from .*the model knows 0 to {VOCAB_SIZE - 1}"):
+    with pytest.raises(RequestError, match=f"'r' has prompt tokens from .*expected 0 to {VOCAB_SIZE - 1}"):
         await collect(subject.engine, request)
 
 
@@ -341,8 +339,8 @@ async def test_unknown_begun_tokens_are_refused(subject: Subject, token: int) ->
         weight_versions=np.zeros(2, np.int32),
         finish_reason="abort",
     )
-    with pytest.raises(RequestError, match=f"'r' has begun tokens from .*the model knows 0 to {VOCAB_SIZE - 1}"):
-        await collect(subject.engine, replace(make_request("r", 3), begun=(begun,)))
+    with pytest.raises(RequestError, match=f"'r' has prefix tokens from .*expected 0 to {VOCAB_SIZE - 1}"):
+        await collect(subject.engine, replace(make_request("r", 3), prefixes=(begun,)))
 
 
 async def test_interrupted_greedy_equals_uninterrupted(subject: Subject) -> None:
@@ -363,7 +361,7 @@ async def test_samples_go_on_beside_new_ones(subject: Subject) -> None:
     cut = await interrupt(engine, request, after=60)
     begun = [c for c in cut.values() if c.finish_reason == "abort"][1::3]
     before = engine.stats()
-    found = await collect(engine, replace(request, begun=tuple(begun)))
+    found = await collect(engine, replace(request, prefixes=tuple(begun)))
     after = engine.stats()
     assert max(errors(subject.model.old, [request], found)) < TOLERANCE
     for c in begun:
@@ -389,9 +387,9 @@ async def test_going_on_with_new_weights(either_subject: Subject) -> None:
     cut = await interrupt(engine, request, after=30)
     after = await either_subject.update(model.new)
     again = go_on(request, cut)
-    assert again.begun
+    assert again.prefixes
     found = await collect(engine, again)
-    for c in again.begun:
+    for c in again.prefixes:
         longer, num_old = found["r", c.index], len(c.token_ids)
         num_new = len(longer.token_ids) - num_old
         assert longer.weight_versions.tolist() == [before] * num_old + [after] * num_new
@@ -445,7 +443,7 @@ async def test_abort_of_waiting_samples(subject: Subject) -> None:
     await engine.abort(["r"])
     held = await waiting
     await engine.resume()
-    for c in again.begun:
+    for c in again.prefixes:
         assert_equal(held["r", c.index], c, tolerance=0)
         assert held["r", c.index].weight_versions.tolist() == c.weight_versions.tolist()
 

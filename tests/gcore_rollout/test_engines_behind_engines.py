@@ -16,16 +16,19 @@ from server_oracles import PROMISES, check_update_in_mid_generation
 from slow_hf_engine import SlowEngine
 from test_engines import MAX_NUM_SEQS, TOLERANCE, Subject
 
-from gcore_rollout.engine_process import EngineProcess
-from gcore_rollout.forwarding import WrappedEngine
-from gcore_rollout.hf_engine import HFEngine
-from gcore_rollout.ray_engine import RayEngine, start_engine_actor
-from gcore_rollout.replicas import EngineReplicas
-from gcore_rollout.weight_sync.weight_references import WeightReferences
+from gcore_rollout import (
+    EngineProcess,
+    EngineReplicas,
+    HFEngine,
+    RayEngine,
+    WeightReferences,
+    WrappedEngine,
+    start_engine_actor,
+)
 
 globals().update(PROMISES)
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*:FutureWarning")]
 
 
 class Transparent(SlowEngine):

@@ -39,11 +39,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from gcore_rollout import Request, slot_attention
-from gcore_rollout.errors import RequestError, UnsupportedModelError
-from gcore_rollout.hf_engine import HFEngine
-from gcore_rollout.repetition import extend_runs, is_repetitive, runs_at_end
-from gcore_rollout.types import RepetitionDetection
+from gcore_rollout import HFEngine, RepetitionDetection, Request, RequestError, UnsupportedModelError
+from gcore_rollout.engines.hf import slot_attention
+from gcore_rollout.engines.repetition import extend_runs, is_repetitive, runs_at_end
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -160,7 +158,7 @@ async def test_eos_token_ids_may_be_given(tied: TinyModel) -> None:
 
 
 def test_no_slots_are_refused(tied: TinyModel) -> None:
-    with pytest.raises(ValueError, match="max_num_seqs is 0: at least 1 is needed"):
+    with pytest.raises(ValueError, match="max_num_seqs is 0; expected at least 1"):
         HFEngine.from_pretrained(tied.path, max_num_seqs=0)
 
 
@@ -278,7 +276,7 @@ async def test_longrope_is_computed_up_to_the_length_at_which_its_factors_change
     requests = [make_request("r", 12, n=2, max_tokens=20), make_request("s", 5, n=2, max_tokens=9)]
     found = await collect(engine, *requests)
     assert max(errors(model, requests, found)) < 1e-5
-    with pytest.raises(RequestError, match="33: the model takes at most 32"):
+    with pytest.raises(RequestError, match="33; expected at most 32"):
         await collect(engine, make_request("t", 13, max_tokens=20))
     with pytest.raises(
         UnsupportedModelError, match=r"^max_model_len is 33; expected at most 32 for rope_type 'longrope'"

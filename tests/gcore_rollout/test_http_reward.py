@@ -9,8 +9,17 @@ from typing import Any
 
 import pytest
 
-from gcore_rollout.errors import MissingExtraError, RewardConfigError, RewardError
-from gcore_rollout.rewards import HTTPReward, RetryPolicy, RewardRunner, RewardRunnerConfig, Scored, evaluate
+from gcore_rollout import (
+    HTTPReward,
+    MissingExtraError,
+    RetryPolicy,
+    RewardConfigError,
+    RewardError,
+    RewardRunner,
+    RewardRunnerConfig,
+    Scored,
+    evaluate,
+)
 
 QUICK = RetryPolicy(max_retries=2, backoff_s=0.01)
 Answer = tuple[int, Any] | None
@@ -131,10 +140,10 @@ async def test_a_dead_server() -> None:
         (b"not json", "answered 'not json': JSON {\"score\": number} is needed"),
         ([1.0], 'JSON {"score": number} is needed'),
         ({"value": 1}, 'JSON {"score": number} is needed'),
-        ({"score": "high"}, "returned a score of 'high', one number is needed"),
-        (b'{"score": NaN}', "returned a score of nan, a finite number is needed"),
+        ({"score": "high"}, "returned a score of 'high'; expected one number"),
+        (b'{"score": NaN}', "returned a score of nan; expected a finite number"),
         ({"score": 1, "parts": [1]}, '"parts" is an object'),
-        ({"score": 1, "parts": {"a": "b"}}, "returned a part 'a' of 'b', one number is needed"),
+        ({"score": 1, "parts": {"a": "b"}}, "returned a part 'a' of 'b'; expected one number"),
         ({"score": 1, "feedback": 3}, '"feedback" a string'),
     ],
 )
@@ -164,9 +173,9 @@ async def test_connections_are_bounded_and_waiting_costs_no_time() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: HTTPReward("localhost:80"), "url is 'localhost:80': http://... or https://... is needed"),
-        (lambda: HTTPReward("http://x", timeout_s=0), "timeout_s is 0: more than 0 is needed"),
-        (lambda: HTTPReward("http://x", max_connections=0), "max_connections is 0: at least 1 is needed"),
+        (lambda: HTTPReward("localhost:80"), "url is 'localhost:80'; expected http://... or https://..."),
+        (lambda: HTTPReward("http://x", timeout_s=0), "timeout_s is 0; expected more than 0"),
+        (lambda: HTTPReward("http://x", max_connections=0), "max_connections is 0; expected at least 1"),
     ],
 )
 def test_bad_settings(make: Callable[[], object], message: str) -> None:

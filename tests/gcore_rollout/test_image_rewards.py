@@ -29,16 +29,22 @@ from transformers import (
 )
 from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
-from gcore_rollout import SamplingParams
-from gcore_rollout.errors import RewardConfigError, RewardError
-from gcore_rollout.hf_engine import HFEngine
-from gcore_rollout.image_rewards import ColourReward, JPEGCompressibility, evaluate_images
-from gcore_rollout.image_rewards.blip import ImageRewardScore
-from gcore_rollout.image_rewards.clip import AestheticReward, CLIPReward
-from gcore_rollout.image_rewards.http import HTTPImageReward
-from gcore_rollout.image_rewards.judge import ImageJudgeReward
-from gcore_rollout.images import VisionProcessor
-from gcore_rollout.rewards import JudgeModel
+from gcore_rollout import (
+    AestheticReward,
+    CLIPReward,
+    ColourReward,
+    HFEngine,
+    HTTPImageReward,
+    ImageJudgeReward,
+    ImageRewardScore,
+    JPEGCompressibility,
+    JudgeModel,
+    RewardConfigError,
+    RewardError,
+    SamplingParams,
+    VisionProcessor,
+    evaluate_images,
+)
 
 NOISE = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3)).astype(np.uint8)
 FLAT = np.full((3, 32, 32, 3), 90, np.uint8)

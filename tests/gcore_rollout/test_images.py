@@ -13,19 +13,27 @@ from engine_oracles import VLLM_IMPORT_WARNINGS, TinyModel, collect, in_parts, u
 from safetensors.torch import load_file
 from tiny_vision_model import IMAGE, VISION_END, VISION_START, Reference, noise, save_vision_model
 
-from gcore_rollout import Completion, Engine, Request, SamplingParams
-from gcore_rollout.calls import check_request
-from gcore_rollout.errors import MissingExtraError, RequestError, RolloutError, UnsupportedModelError
-from gcore_rollout.hf_engine import HFEngine
-from gcore_rollout.images import VisionProcessor
-from gcore_rollout.multi_turn import ChatEncoder
-from gcore_rollout.vllm_engine import VLLMEngine
+from gcore_rollout import (
+    ChatEncoder,
+    Completion,
+    Engine,
+    HFEngine,
+    MissingExtraError,
+    Request,
+    RequestError,
+    RolloutError,
+    SamplingParams,
+    UnsupportedModelError,
+    VisionProcessor,
+    VLLMEngine,
+)
+from gcore_rollout.engines.queueing import check_request
 
 pytestmark = VLLM_IMPORT_WARNINGS
 
 TOLERANCE = 1e-4
 WIDE, TALL, SMALL = noise(56, 84, 0), noise(90, 60, 1), noise(30, 30, 2)
-KINDS = ["hf", "vllm"]
+KINDS = ["hf", pytest.param("vllm", marks=pytest.mark.slow)]
 
 
 def make_engine(kind: str, path: Path, **options: Any) -> Engine:
@@ -136,6 +144,7 @@ async def test_new_weights_move_the_tower_and_nothing_seen_before_is_used(
     await engine.update_weights(load_file(folders["old"] / "model.safetensors").items(), version=2)
 
 
+@pytest.mark.slow
 async def test_vllm_looks_at_images_again_where_it_computes_keys_and_values_again(
     folders: dict[str, Path], processor: VisionProcessor
 ) -> None:
@@ -184,7 +193,7 @@ async def test_an_image_token_that_the_policy_wrote_is_text(
         weight_versions=np.zeros(4, np.int32),
         finish_reason="abort",
     )
-    [completion] = (await collect(engine, replace(request, begun=(begun,)))).values()
+    [completion] = (await collect(engine, replace(request, prefixes=(begun,)))).values()
     assert completion.token_ids.tolist()[:4] == tokens
     assert completion.token_ids.size > 4
     assert_log_probs(reference, request, completion)
@@ -222,9 +231,9 @@ def test_places_and_images_are_as_many(processor: VisionProcessor) -> None:
 async def test_an_engine_that_sees_nothing_refuses_images(tied: TinyModel, processor: VisionProcessor) -> None:
     request = make_request(processor, "wide", [WIDE])
     engine = HFEngine.from_pretrained(tied.path)
-    await refused(engine, request, "the engine takes none")
+    await refused(engine, request, "has 1 images; expected none")
     await engine.close()
-    with pytest.raises(RequestError, match="the engine takes none"):
+    with pytest.raises(RequestError, match="has 1 images; expected none"):
         check_request(request, max_length=100, vocab_size=1000)
 
 
@@ -237,7 +246,7 @@ def test_a_folder_that_sees_nothing_has_no_processor(tied: TinyModel, tmp_path: 
 
 
 def test_vllm_names_what_it_lacks(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gcore_rollout.vllm_process.find_spec", lambda _: None)
+    monkeypatch.setattr("gcore_rollout.engines.vllm.process.find_spec", lambda _: None)
     with pytest.raises(MissingExtraError, match="torchvision"):
         VLLMEngine.from_pretrained(folders["old"])
 

@@ -9,15 +9,20 @@ import numpy as np
 import pytest
 from engine_oracles import TinyModel, make_engine
 
-from gcore_rollout import Completion, EngineStats, Request, SamplingParams
-from gcore_rollout.errors import NoScoreError, RewardConfigError, RewardError
-from gcore_rollout.rewards import (
+from gcore_rollout import (
+    Completion,
+    EngineStats,
     Failed,
     GroupRewardRunner,
     JudgeModel,
     JudgeReward,
+    NoScoreError,
     PairwiseJudge,
+    Request,
+    RewardConfigError,
+    RewardError,
     RewardRunner,
+    SamplingParams,
     ScorePattern,
     WinnerPattern,
     evaluate,
@@ -192,17 +197,17 @@ async def test_calls_run_together_and_a_question_has_one_answer() -> None:
     [
         (lambda: judge("x", template="{prompt}"), r"template is '\{prompt\}': \{completion\} is needed in it"),
         (lambda: judge("x", template="{completion"), "template is '{completion': "),
-        (lambda: judge("x", template="{completion.__class__}"), "names alone are needed"),
-        (lambda: judge("x", template="{completion} {}"), r"the field \{\}: names alone are needed"),
-        (lambda: judge("x", reduce="max"), "reduce is 'max': one of mean, median, majority is needed"),
+        (lambda: judge("x", template="{completion.__class__}"), "expected names alone"),
+        (lambda: judge("x", template="{completion} {}"), r"the field \{\}; expected names alone"),
+        (lambda: judge("x", reduce="max"), "reduce is 'max'; expected one of mean, median, majority"),
         (lambda: judge("x", on_unparsable="skip"), "on_unparsable is 'skip': 'drop' or a finite number is needed"),
         (lambda: judge("x", on_unparsable=math.nan), "on_unparsable is nan: 'drop' or a finite number is needed"),
-        (lambda: judge(), "n is 0: at least 1 is needed"),
+        (lambda: judge(), "n is 0; expected at least 1"),
         (lambda: ScorePattern(pattern="("), r"pattern is '\(': "),
         (lambda: ScorePattern(pattern="x"), "pattern is 'x': a group around the number is needed"),
         (lambda: ScorePattern(low=1, high=1), "low and high are 1 and 1: finite, low below high, is needed"),
         (lambda: pairwise(lambda *_: "", template="{completion_a}"), r"\{completion_b\} is needed in it"),
-        (lambda: pairwise(lambda *_: "", on_unparsable=0.5), "on_unparsable is 0.5: one of drop, tie is needed"),
+        (lambda: pairwise(lambda *_: "", on_unparsable=0.5), "on_unparsable is 0.5; expected one of drop, tie"),
     ],
 )
 def test_bad_settings(make: Callable[[], object], message: str) -> None:

@@ -13,21 +13,26 @@ from engine_oracles import EOS_TOKEN_IDS, VOCAB_SIZE, TinyModel
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from gcore_rollout import Completion, EngineStats, Request, SamplingParams
-from gcore_rollout.errors import EpisodeError, RequestError, RolloutError
-from gcore_rollout.hf_engine import HFEngine
-from gcore_rollout.multi_turn import (
+from gcore_rollout import (
     ChatEncoder,
+    Completion,
+    EngineStats,
+    EpisodeError,
     EpisodeLimits,
+    HFEngine,
     Opening,
     Reply,
+    Request,
+    RequestError,
     RevisionEnvironment,
+    RolloutError,
+    SamplingParams,
+    Scored,
     Tool,
     ToolEnvironment,
     hermes_calls,
     run_episode,
 )
-from gcore_rollout.rewards import Scored
 
 START, END = "<|start|>", "<|end|>"
 # Of assistants' turns only those behind the last question keep their reasoning, as in Qwen3's template.
@@ -206,7 +211,7 @@ async def test_an_aborted_turn_goes_on() -> None:
     encoder = ChatEncoder(make_tokenizer())
     episode = await run_episode(engine, Questions(["x"]), encoder, request_id="e", sampling=SAMPLING)
     assert episode.token_ids.tolist() == [7, 8, 9, 1]
-    [begun] = engine.requests[1].begun
+    [begun] = engine.requests[1].prefixes
     assert begun.token_ids.tolist() == [7, 8]
     assert engine.requests[0].request_id == engine.requests[1].request_id
 
@@ -270,7 +275,7 @@ async def test_broken_environments_are_reported() -> None:
     for text, message in {
         "broken": "episode 'e': step 1: KeyError: 'board'",
         "slow": "episode 'e': step 1 took longer than 0.5 s",
-        "nan": "episode 'e': step 1: the reward is nan, a finite number is needed",
+        "nan": "episode 'e': step 1: the reward is nan; expected a finite number",
     }.items():
         with pytest.raises(EpisodeError, match=re.escape(message)):
             await run_episode(
@@ -284,7 +289,7 @@ async def test_broken_environments_are_reported() -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(RequestError, match="max_turns is 0: a finite number above 0 is needed"):
+    with pytest.raises(RequestError, match="max_turns is 0; expected a finite number above 0"):
         EpisodeLimits(max_turns=0)
     with pytest.raises(ValueError, match="a reply that does not end the episode needs one or more"):
         Reply(reward=1.0)
@@ -394,7 +399,7 @@ async def test_without_words_the_score_is_said() -> None:
 
 
 def test_bad_revisions_are_refused() -> None:
-    with pytest.raises(RequestError, match="max_revisions is 0: at least 1 is needed"):
+    with pytest.raises(RequestError, match="max_revisions is 0; expected at least 1"):
         RevisionEnvironment([], by_length(""), good_enough=1.0, max_revisions=0)
-    with pytest.raises(RequestError, match="good_enough is nan: a finite number is needed"):
+    with pytest.raises(RequestError, match="good_enough is nan; expected a finite number"):
         RevisionEnvironment([], by_length(""), good_enough=float("nan"), max_revisions=1)

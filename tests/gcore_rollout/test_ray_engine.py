@@ -20,24 +20,30 @@ from faulty_engines import TENSOR
 from ray import cloudpickle
 from ray_cluster import ray_cluster
 
-from gcore_rollout import Completion, Engine
-from gcore_rollout.checked_engine import CheckedEngine
-from gcore_rollout.errors import (
+from gcore_rollout import (
+    CheckedEngine,
+    Completion,
+    DigestedWeights,
+    Engine,
     EngineDiedError,
+    EngineHandle,
+    EngineReplicas,
     EngineStartError,
+    HFEngine,
     MissingExtraError,
+    RayEngine,
     RequestError,
     RolloutError,
+    WeightReferences,
     WrongWeightsError,
+    all_digests,
+    check_weights,
+    end_engine_actor,
+    start_engine_actor,
 )
-from gcore_rollout.hf_engine import HFEngine
-from gcore_rollout.ray_engine import EngineHandle, RayEngine, end_engine_actor, start_engine_actor
-from gcore_rollout.replicas import EngineReplicas
-from gcore_rollout.weight_digests import DigestedWeights
-from gcore_rollout.weight_report import all_digests, check_weights
-from gcore_rollout.weight_sync.weight_references import WeightReferences
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore:.*:FutureWarning"),
 ]
@@ -155,7 +161,7 @@ async def test_errors_come_back(slow: RayEngine, name: str, kind: type[Exception
     (note,) = info.value.__notes__
     assert note.startswith(f"raised in engine process {pid_of(slow)}:\nTraceback")
     assert "_obey" in note
-    with pytest.raises(ValueError, match="must be above the present"):
+    with pytest.raises(ValueError, match="expected a version above the current"):
         await slow.update_weights([("w", torch.ones(1))], version=0)
 
 
@@ -333,9 +339,9 @@ async def test_starts_that_fail() -> None:
         with pytest.raises(EngineStartError, match=r"the engine actor was not ready after 0.5 s: free are {.*CPU"):
             await RayEngine.connect(actor, start_timeout_s=0.5)
         ray.kill(actor.actor)
-    with pytest.raises(ValueError, match="num_threads is 0: at least 1 is needed"):
+    with pytest.raises(ValueError, match="num_threads is 0; expected at least 1"):
         start(FakeEngine, num_threads=0)
-    with pytest.raises(ValueError, match="heartbeat_timeout_s is 0: more than 0 is needed"):
+    with pytest.raises(ValueError, match="heartbeat_timeout_s is 0; expected more than 0"):
         await RayEngine.connect(EngineHandle(None, b""), heartbeat_timeout_s=0)
 
 
@@ -399,7 +405,7 @@ async def test_a_bucket_holds_so_much() -> None:
     references = WeightReferences.put(tensors(), bucket_size_bytes=4000)
     assert len(references._buckets) == 3  # pyright: ignore[reportPrivateUsage]
     assert [float(tensor[0]) for _, tensor in references] == list(range(12))
-    with pytest.raises(ValueError, match="bucket_size_bytes is 0: at least 1 is needed"):
+    with pytest.raises(ValueError, match="bucket_size_bytes is 0; expected at least 1"):
         WeightReferences.put([], bucket_size_bytes=0)
 
 

@@ -12,11 +12,17 @@ import torch
 from engine_oracles import TinyModel, collect, first_then_abandon, make_request, until_sampled
 from fake_engine import FakeEngine
 
-from gcore_rollout import Completion, Engine, Request
-from gcore_rollout.engine_process import EngineProcess
-from gcore_rollout.errors import EngineDiedError, RequestError, RolloutError
-from gcore_rollout.hf_engine import HFEngine
-from gcore_rollout.replicas import EngineReplicas
+from gcore_rollout import (
+    Completion,
+    Engine,
+    EngineDiedError,
+    EngineProcess,
+    EngineReplicas,
+    HFEngine,
+    Request,
+    RequestError,
+    RolloutError,
+)
 
 STEP_S = 0.001
 
@@ -175,7 +181,7 @@ async def test_update_reaches_all() -> None:
         tensors[0][1].fill_(float("nan"))
         assert all(float(engine.weights["w"].sum()) == 4 * version for engine in engines)
     assert replicas.weight_version == 2
-    with pytest.raises(ValueError, match="version is 2: it must be above the present 2"):
+    with pytest.raises(ValueError, match="version is 2; expected a version above the current 2"):
         await replicas.update_weights(weights(3.0), version=2)
     engines[1].die()
     await replicas.update_weights(weights(3.0), version=3)
@@ -238,7 +244,7 @@ async def test_samples_of_a_replica_that_leaves_at_once_go_on_elsewhere() -> Non
     assert not engines[1].closed
     assert tokens(await running) == await undisturbed(requests)
     assert sum(engine.stats().completion_tokens for engine in engines) == 1200, "no token was made twice"
-    with pytest.raises(ValueError, match="is the last one that serves: add another before"):
+    with pytest.raises(ValueError, match="is the last one that serves; add another one first"):
         await replicas.remove(engines[0])
     with pytest.raises(ValueError, match="is not one of the replicas"):
         await replicas.remove(engines[1])
@@ -261,7 +267,7 @@ async def test_added_engine_gets_the_present_weights_before_it_serves() -> None:
     assert asleep.calls == ["sleep"]
     await replicas.wake()
     assert all(engine.calls[-1] == "wake" for engine in (early, late, asleep))
-    with pytest.raises(ValueError, match="the engine has weights 9: the others have 5"):
+    with pytest.raises(ValueError, match="weight version of the engine is 9; expected at most 5"):
         await replicas.add(FakeEngine(version=9))
 
 
@@ -368,11 +374,11 @@ async def test_abort_ends_also_what_a_dead_replica_owed() -> None:
 
 
 def test_engines_must_agree() -> None:
-    with pytest.raises(ValueError, match=r"weight versions \[0, 2\]: one version"):
+    with pytest.raises(ValueError, match=r"weight versions of engines are \[0, 2\]; expected one version"):
         EngineReplicas([FakeEngine(), FakeEngine(version=2)])
-    with pytest.raises(ValueError, match=r"weight versions \[\]: one version and one engine are needed"):
+    with pytest.raises(ValueError, match=r"weight versions of engines are \[\]; expected one version of one or more"):
         EngineReplicas([])
-    with pytest.raises(ValueError, match="max_deaths is 0: at least 1 is needed"):
+    with pytest.raises(ValueError, match="max_deaths is 0; expected at least 1"):
         EngineReplicas(fakes(1), max_deaths=0)
 
 

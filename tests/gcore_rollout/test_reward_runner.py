@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from gcore_rollout.errors import NoScoreError, RewardConfigError, RewardError
-from gcore_rollout.rewards import (
+from gcore_rollout import (
     CompositeReward,
     Failed,
     GroupRewardRunner,
     MathVerifyReward,
+    NoScoreError,
     RetryPolicy,
+    RewardConfigError,
+    RewardError,
     RewardRunner,
     RewardRunnerConfig,
     Scored,
@@ -64,10 +66,10 @@ async def test_a_reward_may_say_more_than_a_number() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (Scored(score=float("nan")), "returned a score of nan, a finite number is needed"),
-        (Scored(score="1"), "returned a score of '1', one number is needed"),  # pyright: ignore[reportArgumentType]
-        (Scored(score=1, parts={"a": float("inf")}), "returned a part 'a' of inf, a finite number is needed"),
-        (Failed(error=RewardError("x")), "returned Failed.*, one number is needed"),
+        (Scored(score=float("nan")), "returned a score of nan; expected a finite number"),
+        (Scored(score="1"), "returned a score of '1'; expected one number"),  # pyright: ignore[reportArgumentType]
+        (Scored(score=1, parts={"a": float("inf")}), "returned a part 'a' of inf; expected a finite number"),
+        (Failed(error=RewardError("x")), "returned Failed.*; expected one number"),
     ],
 )
 async def test_each_number_is_checked(value: Any, message: str) -> None:
@@ -78,6 +80,7 @@ async def test_each_number_is_checked(value: Any, message: str) -> None:
         await evaluate(judge, prompt="p", completion="c", row=ROW)
 
 
+@pytest.mark.slow
 async def test_concurrency_is_bounded_and_time_in_the_line_does_not_run() -> None:
     running = most = 0
 
@@ -179,6 +182,7 @@ async def test_a_reward_without_a_score_drops_under_either_policy(on_error: Any)
     assert (stats.num_no_score, stats.num_failed, stats.num_retries) == (1, 0, 0)
 
 
+@pytest.mark.slow
 async def test_synchronous_rewards_leave_the_loop_free() -> None:
     main = threading.get_ident()
     where: list[int] = []
@@ -319,7 +323,7 @@ async def test_a_composite_is_retried_and_dropped_like_its_parts() -> None:
     [
         ({}, {}, "rewards is empty"),
         ({"a": long}, {"b": 1}, r"weights has \['b'\]: the names of rewards are needed, \['a'\]"),
-        ({"a": long}, {"a": float("nan")}, r"weights\['a'\] is nan: a finite number is needed"),
+        ({"a": long}, {"a": float("nan")}, r"weights\['a'\] is nan; expected a finite number"),
         ({"a": long}, {"a": 0}, r"weights are all 0 \(\['a'\]\)"),
     ],
 )
@@ -375,13 +379,13 @@ def test_metrics() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RewardRunnerConfig(max_concurrency=0), "max_concurrency is 0: at least 1 is needed"),
-        (lambda: RewardRunnerConfig(timeout_s=0), "timeout_s is 0: more than 0 is needed"),
-        (lambda: RewardRunnerConfig(on_error="skip"), "on_error is 'skip': one of raise, drop is needed"),  # pyright: ignore[reportArgumentType]
-        (lambda: RetryPolicy(max_retries=-1), "max_retries is -1: 0 or more is needed"),
-        (lambda: RetryPolicy(backoff_s=-1), "backoff_s is -1: 0 or more is needed"),
-        (lambda: RetryPolicy(backoff_s=2, max_backoff_s=1), "max_backoff_s is 1: at least backoff_s=2 is needed"),
-        (lambda: ThreadedReward(long, max_workers=0), "max_workers is 0: at least 1 is needed"),
+        (lambda: RewardRunnerConfig(max_concurrency=0), "max_concurrency is 0; expected at least 1"),
+        (lambda: RewardRunnerConfig(timeout_s=0), "timeout_s is 0; expected more than 0"),
+        (lambda: RewardRunnerConfig(on_error="skip"), "on_error is 'skip'; expected one of raise, drop"),  # pyright: ignore[reportArgumentType]
+        (lambda: RetryPolicy(max_retries=-1), "max_retries is -1; expected 0 or more"),
+        (lambda: RetryPolicy(backoff_s=-1), "backoff_s is -1; expected 0 or more"),
+        (lambda: RetryPolicy(backoff_s=2, max_backoff_s=1), "max_backoff_s is 1; expected at least backoff_s=2"),
+        (lambda: ThreadedReward(long, max_workers=0), "max_workers is 0; expected at least 1"),
     ],
 )
 def test_bad_settings(make: Any, message: str) -> None:

@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 
-from gcore_rollout.errors import MissingExtraError, RewardError
-from gcore_rollout.rewards import MathVerifyReward, ReasoningGymReward, import_reasoning_gym, load_reward, score
+from gcore_rollout import (
+    MathVerifyReward,
+    MissingExtraError,
+    ReasoningGymReward,
+    RewardError,
+    import_reasoning_gym,
+    load_reward,
+    score,
+)
 
 ROW: dict[str, Any] = {"answer": 4}
 
@@ -38,7 +45,7 @@ async def test_an_async_function(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spec", ["mine.py", "mine:reward", "mine.py:", "mine.py:1st", "", "package.module:reward"])
 def test_bad_form(spec: str) -> None:
-    with pytest.raises(RewardError, match=r"PATH\.py:function is needed"):
+    with pytest.raises(RewardError, match=r"expected PATH\.py:function"):
         load_reward(spec)
 
 
@@ -74,7 +81,7 @@ async def test_what_is_not_one_finite_number(value: Any) -> None:
     def judge(*_: object) -> Any:
         return value
 
-    with pytest.raises(RewardError, match=r"reward 'judge' on prompt '2\+2=', completion '5': returned .* is needed"):
+    with pytest.raises(RewardError, match=r"reward 'judge' on prompt '2\+2=', completion '5': returned .*; expected"):
         await score(judge, prompt="2+2=", completion="5", row=ROW)
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from gcore_rollout.errors import SandboxError
-from gcore_rollout.sandbox import Isolation, Sandbox, SandboxLimits
+from gcore_rollout import Isolation, Sandbox, SandboxError, SandboxLimits
 from gcore_rollout.sandbox import sandbox as implementation
 
 QUICK = SandboxLimits(
@@ -109,6 +108,7 @@ async def test_a_program_without_tests_to_pass_passes_none(isolated: Sandbox) ->
     assert (await isolated.run("x = 1")).passed == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program", ["while True: pass", "import time; time.sleep(100)", "import os; os.read(0, 1); os.pause()"]
 )
@@ -122,6 +122,7 @@ async def test_wall_time(isolation: Isolation, program: str) -> None:
     assert time.monotonic() - began < 60, "the program sleeps for 100 s, or for ever"
 
 
+@pytest.mark.slow
 async def test_cpu_time() -> None:
     sandbox = make(limits=SandboxLimits(wall_s=300, cpu_s=1))
     result = await sandbox.run("import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass")
@@ -299,6 +300,7 @@ async def test_a_cancelled_call_leaves_nothing(sandbox: Sandbox) -> None:
     assert (await sandbox.run("print(1)")).stdout == "1\n", "its place is free again"
 
 
+@pytest.mark.slow
 async def test_the_loop_goes_on_and_places_are_bounded() -> None:
     sandbox = make(max_concurrency=2)
     ticks = 0
@@ -330,6 +332,7 @@ def children() -> set[int]:
     return found
 
 
+@pytest.mark.slow
 async def test_many_leave_no_descriptor_and_no_child(sandbox: Sandbox) -> None:
     before, others = len(list(Path("/proc/self/fd").iterdir())), children()
     running = [asyncio.create_task(sandbox.run("import time; time.sleep(0.5)", tests=["pass"])) for _ in range(8)]
@@ -352,9 +355,9 @@ async def test_import_paths(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_concurrency": 0}, "max_concurrency is 0: at least 1 is needed"),
-        ({"import_paths": ["relative"]}, "import_paths holds 'relative': an absolute path of a folder is needed"),
-        ({"isolation": "magic"}, "isolation is 'magic': one of namespaces, limits is needed"),
+        ({"max_concurrency": 0}, "max_concurrency is 0; expected at least 1"),
+        ({"import_paths": ["relative"]}, "import_paths holds 'relative'; expected an absolute path of a folder"),
+        ({"isolation": "magic"}, "isolation is 'magic'; expected one of namespaces, limits"),
     ],
 )
 def test_bad_settings(options: dict[str, Any], message: str) -> None:
@@ -366,7 +369,7 @@ def test_bad_settings(options: dict[str, Any], message: str) -> None:
     "field", ["wall_s", "cpu_s", "memory_bytes", "disk_bytes", "output_bytes", "open_files", "processes"]
 )
 def test_bad_limits(field: str) -> None:
-    with pytest.raises(SandboxError, match=f"{field} is 0: more than 0 is needed"):
+    with pytest.raises(SandboxError, match=f"{field} is 0; expected more than 0"):
         SandboxLimits(**{field: 0})
 
 

@@ -18,10 +18,8 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from gcore_rollout.errors import RewardConfigError, RewardError, UnsupportedModelError
-from gcore_rollout.rewards import RewardRunner, evaluate, score
-from gcore_rollout.rewards.batches import batches_by_length
-from gcore_rollout.rewards.sequence_classifier import SequenceClassifierReward, encoder
+from gcore_rollout import RewardConfigError, RewardError, RewardRunner, UnsupportedModelError, evaluate, score
+from gcore_rollout.rewards.kinds.sequence_classifier import SequenceClassifierReward, batches_by_length, encoder
 
 PAD = 3
 TEXTS = ["a", "the cat", "x" * 40, "b" * 7, "a", "some more words of it", "ends in pad\x03", "\x03\x03"]
@@ -181,10 +179,10 @@ async def test_texts_that_do_not_fit(length: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "options", "error", "message"),
     [
-        ({"num_labels": 2}, {}, UnsupportedModelError, "num_labels=2: 1 is needed"),
+        ({"num_labels": 2}, {}, UnsupportedModelError, "num_labels=2; expected 1"),
         ({"pad_token_id": None}, {}, UnsupportedModelError, "no pad_token_id"),
-        ({}, {"max_batch_tokens": 0}, RewardConfigError, "max_batch_tokens is 0: at least 1 is needed"),
-        ({}, {"max_wait_s": -1}, RewardConfigError, "max_wait_s is -1: 0 or more is needed"),
+        ({}, {"max_batch_tokens": 0}, RewardConfigError, "max_batch_tokens is 0; expected at least 1"),
+        ({}, {"max_wait_s": -1}, RewardConfigError, "max_wait_s is -1; expected 0 or more"),
         ({}, {"max_length": -1}, RewardConfigError, "max_length is -1 "),
     ],
 )

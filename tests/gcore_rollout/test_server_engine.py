@@ -14,14 +14,14 @@ from aiohttp import web
 from engine_oracles import EOS_TOKEN_IDS, MAX_LENGTH, TinyModel, collect, first_then_abandon, make_request, until_idle
 from server_processes import free_port
 
-from gcore_rollout.errors import (
+from gcore_rollout import (
     EngineDiedError,
     MissingExtraError,
     RolloutError,
     ServerRequestError,
     UnsupportedModelError,
+    VLLMServerEngine,
 )
-from gcore_rollout.servers.vllm import VLLMServerEngine
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -156,9 +156,9 @@ async def test_a_server_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"url": "localhost:8000"}, "url is 'localhost:8000': http://HOST:PORT or https://HOST:PORT is needed"),
-        ({"timeout_s": 0}, "timeout_s is 0: more than 0 is needed"),
-        ({"max_num_seqs": 0}, "max_num_seqs is 0: at least 1 is needed"),
+        ({"url": "localhost:8000"}, "url is 'localhost:8000'; expected http://HOST:PORT or https://HOST:PORT"),
+        ({"timeout_s": 0}, "timeout_s is 0; expected more than 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0; expected at least 1"),
         ({"weights_dir": "nowhere"}, "weights_dir is 'nowhere': an existing folder that the server sees is needed"),
     ],
 )
@@ -283,6 +283,7 @@ async def test_an_error_in_the_stream(server: SmallServer, url: str) -> None:
         await collect(engine, make_request("r", 3))
 
 
+@pytest.mark.slow
 async def test_silence(server: SmallServer, url: str) -> None:
     """It ends the engine, unless the server is paused."""
     engine = await connect(url, timeout_s=1.5)

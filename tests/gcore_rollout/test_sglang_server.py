@@ -9,9 +9,7 @@ import pytest
 from engine_oracles import EOS_TOKEN_IDS, TinyModel, errors, reference_after_swap, repeats
 from sglang_exchanges import RECORDED, Replay, Scenario, run_scenario
 
-from gcore_rollout.errors import RequestError, RolloutError
-from gcore_rollout.servers.sglang import SGLangServerEngine
-from gcore_rollout.types import RepetitionDetection, Request, SamplingParams
+from gcore_rollout import RepetitionDetection, Request, RequestError, RolloutError, SamplingParams, SGLangServerEngine
 
 TOLERANCE = 1e-5
 

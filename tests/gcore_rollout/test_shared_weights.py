@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore_rollout.errors import RolloutError
+from gcore_rollout import RolloutError
 from gcore_rollout.weight_sync.shared_weights import SharedWeights, SharedWeightsReader
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool, torch.float8_e4m3fn]

@@ -9,10 +9,7 @@ from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gcore_rollout import Completion, Request
-from gcore_rollout.errors import RolloutError
-from gcore_rollout.hf_engine import HFEngine
-from gcore_rollout.turns import Turns
+from gcore_rollout import Completion, HFEngine, Request, RolloutError, TimeSharedEngines
 
 
 class Sleeper(FakeEngine):
@@ -55,7 +52,7 @@ def sleepers(count: int) -> list[Sleeper]:
 
 async def test_the_judge_waits_until_the_policy_has_nothing_to_do() -> None:
     policy, judge = own = sleepers(2)
-    first, second = Turns(own).engines
+    first, second = TimeSharedEngines(own).engines
     ends: list[str] = []
 
     async def ask(name: str, *requests: Request) -> None:
@@ -82,7 +79,7 @@ async def test_the_judge_waits_until_the_policy_has_nothing_to_do() -> None:
 def test_every_call_is_answered_as_by_its_engine_alone(calls: list[tuple[int, int]]) -> None:
     async def run() -> None:
         own = sleepers(3)
-        engines = Turns(own).engines
+        engines = TimeSharedEngines(own).engines
         requests = [make_request(f"r{i}", 2, n=2, seed=i, max_tokens=tokens) for i, (_, tokens) in enumerate(calls)]
         found = await asyncio.gather(
             *(collect(engines[who], request) for (who, _), request in zip(calls, requests, strict=True))
@@ -95,7 +92,7 @@ def test_every_call_is_answered_as_by_its_engine_alone(calls: list[tuple[int, in
 
 async def test_who_gives_up_ends_the_turn() -> None:
     own = sleepers(2)
-    first, second = Turns(own).engines
+    first, second = TimeSharedEngines(own).engines
     gone = asyncio.create_task(collect(first, make_request("a", 2, n=4, max_tokens=100_000)))
     await until_sampled(first, 1)
     gone.cancel()
@@ -106,7 +103,7 @@ async def test_who_gives_up_ends_the_turn() -> None:
 
 async def test_a_swap_that_fails_is_tried_again() -> None:
     policy, judge = own = sleepers(2)
-    first, second = Turns(own).engines
+    first, second = TimeSharedEngines(own).engines
     judge.is_broken = True
     with pytest.raises(RolloutError, match="no memory"):
         await collect(second, make_request("v", 2, max_tokens=3))
@@ -119,7 +116,7 @@ async def test_a_swap_that_fails_is_tried_again() -> None:
 async def test_real_engines_sample_the_same_in_turns(tied: TinyModel) -> None:
     policy, judge, alone = (HFEngine.from_pretrained(tied.path) for _ in range(3))
     await judge.sleep()
-    engines = Turns([policy, judge]).engines
+    engines = TimeSharedEngines([policy, judge]).engines
     requests = make_request("a", 5, n=3, max_tokens=12), make_request("v", 9, n=1, max_tokens=12)
     expected = [tokens(await collect(alone, request)) for request in requests]
     for _ in range(2):

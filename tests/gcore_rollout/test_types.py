@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from engine_oracles import make_request
 
-from gcore_rollout import Completion
-from gcore_rollout.errors import RequestError
-from gcore_rollout.types import RepetitionDetection
+from gcore_rollout import Completion, RepetitionDetection, RequestError
 
 
 def _begun(num_tokens: int = 3, **fields: Any) -> Completion:
@@ -27,33 +25,33 @@ def _begun(num_tokens: int = 3, **fields: Any) -> Completion:
 
 def test_begun_samples_are_accepted() -> None:
     begun = (_begun(), _begun(0, index=0), _begun(15, index=3))
-    assert replace(make_request("r", 4, n=4, max_tokens=16), begun=begun).begun == begun
+    assert replace(make_request("r", 4, n=4, max_tokens=16), prefixes=begun).prefixes == begun
 
 
 @pytest.mark.parametrize(
     ("begun", "message"),
     [
-        ([_begun(request_id="other")], "of request 'other': only its own can go on"),
-        ([_begun(index=4)], r"sample 4: one of those wanted, \(0, 1, 2, 3\), is needed"),
-        ([_begun(index=-1)], r"sample -1: one of those wanted, \(0, 1, 2, 3\), is needed"),
-        ([_begun(), _begun(2)], r"begun samples \[1, 1\]: each index may come once"),
-        ([_begun(finish_reason="stop")], "sample 1 with finish reason 'stop': 'abort' is needed"),
-        ([_begun(16)], "sample 1 of 16 tokens: fewer than max_tokens=16 are needed"),
+        ([_begun(request_id="other")], "request_id 'other'; expected its own"),
+        ([_begun(index=4)], r"index 4; expected one of those wanted, \(0, 1, 2, 3\)"),
+        ([_begun(index=-1)], r"index -1; expected one of those wanted, \(0, 1, 2, 3\)"),
+        ([_begun(), _begun(2)], r"have indices \[1, 1\]; expected each once"),
+        ([_begun(finish_reason="stop")], "finish_reason 'stop'; expected 'abort'"),
+        ([_begun(16)], "has 16 tokens; expected fewer than max_tokens=16"),
         (
             [_begun(log_probs=np.zeros(2, np.float32))],
-            r"have shapes \[\(3,\), \(2,\), \(3,\)\]: one shape \[T\] is needed",
+            r"of shapes \[\(3,\), \(2,\), \(3,\)\]; expected one shape \[T\]",
         ),
-        ([_begun(weight_versions=np.zeros((3, 1), np.int32))], r"one shape \[T\] is needed"),
+        ([_begun(weight_versions=np.zeros((3, 1), np.int32))], r"expected one shape \[T\]"),
     ],
 )
 def test_bad_begun_samples_are_refused(begun: list[Completion], message: str) -> None:
-    with pytest.raises(RequestError, match=f"request 'r' has .*{message}"):
-        replace(make_request("r", 4, n=4, max_tokens=16), begun=tuple(begun))
+    with pytest.raises(RequestError, match=f"request 'r' .*{message}"):
+        replace(make_request("r", 4, n=4, max_tokens=16), prefixes=tuple(begun))
 
 
 @pytest.mark.parametrize("indices", [(), (4,), (-1,), (1, 1)])
 def test_bad_indices_are_refused(indices: tuple[int, ...]) -> None:
-    with pytest.raises(RequestError, match=r"'r' has indices .*: one or more of 0 to 3 are needed, each once"):
+    with pytest.raises(RequestError, match=r"indices of request 'r' are .*; expected one or more of 0 to 3, each once"):
         replace(make_request("r", 4, n=4), indices=indices)
     assert replace(make_request("r", 4, n=4), indices=(2, 0)).sample_indices == (2, 0)
 
@@ -78,9 +76,9 @@ def test_completions_are_kept_as_plain_values() -> None:
 @pytest.mark.parametrize(
     ("sizes", "count", "message"),
     [
-        ((0, 4), 3, "min_pattern_size is 0 and max_pattern_size is 4"),
-        ((5, 4), 3, "1 <= min_pattern_size <= max_pattern_size is needed"),
-        ((1, 4), 1, "min_count is 1: at least 2 is needed"),
+        ((0, 4), 3, "min_pattern_size is 0; expected 1 to max_pattern_size=4"),
+        ((5, 4), 3, "min_pattern_size is 5; expected 1 to max_pattern_size=4"),
+        ((1, 4), 1, "min_count is 1; expected at least 2"),
     ],
 )
 def test_bad_repetition_detection_is_refused(sizes: tuple[int, int], count: int, message: str) -> None:

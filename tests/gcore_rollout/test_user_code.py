@@ -11,9 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gcore_rollout.errors import RewardError, RewardExitError
-from gcore_rollout.image_rewards import evaluate_images
-from gcore_rollout.rewards import CompositeReward, Failed, FailureLog, RewardRunner, RewardRunnerConfig, ThreadedReward
+from gcore_rollout import (
+    CompositeReward,
+    Failed,
+    FailureLog,
+    RewardError,
+    RewardExitError,
+    RewardRunner,
+    RewardRunnerConfig,
+    ThreadedReward,
+    evaluate_images,
+)
 
 LONG_S = 600.0
 
@@ -172,7 +180,7 @@ async def test_failures_are_counted_by_kind(caplog: pytest.LogCaptureFixture) ->
     assert (value.message, value.count) == ("cannot score 1", 3)
     assert value.kind.startswith("ValueError at test_user_code.py:")
     assert (key.message, key.count) == ("'3'", 1)
-    assert nan.message == "returned nan, a finite number is needed"
+    assert nan.message == "returned nan; expected a finite number"
     assert runner.failures.drain() == (0, [])
     logged = [record for record in caplog.records if record.exc_info]
     assert len(logged) == 3, "one traceback of each kind"

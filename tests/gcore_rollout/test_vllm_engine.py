@@ -24,11 +24,10 @@ from engine_oracles import (
     until_sampled,
 )
 
-from gcore_rollout import vllm_engine
-from gcore_rollout.errors import MissingExtraError, RequestError, UnsupportedModelError
-from gcore_rollout.vllm_engine import VLLMEngine
+from gcore_rollout import MissingExtraError, RequestError, UnsupportedModelError, VLLMEngine
+from gcore_rollout.engines.vllm import engine as vllm_engine
 
-pytestmark = VLLM_IMPORT_WARNINGS
+pytestmark = [pytest.mark.slow, *VLLM_IMPORT_WARNINGS]
 
 
 def test_importing_the_module_does_not_import_vllm() -> None:
@@ -51,7 +50,7 @@ def test_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_sequences_are_refused(tied: TinyModel) -> None:
-    with pytest.raises(ValueError, match="max_num_seqs is 0: at least 1 is needed"):
+    with pytest.raises(ValueError, match="max_num_seqs is 0; expected at least 1"):
         VLLMEngine.from_pretrained(tied.path, max_num_seqs=0)
 
 

@@ -21,10 +21,9 @@ from engine_oracles import (
 )
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from gcore_rollout import Request, SamplingParams
-from gcore_rollout.vllm_engine import VLLMEngine
+from gcore_rollout import Request, SamplingParams, VLLMEngine
 
-pytestmark = VLLM_IMPORT_WARNINGS
+pytestmark = [pytest.mark.slow, *VLLM_IMPORT_WARNINGS]
 
 TOLERANCE = 1e-5
 

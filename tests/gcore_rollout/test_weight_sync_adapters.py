@@ -10,10 +10,9 @@ from engine_oracles import TinyModel
 from transformers import AutoModelForCausalLM
 from weight_sync_oracles import LORA, adapters_of, check_behind, check_synced, make_trainer, train
 
-from gcore_rollout.hf_engine import HFEngine
+from gcore_rollout import HFEngine, WeightMirror
 from gcore_rollout.weight_sync.adapters import A_OF, B_OF, AdapterWeights, check_adapters, merged
-from gcore_rollout.weight_sync.mirror import WeightMirror
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import TorchTrainer
 
 SCALING = LORA.alpha / LORA.rank
 LAYER = "model.layers.0.self_attn.q_proj"

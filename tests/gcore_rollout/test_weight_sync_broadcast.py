@@ -10,6 +10,8 @@ from engine_oracles import TinyModel
 from rank_pool import RankPool, RankServer, serving_ranks
 from weight_sync_oracles import TOLERANCE
 
+pytestmark = pytest.mark.slow
+
 State = dict[str, torch.Tensor]
 
 

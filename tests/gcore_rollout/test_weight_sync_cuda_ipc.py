@@ -7,11 +7,11 @@ import pytest
 import torch
 from weight_sync_ipc_receiver import receive
 
-from gcore_rollout.weight_sync.cuda_ipc import SharedCudaWeights, open_weights
+from gcore_rollout import SharedCudaWeights, open_weights
 
 
 def test_weights_elsewhere_are_refused() -> None:
-    with pytest.raises(ValueError, match="weight 'w' is on cpu: a CUDA device is needed"):
+    with pytest.raises(ValueError, match="weight 'w' is on cpu; expected a CUDA device"):
         SharedCudaWeights([("w", torch.zeros(3))])
 
 

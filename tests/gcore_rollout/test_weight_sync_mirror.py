@@ -9,11 +9,8 @@ import torch
 from engine_oracles import TinyModel
 from weight_sync_oracles import LORA, adapters_of, check_behind, check_synced, make_trainer, train
 
-from gcore_rollout import Engine
-from gcore_rollout.hf_engine import HFEngine
+from gcore_rollout import Engine, HFEngine, WeightDelta, WrongBaseError, make_delta
 from gcore_rollout.weight_sync.adapters import A_OF, B_OF, AdapterWeights
-from gcore_rollout.weight_sync.delta import WeightDelta, make_delta
-from gcore_rollout.weight_sync.errors import WrongBaseError
 from gcore_rollout.weight_sync.mirror import FullWeights, WeightMirror, WeightUpdate
 
 State = dict[str, torch.Tensor]
@@ -120,10 +117,10 @@ async def test_a_wrong_base_is_refused_and_a_full_update_helps() -> None:
 async def test_versions_go_up() -> None:
     states = versions_of_weights(3)
     engine, mirror = make_mirror(states[0])
-    with pytest.raises(ValueError, match="version is 1: it must be above the present 2"):
+    with pytest.raises(ValueError, match="version is 1; expected a version above the current 2"):
         await mirror.apply(full(states, 2), full(states, 1))
     assert (mirror.version, engine.updates) == (0, [])
-    with pytest.raises(ValueError, match="version is 0: it must be above the present 0"):
+    with pytest.raises(ValueError, match="version is 0; expected a version above the current 0"):
         await mirror.apply(full(states, 0))
 
 

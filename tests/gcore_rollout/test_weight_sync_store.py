@@ -23,16 +23,20 @@ from safetensors.torch import load_file
 from weight_sync_oracles import check_behind, check_synced, make_trainer, train
 from weight_sync_publisher import OPTIONS, weights_of
 
-from gcore_rollout.errors import MissingExtraError
-from gcore_rollout.hf_engine import HFEngine
-from gcore_rollout.weight_sync.delta import WeightDelta, apply_delta
-from gcore_rollout.weight_sync.errors import CorruptWeightsError
+from gcore_rollout import (
+    CorruptWeightsError,
+    FullWeights,
+    HFEngine,
+    MissingExtraError,
+    WeightDelta,
+    WeightMirror,
+    WeightPublisher,
+    WeightSubscriber,
+    apply_delta,
+)
 from gcore_rollout.weight_sync.layout import layout_of
-from gcore_rollout.weight_sync.manifest import cut, joined
-from gcore_rollout.weight_sync.mirror import FullWeights, WeightMirror
-from gcore_rollout.weight_sync.publisher import WeightPublisher
-from gcore_rollout.weight_sync.store import Objects
-from gcore_rollout.weight_sync.subscriber import WeightSubscriber
+from gcore_rollout.weight_sync.store.manifest import cut, joined
+from gcore_rollout.weight_sync.store.objects import Objects
 
 State = dict[str, torch.Tensor]
 FEW_PARTS = OPTIONS | {"part_bytes": 100_000}
@@ -303,6 +307,7 @@ async def test_weights_that_fail_half_way_leave_no_version(tmp_path: Path) -> No
     assert same(state, weights_of(2))
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_is_harmless(tmp_path: Path) -> None:
     """The publisher is killed in the middle of one version after the other, and the next one goes on."""
     url, parts = f"file://{tmp_path}", tmp_path / "parts"
@@ -347,10 +352,10 @@ def until_parts(folder: Path, before: set[Path], num_attempts: int, num_parts: i
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"full_every": 0}, "full_every is 0: at least 1 is needed"),
-        ({"keep": 0}, "keep is 0: at least 1 is needed"),
-        ({"part_bytes": 8}, "part_bytes is 8: at least 16 is needed"),
-        ({"max_in_flight": 0}, "max_in_flight is 0: at least 1 is needed"),
+        ({"full_every": 0}, "full_every is 0; expected at least 1"),
+        ({"keep": 0}, "keep is 0; expected at least 1"),
+        ({"part_bytes": 8}, "part_bytes is 8; expected at least 16"),
+        ({"max_in_flight": 0}, "max_in_flight is 0; expected at least 1"),
     ],
 )
 def test_bad_options_are_refused(tmp_path: Path, options: dict[str, int], message: str) -> None:
@@ -361,7 +366,7 @@ def test_bad_options_are_refused(tmp_path: Path, options: dict[str, int], messag
 def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="url is 'nowhere://x', which names no store"):
         WeightPublisher("nowhere://x")
-    with pytest.raises(ValueError, match="max_in_flight is 0: at least 1 is needed"):
+    with pytest.raises(ValueError, match="max_in_flight is 0; expected at least 1"):
         WeightSubscriber(f"file://{tmp_path}", max_in_flight=0)
     (tmp_path / "versions").write_text("no folder")
     with pytest.raises(OSError, match=f"file://{tmp_path}"):
@@ -370,9 +375,9 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
 
 def test_without_tensorstore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorstore", None)
-    monkeypatch.delitem(sys.modules, "gcore_rollout.weight_sync.store")
+    monkeypatch.delitem(sys.modules, "gcore_rollout.weight_sync.store.objects")
     with pytest.raises(MissingExtraError, match=r"pip install 'gcore-rollout\[store\]'"):
-        importlib.import_module("gcore_rollout.weight_sync.store")
+        importlib.import_module("gcore_rollout.weight_sync.store.objects")
 
 
 async def test_an_engine_follows_a_trainer_through_a_store(tied: TinyModel, url: str) -> None:

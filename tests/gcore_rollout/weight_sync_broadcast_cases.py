@@ -14,10 +14,7 @@ from engine_oracles import Found, collect
 from rank import Rank
 from weight_sync_oracles import REQUESTS, as_samples, difference, make_trainer, train
 
-from gcore_rollout.hf_engine import HFEngine
-from gcore_rollout.weight_sync.broadcast import WeightReceiver, WeightSender
-from gcore_rollout.weight_sync.errors import WeightSyncError
-from gcore_rollout.weight_sync.mirror import FullWeights, WeightMirror
+from gcore_rollout import FullWeights, HFEngine, WeightMirror, WeightReceiver, WeightSender, WeightSyncError
 
 SIZE = 3
 State = dict[str, torch.Tensor]

@@ -4,7 +4,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from gcore_rollout.weight_sync.cuda_ipc import open_weights
+from gcore_rollout import open_weights
 
 
 def receive(connection: Connection) -> None:

@@ -7,11 +7,15 @@ import numpy as np
 import torch
 from rank import Rank
 
-from gcore_trainer import MicroBatch, OptimizerConfig, PolicyLossConfig
+from gcore_trainer import (
+    MegatronTrainer,
+    MicroBatch,
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyLossConfig,
+    PolicyObjective,
+)
 from gcore_trainer.megatron.groups import leave_groups
-from gcore_trainer.megatron.trainer import MegatronTrainer
-from gcore_trainer.objectives import PolicyObjective
-from gcore_trainer.parallel import ParallelConfig
 
 
 def megatron_steps(

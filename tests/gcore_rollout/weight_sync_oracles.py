@@ -8,12 +8,16 @@ import torch
 from engine_oracles import VOCAB_SIZE, Found, collect, make_request
 
 from gcore_rollout import Engine, Request
-from gcore_trainer import OptimizerConfig, PolicyLossConfig, Sample
-from gcore_trainer.config import LoRAConfig
-from gcore_trainer.objectives import PolicyObjective
-from gcore_trainer.packed_model import PackedModel
-from gcore_trainer.torch_trainer import TorchTrainer
-from gcore_trainer.trainer import Trainer
+from gcore_trainer import (
+    LoRAConfig,
+    OptimizerConfig,
+    PackedModel,
+    PolicyLossConfig,
+    PolicyObjective,
+    Sample,
+    TorchTrainer,
+    Trainer,
+)
 
 LORA = LoRAConfig(rank=4, alpha=8)
 TOLERANCE = 1e-4

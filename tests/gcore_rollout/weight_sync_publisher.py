@@ -8,8 +8,7 @@ from itertools import count
 
 import torch
 
-from gcore_rollout.weight_sync.publisher import WeightPublisher
-from gcore_rollout.weight_sync.subscriber import WeightSubscriber
+from gcore_rollout import WeightPublisher, WeightSubscriber
 
 NUM_TENSORS, NUMEL = 40, 2000
 OPTIONS = {"full_every": 3, "keep": 2, "part_bytes": 4096, "max_in_flight": 2}

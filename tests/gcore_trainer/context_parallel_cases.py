@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_oracles import SIZES, Group, make_samples
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from gcore_trainer import packed_attention
+from gcore_trainer import PackedBatch, pack
 from gcore_trainer.context_parallel.collectives import sum_over_ranks
 from gcore_trainer.context_parallel.groups import ContextParallel, make_context_parallel
 from gcore_trainer.context_parallel.layout import local_predictions, padding_multiples
 from gcore_trainer.context_parallel.plan import ContextParallelPlan
-from gcore_trainer.packed_attention import AttentionPlan, PackedPlan
-from gcore_trainer.packing import PackedBatch, pack
+from gcore_trainer.packing import attention as packed_attention
+from gcore_trainer.packing.attention import AttentionPlan, PackedPlan
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,16 @@ import diffusers.models.transformers.transformer_sd3
 import torch
 from rank import Rank
 
-from gcore_trainer import OptimizerConfig
-from gcore_trainer.config import LoRAConfig
-from gcore_trainer.diffusion.denoiser import Denoiser
-from gcore_trainer.diffusion.objectives import DiffusionObjective
-from gcore_trainer.diffusion.trainer import DiffusionTrainer
-from gcore_trainer.diffusion.types import DiffusionMicroBatch
-from gcore_trainer.parallel import ParallelConfig
-from gcore_trainer.torch_parallel import TorchParallel
+from gcore_trainer import (
+    Denoiser,
+    DiffusionMicroBatch,
+    DiffusionObjective,
+    DiffusionTrainer,
+    LoRAConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TorchParallel,
+)
 
 PRELOADED = (diffusers.models.transformers.transformer_sd3,)
 """What a rank would import on its first use; imported here, once."""

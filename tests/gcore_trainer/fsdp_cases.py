@@ -14,12 +14,16 @@ import transformers.models.qwen3_moe.modeling_qwen3_moe
 from numpy.typing import NDArray
 from rank import Rank
 
-from gcore_trainer import MicroBatch, OptimizerConfig
-from gcore_trainer.objectives import Objective
-from gcore_trainer.packed_model import PackedModel, PackedValueModel
-from gcore_trainer.parallel import ParallelConfig
-from gcore_trainer.torch_parallel import TorchParallel
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import (
+    MicroBatch,
+    Objective,
+    OptimizerConfig,
+    PackedModel,
+    PackedValueModel,
+    ParallelConfig,
+    TorchParallel,
+    TorchTrainer,
+)
 
 PRELOADED = (
     torch._dynamo,

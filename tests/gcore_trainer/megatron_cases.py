@@ -9,13 +9,18 @@ import torch
 from numpy.typing import NDArray
 from rank import Rank
 
-from gcore_trainer.config import OptimizerConfig, PolicyLossConfig
-from gcore_trainer.losses import BatchTotals
+from gcore_trainer import (
+    BatchTotals,
+    MegatronTrainer,
+    MicroBatch,
+    Objective,
+    OptimizerConfig,
+    ParallelConfig,
+    PartialLoss,
+    PolicyLossConfig,
+    PolicyObjective,
+)
 from gcore_trainer.megatron.groups import leave_groups
-from gcore_trainer.megatron.trainer import MegatronTrainer
-from gcore_trainer.objectives import Objective, PolicyObjective, Share
-from gcore_trainer.parallel import ParallelConfig
-from gcore_trainer.types import MicroBatch
 
 Layout = Mapping[str, Any]
 Steps = list[list[list[MicroBatch]]]
@@ -51,7 +56,7 @@ class _SquaredErrors(Objective[torch.Tensor]):
 
     scores = "values"
 
-    def share(self, scores: torch.Tensor, samples: MicroBatch, totals: BatchTotals) -> Share:
+    def partial_loss(self, scores: torch.Tensor, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
         returns = torch.from_numpy(np.concatenate([s.returns for s in samples if s.returns is not None]))
         loss = (scores - returns).square().sum() / totals.num_tokens
         return loss, {"loss": loss.detach()}

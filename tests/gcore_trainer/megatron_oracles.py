@@ -10,8 +10,7 @@ import torch
 from trainer_oracles import SIZES, Group, load_padded, make_samples, padded_loss, padded_scores, save_model, split
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from gcore_trainer.config import OptimizerConfig, PolicyLossConfig
-from gcore_trainer.types import MicroBatch, Sample
+from gcore_trainer import MicroBatch, OptimizerConfig, PolicyLossConfig, Sample
 
 FOUR_LAYERS: dict[str, Any] = SIZES | {"num_hidden_layers": 4}
 ODD_VOCABULARY: dict[str, Any] = FOUR_LAYERS | {"vocab_size": 97}

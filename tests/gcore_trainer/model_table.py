@@ -17,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny_models import MODEL_TYPES, UNBUILT, WINDOW, tiny_config
 from trainer_oracles import Group, load_padded, make_samples, save_model
 
-from gcore_trainer import Sample, UnsupportedModelError
-from gcore_trainer.packed_model import PackedModel
+from gcore_trainer import PackedModel, Sample, UnsupportedModelError
 
 TABLE = Path(__file__).parents[2] / "packages/gcore-trainer/docs/models.md"
 TOLERANCE = 2e-4

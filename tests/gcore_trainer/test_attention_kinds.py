@@ -43,14 +43,12 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from gcore_trainer import packed_attention
-from gcore_trainer.context_parallel import block_attention
+from gcore_trainer import PackedModel, UnsupportedModelError, pack
 from gcore_trainer.context_parallel.groups import ContextParallel
-from gcore_trainer.errors import UnsupportedModelError
-from gcore_trainer.packed_attention import PackedPlan
-from gcore_trainer.packed_model import PackedModel
-from gcore_trainer.packing import pack
-from gcore_trainer.router_replay import input_places
+from gcore_trainer.packing import attention as packed_attention
+from gcore_trainer.packing import block_attention
+from gcore_trainer.packing.attention import PackedPlan
+from gcore_trainer.packing.router_replay import input_places
 
 WINDOW = 8
 LAYERS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
-from gcore_trainer.context_parallel.block_attention import attend_block, block_gradients
+from gcore_trainer.packing.block_attention import attend_block, block_gradients
 
 SCALE = 0.4
 NUM_QUERIES = 1100

@@ -20,6 +20,8 @@ from trainer_oracles import Group, deviation
 
 from gcore_trainer.context_parallel.layout import equal_segments, local_places, local_predictions, padding_multiples
 
+pytestmark = pytest.mark.slow
+
 ULYSSES_2, ULYSSES_4 = Layout(ulysses_size=2), Layout(ulysses_size=4)
 RING_2, RING_4, BOTH = Layout(ring_size=2), Layout(ring_size=4), Layout(ring_size=2, ulysses_size=2)
 LAYOUTS = [ULYSSES_2, ULYSSES_4, RING_2, RING_4, BOTH]
@@ -200,8 +202,8 @@ def test_groups_are_ring_major(ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("cp_groups", "ulysses_size", "message"),
     [
-        ([[0, 1], [2]], 1, r"cp_groups is \[\[0, 1\], \[2\]\]: each of the 4 ranks is needed once"),
-        ([[1, 0], [2, 3]], 1, r"cp_groups has \[1, 0\]: ascending ranks are needed"),
+        ([[0, 1], [2]], 1, r"cp_groups is \[\[0, 1\], \[2\]\]; expected each of the 4 ranks once"),
+        ([[1, 0], [2, 3]], 1, r"cp_groups has \[1, 0\]; expected ascending ranks"),
         ([[0, 1, 2, 3]], 3, r"ulysses_size is 3: a divisor of 4"),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore_trainer.diffusion.config import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig
+from gcore_trainer import ConfigError, DDPMProcess, DenoisingPolicyConfig, DiffusionDPOConfig, FlowProcess, NFTConfig
 from gcore_trainer.diffusion.losses import (
     clipped_step_loss,
     diffusion_dpo_loss,
@@ -17,8 +17,6 @@ from gcore_trainer.diffusion.losses import (
     guard_step_loss,
     nft_loss,
 )
-from gcore_trainer.diffusion.process import DDPMProcess, FlowProcess
-from gcore_trainer.errors import ConfigError
 
 seeds = st.integers(0, 10_000)
 

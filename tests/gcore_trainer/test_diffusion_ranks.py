@@ -7,11 +7,19 @@ from diffusion_cases import trained
 from rank_pool import RankServer
 from tiny_pipelines import flow_pipeline
 
-from gcore_trainer.config import LoRAConfig
-from gcore_trainer.diffusion.config import DiffusionDPOConfig, NFTConfig
-from gcore_trainer.diffusion.objectives import DiffusionDPOObjective, DiffusionObjective, NFTObjective
-from gcore_trainer.diffusion.process import FlowProcess
-from gcore_trainer.diffusion.types import DiffusionMicroBatch, DiffusionSample
+from gcore_trainer import (
+    DiffusionDPOConfig,
+    DiffusionDPOObjective,
+    DiffusionMicroBatch,
+    DiffusionObjective,
+    DiffusionSample,
+    FlowProcess,
+    LoRAConfig,
+    NFTConfig,
+    NFTObjective,
+)
+
+pytestmark = pytest.mark.slow
 
 OBJECTIVES: dict[str, DiffusionObjective] = {
     # It keeps the policy that samples apart; its sibling asks the reference.

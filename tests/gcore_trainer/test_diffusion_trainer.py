@@ -12,21 +12,28 @@ import torch
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from tiny_pipelines import flow_pipeline
 
-from gcore_trainer import OptimizerConfig
-from gcore_trainer.config import LoRAConfig
-from gcore_trainer.diffusion.config import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig
-from gcore_trainer.diffusion.denoiser import Denoiser
-from gcore_trainer.diffusion.objectives import (
+from gcore_trainer import (
+    BatchError,
+    ConfigError,
+    Denoiser,
+    DenoisingPolicyConfig,
+    DenoisingPolicyObjective,
+    DiffusionDPOConfig,
     DiffusionDPOObjective,
     DiffusionObjective,
+    DiffusionSample,
+    DiffusionTrainer,
+    FlowProcess,
+    LoRAConfig,
+    NFTConfig,
     NFTObjective,
-    PolicyGradientObjective,
+    OptimizerConfig,
     RewardGradientObjective,
+    StateError,
+    UnsupportedModelError,
+    step_means,
 )
-from gcore_trainer.diffusion.process import FlowProcess
-from gcore_trainer.diffusion.trainer import DiffusionTrainer, step_means
-from gcore_trainer.diffusion.types import Conditioned, DiffusionSample
-from gcore_trainer.errors import BatchError, ConfigError, StateError, UnsupportedModelError
+from gcore_trainer.diffusion.sample import Conditioned
 
 STEPS = 4
 LEVELS = np.linspace(1.0, 0.0, STEPS + 1).astype(np.float32)
@@ -114,9 +121,9 @@ def mean_reward(denoiser: Denoiser) -> float:
 
 
 POLICY: dict[str, Callable[[], DiffusionObjective]] = {
-    "ddpo": lambda: PolicyGradientObjective(DenoisingPolicyConfig(clip_ratio=0.01), kernel),
-    "guard": lambda: PolicyGradientObjective(DenoisingPolicyConfig(loss_mode="guard", clip_ratio=0.01), kernel),
-    "flow-grpo with kl": lambda: PolicyGradientObjective(
+    "ddpo": lambda: DenoisingPolicyObjective(DenoisingPolicyConfig(clip_ratio=0.01), kernel),
+    "guard": lambda: DenoisingPolicyObjective(DenoisingPolicyConfig(loss_mode="guard", clip_ratio=0.01), kernel),
+    "flow-grpo with kl": lambda: DenoisingPolicyObjective(
         DenoisingPolicyConfig(clip_ratio=0.01, kl_loss_coef=0.01), kernel
     ),
 }
@@ -237,13 +244,13 @@ def test_a_batch_that_lacks_something_is_refused(pipeline: Path, tmp_path: Path)
         trainer.train_step([[replace(s, advantage=None) for s in samples]])
     with pytest.raises(BatchError, match="holds no image"):
         trainer.train_step([])
-    with pytest.raises(BatchError, match="steps: one number above 0"):
+    with pytest.raises(BatchError, match="steps; expected one number above 0"):
         trainer.train_step([[samples[0], samples[1].at_steps([0])]])
     with pytest.raises(BatchError, match="ref_means is None"):
         trainer_of(pipeline, POLICY["flow-grpo with kl"]()).train_step([samples])
-    with pytest.raises(BatchError, match="3 images: pairs"):
+    with pytest.raises(BatchError, match="3 images; expected pairs"):
         trainer_of(pipeline, OBJECTIVES["dpo"]()).train_step([samples[:3]])
-    with pytest.raises(BatchError, match="do not reach the end"):
+    with pytest.raises(BatchError, match="end before sampling does"):
         trainer_of(pipeline, OBJECTIVES["reward gradient"]()).train_step([[s.at_steps([0]) for s in samples]])
     with pytest.raises(ConfigError, match="reference is None"):
         DiffusionTrainer(Denoiser.from_pretrained(pipeline), optimizer=OptimizerConfig(), objective=OBJECTIVES["dpo"]())

@@ -12,12 +12,22 @@ from rank_pool import RankServer
 from trainer_oracles import SIZES, Group, make_samples, off_policy, save_model, split
 from transformers import Qwen2Config
 
-from gcore_trainer import MicroBatch, OptimizerConfig, PolicyLossConfig, Sample
-from gcore_trainer.config import ValueLossConfig
-from gcore_trainer.objectives import Objective, PolicyObjective, ValueObjective
-from gcore_trainer.packed_model import PackedModel, PackedValueModel
-from gcore_trainer.parallel import ParallelConfig
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import (
+    MicroBatch,
+    Objective,
+    OptimizerConfig,
+    PackedModel,
+    PackedValueModel,
+    ParallelConfig,
+    PolicyLossConfig,
+    PolicyObjective,
+    Sample,
+    TorchTrainer,
+    ValueLossConfig,
+    ValueObjective,
+)
+
+pytestmark = pytest.mark.slow
 
 GROUPS = [Group(12, [20, 1, 9, 33]), Group(25, [7, 7]), Group(3, [25]), Group(9, [4, 18])]
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, grad_clip=0.5, lr_warmup_steps=3)
@@ -152,7 +162,7 @@ def test_a_layout_that_does_not_fit_is_refused(
 def test_heads_that_do_not_divide_are_refused(rank_server: RankServer, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {**SIZES, "hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
     path = save_model(Qwen2Config(**sizes), tmp_path / "three", seed=0)
-    message = "ulysses_sequence_parallel_size is 2: a divisor of the model's 3 attention heads is needed"
+    message = "ulysses_sequence_parallel_size is 2; expected a divisor of the model's 3 attention heads"
     arguments = (str(path), PolicyObjective(PolicyLossConfig()), OPTIMIZER, ULYSSES, [], {})
     for error in rank_server.shared(2).errors("train", *arguments, size=2):
         assert error == f"ConfigError: {message}"

@@ -16,15 +16,23 @@ from tiny_vision_model import IMAGE, VISION_END, VISION_START, Reference, noise,
 from trainer_oracles import SIZES, save_model
 from transformers import AutoConfig, Qwen2Config
 
-from gcore_trainer import BatchError, Images, OptimizerConfig, PolicyLossConfig, Sample, UnsupportedModelError
-from gcore_trainer.config import LoRAConfig
+from gcore_trainer import (
+    BatchError,
+    Images,
+    LoRAConfig,
+    OptimizerConfig,
+    PackedModel,
+    PackedValueModel,
+    ParallelConfig,
+    PolicyLossConfig,
+    PolicyObjective,
+    Sample,
+    TorchTrainer,
+    UnsupportedModelError,
+    pack,
+)
 from gcore_trainer.context_parallel.groups import ContextParallel
 from gcore_trainer.megatron.architecture import Architecture
-from gcore_trainer.objectives import PolicyObjective
-from gcore_trainer.packed_model import PackedModel, PackedValueModel
-from gcore_trainer.packing import pack
-from gcore_trainer.parallel import ParallelConfig
-from gcore_trainer.torch_trainer import TorchTrainer
 
 TOLERANCE = 1e-4
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.0)
@@ -172,6 +180,7 @@ def test_adapters_are_merged_under_the_names_of_the_folder(qwen2_vl: Path, tmp_p
             np.testing.assert_allclose(log_probs, expected_log_probs(merged, case), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow
 def test_two_ranks_of_which_one_has_no_images_learn_what_one_process_does(
     rank_server: RankServer, qwen2_vl: Path
 ) -> None:
@@ -232,5 +241,5 @@ def test_what_sees_no_images_refuses_them(qwen2_vl: Path, tmp_path: Path) -> Non
 
 def test_tokens_of_a_model_that_sees_are_not_divided(qwen2_vl: Path) -> None:
     packed = PackedModel.from_pretrained(qwen2_vl)
-    with pytest.raises(UnsupportedModelError, match="sizes of 1 are needed"):
+    with pytest.raises(UnsupportedModelError, match="expected context and sequence parallel sizes of 1"):
         packed.divide_tokens(ContextParallel(ring=cast(Any, SimpleNamespace(size=lambda: 2))))

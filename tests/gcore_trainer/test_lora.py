@@ -9,13 +9,17 @@ from megatron_oracles import save_megatron_model
 from rank_pool import RankServer
 from trainer_oracles import Group, load_padded, make_samples, nearest_merge_share, padded_scores
 
-from gcore_trainer import ConfigError, OptimizerConfig, PolicyLossConfig
-from gcore_trainer.config import LoRAConfig
-from gcore_trainer.lora import initial_a, merged
-from gcore_trainer.objectives import PolicyObjective
-from gcore_trainer.packed_model import PackedModel
-from gcore_trainer.parallel import ParallelConfig
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import (
+    ConfigError,
+    LoRAConfig,
+    OptimizerConfig,
+    PackedModel,
+    ParallelConfig,
+    PolicyLossConfig,
+    PolicyObjective,
+    TorchTrainer,
+)
+from gcore_trainer.lora import initial_a, merge_lora
 
 GROUPS = [Group(12, [20, 1, 9]), Group(3, [25, 6])]
 LORA = LoRAConfig(rank=4, alpha=8)
@@ -55,7 +59,7 @@ def test_adapters_alone_are_enough_to_resume_and_to_merge(qwen2: Path) -> None:
     second.load_state(first.state())
     assert second.train_step([samples]) == first.train_step([samples])
     base = load_padded(qwen2).named_parameters()
-    offline = dict(merged(((n, p.detach()) for n, p in base), second.state()["model"], LORA))
+    offline = dict(merge_lora(((n, p.detach()) for n, p in base), second.state()["model"], LORA))
     for name, tensor in second.export_weights():
         torch.testing.assert_close(offline[name], tensor, rtol=0, atol=1e-7)
 
@@ -127,11 +131,11 @@ def test_modules_that_are_no_linear_layers_are_refused(llama: Path, tmp_path: Pa
     ):
         with pytest.raises(ConfigError) as error:
             make_trainer(path, LoRAConfig(target_modules=("q_proj", name)))
-        assert f"{module} is no linear layer, and only those can be merged" in str(error.value)
+        assert f"expected linear layers, which alone can be merged: {module} is none" in str(error.value)
 
 
 def test_modules_that_are_not_there_are_refused(qwen2: Path) -> None:
     with pytest.raises(ConfigError, match=r"^target_modules is \('query_key_value',\)"):
         make_trainer(qwen2, LoRAConfig(target_modules=("query_key_value",)))
-    with pytest.raises(ConfigError, match=r"^rank is 0: 1 or more"):
+    with pytest.raises(ConfigError, match=r"^rank is 0; expected 1 or more"):
         LoRAConfig(rank=0)

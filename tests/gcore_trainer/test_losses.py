@@ -5,14 +5,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from by_name import flat_loss
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from numpy.typing import NDArray
 
-from gcore_trainer import ConfigError, KLPenalty, LossAggMode
-from gcore_trainer.losses import BatchTotals, aggregation_weights, kl_penalty
-from gcore_trainer.policy_losses import ppo_clip_loss
+from gcore_trainer import (
+    BatchTotals,
+    ConfigError,
+    KLPenalty,
+    LossAggMode,
+    aggregation_weights,
+    kl_penalty,
+)
 
 Array = NDArray[np.float64]
 
@@ -43,14 +49,8 @@ def test_ppo_clip(rows: list[tuple[float, float, float]], low: float, high: floa
     new, old, advantages = columns(rows)
     ratio = np.exp(new - old)
     assume(c is None or (np.abs(ratio - c) > 1e-9).all())  # which side rounding takes is nobody's business
-    result = ppo_clip_loss(
-        torch.from_numpy(new),
-        torch.from_numpy(old),
-        torch.from_numpy(advantages),
-        clip_ratio_low=low,
-        clip_ratio_high=high,
-        clip_ratio_c=c,
-    )
+    settings = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": c}
+    result = flat_loss("vanilla", torch.from_numpy(new), old, advantages, **settings)
     expected = [one_token_loss(r, a, low, high, c) for r, a in zip(ratio, advantages, strict=True)]
     assert_allclose(result.ratio.numpy(), ratio, rtol=1e-12)
     assert_allclose(result.loss.numpy(), expected, rtol=1e-10, atol=1e-12)
@@ -65,14 +65,7 @@ def test_the_gradient_is_cut_exactly_where_the_clip_is_reported(rows: list[tuple
     assume((np.abs(ratio[:, None] - [0.8, 1.28, 3.0]) > 1e-9).all())
     assume(advantages.all())
     log_probs = torch.from_numpy(new).requires_grad_()
-    result = ppo_clip_loss(
-        log_probs,
-        torch.from_numpy(old),
-        torch.from_numpy(advantages),
-        clip_ratio_low=0.2,
-        clip_ratio_high=0.28,
-        clip_ratio_c=3.0,
-    )
+    result = flat_loss("vanilla", log_probs, old, advantages, clip_ratio_c=3.0)
     (gradient,) = torch.autograd.grad(result.loss.sum(), log_probs)
     cut = (result.clipped | result.clipped_lower).numpy()
     assert_allclose(cut, np.where(advantages > 0, ratio > 1.28, (ratio < 0.8) | (ratio > 3.0)))
@@ -127,7 +120,7 @@ def test_k1_and_k3_are_unbiased() -> None:
 
 def test_extreme_ratios_stay_finite() -> None:
     far, near = torch.tensor([-1000.0, 0.0]), torch.tensor([0.0, -1000.0])
-    loss = ppo_clip_loss(far, near, torch.ones(2), clip_ratio_low=0.2, clip_ratio_high=0.28).loss
+    loss = flat_loss("vanilla", far, near.numpy(), np.ones(2, np.float32)).loss
     assert loss.isfinite().all()
     assert kl_penalty(far, near, "k3").isfinite().all()
 

@@ -16,10 +16,9 @@ from trainer_oracles import SIZES
 from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 import gcore_trainer.megatron
-from gcore_trainer.errors import ConfigError, UnsupportedModelError
+from gcore_trainer import ConfigError, ParallelConfig, UnsupportedModelError
 from gcore_trainer.megatron.architecture import Architecture
-from gcore_trainer.megatron.weights import Piece
-from gcore_trainer.parallel import ParallelConfig
+from gcore_trainer.megatron.weights.pieces import Piece
 
 QUANTIZED: dict[str, Any] = {**SIZES, "quantization_config": {"quant_method": "fp8"}}
 
@@ -27,17 +26,17 @@ QUANTIZED: dict[str, Any] = {**SIZES, "quantization_config": {"quant_method": "f
 @pytest.mark.parametrize(
     ("name", "layout", "message"),
     [
-        ("llama", {TP: 4}, "tensor_model_parallel_size=4 does not divide 2 key-value heads: one of [1, 2] is needed"),
+        ("llama", {TP: 4}, "tensor_model_parallel_size=4 does not divide 2 key-value heads; expected one of [1, 2]"),
         ("llama", {TP: 8}, "tensor_model_parallel_size=8 does not divide 4 attention heads: one of [1, 2, 4] is"),
-        ("llama", {PP: 8}, "pipeline_model_parallel_size=8 does not divide 4 layers: one of [1, 2, 4] is needed"),
+        ("llama", {PP: 8}, "pipeline_model_parallel_size=8 does not divide 4 layers; expected one of [1, 2, 4]"),
         (
             "llama",
             {PP: 4, VPP: 2},
             "pipeline_model_parallel_size=4 x virtual_pipeline_model_parallel_size=2 does not divide 4 layers",
         ),
-        ("llama", {EP: 2}, "expert_model_parallel_size is 2: the model has no experts, 1 is needed"),
+        ("llama", {EP: 2}, "expert_model_parallel_size is 2; expected 1 for a model without experts"),
         ("llama", {TP: 3}, "tensor_model_parallel_size=3 is 3: it must divide the world of 8 ranks; 6 ranks would fit"),
-        ("qwen3_moe", {EP: 8}, "expert_model_parallel_size=8 does not divide 4 experts: one of [1, 2, 4] is needed"),
+        ("qwen3_moe", {EP: 8}, "expert_model_parallel_size=8 does not divide 4 experts; expected one of [1, 2, 4]"),
         ("qwen3_moe", {EP: 4, PP: 4}, "expert_model_parallel_size=4 does not divide 2 ranks of a pipeline stage"),
         ("qwen3_moe", {EP: 2, TP: 2}, "sequence_parallel is false with tensor_model_parallel_size=2 and 4 experts"),
         ("qwen3_moe", {TP: 2, SP: True}, "expert_model_parallel_size is 1 with tensor_model_parallel_size=2: more is"),
@@ -53,29 +52,29 @@ def test_a_layout_that_does_not_divide_says_what_would(name: str, layout: dict[s
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (GPT2Config(), "model_type is 'gpt2': one of llama, qwen2, qwen3, qwen3_moe is needed"),
-        (LlamaConfig(**SIZES, attention_bias=True), "attention_bias of 'llama' is True: False is needed"),
-        (LlamaConfig(**SIZES, mlp_bias=True), "mlp_bias of 'llama' is True: False is needed"),
-        (LlamaConfig(**SIZES, hidden_act="gelu"), "hidden_act of 'llama' is 'gelu': 'silu' is needed"),
-        (Qwen2Config(**SIZES, use_sliding_window=True), "use_sliding_window of 'qwen2' is True: False is needed"),
+        (GPT2Config(), "model_type is 'gpt2'; expected one of llama, qwen2, qwen3, qwen3_moe"),
+        (LlamaConfig(**SIZES, attention_bias=True), "attention_bias of 'llama' is True; expected False"),
+        (LlamaConfig(**SIZES, mlp_bias=True), "mlp_bias of 'llama' is True; expected False"),
+        (LlamaConfig(**SIZES, hidden_act="gelu"), "hidden_act of 'llama' is 'gelu'; expected 'silu'"),
+        (Qwen2Config(**SIZES, use_sliding_window=True), "use_sliding_window of 'qwen2' is True; expected False"),
         (
             Qwen2Config(**SIZES, layer_types=["sliding_attention", "full_attention"]),
             "layer_types of 'qwen2' has sliding_attention; expected full_attention only",
         ),
         (
             LlamaConfig(**QUANTIZED),
-            "quantization_config of 'llama' is {'quant_method': 'fp8'}: None is needed",
+            "quantization_config of 'llama' is {'quant_method': 'fp8'}; expected None",
         ),
         (
             LlamaConfig(
                 **SIZES, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
             ),
-            "partial_rotary_factor of 'llama' is 0.5: 1.0 is needed",
+            "partial_rotary_factor of 'llama' is 0.5; expected 1.0",
         ),
-        (Qwen3MoeConfig(**SIZES, **MOE, mlp_only_layers=[0]), "mlp_only_layers of 'qwen3_moe' is [0]: [] is needed"),
+        (Qwen3MoeConfig(**SIZES, **MOE, mlp_only_layers=[0]), "mlp_only_layers of 'qwen3_moe' is [0]; expected []"),
         (
             LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
-            "rope_type of 'llama' is 'linear': one of default, llama3 is needed",
+            "rope_type of 'llama' is 'linear'; expected one of default, llama3",
         ),
     ],
     ids=str,

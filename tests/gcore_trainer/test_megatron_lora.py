@@ -28,11 +28,19 @@ from megatron_oracles import (
 from rank_pool import RankServer
 from trainer_oracles import load_padded, make_samples, nearest_merge_share, off_policy
 
-from gcore_trainer.config import LoRAConfig, OptimizerConfig, ValueLossConfig
-from gcore_trainer.objectives import PolicyObjective, SFTObjective, ValueObjective
-from gcore_trainer.packed_model import PackedModel
-from gcore_trainer.torch_trainer import TorchTrainer
-from gcore_trainer.types import Sample
+from gcore_trainer import (
+    LoRAConfig,
+    OptimizerConfig,
+    PackedModel,
+    PolicyObjective,
+    Sample,
+    SFTObjective,
+    TorchTrainer,
+    ValueLossConfig,
+    ValueObjective,
+)
+
+pytestmark = pytest.mark.slow
 
 NUM_STEPS, SAVED, RESUMED = 10, 5, 8
 LORA = LoRAConfig(rank=4, alpha=8)

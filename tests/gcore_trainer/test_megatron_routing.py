@@ -23,10 +23,9 @@ from megatron_oracles import (
 from rank_pool import RankServer
 from trainer_oracles import make_samples, routed
 
-from gcore_trainer import OptimizerConfig, PolicyLossConfig
-from gcore_trainer.objectives import PolicyObjective
-from gcore_trainer.packed_model import PackedModel
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import OptimizerConfig, PackedModel, PolicyLossConfig, PolicyObjective, TorchTrainer
+
+pytestmark = pytest.mark.slow
 
 SHAPE = (4, MOE["num_experts"], MOE["num_experts_per_tok"])
 OPTIONS: dict[str, Any] = {

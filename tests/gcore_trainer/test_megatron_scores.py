@@ -24,6 +24,8 @@ from rank_pool import RankServer
 from trainer_oracles import load_padded, make_samples, padded_scores, split
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -26,8 +26,9 @@ from megatron_oracles import (
 from rank_pool import RankPool
 from trainer_oracles import make_samples
 
-from gcore_trainer.config import OptimizerConfig
-from gcore_trainer.objectives import PolicyObjective, SFTObjective
+from gcore_trainer import OptimizerConfig, PolicyObjective, SFTObjective
+
+pytestmark = pytest.mark.slow
 
 OPTIONS: dict[str, Any] = {"optimizer": OPTIMIZER, "objective": PolicyObjective(LOSS)}
 COUNTS = {"step": 2, "nonfinite_steps": 0, "optimizer_step": 2}

@@ -29,8 +29,9 @@ from rank_pool import RankServer
 from trainer_oracles import make_samples
 from transformers import AutoModelForCausalLM
 
-from gcore_trainer.config import OptimizerConfig
-from gcore_trainer.objectives import PolicyObjective, SFTObjective
+from gcore_trainer import OptimizerConfig, PolicyObjective, SFTObjective
+
+pytestmark = pytest.mark.slow
 
 NUM_STEPS = 10
 OPTIONS: dict[str, Any] = {"optimizer": OPTIMIZER, "objective": PolicyObjective(LOSS)}

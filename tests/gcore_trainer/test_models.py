@@ -4,6 +4,8 @@ import pytest
 from model_table import outcome, rows
 from tiny_models import MODEL_TYPES, UNBUILT
 
+pytestmark = pytest.mark.slow
+
 _CHUNKS = 8
 
 

@@ -11,12 +11,27 @@ import torch
 from trainer_oracles import Group, load_padded, make_samples, padded_scores, split
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from gcore_trainer import BatchError, ConfigError, OptimizerConfig, PolicyLossConfig, Sample, TrainerError
-from gcore_trainer.config import DPOConfig, RewardModelConfig, ValueLossConfig
-from gcore_trainer.objectives import Objective, PolicyObjective, SFTObjective, ValueObjective
-from gcore_trainer.packed_model import PackedModel, PackedValueModel
-from gcore_trainer.preference_objectives import DPOObjective, RewardModelObjective, scored_at_end
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import (
+    BatchError,
+    ConfigError,
+    DPOConfig,
+    DPOObjective,
+    Objective,
+    OptimizerConfig,
+    PackedModel,
+    PackedValueModel,
+    PolicyLossConfig,
+    PolicyObjective,
+    RewardModelConfig,
+    RewardModelObjective,
+    Sample,
+    SFTObjective,
+    TorchTrainer,
+    TrainerError,
+    ValueLossConfig,
+    ValueObjective,
+    scored_at_end,
+)
 
 GROUPS = [Group(12, [20, 1, 9, 33]), Group(25, [7, 7]), Group(3, [25, 8])]
 STILL = OptimizerConfig(lr=1e-30, grad_clip=float("inf"))
@@ -174,19 +189,19 @@ def test_importance_weights_scale_the_policy_gradient(llama: Path) -> None:
 
 def test_what_an_objective_lacks_is_named(llama: Path, classifier: Path) -> None:
     samples = make_samples(GROUPS, seed=0)
-    with pytest.raises(BatchError, match=r"^values is None: the value loss"):
+    with pytest.raises(BatchError, match=r"^values is None; expected an array for every sample, which the value loss"):
         make_trainer(classifier, ValueObjective(ValueLossConfig())).train_step([samples])
     dpo = make_trainer(llama, DPOObjective(DPOConfig()))
-    with pytest.raises(BatchError, match=r"^micro-batch 1 holds 1 samples: chosen and rejected"):
+    with pytest.raises(BatchError, match=r"^micro-batch 1 holds 1 samples; expected chosen and rejected"):
         dpo.train_step([samples[:2], samples[:1]])
-    with pytest.raises(BatchError, match=r"^ref_log_probs is None: DPO"):
+    with pytest.raises(BatchError, match=r"^ref_log_probs is None; expected an array for every sample, which DPO"):
         dpo.train_step([samples[:2]])
     reward = make_trainer(classifier, RewardModelObjective(RewardModelConfig()))
-    with pytest.raises(BatchError, match=r"^response_mask has not exactly one token"):
+    with pytest.raises(BatchError, match=r"^response_mask has 33 tokens; expected exactly one"):
         reward.train_step([[replace(s, response_mask=None) for s in samples[:2]]])
-    with pytest.raises(ConfigError, match=r"^objective is ValueObjective, which looks at values: the model gives tok"):
+    with pytest.raises(ConfigError, match=r"^objective is ValueObjective; expected one that reads tokens"):
         TorchTrainer(PackedModel.from_pretrained(llama), optimizer=STILL, objective=ValueObjective(ValueLossConfig()))
-    with pytest.raises(TrainerError, match=r"this trainer's model gives tokens: values were asked for"):
+    with pytest.raises(TrainerError, match=r"the trainer's model gives tokens; expected values"):
         dpo.values([samples])
 
 

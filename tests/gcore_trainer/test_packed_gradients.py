@@ -28,8 +28,7 @@ from trainer_oracles import (
     split,
 )
 
-from gcore_trainer import MicroBatch, PolicyLossConfig, Sample
-from gcore_trainer.packed_model import PackedModel
+from gcore_trainer import MicroBatch, PackedModel, PolicyLossConfig, Sample
 
 CONFIGS: dict[str, PolicyLossConfig] = {
     "dapo": PolicyLossConfig(),

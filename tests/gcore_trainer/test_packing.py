@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_oracles import Group, groups, make_samples
 
-from gcore_trainer.errors import ConfigError
-from gcore_trainer.packing import PackedBatch, pack
+from gcore_trainer import ConfigError, PackedBatch, pack
 
 
 @settings(max_examples=50)
@@ -101,9 +100,9 @@ def test_padding_fills_segments_and_a_last_one_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"multiple_of": 0}, "multiple_of is 0: 1 or more is needed"),
-        ({"share_prefix": False, "segment_multiple_of": -1}, "segment_multiple_of is -1: 1 or more is needed"),
-        ({"segment_multiple_of": 2}, "segment_multiple_of is 2 with share_prefix=True: False is needed"),
+        ({"multiple_of": 0}, "multiple_of is 0; expected 1 or more"),
+        ({"share_prefix": False, "segment_multiple_of": -1}, "segment_multiple_of is -1; expected 1 or more"),
+        ({"segment_multiple_of": 2}, "segment_multiple_of is 2 with share_prefix=True; expected False"),
     ],
 )
 def test_multiples_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:

@@ -11,9 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore_trainer import BatchError, ConfigError
+from gcore_trainer import BatchError, ConfigError, bradley_terry_loss, dpo_loss
 from gcore_trainer.config import DPOLossType
-from gcore_trainer.preference_losses import bradley_terry_loss, dpo_loss
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -169,13 +168,13 @@ def test_far_apart_the_losses_stay_finite() -> None:
 )
 def test_label_smoothing_out_of_bounds_is_refused(loss_type: DPOLossType, label_smoothing: float) -> None:
     x = torch.zeros(2)
-    with pytest.raises(ConfigError, match=rf"label_smoothing is {label_smoothing}: .* \(loss_type is '{loss_type}'\)"):
+    with pytest.raises(ConfigError, match=rf"label_smoothing is {label_smoothing}; .* \(loss_type is '{loss_type}'\)"):
         dpo_loss(x, x, x, x, beta=0.1, loss_type=loss_type, label_smoothing=label_smoothing)
 
 
 def test_shapes_that_differ_are_refused() -> None:
     x = torch.zeros(2)
-    with pytest.raises(BatchError, match=r"'ref_rejected': \(2, 1\)\}: equal ones of one dimension are needed"):
+    with pytest.raises(BatchError, match=r"'ref_rejected': \(2, 1\)\}; expected equal shapes of one dimension"):
         dpo_loss(x, x, x, x[:, None], beta=0.1)
     with pytest.raises(BatchError, match="'rejected': \\(2, 1\\)"):
         bradley_terry_loss(x, x[:, None])

@@ -9,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from gcore_trainer import BatchError, ConfigError, StateError
-from gcore_trainer.losses import kl_penalty
-from gcore_trainer.reward_shaping import (
+from gcore_trainer import (
     AdaptiveKLController,
+    BatchError,
+    ConfigError,
     FixedKLController,
     RewardKL,
+    StateError,
     kl_estimates,
+    kl_penalty,
     kl_rewards,
     overlong_penalty,
 )
@@ -46,7 +48,7 @@ def test_overlong_penalty_is_that_of_the_dapo_reward_manager(data: st.DataObject
 
 @pytest.mark.parametrize("buffer", [0, -3, 101])
 def test_a_buffer_outside_the_limit_is_refused(buffer: int) -> None:
-    with pytest.raises(ConfigError, match=rf"overlong_buffer_len is {buffer}: 1 to max_response_length=100"):
+    with pytest.raises(ConfigError, match=rf"overlong_buffer_len is {buffer}; expected 1 to max_response_length=100"):
         overlong_penalty(5, max_response_length=100, overlong_buffer_len=buffer)
 
 
@@ -134,6 +136,6 @@ def test_controllers_refuse_what_is_out_of_bounds() -> None:
     controller = AdaptiveKLController(kl_coef=0.1, target_kl=6.0, horizon=10)
     with pytest.raises(BatchError, match="current_kl is nan"):
         controller.update(math.nan, 1)
-    with pytest.raises(BatchError, match="n_steps is 50: 0 or more, and less than five times horizon=10"):
+    with pytest.raises(BatchError, match="n_steps is 50; expected 0 or more, and less than five times horizon=10"):
         controller.update(1.0, 50)
     assert controller.value == 0.1

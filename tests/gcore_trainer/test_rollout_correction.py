@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 from numpy.typing import NDArray
 
-from gcore_trainer import BatchError, ConfigError
-from gcore_trainer.rollout_correction import (
+from gcore_trainer import (
+    BatchError,
+    ConfigError,
     RolloutCorrectionConfig,
-    RolloutIS,
-    RolloutRS,
     rollout_correction,
     weight_moments,
 )
+from gcore_trainer.advantages.rollout_correction import RolloutIS, RolloutRS
 
 Array = NDArray[np.float64]
 
@@ -173,24 +173,24 @@ def test_all_weights_zero_is_no_division_by_zero() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rollout_is": "group"}, "rollout_is is 'group': token, sequence or none is needed"),
+        ({"rollout_is": "group"}, "rollout_is is 'group'; expected token, sequence or none"),
         ({"rollout_is_threshold": 0.0}, "rollout_is_threshold is 0.0"),
         ({"rollout_is_threshold": math.nan}, "rollout_is_threshold is nan"),
         ({"rollout_is": "token", "rollout_is_threshold_lower": 3.0}, "rollout_is_threshold_lower is 3.0"),
-        ({"rollout_is_threshold_lower": 0.5}, "rollout_is_threshold_lower is 0.5.* and a rollout_is is needed"),
-        ({"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize is True: a rollout_is"),
-        ({"rollout_rs": "seq_max_k1"}, "rollout_rs is 'seq_max_k1': one of token_k1"),
-        ({"rollout_rs": "token_k2"}, "rollout_rs_threshold is None: a finite number above 0"),
-        ({"rollout_rs_threshold": 1.0}, "rollout_rs_threshold is 1.0: none without a rollout_rs"),
-        ({"rollout_rs_threshold_lower": 1.0}, "rollout_rs_threshold_lower is 1.0: none without a rollout_rs"),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "rollout_rs_threshold is 0.5: 1 or more"),
+        ({"rollout_is_threshold_lower": 0.5}, "rollout_is_threshold_lower is 0.5.* and a rollout_is"),
+        ({"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize is True; expected a rollout_is"),
+        ({"rollout_rs": "seq_max_k1"}, "rollout_rs is 'seq_max_k1'; expected one of token_k1"),
+        ({"rollout_rs": "token_k2"}, "rollout_rs_threshold is None; expected a finite number above 0"),
+        ({"rollout_rs_threshold": 1.0}, "rollout_rs_threshold is 1.0; expected none without a rollout_rs"),
+        ({"rollout_rs_threshold_lower": 1.0}, "rollout_rs_threshold_lower is 1.0; expected none without a rollout_rs"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "rollout_rs_threshold is 0.5; expected 1 or more"),
         (
             {"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5, "rollout_rs_threshold_lower": 0.6},
-            "rollout_rs_threshold_lower is 0.6: a number above 0 and up to rollout_rs_threshold=0.5",
+            "rollout_rs_threshold_lower is 0.6; expected a number above 0 and up to rollout_rs_threshold=0.5",
         ),
         (
             {"rollout_rs": "token_k3", "rollout_rs_threshold": 0.5, "rollout_rs_threshold_lower": 0.1},
-            r"rollout_rs_threshold_lower is 0.1: none \(rollout_rs is 'token_k3', which has no lower bound\)",
+            r"rollout_rs_threshold_lower is 0.1; expected none \(rollout_rs is 'token_k3', which has no lower bound\)",
         ),
         ({"rollout_token_veto_threshold": 1.0}, "rollout_token_veto_threshold is 1.0"),
     ],
@@ -203,7 +203,7 @@ def test_settings_out_of_bounds_are_refused(settings: dict[str, Any], message: s
 def test_batches_that_cannot_be_corrected_are_refused() -> None:
     config = RolloutCorrectionConfig(rollout_is="token")
     two, mask = np.zeros(2), np.ones(2, np.bool_)
-    with pytest.raises(BatchError, match=r"have shapes \[\[\(2,\)\], \[\(3,\)\], \[\(2,\)\]\]: equal ones are needed"):
+    with pytest.raises(BatchError, match=r"have shapes \[\[\(2,\)\], \[\(3,\)\], \[\(2,\)\]\]; expected equal shapes"):
         rollout_correction([two], [np.zeros(3)], [mask], config)
     with pytest.raises(BatchError, match="have shapes"):
         rollout_correction([two, two], [two], [mask], config)
@@ -211,5 +211,5 @@ def test_batches_that_cannot_be_corrected_are_refused() -> None:
         rollout_correction([two], [two], [~mask], config)
     with pytest.raises(BatchError, match=r"^rollout_log_probs\[0\]\[1\] is -inf; expected a finite float32"):
         rollout_correction([two], [np.array([0.0, -np.inf])], [mask], config)
-    with pytest.raises(ConfigError, match="rollout_is is None: token or sequence is needed"):
+    with pytest.raises(ConfigError, match="rollout_is is None; expected token or sequence"):
         weight_moments([two], [two], [mask], RolloutCorrectionConfig())

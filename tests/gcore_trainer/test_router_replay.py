@@ -22,13 +22,21 @@ from trainer_oracles import (
 )
 from transformers import MixtralConfig, OlmoeConfig, PreTrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
-from gcore_trainer import MicroBatch, OptimizerConfig, PolicyLossConfig, Sample
-from gcore_trainer.config import ValueLossConfig
-from gcore_trainer.errors import BatchError, TrainerError
-from gcore_trainer.objectives import PolicyObjective, ValueObjective
-from gcore_trainer.packed_model import PackedModel, PackedValueModel
-from gcore_trainer.parallel import ParallelConfig
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import (
+    BatchError,
+    MicroBatch,
+    OptimizerConfig,
+    PackedModel,
+    PackedValueModel,
+    ParallelConfig,
+    PolicyLossConfig,
+    PolicyObjective,
+    Sample,
+    TorchTrainer,
+    TrainerError,
+    ValueLossConfig,
+    ValueObjective,
+)
 
 NUM_EXPERTS, TOP_K = 6, 2
 SHAPE = (SIZES["num_hidden_layers"], NUM_EXPERTS, TOP_K)
@@ -145,6 +153,7 @@ def micro_batches_of(samples: list[Sample]) -> list[MicroBatch]:
     return [samples[:2], samples[2:3], samples[3:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "parallel"),
     [
@@ -198,10 +207,10 @@ def test_wrong_routing_is_refused(moe: Path, qwen2: Path) -> None:
     first = replayed[0]
     assert first.routed_experts is not None
     size = (first.num_inputs, first.prompt_ids.size, first.response_ids.size)
-    message = f"routed_experts has shape ({size[0] - 1}, 2, 2): ({size[0]}, layers, experts) is needed, for {size[1]} "
+    message = f"routed_experts has shape ({size[0] - 1}, 2, 2); expected ({size[0]}, layers, experts), for {size[1]} "
     with pytest.raises(BatchError, match=re.escape(message)):
         replace(first, routed_experts=first.routed_experts[1:])
-    with pytest.raises(BatchError, match=r"\[\(2, 2\), None\]: the same are needed"):
+    with pytest.raises(BatchError, match=r"\[\(2, 2\), None\]; expected the same"):
         trainer_of(moe).log_probs([[first, *samples[1:]]])
     with pytest.raises(BatchError, match=r"\(1, 2\): the model has \(2, 2\)"):
         trainer_of(moe).log_probs([[replace(first, routed_experts=first.routed_experts[:, :1])]])

@@ -11,7 +11,7 @@ from transformers import (
 )
 
 from gcore_trainer import ConfigError, OptimizerConfig
-from gcore_trainer.schedule import learning_rate
+from gcore_trainer.training.base_trainer import learning_rate
 
 WARMUP, TOTAL = 5, 40
 
@@ -53,5 +53,5 @@ def test_a_constant_rate_needs_no_end() -> None:
 
 
 def test_an_end_before_the_warm_up_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^total_training_steps is 5: more than lr_warmup_steps=5, or 0"):
+    with pytest.raises(ConfigError, match=r"^total_training_steps is 5; expected more than lr_warmup_steps=5, or 0"):
         OptimizerConfig(lr_warmup_steps=5, lr_scheduler_type="linear", total_training_steps=5)

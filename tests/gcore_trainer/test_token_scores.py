@@ -7,7 +7,7 @@ import pytest
 import torch
 from rank_pool import RankPool
 
-from gcore_trainer.token_scores import token_scores
+from gcore_trainer import token_scores
 
 N, D, V = 23, 16, 37
 

@@ -8,10 +8,15 @@ import torch
 from trainer_oracles import SIZES, Group, make_samples, save_model, split
 from transformers import Qwen2Config
 
-from gcore_trainer import OptimizerConfig, PolicyLossConfig, Sample, StateError
-from gcore_trainer.objectives import PolicyObjective
-from gcore_trainer.packed_model import PackedModel
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import (
+    OptimizerConfig,
+    PackedModel,
+    PolicyLossConfig,
+    PolicyObjective,
+    Sample,
+    StateError,
+    TorchTrainer,
+)
 
 GROUPS = [Group(12, [20, 1, 9, 33]), Group(25, [7, 7]), Group(3, [25])]
 
@@ -136,7 +141,7 @@ def broken(state: dict[str, Any], how: str) -> dict[str, Any]:
     [
         ("name missing", "^model does not match.*norm"),
         ("name unknown", r"^model does not match.*another\.weight"),
-        ("shape", r"^model\['.*'\] has shape \(3,\): the model has \(64,\)"),
+        ("shape", r"^model\['.*'\] has shape \(3,\); expected \(64,\)"),
         ("moment missing", "^exp_avg_sq does not match.*norm"),
         ("moment shape", r"^exp_avg_sq\['.*'\] has shape \(3,\)"),
         ("moments missing", "^exp_avg_sq does not match"),

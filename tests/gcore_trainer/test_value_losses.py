@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from gcore_trainer.value_losses import explained_variance, value_loss, value_moments
+from gcore_trainer import explained_variance, value_loss, value_moments
 
 number = st.integers(-3000, 3000).map(lambda n: n / 1000)  # no subnormals: which clip they hit is rounding's choice
 rows = st.lists(st.tuples(number, number, number), min_size=1, max_size=20)

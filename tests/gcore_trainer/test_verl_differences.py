@@ -9,25 +9,34 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from by_name import group_advantages
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore_trainer import BatchError, ConfigError, KLPenalty, LossAggMode, PolicyLossConfig, Sample
-from gcore_trainer.advantages import (
-    group_advantages,
+from gcore_trainer import (
+    AdaptiveKLController,
+    BatchError,
+    BatchTotals,
+    ConfigError,
+    KLPenalty,
+    LossAggMode,
+    PolicyLossConfig,
+    PolicyObjective,
+    RolloutCorrectionConfig,
+    Sample,
+    TokenScores,
+    aggregation_weights,
+    explained_variance,
     grpo_advantages,
-    moments,
+    kl_penalty,
+    policy_loss,
     remax_advantages,
+    rollout_correction,
+    value_moments,
     whiten,
+    whitening_moments,
 )
-from gcore_trainer.config import LossMode
-from gcore_trainer.losses import BatchTotals, aggregation_weights, kl_penalty
-from gcore_trainer.objectives import PolicyObjective
-from gcore_trainer.policy_losses import policy_loss
-from gcore_trainer.reward_shaping import AdaptiveKLController
-from gcore_trainer.rollout_correction import RolloutCorrectionConfig, rollout_correction
-from gcore_trainer.token_scores import TokenScores
-from gcore_trainer.value_losses import explained_variance, value_moments
+from gcore_trainer.config import POLICY_LOSSES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "packages/gcore-trainer/docs/verl.md").read_text()
@@ -71,7 +80,7 @@ def test_whitening_without_two_tokens(verl: Any) -> None:
         with pytest.raises(ValueError, match=message):
             verl_advantages(verl, "reinforce_plus_plus", [1.0], mask=mask, config=config)
         returns, own = np.array([1.0, 0.0]), np.array(mask[0], np.bool_)
-        assert not whiten(returns, own, moments([returns], [own])).any()
+        assert not whiten(returns, own, whitening_moments([returns], [own])).any()
 
 
 def test_a_score_on_a_masked_out_token(verl: Any) -> None:
@@ -95,8 +104,8 @@ def test_names_that_verl_alone_has(verl: Any) -> None:
     ours = {"grpo", "rloo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "remax", "gae"}
     assert ours <= estimators
     losses = set(verl.algos.POLICY_LOSS_REGISTRY)
-    assert set(get_args(LossMode)) <= losses
-    for name in (estimators - ours) | (losses - set(get_args(LossMode))):
+    assert set(POLICY_LOSSES.names) <= losses
+    for name in (estimators - ours) | (losses - set(POLICY_LOSSES.names)):
         assert f"`{name}`" in PAGE, name
     for name in ("grpo", "rloo"):
         vectorized = verl_advantages(verl, f"{name}_vectorized", [1.0, 0.0, 0.25])
@@ -166,7 +175,7 @@ def own_metrics(log_probs: torch.Tensor, samples: list[list[Sample]]) -> dict[st
     for batch in samples:
         end = begin + sum(s.response_ids.size for s in batch)
         scores = TokenScores(log_probs=log_probs[begin:end], entropies=torch.zeros(end - begin))
-        for name, value in objective.share(scores, batch, totals)[1].items():
+        for name, value in objective.partial_loss(scores, batch, totals)[1].items():
             sums[name] = sums.get(name, 0.0) + float(value)
         begin = end
     return objective.metrics(sums)

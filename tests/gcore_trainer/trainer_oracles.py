@@ -14,11 +14,16 @@ import torch
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from gcore_trainer import MicroBatch, OptimizerConfig, PolicyLossConfig, Sample
+from gcore_trainer import (
+    MicroBatch,
+    OptimizerConfig,
+    PackedModel,
+    PolicyLossConfig,
+    PolicyObjective,
+    Sample,
+    TorchTrainer,
+)
 from gcore_trainer.lora import A_OF, B_OF
-from gcore_trainer.objectives import PolicyObjective
-from gcore_trainer.packed_model import PackedModel
-from gcore_trainer.torch_trainer import TorchTrainer
 
 VOCAB_SIZE = 96
 SIZES: dict[str, Any] = {

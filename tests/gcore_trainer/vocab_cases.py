@@ -3,7 +3,8 @@
 import torch
 from rank import Rank
 
-from gcore_trainer.token_scores import VocabShard, token_scores
+from gcore_trainer import token_scores
+from gcore_trainer.packing.token_scores import VocabShard
 
 
 def score_part_of_vocabulary(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from house import DISTRIBUTIONS, PACKAGES, Distribution, fenced_blocks, parse
 
-PUBLIC_MODULES = [*(p.module for p in PACKAGES), "gcore_rollout.rewards"]
+PUBLIC_MODULES = [p.module for p in PACKAGES]
 
 
 def by_name(distribution: Distribution) -> str:

@@ -20,15 +20,12 @@ APPS_MAY_IMPORT = {
 
 ADAPTERS = {
     "vllm": [
-        "packages/gcore-rollout/src/gcore_rollout/vllm_engine.py",
-        "packages/gcore-rollout/src/gcore_rollout/vllm_process.py",
-        "packages/gcore-rollout/src/gcore_rollout/vllm_speculation.py",
-        "packages/gcore-rollout/src/gcore_rollout/vllm_weights.py",
+        "packages/gcore-rollout/src/gcore_rollout/engines/vllm/",
         "apps/gcore-bench/src/gcore_bench/rollout/vllm_contender.py",
         "apps/gcore-bench/src/gcore_bench/grpo/trl_weight_sync.py",
     ],
-    "reasoning_gym": ["packages/gcore-rollout/src/gcore_rollout/rewards/reasoning_gym.py"],
-    "math_verify": ["packages/gcore-rollout/src/gcore_rollout/rewards/math_verify.py"],
+    "reasoning_gym": ["packages/gcore-rollout/src/gcore_rollout/rewards/kinds/reasoning_gym.py"],
+    "math_verify": ["packages/gcore-rollout/src/gcore_rollout/rewards/kinds/math_verify.py"],
     "trl": [
         "apps/gcore-bench/src/gcore_bench/grpo/",
         "apps/gcore-bench/src/gcore_bench/trainer/trl_contender.py",
@@ -40,7 +37,7 @@ ADAPTERS = {
     "orbax": ["apps/gcore-bench/src/gcore_bench/ckpt/orbax_contender.py"],
     "sglang": [],
     "diffusers": [
-        "packages/gcore-rollout/src/gcore_rollout/diffusion/",
+        "packages/gcore-rollout/src/gcore_rollout/engines/diffusion/",
         "packages/gcore-trainer/src/gcore_trainer/diffusion/",
         "apps/gcore-diffusion/src/gcore_diffusion/demo/",
         "apps/gcore-diffusion/src/gcore_diffusion/trainer_worker.py",
@@ -49,7 +46,7 @@ ADAPTERS = {
     "megatron": ["packages/gcore-trainer/src/gcore_trainer/megatron/"],
     "ray": [
         "packages/gcore-controller/src/gcore_controller/runtimes/ray/",
-        "packages/gcore-rollout/src/gcore_rollout/ray_engine.py",
+        "packages/gcore-rollout/src/gcore_rollout/engines/ray/",
         "packages/gcore-rollout/src/gcore_rollout/weight_sync/weight_references.py",
         "apps/gcore-bench/src/gcore_bench/controller/",
         "apps/gcore-runs/src/gcore_runs/on_ray/",
@@ -63,7 +60,7 @@ APPS_MODULES = ["gcore_runs", "gcore_llm", "gcore_diffusion", "gcore_bench"]
 ONLY_IN_APPS = ["pydantic", "tyro", "tomllib", "tomli_w", "argparse", "rich", *APPS_MODULES]
 
 FOR_COMMANDS = ["argparse", "rich", "tomllib"]
-"""Of these, what a package's `cli.py` and `cli_*.py` may import, and nothing else of it."""
+"""Of these, what a package's `cli.py`, `cli_*.py` and `cli/` may import, and nothing else of it."""
 
 DISTRIBUTED_AS = {"orbax": "orbax-checkpoint", "megatron": "megatron-core", "PIL": "pillow", "sklearn": "scikit-learn"}
 """Top-level modules whose distribution has another name."""
@@ -128,7 +125,7 @@ def test_packages_take_dataclasses_and_parse_nothing(package: Distribution) -> N
 
 def is_command(path: Path) -> bool:
     """Whether the file is a part of a package's command line."""
-    return path.stem == "cli" or path.stem.startswith("cli_")
+    return path.stem == "cli" or path.stem.startswith("cli_") or path.parent.name == "cli"
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=by_name)

@@ -19,6 +19,7 @@ DOCUMENTS = [*READMES, ROOT / "CONTRIBUTING.md"]
 
 HERE = "tests/workspace/test_readmes.py"
 WHEELS = "tests/workspace/test_wheels.py"
+LLM, DIFFUSION, BENCH = (f"tests/apps/gcore_{app}" for app in ("llm", "diffusion", "bench"))
 
 CHECKED_ELSEWHERE = {
     r"pip install uv": ".ci/run",
@@ -27,24 +28,25 @@ CHECKED_ELSEWHERE = {
     r"uv run ruff format --check": ".ci/run",
     r"uv run basedpyright": ".ci/run",
     r"uv run pytest": ".ci/run",
+    r"uv run pytest -m slow": ".ci/run",
     r"uv run pytest tests/\w+": f"{HERE}::test_named_test_folders_exist",
     r"\.ci/run": "tests/workspace/test_repository.py::test_the_ci_script_can_be_run",
     r"pip install '?gcore-\w+(\[[\w,-]+\])?'?": f"{WHEELS}::test_a_package_installs_alone_and_imports",
     r"(uv run )?gcore-llm train --model PATH .*": f"{HERE}::test_shell_commands_run",
-    r"(uv run )?gcore-llm train --runtime ray .*": "tests/apps/test_on_ray.py::test_controllers_everywhere_train_alike",
-    r"(uv run )?gcore-llm simulate --.*": "tests/apps/test_simulate.py::test_command_prints_its_table",
-    r"(uv run )?gcore-diffusion train --model PIPELINE .*": "tests/apps/test_diffusion.py::test_every_algorithm_runs",
+    r"(uv run )?gcore-llm train --runtime ray .*": f"{LLM}/test_on_ray.py::test_controllers_everywhere_train_alike",
+    r"(uv run )?gcore-llm simulate --.*": f"{LLM}/test_simulate.py::test_command_prints_its_table",
+    r"(uv run )?gcore-diffusion train --model PIPELINE .*": f"{DIFFUSION}/test_diffusion.py::test_every_algorithm_runs",
     r"(uv run )?gcore-diffusion train --runtime ray .*": (
-        "tests/apps/test_diffusion.py::test_a_cluster_trains_alike_whatever_dies"
+        f"{DIFFUSION}/test_diffusion.py::test_a_cluster_trains_alike_whatever_dies"
     ),
-    r"(uv run )?gcore-bench diffusion( --.*)?": "tests/apps/test_bench_diffusion.py::test_bench_measures_and_simulates",
+    r"(uv run )?gcore-bench diffusion( --.*)?": f"{BENCH}/test_bench_diffusion.py::test_bench_measures_and_simulates",
     r"gcore-ckpt import-dcp .*": "tests/gcore_ckpt/test_cli.py::test_import_dcp",
-    r"(uv run )?gcore-bench grpo( --.*)?": "tests/apps/test_bench.py::test_bench_measures_gcore_and_trl",
-    r"(uv run )?gcore-bench ckpt( --.*)?": "tests/apps/test_bench_ckpt.py::test_bench_measures_saves_and_loads",
-    r"(uv run )?gcore-bench trainer( --.*)?": "tests/apps/test_bench_trainer.py::test_bench_measures_the_trainer",
-    r"(uv run )?gcore-bench rollout( --.*)?": "tests/apps/test_bench_rollout.py::test_bench_measures_rollouts",
-    r"(uv run )?gcore-bench controller( --.*)?": "tests/apps/test_bench_controller.py::test_bench_measures_controllers",
-    r"(uv run )?gcore-bench placement( --.*)?": "tests/apps/test_bench_placement.py::test_bench_measures_the_balancer",
+    r"(uv run )?gcore-bench grpo( --.*)?": f"{BENCH}/test_bench.py::test_bench_measures_gcore_and_trl",
+    r"(uv run )?gcore-bench ckpt( --.*)?": f"{BENCH}/test_bench_ckpt.py::test_bench_measures_saves_and_loads",
+    r"(uv run )?gcore-bench trainer( --.*)?": f"{BENCH}/test_bench_trainer.py::test_bench_measures_the_trainer",
+    r"(uv run )?gcore-bench rollout( --.*)?": f"{BENCH}/test_bench_rollout.py::test_bench_measures_rollouts",
+    r"(uv run )?gcore-bench controller( --.*)?": f"{BENCH}/test_bench_controller.py::test_bench_measures_controllers",
+    r"(uv run )?gcore-bench placement( --.*)?": f"{BENCH}/test_bench_placement.py::test_bench_measures_the_balancer",
 }
 """Commands that are not run here, and what runs them: the CI script, which holds the very words, or a test."""
 
@@ -62,11 +64,11 @@ SHORTENED = {
 """Commands that take minutes, and the options that make them short here, so that those after them find their run."""
 
 CHECKED_CLOSELY = {
-    "gcore-llm train": "tests/apps/test_train.py::test_embedded_run_folder",
-    "gcore-llm sft": "tests/apps/test_sft.py::test_demo",
-    "gcore-llm reward-model": "tests/apps/test_reward_model.py::test_demo",
-    "gcore-llm dpo": "tests/apps/test_dpo.py::test_demo",
-    "gcore-diffusion train": "tests/apps/test_diffusion.py::test_embedded_run_folder",
+    "gcore-llm train": f"{LLM}/test_train.py::test_embedded_run_folder",
+    "gcore-llm sft": f"{LLM}/test_sft.py::test_demo",
+    "gcore-llm reward-model": f"{LLM}/test_reward_model.py::test_demo",
+    "gcore-llm dpo": f"{LLM}/test_dpo.py::test_demo",
+    "gcore-diffusion train": f"{DIFFUSION}/test_diffusion.py::test_embedded_run_folder",
 }
 """For each shortened command, the test that looks at what it leaves behind."""
 
@@ -157,6 +159,7 @@ def by_path(document: Path) -> str:
     return relative(document)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", list(examples()), ids=lambda e: e.where)
 def test_python_examples_run(example: Example, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
@@ -180,6 +183,7 @@ def test_shell_commands_are_all_checked(document: Path) -> None:
     assert not unknown, "\n".join(unknown)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=by_path)
 def test_shell_commands_run(document: Path, tmp_path: Path) -> None:
     """All that are not checked elsewhere, in the document's order and in one empty folder."""

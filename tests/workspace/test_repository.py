@@ -5,6 +5,7 @@ import hashlib
 import os
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -105,10 +106,20 @@ def test_the_ci_script_can_be_run() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", script], check=True)
-    assert script.read_text().endswith("\nuv run pytest\n"), "the tests' own line comes last"
+    lines = script.read_text().splitlines()
+    assert "step uv run pytest" in lines
+    assert lines[-1] == "uv run pytest -m slow", "the tests' own line comes last"
+
+
+def test_every_test_is_run_by_one_of_two_commands() -> None:
+    """`pytest` leaves out what is marked slow, and `pytest -m slow`, which fails if it selects nothing, has enough."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert options["addopts"].endswith(" -m 'not slow'")
+    slow = [path for path, text in text_files() if path.name.startswith("test_") and "pytest.mark.slow" in text]
+    assert len(slow) > 40
 
 
 def test_files_that_are_run_first_exist() -> None:
-    names = re.findall(r'"(\w+/test_\w+\.py)"', (ROOT / "tests/conftest.py").read_text())
+    names = re.findall(r'"([\w/]+/test_\w+\.py)"', (ROOT / "tests/conftest.py").read_text())
     assert len(names) > 5
     assert [name for name in names if not (ROOT / "tests" / name).is_file()] == []

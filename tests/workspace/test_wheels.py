@@ -13,6 +13,8 @@ import pytest
 from house import PACKAGES, Distribution
 from safetensors.numpy import save_file
 
+pytestmark = pytest.mark.slow
+
 NEEDED_TO_IMPORT = {
     "gcore-ckpt": ["xxhash"],
     "gcore-controller": [],
@@ -24,19 +26,19 @@ NEEDED_TO_IMPORT = {
 
 WITHOUT_EXTRA = [
     ("controller", "ray", "ray", "import gcore_controller.runtimes.ray"),
-    ("placement", "cli", "rich", "import gcore_placement.cli_tables"),
-    ("rollout", "http", "aiohttp", "from gcore_rollout.rewards import HTTPReward as use; use('http://localhost')"),
-    ("rollout", "math-verify", "math_verify", "from gcore_rollout.rewards import MathVerifyReward as use; use()"),
-    ("rollout", "diffusion", "diffusers", "import gcore_rollout.diffusion.engine"),
+    ("placement", "cli", "rich", "import gcore_placement.cli.plan_table"),
+    ("rollout", "http", "aiohttp", "from gcore_rollout import HTTPReward as use; use('http://localhost')"),
+    ("rollout", "math-verify", "math_verify", "from gcore_rollout import MathVerifyReward as use; use()"),
+    ("rollout", "diffusion", "diffusers", "import gcore_rollout.engines.diffusion.engine"),
     ("trainer", "diffusion", "diffusers", "import gcore_trainer.diffusion.denoiser"),
-    ("rollout", "ray", "ray", "import gcore_rollout.ray_engine"),
+    ("rollout", "ray", "ray", "import gcore_rollout.engines.ray.ray_engine"),
     ("rollout", "ray", "ray", "import gcore_rollout.weight_sync.weight_references"),
-    ("rollout", "reasoning-gym", "reasoning_gym", "from gcore_rollout.rewards import ReasoningGymReward as use; use()"),
+    ("rollout", "reasoning-gym", "reasoning_gym", "from gcore_rollout import ReasoningGymReward as use; use()"),
     (
         "rollout",
         "vllm",
         "vllm",
-        "from gcore_rollout.vllm_engine import VLLMEngine; VLLMEngine.from_pretrained('model')",
+        "from gcore_rollout.engines.vllm.engine import VLLMEngine; VLLMEngine.from_pretrained('model')",
     ),
 ]
 """Package and extra, the module to hide, and what then fails."""

@@ -15,7 +15,7 @@ def compute_score(
 ) -> float:
     """Score a completion by ``reward``, PATH.py:function, or, if it is empty, by its task's own verifier.
 
-    The verifier's full marks are 1 and all others 0, as in `gcore_rollout.rewards.ReasoningGymReward`.
+    The verifier's full marks are 1 and all others 0, as in `gcore_rollout.ReasoningGymReward`.
 
     Args:
         ground_truth: the problem as reasoning-gym made it, in JSON.

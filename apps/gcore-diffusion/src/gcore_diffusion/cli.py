@@ -70,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _expected_errors() -> tuple[type[Exception], ...]:
     from gcore_ckpt import CheckpointError
     from gcore_controller import ControllerError
-    from gcore_rollout.errors import RolloutError
-    from gcore_trainer.errors import TrainerError
+    from gcore_rollout import RolloutError
+    from gcore_trainer import TrainerError
 
     return (UserError, RankError, CheckpointError, ControllerError, RolloutError, TrainerError)
 

@@ -9,9 +9,7 @@ from gcore_runs.errors import UserError, check_at_least, check_port, check_run_n
 from gcore_runs.placement_config import PlacementConfig
 from gcore_runs.ray_config import RayConfig
 from gcore_runs.sizes import Sizes, check_engines, check_judges_in_turns
-from gcore_trainer import OptimizerConfig
-from gcore_trainer.config import LoRAConfig
-from gcore_trainer.diffusion.config import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig
+from gcore_trainer import DenoisingPolicyConfig, DiffusionDPOConfig, LoRAConfig, NFTConfig, OptimizerConfig
 
 Algorithm = Literal["flow_grpo", "ddpo", "grpo_guard", "nft", "dpo", "reward_gradient"]
 KernelName = Literal["flow_sde", "dance_sde", "cps", "ddim", "ode"]
@@ -312,7 +310,7 @@ class DiffusionConfig:
         engines = self.rollout.num_processes or self.controllers
         in_turns = self.placement.strategy == "colocated"
         judges = 0
-        if self.reward.kind == "judge":
+        if self.reward.is_judged:
             judges = engines if in_turns else self.reward.judge.num_processes or 1
         return Sizes(
             controllers=self.controllers,
@@ -346,7 +344,7 @@ class DiffusionConfig:
             )
         if self.runtime == "ray":
             check_engines(self.rollout.num_processes, controllers=self.controllers)
-        if self.placement.strategy != "split" and (self.runtime != "ray" or self.reward.kind != "judge"):
+        if self.placement.strategy != "split" and (self.runtime != "ray" or not self.reward.is_judged):
             raise UserError(
                 f"placement.strategy is {self.placement.strategy!r}, runtime is {self.runtime!r} and reward.kind is "
                 f"{self.reward.kind!r}: engines and a judge share devices, for which 'ray' and 'judge' are needed"
@@ -378,5 +376,5 @@ class DiffusionConfig:
             )
         if self.model and not self.data.train_files:
             raise UserError("data.train_files is not set: one or more files of prompts are needed with model")
-        if self.model and self.reward.kind in ("", "digit", "colour"):
+        if self.model and self.reward.needs_embedded_model:
             raise UserError(f"reward.kind is {self.reward.kind!r}: with model another one is needed")

@@ -1,4 +1,4 @@
-"""Held-out prompts: images without noise, their rewards, and how alike to the first policy's they are."""
+"""Held-out evaluation: images sampled without noise, and their rewards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,26 +12,26 @@ from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.prompts import Prompt
 from gcore_diffusion.roles import Roles
 from gcore_diffusion.sampling import images, scored
-from gcore_rollout.diffusion import ImageRequest, ImageSampling
+from gcore_rollout import ImageRequest, ImageSampling
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """Of all held-out prompts, in their order."""
+    """Images and scores of all held-out prompts, in their order."""
 
     prompts: list[str]
-    """[P * n], each n times."""
+    """[P * n], each prompt n times."""
     images: NDArray[np.uint8]
     """[P * n, H, W, 3]."""
     scores: NDArray[np.float64]
-    """[P * n] of the reward that is trained on."""
+    """[P * n], by the reward that is trained on."""
     held_out: NDArray[np.float64] | None
-    """[P * n] of the one that is not."""
+    """[P * n], by a reward that is not trained on."""
     accuracy: float | None = None
-    """Share that a classifier which is not trained on reads as the prompts say, where there is one."""
+    """Fraction of images that a classifier recognizes as their prompts; None: there is no classifier."""
 
     def metrics(self) -> dict[str, float]:
-        """By their names in metrics.jsonl."""
+        """Return the means by their names in metrics.jsonl."""
         found = {"val/score/mean": float(self.scores.mean())}
         if self.held_out is not None:
             found["val/held_out/mean"] = float(self.held_out.mean())
@@ -41,7 +41,7 @@ class Evaluation:
 
 
 async def evaluate(ctx: Context[Roles], config: DiffusionConfig, prompts: Sequence[Prompt]) -> Evaluation:
-    """Every controller makes its share of the images; all get the whole."""
+    """Sample and score held-out images, divided among the controllers; the result is the same on each of them."""
     rollout, roles, rewards = config.rollout, ctx.roles, ctx.roles.rewards
     sampling = ImageSampling(
         num_inference_steps=rollout.eval_num_inference_steps or rollout.num_inference_steps,
@@ -57,13 +57,13 @@ async def evaluate(ctx: Context[Roles], config: DiffusionConfig, prompts: Sequen
         ]
         with ctx.timer.stage("gen"):
             samples = await images(roles.policy, requests)
-        told = [prompts[i] for i in mine for _ in range(rollout.eval_n)]
+        repeated = [prompts[i] for i in mine for _ in range(rollout.eval_n)]
         with ctx.timer.stage("reward"):
-            scores = await scored(ctx, rewards.trained, samples, told)
-            others = await scored(ctx, rewards.held_out, samples, told) if rewards.held_out is not None else []
+            scores = await scored(ctx, rewards.trained, samples, repeated)
+            others = await scored(ctx, rewards.held_out, samples, repeated) if rewards.held_out is not None else []
         pixels = np.stack([s.image for s in samples])
         check = getattr(rewards.trained, "accuracy", None)
-        right = check(pixels, [p.text for p in told]).tolist() if check is not None else []
+        right = check(pixels, [p.text for p in repeated]).tolist() if check is not None else []
         n = rollout.eval_n
         for place, i in enumerate(mine):
             part = slice(place * n, (place + 1) * n)

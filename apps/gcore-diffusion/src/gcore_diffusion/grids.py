@@ -1,4 +1,4 @@
-"""Pictures of many images: a row for each prompt."""
+"""Grids of images with one row per prompt."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 from gcore_runs.run_folder import write_atomically
 
 MAX_PROMPTS = 15
-"""Rows; of more prompts, every so many-th is shown."""
+"""Most rows of a grid; of more prompts a regular selection is shown."""
 
 MAX_COLUMNS = 8
 
@@ -28,7 +28,7 @@ def write_grid(path: Path, images: NDArray[np.uint8], prompts: Sequence[str], *,
         path: of the file.
         images: [P * per_prompt, H, W, 3].
         prompts: [P * per_prompt].
-        per_prompt: images of each prompt, which follow each other.
+        per_prompt: number of consecutive images of each prompt.
     """
     picture = grid(images, prompts, per_prompt=per_prompt)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def write_grid(path: Path, images: NDArray[np.uint8], prompts: Sequence[str], *,
 
 
 def grid(images: NDArray[np.uint8], prompts: Sequence[str], *, per_prompt: int) -> Image.Image:
-    """The picture; see `write_grid`."""
+    """Return the grid as an image; see `write_grid`."""
     num_prompts = len(images) // per_prompt
     rows = range(0, num_prompts, -(-num_prompts // MAX_PROMPTS))
     columns = min(per_prompt, MAX_COLUMNS)
@@ -58,7 +58,7 @@ def grid(images: NDArray[np.uint8], prompts: Sequence[str], *, per_prompt: int) 
 
 
 def _tile(height: int, width: int) -> tuple[int, int, Image.Resampling]:
-    """Small images are enlarged by whole factors, pixel by pixel; large ones are reduced."""
+    """Return the size of a tile and its filter: small images are enlarged by whole factors, large ones are reduced."""
     longest = max(height, width)
     if longest > _LARGEST_TILE:
         scale = _LARGEST_TILE / longest

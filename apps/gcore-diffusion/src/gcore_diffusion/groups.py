@@ -1,4 +1,4 @@
-"""The images of one prompt, with their scores."""
+"""Groups: the images of one prompt, with their scores."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,29 +7,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_diffusion.prompts import Prompt
-from gcore_rollout.diffusion import ImageSample, Trajectory
+from gcore_rollout import ImageSample, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Group:
     """One prompt's images."""
 
-    ticket: int
-    """Place of the prompt in the global order, unique in the run."""
+    prompt_index: int
+    """Position of the prompt in the global order, unique in the run."""
     prompt: Prompt
     samples: list[ImageSample]
     scores: NDArray[np.float64]
     """[n]."""
     ref_means: list[NDArray[np.float32]] | None = None
-    """Of each image [K, ...], at its recorded steps: the reference's, where it is asked."""
+    """The reference's means of each image's recorded steps, [K, ...]; None: the algorithm does not need them."""
 
     @property
     def has_signal(self) -> bool:
         """Whether the scores differ, so that something can be learned from them."""
         return bool(np.ptp(self.scores) > 0)
 
+    @property
+    def oldest_version(self) -> int:
+        """Oldest weight version that generated an image."""
+        return min(sample.weight_version for sample in self.samples)
+
     def state(self) -> dict[str, Any]:
-        """In words of a checkpoint; see `from_state`."""
+        """Return plain arrays and numbers for a checkpoint."""
         samples: list[dict[str, Any]] = []
         for s in self.samples:
             fields = {name: value for name, value in vars(s).items() if name != "trajectory"}
@@ -42,7 +47,7 @@ class Group:
                 }
             )
         return {
-            "ticket": self.ticket,
+            "ticket": self.prompt_index,
             "text": self.prompt.text,
             "row": dict(self.prompt.row),
             "scores": self.scores,
@@ -52,13 +57,13 @@ class Group:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Group":
-        """The opposite of `state`."""
+        """Return the group that `state` gave this state for."""
         samples: list[ImageSample] = []
         for fields in state["samples"]:
             rest = {name: value for name, value in fields.items() if name != "trajectory"}
             samples.append(ImageSample(**rest, trajectory=Trajectory(**fields["trajectory"])))
         return cls(
-            ticket=state["ticket"],
+            prompt_index=state["ticket"],
             prompt=Prompt(text=state["text"], row=state["row"]),
             samples=samples,
             scores=np.asarray(state["scores"], np.float64),

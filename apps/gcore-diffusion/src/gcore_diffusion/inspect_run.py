@@ -7,8 +7,7 @@ import numpy as np
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.grids import write_grid
 from gcore_diffusion.sampling import images
-from gcore_rollout.diffusion import ImageRequest, ImageSampling
-from gcore_rollout.diffusion.engine import DiffusersEngine
+from gcore_rollout import DiffusersEngine, ImageRequest, ImageSampling
 from gcore_runs.errors import UserError, check_at_least
 from gcore_runs.run_folder import RunFolder
 from gcore_runs.settings import resolve

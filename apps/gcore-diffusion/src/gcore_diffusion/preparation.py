@@ -1,4 +1,4 @@
-"""From groups of images to what the trainer learns from."""
+"""Advantages of groups of images, and their division into updates and micro-batches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,21 +7,20 @@ import numpy as np
 
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.groups import Group
-from gcore_rollout.diffusion import ImageSample
-from gcore_trainer.advantages import grpo_advantages
-from gcore_trainer.diffusion.types import DiffusionSample
+from gcore_rollout import ImageSample
+from gcore_trainer import DiffusionSample, grpo_advantages
 
 _EPSILON = 1e-4
 
 
 def prepared(groups: Sequence[Group], config: DiffusionConfig, *, step: int, std: float) -> list[list[DiffusionSample]]:
-    """Each group's images with their advantages; of dpo pairs, the better one of each first.
+    """Return each group's images with their advantages; for dpo, pairs with the better image first.
 
     Args:
         groups: of this controller.
         config: the run's.
-        step: of the training; steps of a trajectory are drawn by it.
-        std: of all scores of the batch, where that is what they are divided by.
+        step: of the training, from which the trained steps of a trajectory are drawn.
+        std: standard deviation of all scores of the batch, which divides them with norm_adv_by "global".
     """
     bound = config.algorithm.adv_clip_max
     found: list[list[DiffusionSample]] = []
@@ -36,12 +35,12 @@ def prepared(groups: Sequence[Group], config: DiffusionConfig, *, step: int, std
 
 
 def training_sample(made: ImageSample, *, has_steps: bool = True, **fields: Any) -> DiffusionSample:
-    """An image as the trainer takes it.
+    """Return an image as the trainer takes it.
 
     Args:
-        made: by an engine.
-        has_steps: whether its recorded steps are asked for again.
-        fields: the rest.
+        made: the engine's sample.
+        has_steps: whether the recorded steps are part of it.
+        fields: further fields.
     """
     t = made.trajectory
     steps = {
@@ -72,7 +71,7 @@ def _samples(group: Group, advantages: Sequence[float], config: DiffusionConfig,
             has_steps=is_of_steps,
             advantage=float(advantage),
             ref_means=means,
-            noise_seed=(config.seed * 1_000_003 + group.ticket) * 4096 + made.index,
+            noise_seed=(config.seed * 1_000_003 + group.prompt_index) * 4096 + made.index,
             prompt=group.prompt.text,
         )
         for made, advantage, means in zip(group.samples, advantages, ref_means, strict=True)
@@ -88,7 +87,7 @@ def _samples(group: Group, advantages: Sequence[float], config: DiffusionConfig,
 
 
 def _pairs(samples: Sequence[DiffusionSample], scores: Sequence[float]) -> list[DiffusionSample]:
-    """The best against the worst, the second best against the second worst, ..."""
+    """Pair the best image with the worst, the second best with the second worst, and so on."""
     order = sorted(range(len(samples)), key=lambda i: -scores[i])
     return [samples[i] for k in range(len(order) // 2) for i in (order[k], order[-1 - k])]
 
@@ -96,13 +95,13 @@ def _pairs(samples: Sequence[DiffusionSample], scores: Sequence[float]) -> list[
 def updates(
     groups: Sequence[Sequence[DiffusionSample]], *, num_updates: int, micro_batch_size: int, num_parts: int = 1
 ) -> list[list[list[DiffusionSample]]]:
-    """Micro-batches of each update of a step, by pairs of images dealt out in turn, so that groups are spread.
+    """Return the micro-batches of each update of a step; pairs of images go to updates in turn, which spreads groups.
 
     Args:
         groups: of images.
         num_updates: of the step.
-        micro_batch_size: most images of a micro-batch.
-        num_parts: least micro-batches of an update, where there are pairs enough.
+        micro_batch_size: most images in a micro-batch.
+        num_parts: fewest micro-batches of an update, if there are enough pairs.
     """
     shares: list[list[DiffusionSample]] = [[] for _ in range(num_updates)]
     pairs = [group[i : i + 2] for group in groups for i in range(0, len(group), 2)]

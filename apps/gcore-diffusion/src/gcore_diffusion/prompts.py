@@ -1,4 +1,4 @@
-"""Prompts: from the user's files, or those of the embedded model."""
+"""Prompts of the user's files, or of the embedded model."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from gcore_runs.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A prompt and its row."""
+    """A prompt and its row in the data set."""
 
     text: str
     row: Mapping[str, Any]
@@ -22,14 +22,14 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSets:
-    """What is trained on, and what is held out."""
+    """The prompts to train on, and the held-out ones."""
 
     train: Sequence[Prompt]
     val: Sequence[Prompt]
 
 
 def load_prompts(config: DataConfig, own: Iterable[str] = ()) -> PromptSets:
-    """The prompts of the config's files, or ``own`` where it names none: those are held out, too.
+    """Load the prompts of the config's files; without files, the prompts in ``own`` are both trained on and held out.
 
     Raises:
         UserError: a file is missing, empty or malformed.
@@ -55,7 +55,7 @@ def _read(path: Path, key: str) -> list[Prompt]:
     parse = _rows if path.suffix == ".jsonl" else _texts
     prompts = list(parse(path, lines, key))
     if not prompts:
-        raise UserError(f"data file {path} has no prompts: one a line is needed")
+        raise UserError(f"data file {path} has no prompts; expected one per line")
     return prompts
 
 
@@ -74,7 +74,7 @@ def _rows(path: Path, lines: Sequence[str], key: str) -> Iterator[Prompt]:
             raise UserError(f"data file {path}, line {number}: not JSON: {error}") from None
         where = f"data file {path}, line {number}"
         if not isinstance(row, dict):
-            raise UserError(f"{where} is {type(row).__name__}: a JSON object is needed")
+            raise UserError(f"{where} is {type(row).__name__}; expected a JSON object")
         if key not in row:
             columns = ", ".join(map(repr, row)) or "none"
             raise UserError(f"{where} has no column {key!r} (data.prompt_key); it has {columns}")

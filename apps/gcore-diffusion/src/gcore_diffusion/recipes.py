@@ -11,8 +11,7 @@ from gcore_diffusion.config import (
     RolloutConfig,
 )
 from gcore_diffusion.reward_config import RewardConfig
-from gcore_trainer import OptimizerConfig
-from gcore_trainer.diffusion.config import DenoisingPolicyConfig
+from gcore_trainer import DenoisingPolicyConfig, OptimizerConfig
 
 
 def embedded() -> DiffusionConfig:

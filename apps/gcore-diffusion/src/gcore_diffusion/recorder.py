@@ -2,7 +2,7 @@
 
 from gcore_diffusion.evaluate import Evaluation
 from gcore_diffusion.grids import write_grid
-from gcore_diffusion.program import Job
+from gcore_diffusion.modality import Job
 from gcore_runs.recorder import BaseRunRecorder
 
 

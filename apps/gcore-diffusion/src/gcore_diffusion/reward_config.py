@@ -1,66 +1,68 @@
-"""Settings of what scores images."""
+"""Settings of the rewards of images."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gcore_rollout.rewards import Reduce
+from gcore_rollout import EngineKind, JudgeOptions, RequestError, RewardConfigError, engine_kind, engine_names
 from gcore_runs.errors import UserError, check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgeConfig:
-    """How a vision-language model is asked for its verdict on an image, and read."""
+class JudgeConfig(JudgeOptions):
+    """A vision-language model that judges images: its engine, how it is asked, and how its verdicts are read."""
 
-    engine: Literal["hf", "vllm"] = "hf"
+    engine: str = "hf"
     """hf: transformers; vllm: vLLM."""
     num_processes: int = 0
     """Replicas, each a process of its own that is replaced if it dies; 0: one, in the main process, or on ray one."""
     max_num_seqs: int = 64
-    """Most verdicts that an engine writes at once."""
+    """Largest number of verdicts that an engine writes at once."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of its weights."""
+    """Data type of its weights."""
     template: str = ""
-    """File with the question: a text with {prompt}, and as it likes columns of the row in braces; empty: how well the
+    """File with the question: a text with {prompt}, and optionally columns of the row in braces; empty: how well the
     image shows the prompt, from 0 to 10."""
-    n: int = 1
-    """Verdicts on each image."""
-    reduce: Reduce = "mean"
-    """How several verdicts become one score."""
     temperature: float = 0.0
-    """Of its sampling; 0: greedy."""
+    """Temperature of its sampling; 0: greedy."""
     max_response_length: int = 256
     """Longest verdict in tokens."""
-    pattern: str = ""
-    """Regular expression whose first group is the score; its last match in a verdict counts. Empty: "Score: 7"."""
-    low: float = 0.0
-    """The score that becomes 0 ..."""
-    high: float = 10.0
-    """... and the one that becomes 1."""
     unparsable_score: float = 0.0
-    """Of a verdict without a score."""
+    """Score of a verdict that cannot be read."""
+
+    @property
+    def kind(self) -> EngineKind:
+        """What the engine needs."""
+        return engine_kind(self.engine)
 
     def __post_init__(self) -> None:
-        for name in ("n", "max_response_length", "max_num_seqs"):
-            check_at_least(f"reward.judge.{name}", getattr(self, name), 1)
-        check_at_least("reward.judge.temperature", self.temperature, 0)
-        if self.low == self.high:
-            raise UserError(f"reward.judge.low and reward.judge.high are both {self.low}; expected two scores")
-        check_at_least("reward.judge.num_processes", self.num_processes, 0)
-        if self.engine == "vllm" and not self.num_processes:
-            raise UserError("reward.judge.num_processes is 0 and reward.judge.engine is 'vllm': 1 or more is needed")
+        prefix = "reward.judge"
+        check_at_least(f"{prefix}.max_num_seqs", self.max_num_seqs, 1)
+        check_at_least(f"{prefix}.num_processes", self.num_processes, 0)
+        try:
+            self.check(prefix)
+            kind = self.kind
+        except RewardConfigError as error:
+            raise UserError(str(error)) from None
+        except RequestError as error:
+            raise UserError(f"{prefix}.{error}") from None
+        if not (kind.takes_images or kind.is_own):
+            names = " or ".join(engine_names(lambda kind: kind.takes_images))
+            raise UserError(f"{prefix}.engine is {self.engine!r}; expected {names}, which take images")
+        if kind.needs_own_process and not self.num_processes:
+            raise UserError(f"{prefix}.num_processes is 0; expected 1 or more with {prefix}.engine {self.engine!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """What is trained on, and what is only looked at."""
+    """The reward that is trained on, and one that is only measured."""
 
     kind: str = ""
     """jpeg_compressibility, jpeg_incompressibility, clip, pick_score, aesthetic, image_reward, judge, an http(s) URL,
     or PATH.py:function of (images [B, H, W, 3] uint8, prompts, rows) that returns B numbers; with the embedded model
     also digit or colour."""
     held_out: str = ""
-    """A reward of the same kinds, but judge, that is not trained on: where it falls while the other rises, that is
-    being hacked."""
+    """A reward of the same kinds, except judge, that is not trained on: if it falls while the other rises, the other
+    is being hacked."""
     path: str = ""
     """A local Hugging Face folder: of a CLIP model, for clip, pick_score and aesthetic; of the tokenizer, for
     image_reward; of a vision-language model, for judge."""
@@ -70,7 +72,17 @@ class RewardConfig:
     """Pixels that a side is resized to before it is compressed; 0: as it is."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether a judge scores the images."""
+        return self.kind == "judge"
+
+    @property
+    def needs_embedded_model(self) -> bool:
+        """Whether the reward knows the images of the embedded model alone."""
+        return self.kind in ("", "digit", "colour")
+
     def __post_init__(self) -> None:
         check_at_least("reward.jpeg_size", self.jpeg_size, 0)
         if self.held_out == "judge":
-            raise UserError("reward.held_out is 'judge': another kind is needed, the judge is reward.kind")
+            raise UserError("reward.held_out is 'judge'; expected another kind, because the judge is reward.kind")

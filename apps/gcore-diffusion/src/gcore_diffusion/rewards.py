@@ -3,55 +3,77 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.engines import judge_folder, judge_tokenizer
 from gcore_diffusion.reward_config import RewardConfig
-from gcore_rollout.image_rewards import ColourReward, JPEGCompressibility, evaluate_images
-from gcore_rollout.rewards import load_function
+from gcore_rollout import (
+    ColourReward,
+    Engine,
+    ImageJudgeReward,
+    ImageRewardKind,
+    ImageRewardSettings,
+    JudgeModel,
+    RewardConfigError,
+    UnsupportedModelError,
+    VisionProcessor,
+    build_image_reward,
+    evaluate_images,
+    load_function,
+    register_image_reward,
+)
 from gcore_runs.errors import UserError
 
-if TYPE_CHECKING:
-    from gcore_rollout import Engine
+_QUESTION = """How well does the image show this: {prompt}
+
+Think about it briefly, then end with "Score: N", where N is a whole number from 0 to 10.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """What scores images."""
+    """Scores images."""
 
     trained: Callable[..., Any]
-    """What is trained on."""
+    """The reward that is trained on."""
     held_out: Callable[..., Any] | None
-    """A reward that is not."""
+    """A reward that is only measured."""
     is_judged: bool = False
-    """Whether engines of a judge score, which note their own work."""
+    """Whether engines of a judge score, which are instrumented themselves."""
 
 
-def build_rewards(config: DiffusionConfig, *, judge: "Engine | None") -> Rewards:
-    """The rewards of a run.
+def build_rewards(config: DiffusionConfig, *, judge: Engine | None) -> Rewards:
+    """Build the rewards of a run.
 
     Args:
         config: the run's.
         judge: the engine of its judge, if it has one.
 
     Raises:
-        UserError: no such reward, or one that lacks a setting.
-        RewardError: a file that does not import; local weights that are none.
+        UserError: there is no such reward, or it lacks a setting.
+        RewardError: a file does not import, or local weights are of another model.
     """
-    kind, gradient = config.reward.kind or "digit", reward_gradient(config)
-    build = partial(build_reward, config=config.reward, device=config.device)
+    settings, gradient = config.reward, reward_gradient(config)
+    build = partial(_build, settings=settings, device=config.device)
+    if gradient is not None:
+        trained = _score_of(gradient)
+    elif settings.is_judged:
+        assert judge is not None
+        trained = _judge_reward(settings, judge)
+    else:
+        trained = build(settings.kind or "digit", setting="reward.kind")
     return Rewards(
-        trained=_score_of(gradient) if gradient else build(kind, setting="reward.kind", judge=judge),
-        held_out=build(config.reward.held_out, setting="reward.held_out") if config.reward.held_out else None,
-        is_judged=kind == "judge",
+        trained=trained,
+        held_out=build(settings.held_out, setting="reward.held_out") if settings.held_out else None,
+        is_judged=settings.is_judged,
     )
 
 
 def reward_gradient(config: DiffusionConfig) -> Callable[..., Any] | None:
-    """The differentiable reward, of latents and prompts, where the algorithm goes through it.
+    """Load the differentiable reward, of latents and prompts, if the algorithm needs its gradient.
 
     Raises:
         RewardError: a file that does not import.
@@ -62,72 +84,11 @@ def reward_gradient(config: DiffusionConfig) -> Callable[..., Any] | None:
     return load_function(kind, setting="reward.kind")
 
 
-def build_reward(
-    kind: str, config: RewardConfig, *, device: str, setting: str, judge: "Engine | None" = None
-) -> Callable[..., Any]:
-    """A reward by its name.
-
-    Args:
-        kind: see `RewardConfig.kind`.
-        config: its settings.
-        device: of what it loads here.
-        setting: where the name is from, for errors.
-        judge: the engine of a judge.
-
-    Raises:
-        UserError: no such reward, or one that lacks a setting.
-        RewardError: a file that does not import; local weights that are none.
-    """
-    match kind:
-        case "jpeg_compressibility" | "jpeg_incompressibility":
-            return JPEGCompressibility(sign=-1 if kind == "jpeg_compressibility" else 1, size=config.jpeg_size)
-        case "digit":
-            from gcore_diffusion.demo.digits import DigitReward
-
-            return DigitReward()
-        case "colour":
-            from gcore_diffusion.demo.digits import COLOURS
-
-            return ColourReward(COLOURS)
-        case "clip" | "pick_score":
-            from gcore_rollout.image_rewards.clip import CLIPReward
-
-            return CLIPReward(local_path(config, kind), device=device, scale=1.0 if kind == "clip" else None)
-        case "aesthetic":
-            from gcore_rollout.image_rewards.clip import AestheticReward
-
-            if not config.head:
-                raise UserError("reward.head is not set: aesthetic needs a safetensors file of its head")
-            return AestheticReward(local_path(config, kind), config.head, device=device)
-        case "image_reward":
-            from gcore_rollout.image_rewards.blip import ImageRewardScore
-
-            if not config.head:
-                raise UserError("reward.head is not set: image_reward needs ImageReward.pt")
-            return ImageRewardScore(config.head, local_path(config, kind), device=device)
-        case "judge":
-            from gcore_diffusion.judge import judge_reward
-
-            assert judge is not None
-            return judge_reward(local_path(config, kind), config.judge, judge)
-        case _ if kind.startswith(("http://", "https://")):
-            from gcore_rollout.image_rewards.http import HTTPImageReward
-
-            return HTTPImageReward(kind)
-        case _ if ":" in kind:
-            return load_function(kind, setting=setting)
-        case _:
-            raise UserError(
-                f"{setting} is {kind!r}: jpeg_compressibility, jpeg_incompressibility, clip, pick_score, aesthetic, "
-                "image_reward, judge, digit, colour, a URL or PATH.py:function is needed"
-            )
-
-
 async def try_reward(reward: Callable[..., Any], prompt: Any, *, height: int, width: int) -> None:
-    """Score a grey image of the run's size, so that a broken reward is found before anything is trained.
+    """Score two grey images of the run's size, so that a broken reward is found before anything is trained.
 
     Raises:
-        RewardError: it does not score it.
+        RewardError: it does not score them.
     """
     if check := getattr(reward, "check", None):
         check(height, width)
@@ -135,20 +96,69 @@ async def try_reward(reward: Callable[..., Any], prompt: Any, *, height: int, wi
     await evaluate_images(reward, images, [prompt.text] * 2, [prompt.row] * 2)
 
 
-def local_path(config: RewardConfig, kind: str) -> Path:
-    """The folder that a kind of reward loads.
+def _build(kind: str, *, settings: RewardConfig, device: str, setting: str) -> Callable[..., Any]:
+    known = ImageRewardSettings(path=settings.path, head=settings.head, jpeg_size=settings.jpeg_size, device=device)
+    try:
+        return build_image_reward(kind, known, setting=setting)
+    except RewardConfigError as error:
+        raise UserError(str(error)) from error
+
+
+def _digit(_: ImageRewardSettings) -> Callable[..., Any]:
+    from gcore_diffusion.demo.digits import DigitReward
+
+    return DigitReward()
+
+
+def _colour(_: ImageRewardSettings) -> Callable[..., Any]:
+    from gcore_diffusion.demo.digits import COLOURS
+
+    return ColourReward(COLOURS)
+
+
+register_image_reward("digit", ImageRewardKind(make=_digit))
+register_image_reward("colour", ImageRewardKind(make=_colour))
+
+
+def _judge_reward(settings: RewardConfig, engine: Engine) -> ImageJudgeReward:
+    """Return the reward that asks an engine of the judge's model.
 
     Raises:
-        UserError: none is set.
+        UserError: the folder has no such model.
+        RewardConfigError: the template or the pattern cannot be used.
     """
-    if not config.path:
-        needs = {"image_reward": "its tokenizer", "judge": "a vision-language model"}.get(kind, "a CLIP model")
-        raise UserError(f"reward.path is not set: {kind} needs a local folder of {needs}")
-    return Path(config.path)
+    path, judge = judge_folder(settings.path), settings.judge
+    tokenizer = judge_tokenizer(path)
+    try:
+        vision = VisionProcessor.from_pretrained(path)
+    except UnsupportedModelError as error:
+        raise UserError(f"reward.path is {str(path)!r}: {error}") from None
+
+    def encode(question: str) -> list[int]:
+        parts = [{"type": "image"}, {"type": "text", "text": question}]
+        message = {"role": "user", "content": parts}
+        text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    model = JudgeModel(
+        engine=engine,
+        encode=encode,
+        decode=partial(tokenizer.decode, skip_special_tokens=True),
+        sampling=judge.sampling,
+        n=judge.n,
+        vision=vision,
+    )
+    return ImageJudgeReward(
+        model=model,
+        template=judge.question(_QUESTION, setting="reward.judge.template"),
+        parse=judge.score_pattern,
+        reduce=judge.reduce,
+        unparsable_score=judge.unparsable_score,
+    )
 
 
 def _score_of(gradient: Callable[..., Any]) -> Callable[..., Any]:
-    """The differentiable reward on finished images, for what is shown."""
+    """Wrap the differentiable reward to score finished images."""
     import torch
 
     def score(pixels: Any, prompts: Any, rows: Any) -> Any:

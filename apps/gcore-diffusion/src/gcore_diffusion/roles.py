@@ -1,21 +1,19 @@
-"""The role services of a run, as controllers hold them."""
+"""The role services that a controller of a run holds."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gcore_controller import TrainerClient
-from gcore_rollout import Engine
-from gcore_rollout.diffusion import ImageRequest, ImageSample
-from gcore_runs.devices import DeviceTimers
-from gcore_trainer.diffusion.types import DiffusionMicroBatch
+from gcore_controller import DeviceTimers, TrainerClient
+from gcore_rollout import Engine, ImageRequest, ImageSample
+from gcore_trainer import DiffusionMicroBatch
 
 if TYPE_CHECKING:
     from gcore_diffusion.rewards import Rewards
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampler:
-    """What it takes to make images and to score them."""
+class SamplingRoles:
+    """The roles that sample and score images."""
 
     policy: "Engine[ImageRequest, ImageSample]"
     rewards: "Rewards"
@@ -23,9 +21,9 @@ class Sampler:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Roles(Sampler):
-    """With the models in training."""
+class Roles(SamplingRoles):
+    """The roles that a controller holds."""
 
     learner: TrainerClient[DiffusionMicroBatch]
     owns_process: bool = False
-    """Whether the controller has a process of its own, with timers of its own."""
+    """Whether only the controller computes in its process."""

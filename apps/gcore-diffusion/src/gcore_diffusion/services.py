@@ -12,15 +12,15 @@ from gcore_controller import (
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.engines import Engines
 from gcore_diffusion.evaluate import Evaluation
-from gcore_diffusion.program import Job, diffusion_program
+from gcore_diffusion.modality import Job, diffusion_program
 from gcore_diffusion.rewards import reward_gradient
-from gcore_diffusion.roles import Roles, Sampler
+from gcore_diffusion.roles import Roles, SamplingRoles
 from gcore_diffusion.trainer_worker import DiffusionTrainerWorker
 
 
 def inline_backend(
-    config: DiffusionConfig, sampler: Sampler, engines: Engines, model: Path, checkpoints: Path
-) -> InlineBackend[Job, DiffusionConfig, Sampler, Evaluation]:
+    config: DiffusionConfig, sampler: SamplingRoles, engines: Engines, model: Path, checkpoints: Path
+) -> InlineBackend[Job, DiffusionConfig, SamplingRoles, Evaluation]:
     """Load the models in training, and return the backend.
 
     Args:
@@ -33,7 +33,7 @@ def inline_backend(
     worker = DiffusionTrainerWorker(config, model, checkpoints, reward=reward_gradient(config))
     learner = InProcessTrainerGroup(worker, in_thread=True)
 
-    def program(job: Job, recorder: Recorder[Evaluation]) -> Program[Sampler, None]:
+    def program(job: Job, recorder: Recorder[Evaluation]) -> Program[SamplingRoles, None]:
         return share_trainer(learner, diffusion_program(job, recorder), roles=Roles, num_ranks=1)
 
     return InlineBackend(

@@ -6,25 +6,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gcore_controller import Backend, TrainerGroup
+from gcore_controller import Backend, DeviceTimers, TrainerGroup
 from gcore_diffusion.config import MAY_CHANGE, DiffusionConfig
 from gcore_diffusion.demo.digits import PROMPTS
 from gcore_diffusion.demo.pretraining import taught_pipeline
-from gcore_diffusion.engines import start_engines
+from gcore_diffusion.engines import judge_factory, start_engines
 from gcore_diffusion.evaluate import Evaluation
-from gcore_diffusion.judge import judge_factory
+from gcore_diffusion.modality import Job
 from gcore_diffusion.pipeline_files import check_pipeline
-from gcore_diffusion.program import Job
 from gcore_diffusion.prompts import PromptSets, load_prompts
 from gcore_diffusion.recorder import RunRecorder
 from gcore_diffusion.report import write_report
 from gcore_diffusion.rewards import Rewards, build_rewards, try_reward
-from gcore_diffusion.roles import Sampler
+from gcore_diffusion.roles import SamplingRoles
 from gcore_diffusion.sampling import images, kernel_of
 from gcore_diffusion.services import inline_backend
-from gcore_rollout.diffusion import ImageRequest, ImageSampling
-from gcore_rollout.errors import RolloutError
-from gcore_runs.devices import DeviceTimers
+from gcore_rollout import ImageRequest, ImageSampling, RolloutError
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
 from gcore_runs.instrumented_engine import Instrumentation
@@ -58,7 +55,7 @@ def train(config: DiffusionConfig, display: Display) -> Result:
         check_pipeline(Path(config.model))
     prompts = load_prompts(config.data, PROMPTS)
     rewards = None
-    if config.reward.kind == "judge":
+    if config.reward.is_judged:
         judge_factory(config)
     else:
         rewards = build_rewards(config, judge=None)
@@ -104,7 +101,7 @@ async def _start(
     engines = await start_engines(config, model, instrumentation, is_trial=is_on_ray)
     try:
         rewards = rewards or build_rewards(config, judge=engines.judge)
-        sampler = Sampler(policy=engines.policy, rewards=rewards, devices=devices)
+        sampler = SamplingRoles(policy=engines.policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
         if not is_on_ray:
             return inline_backend(config, sampler, engines, model, run.checkpoints)
@@ -117,7 +114,7 @@ async def _start(
     return await start_on_ray(config, model, run.checkpoints, announce=display.say)
 
 
-async def _try(config: DiffusionConfig, sampler: Sampler, prompts: PromptSets) -> None:
+async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptSets) -> None:
     """Make an image and score one, so that what cannot work is found before anything is trained."""
     sampling = ImageSampling(
         num_inference_steps=1,
@@ -179,8 +176,8 @@ def _is_evaluated(run: RunFolder, config: DiffusionConfig, step: int) -> bool:
 
 def _export(learner: TrainerGroup, model: Path, path: Path) -> None:
     """The pipeline's folder with the trained denoiser in it."""
-    from gcore_trainer.diffusion.denoiser import component_of
+    from gcore_trainer import pipeline_component
 
-    name, _ = component_of(model)
+    name, _ = pipeline_component(model)
     shutil.copytree(model, path, ignore=lambda folder, _: [name] if Path(folder) == model else [])
     learner.save_pretrained(path / name)

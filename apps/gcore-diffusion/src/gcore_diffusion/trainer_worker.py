@@ -17,24 +17,26 @@ from gcore_controller import TrainerSpec
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.rewards import reward_gradient
 from gcore_diffusion.sampling import has_reference_pass, kernel_of
-from gcore_rollout.diffusion.recording import suited
-from gcore_rollout.weight_digests import DigestedWeights
+from gcore_rollout import DigestedWeights, suited
 from gcore_runs.errors import UserError
 from gcore_runs.training_ranks import rank_spec
-from gcore_trainer import OptimizerConfig
-from gcore_trainer.diffusion.denoiser import Denoiser
-from gcore_trainer.diffusion.objectives import (
+from gcore_trainer import (
+    DDPMProcess,
+    Denoiser,
+    DenoisingPolicyObjective,
     DiffusionDPOObjective,
+    DiffusionMicroBatch,
     DiffusionObjective,
+    DiffusionTrainer,
+    FlowProcess,
     NFTObjective,
-    PolicyGradientObjective,
+    NoiseProcess,
+    OptimizerConfig,
+    ParallelConfig,
     RewardGradientObjective,
+    TorchParallel,
+    step_means,
 )
-from gcore_trainer.diffusion.process import DDPMProcess, FlowProcess, NoiseProcess
-from gcore_trainer.diffusion.trainer import DiffusionTrainer, step_means
-from gcore_trainer.diffusion.types import DiffusionMicroBatch
-from gcore_trainer.parallel import ParallelConfig
-from gcore_trainer.torch_parallel import TorchParallel
 
 State = dict[str, Any]
 
@@ -193,7 +195,7 @@ def _objective(config: DiffusionConfig, model: Path, reward: Any) -> DiffusionOb
                 "differentiable function PATH.py:function of (latents [B, ...] torch, prompts) that returns [B] torch"
             )
         return RewardGradientObjective(suited(kernel_of(config), _scheduler(model)), reward)
-    return PolicyGradientObjective(config.policy_loss, suited(kernel_of(config), _scheduler(model)))
+    return DenoisingPolicyObjective(config.policy_loss, suited(kernel_of(config), _scheduler(model)))
 
 
 def _scheduled(optimizer: OptimizerConfig, config: DiffusionConfig) -> OptimizerConfig:

@@ -7,15 +7,15 @@ from typing import Any
 
 from gcore_llm.groups import Group, Response
 from gcore_llm.prompts import Prompt
-from gcore_rollout.rewards import Failed, GroupRewardRunner, Scored
+from gcore_rollout import Failed, GroupRewardRunner, Scored
 
 
 class Comparison:
-    """Adds to what each response of a group scores alone what it scores beside the others.
+    """Add to each response's own score a weighted score against the other responses of its group.
 
     Args:
-        runner: of what compares them.
-        weight: the second score counts so many times.
+        runner: scores the responses of a group against each other.
+        weight: factor of that score.
 
     Attributes:
         runner: The same.
@@ -26,7 +26,7 @@ class Comparison:
         self._weight = weight
 
     async def run(self, groups: Sequence[tuple[Group, Prompt]], tokenizer: Any) -> list[Group]:
-        """The groups with their new scores, without those that could not be compared and may be dropped.
+        """Return the groups with their new scores, without those whose comparison failed.
 
         Raises:
             RewardError: a comparison failed, and failures are not dropped.
@@ -39,7 +39,7 @@ class Comparison:
                 task.cancel()
 
     async def try_on(self, prompt: Prompt) -> None:
-        """Compare two empty responses, so that a broken comparison is found before a run begins.
+        """Compare two empty responses, so that a broken comparison is found before a run starts.
 
         Raises:
             RewardError: it failed, and failures are not dropped.

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_llm.rollout_config import RolloutConfig
@@ -11,13 +11,18 @@ from gcore_runs.errors import UserError, check_at_least, check_run_name
 from gcore_runs.placement_config import PlacementConfig
 from gcore_runs.ray_config import RayConfig
 from gcore_runs.sizes import Sizes, check_engines, check_judges_in_turns
-from gcore_trainer import OptimizerConfig, PolicyLossConfig
-from gcore_trainer.advantages import GroupEstimator
-from gcore_trainer.config import LoRAConfig, ValueLossConfig
-from gcore_trainer.reward_shaping import RewardKL
-from gcore_trainer.rollout_correction import RolloutCorrectionConfig
-
-AdvEstimator = GroupEstimator | Literal["reinforce_plus_plus", "remax", "gae"]
+from gcore_trainer import (
+    AdvantageEstimator,
+    ConfigError,
+    LoRAConfig,
+    OptimizerConfig,
+    PolicyLossConfig,
+    RewardKL,
+    RolloutCorrectionConfig,
+    ValueLossConfig,
+    advantage_estimators,
+    get_advantage_estimator,
+)
 
 MAY_CHANGE = (
     "trainer.total_training_steps",
@@ -178,9 +183,10 @@ class KLControlConfig:
 class AlgorithmConfig:
     """From scores to advantages."""
 
-    adv_estimator: AdvEstimator = "grpo"
+    adv_estimator: str = "grpo"
     """How scores become advantages: against the group (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline), against a
-    greedy response (remax), against the whole batch (reinforce_plus_plus), or against a critic (gae)."""
+    greedy response (remax), against the whole batch (reinforce_plus_plus), against a critic (gae), or by a function of
+    one's own (PATH.py:function)."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation, in grpo."""
     gamma: float = 1.0
@@ -204,13 +210,15 @@ class AlgorithmConfig:
         check_at_least("algorithm.max_num_gen_batches", self.max_num_gen_batches, 1)
         if not 0 <= self.max_rollout_kl < math.inf:
             raise UserError(f"algorithm.max_rollout_kl is {self.max_rollout_kl}; expected a finite number, 0 or more")
+        estimator = self.estimator
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"algorithm.{name} is {getattr(self, name)}: a number from 0 to 1 is needed")
-        if self.kl_ctrl.kl_coef and self.adv_estimator not in ("gae", "reinforce_plus_plus"):
+        if self.kl_ctrl.kl_coef and not estimator.reads_token_rewards:
+            accepted = " or ".join(n for n, e in advantage_estimators().items() if e.reads_token_rewards)
             raise UserError(
                 f"algorithm.kl_ctrl.kl_coef is {self.kl_ctrl.kl_coef} and algorithm.adv_estimator is "
-                f"{self.adv_estimator!r}: rewards of single tokens need gae or reinforce_plus_plus; "
+                f"{self.adv_estimator!r}: rewards of single tokens need {accepted}; "
                 "actor.loss.kl_loss_coef works with all"
             )
         if self.rollout_correction.is_active and self.old_log_probs == "rollout":
@@ -218,6 +226,18 @@ class AlgorithmConfig:
                 "algorithm.rollout_correction is set and algorithm.old_log_probs is 'rollout': 'trainer' is needed, "
                 "with the engine's own log-probs there is nothing to correct"
             )
+
+    @property
+    def estimator(self) -> AdvantageEstimator:
+        """The advantage estimator, with what it needs.
+
+        Raises:
+            UserError: there is no such estimator, or the user's file has none.
+        """
+        try:
+            return get_advantage_estimator(self.adv_estimator)
+        except ConfigError as error:
+            raise UserError(f"algorithm.{error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,10 +364,10 @@ class TrainConfig:
                 f"rollout.multi_turn.max_revisions is {self.rollout.multi_turn.max_revisions} without "
                 "data.train_files: prompts of files are needed, whose messages a revision can follow"
             )
-        if self.rollout.partial_rollout and self.algorithm.adv_estimator == "remax":
+        if self.rollout.partial_rollout and self.algorithm.estimator.needs_greedy:
             raise UserError(
-                "rollout.partial_rollout is true and algorithm.adv_estimator is 'remax': another estimator is needed, "
-                "for its greedy responses are of the present weights"
+                f"rollout.partial_rollout is true and algorithm.adv_estimator is {self.algorithm.adv_estimator!r}: "
+                "another estimator is needed, for its greedy responses are of the present weights"
             )
         if self.runtime == "ray":
             self._check_ray()
@@ -368,7 +388,7 @@ class TrainConfig:
     @property
     def num_ray_judges(self) -> int:
         """Replicas of a judge's engine on ray; 0: no model that the run starts is asked for verdicts."""
-        if self.reward_model.kind != "judge" or self.reward_model.judge.is_on_servers:
+        if not self.reward_model.is_judge or self.reward_model.judge.is_on_servers:
             return 0
         if self.placement.strategy == "colocated":
             return self.num_ray_engines
@@ -408,19 +428,20 @@ class TrainConfig:
         )
 
     def _check_group(self) -> None:
-        if self.rollout.n > 1:
-            return
-        if self.algorithm.adv_estimator in get_args(GroupEstimator):
+        fewest = self.algorithm.estimator.min_group_size
+        if self.rollout.n < fewest:
             raise UserError(
-                f"rollout.n is {self.rollout.n}; expected at least 2 for algorithm.adv_estimator "
+                f"rollout.n is {self.rollout.n}; expected at least {fewest} for algorithm.adv_estimator "
                 f"{self.algorithm.adv_estimator!r}, which compares the responses of a group"
             )
+        if self.rollout.n > 1:
+            return
         if self.algorithm.filter_groups:
             raise UserError(
                 f"rollout.n is {self.rollout.n}; expected at least 2 with algorithm.filter_groups, which drops groups "
                 "whose responses all score alike, or algorithm.filter_groups False"
             )
-        if self.reward_model.kind == "judge" and self.reward_model.judge.pairwise:
+        if self.reward_model.is_pairwise:
             raise UserError(
                 f"rollout.n is {self.rollout.n}; expected at least 2 with reward_model.judge.pairwise, which compares "
                 "the responses of a group"
@@ -448,11 +469,11 @@ class TrainConfig:
             "model is ''": not self.model,
             f"trainer.backend is {self.trainer.backend!r}": self.trainer.backend != "torch",
             f"trainer.parallel.context_parallel_size is {sizes.context_parallel_size}": sizes.context_parallel_size > 1,
-            f"rollout.engine is {self.rollout.engine!r}": self.rollout.engine not in ("hf", "vllm"),
+            f"rollout.engine is {self.rollout.engine!r}": not self.rollout.takes_images,
             "rollout.multi_turn makes several turns": bool(
                 self.rollout.multi_turn.environment or self.rollout.multi_turn.max_revisions
             ),
-            "algorithm.adv_estimator is 'gae'": self.algorithm.adv_estimator == "gae",
+            f"algorithm.adv_estimator is {self.algorithm.adv_estimator!r}": self.algorithm.estimator.needs_critic,
         }
         if found := [name for name, is_unfit in unfit.items() if is_unfit]:
             raise UserError(

@@ -1,18 +1,17 @@
-"""Settings of where a model generates: the policy, and a judge."""
+"""Settings of engines: of the policy, and of a judge."""
 
 from dataclasses import dataclass
 
+from gcore_rollout import EngineKind, RequestError, engine_kind, engine_names
 from gcore_runs.errors import UserError, check_at_least
-
-_ENGINES = ("hf", "vllm", "vllm_server", "sglang_server")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What a model generates in."""
+    """The engine of a model."""
 
     engine: str = "hf"
-    """hf: transformers; vllm: vLLM; vllm_server and sglang_server: servers of these, which run already, at urls.
+    """hf: transformers; vllm: vLLM; vllm_server and sglang_server: servers of these at urls, which are running already.
     PATH.py:function: an engine of your own (gcore_rollout.Engine), made by a function of the model's folder and the
     keywords device, dtype, max_num_seqs and eos_token_ids."""
     num_processes: int = 0
@@ -20,55 +19,67 @@ class EngineConfig:
     the main process. All processes that generate share the threads, and each has a GPU of its own as long as there are
     any."""
     urls: tuple[str, ...] = ()
-    """Servers, such as http://10.0.0.7:8000, each a replica, and this run's alone while it lasts."""
+    """Servers, such as http://10.0.0.7:8000, each a replica, and used by this run alone while it lasts."""
 
     @property
-    def is_own(self) -> bool:
-        """Whether it is the user's."""
-        return self.engine not in _ENGINES
+    def kind(self) -> EngineKind:
+        """What the engine needs."""
+        return engine_kind(self.engine)
 
     @property
     def is_on_servers(self) -> bool:
-        return self.engine in ("vllm_server", "sglang_server")
+        return self.kind.is_server
+
+    @property
+    def takes_images(self) -> bool:
+        return self.kind.takes_images
+
+    @property
+    def takes_speculation(self) -> bool:
+        return self.kind.takes_speculative_config
 
     def check_engine(self, prefix: str) -> None:
-        """
+        """Check that the settings fit together; ``prefix`` is their place, for errors.
+
         Raises:
-            UserError: settings that do not fit together; ``prefix`` is where they are.
+            UserError: they do not.
         """
         check_at_least(f"{prefix}.num_processes", self.num_processes, 0)
-        if self.is_own and ".py:" not in self.engine:
-            raise UserError(f"{prefix}.engine is {self.engine!r}: {', '.join(_ENGINES)} or PATH.py:function is needed")
-        if self.is_on_servers != bool(self.urls):
+        try:
+            is_on_servers = self.is_on_servers
+        except RequestError as error:
+            raise UserError(f"{prefix}.{error}") from None
+        if is_on_servers != bool(self.urls):
+            servers = " or ".join(engine_names(lambda kind: kind.is_server))
             raise UserError(
-                f"{prefix}.engine is {self.engine!r} and {prefix}.urls is {list(self.urls)}: "
-                "vllm_server or sglang_server with one or more urls is needed, or another engine without"
+                f"{prefix}.engine is {self.engine!r} and {prefix}.urls is {list(self.urls)}; expected {servers} with "
+                "one or more urls, or another engine without"
             )
         if len(set(self.urls)) < len(self.urls):
-            raise UserError(f"{prefix}.urls is {list(self.urls)}: each server may come once")
+            raise UserError(f"{prefix}.urls is {list(self.urls)}; expected each server once")
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
-                raise UserError(f"{prefix}.urls has {url!r}: http://HOST:PORT or https://HOST:PORT is needed")
-        if self.is_on_servers and self.num_processes:
+                raise UserError(f"{prefix}.urls has {url!r}; expected http://HOST:PORT or https://HOST:PORT")
+        if is_on_servers and self.num_processes:
             raise UserError(
-                f"{prefix}.num_processes is {self.num_processes} and {prefix}.engine is {self.engine!r}: 0 is needed, "
-                f"the replicas are the servers at {prefix}.urls"
+                f"{prefix}.num_processes is {self.num_processes} and {prefix}.engine is {self.engine!r}; expected 0, "
+                f"because the replicas are the servers at {prefix}.urls"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """Speculative decoding in vllm: tokens are guessed and checked together; the samples' distribution stays."""
+    """Speculative decoding in vllm: tokens are guessed and verified together; the samples' distribution stays."""
 
     num_speculative_tokens: int = 0
     """Tokens guessed at a time; 0: none."""
     model: str = ""
-    """Hugging Face folder of a smaller model with the same tokens, which guesses; empty: what followed on the last
+    """Hugging Face folder of a smaller model with the same tokens, which guesses; empty: guess what followed the last
     occurrence of the same tokens (ngram)."""
     prompt_lookup_max: int = 4
-    """Most tokens that such an occurrence is to share ..."""
+    """Largest number of tokens that such an occurrence must share."""
     prompt_lookup_min: int = 2
-    """... and fewest."""
+    """Smallest number of tokens that such an occurrence must share."""
 
     def __post_init__(self) -> None:
         check_at_least("rollout.speculative.num_speculative_tokens", self.num_speculative_tokens, 0)
@@ -76,12 +87,12 @@ class SpeculativeConfig:
         check_at_least("rollout.speculative.prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min)
         if self.model and not self.num_speculative_tokens:
             raise UserError(
-                f"rollout.speculative.model is {self.model!r} and rollout.speculative.num_speculative_tokens is 0: "
-                "1 or more is needed"
+                "rollout.speculative.num_speculative_tokens is 0; expected 1 or more with "
+                f"rollout.speculative.model {self.model!r}"
             )
 
     def as_vllm_takes_it(self) -> dict[str, object] | None:
-        """The setting of vLLM; None: no speculation."""
+        """Return the setting as vLLM takes it; None: no speculation."""
         if not self.num_speculative_tokens:
             return None
         guess: dict[str, object] = {"method": "draft_model", "model": self.model}

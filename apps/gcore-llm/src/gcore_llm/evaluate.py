@@ -1,4 +1,4 @@
-"""Held-out evaluation: greedy and sampled, shared out among the controllers."""
+"""Held-out evaluation, greedy and sampled, divided among the controllers."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +7,7 @@ from gcore_llm.comparison import Comparison
 from gcore_llm.generate import Generation
 from gcore_llm.groups import Group
 from gcore_llm.prompts import Prompt
-from gcore_llm.roles import Sampler
+from gcore_llm.roles import SamplingRoles
 from gcore_rollout import SamplingParams
 
 _SEED = 20_250_729
@@ -16,18 +16,19 @@ _NUM_SHOWN = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Mean scores on the held-out prompts, and some answers to look at."""
+    """Mean scores on the held-out prompts, and some answers."""
 
     greedy: float
     sampled: float
     samples: list[dict[str, object]]
 
     def metrics(self) -> dict[str, float]:
+        """Return the scores by their names in metrics.jsonl."""
         return {"val/greedy/score/mean": self.greedy, "val/sampled/score/mean": self.sampled}
 
 
 async def evaluate(
-    sampler: Sampler,
+    sampler: SamplingRoles,
     prompts: list[Prompt],
     *,
     group: Collectives,
@@ -35,10 +36,9 @@ async def evaluate(
     max_tokens: int,
     temperature: float,
 ) -> Evaluation:
-    """Answer every held-out prompt greedily and by sampling once; the same on every controller.
+    """Answer every held-out prompt greedily and by sampling once; the result is the same on every controller.
 
-    Answers for which the reward has no score do not count. Where responses are scored against each other, these two
-    answers to a prompt are.
+    Answers without a score do not count. With a comparison, the two answers to a prompt are compared with each other.
     """
     mine = list(enumerate(prompts))[group.rank :: group.world_size]
     both: list[list[Group]] = []
@@ -55,23 +55,25 @@ async def evaluate(
     for groups in both:
         count = await group.all_reduce(len(groups))
         means.append(await group.all_reduce(sum(g.scores[0] for g in groups)) / max(count, 1))
-    shown = [(g.ticket, _shown(sampler, prompts[g.ticket], g)) for g in both[0] if g.ticket < _NUM_SHOWN]
+    shown = [
+        (g.prompt_index, _shown(sampler, prompts[g.prompt_index], g)) for g in both[0] if g.prompt_index < _NUM_SHOWN
+    ]
     everyones = [entry for part in await group.all_gather(shown) for entry in part]
     samples = [row for _, row in sorted(everyones, key=lambda entry: entry[0])]
     return Evaluation(greedy=means[0], sampled=means[1], samples=samples)
 
 
 async def _compared(
-    sampler: Sampler, comparison: Comparison, prompts: list[Prompt], greedy: list[Group], sampled: list[Group]
+    sampler: SamplingRoles, comparison: Comparison, prompts: list[Prompt], greedy: list[Group], sampled: list[Group]
 ) -> list[list[Group]]:
-    """Both answers to each prompt, scored against each other; of a prompt that lacks one, none."""
-    others = {g.ticket: g.responses for g in sampled}
-    pairs = [replace(g, responses=[*g.responses, *others[g.ticket]]) for g in greedy if g.ticket in others]
-    scored = await comparison.run([(pair, prompts[pair.ticket]) for pair in pairs], sampler.tokenizer)
+    """Return both answers to each prompt, scored against each other; prompts without both answers are left out."""
+    others = {g.prompt_index: g.responses for g in sampled}
+    pairs = [replace(g, responses=[*g.responses, *others[g.prompt_index]]) for g in greedy if g.prompt_index in others]
+    scored = await comparison.run([(pair, prompts[pair.prompt_index]) for pair in pairs], sampler.tokenizer)
     return [[replace(pair, responses=[pair.responses[i]]) for pair in scored] for i in range(2)]
 
 
-def _shown(sampler: Sampler, prompt: Prompt, group: Group) -> dict[str, object]:
+def _shown(sampler: SamplingRoles, prompt: Prompt, group: Group) -> dict[str, object]:
     response = group.responses[0]
     row: dict[str, object] = {
         "prompt": prompt.text,

@@ -1,4 +1,4 @@
-"""What a run's steps should take by the planner's laws, corrected by what they do take; kept in `placement.json`."""
+"""Predicted seconds of a run's steps by the planner's laws, corrected by measurements; kept in `placement.json`."""
 
 import json
 import math
@@ -9,10 +9,20 @@ from statistics import NormalDist
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.trainer_worker import has_critic, has_reference
-from gcore_placement import Cluster, Correction, Device, Job, Lengths, ModelShape, PlacementError, plan
-from gcore_placement.cluster import DEVICES
-from gcore_placement.correction import Stage
-from gcore_placement.planning.step_time import StepTime, Strategy, predict_step
+from gcore_placement import (
+    Cluster,
+    Correction,
+    Device,
+    Job,
+    Lengths,
+    ModelShape,
+    Stage,
+    StepTime,
+    Strategy,
+    plan,
+    predict_step,
+    strategy_traits,
+)
 from gcore_runs.run_folder import write_atomically
 
 _CORE = Device(
@@ -23,10 +33,10 @@ _CORE = Device(
     link_bytes_per_s=1e10,
     host_bytes_per_s=1e10,
 )
-"""Nobody's data sheet, and memory that holds any model that runs: measurements correct the rest."""
+"""Rough numbers, with memory that holds any model that runs: measurements correct the rest."""
 
 _MOST = 1e6
-"""By which laws may be off: of devices without a data sheet, and of models too small to be limited by arithmetic."""
+"""Largest correction, for devices without a data sheet and models too small to be limited by arithmetic."""
 
 _MEASURED: Mapping[Stage, str] = {
     "generation": "timing_s/gen",
@@ -38,15 +48,15 @@ _MEASURED: Mapping[Stage, str] = {
 
 
 class Forecast:
-    """Foretells every step of a run from what was sampled in it, and learns from how long it took.
+    """Predicts each step of a run from its sampled lengths, and corrects the laws by the measured seconds.
 
-    Devices are those of the data sheets that the planner knows, or CPU cores. With `gcore-placement plan --correction
-    RUN`, plans of other jobs gain by what was learned.
+    Devices are those of the planner's data sheets, or CPU cores. `gcore-placement plan --correction RUN` uses the
+    corrections for plans of other jobs.
 
     Args:
-        config: as large as the run is.
+        config: of the run, at its full size.
         model: the policy's folder.
-        path: file of what is learned; it is read if it is there.
+        path: file of the corrections; it is read if it exists.
 
     Raises:
         PlacementError: the planner does not know such a model, or the file is damaged.
@@ -72,11 +82,11 @@ class Forecast:
             compute_bytes=2 if config.dtype == "bfloat16" else 4,
             old_log_probs=config.algorithm.old_log_probs == "trainer",
         )
-        is_colocated = config.placement.strategy == "colocated"
-        self._strategy: Strategy = "split" if judge and not is_colocated else "colocated"
+        is_time_shared = strategy_traits(config.placement.strategy).is_time_shared
+        self._strategy: Strategy = "split" if judge and not is_time_shared else "colocated"
         self._num_policy = len(config.rollout.urls) or max(1, config.rollout.num_processes)
         self._num_judge = max(1, config.num_ray_judges) if judge else 0
-        num_engines = max(self._num_policy, self._num_judge) if is_colocated else self._num_policy + self._num_judge
+        num_engines = max(self._num_policy, self._num_judge) if is_time_shared else self._num_policy + self._num_judge
         num_devices = max(num_engines, config.trainer.num_processes)
         cluster = Cluster(num_devices=num_devices, device=_device(config.device), devices_per_node=num_devices)
         self._num_devices = num_devices
@@ -91,23 +101,23 @@ class Forecast:
         self._costs = replace(costs, training=training)
 
     def stepped(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Take in a step; the seconds that were foretold of it, and how far they were off, as a share of the truth."""
+        """Observe a step; return its predicted seconds, and their error as a share of the measured ones."""
         if not metrics.get("sampling/groups") or "response_length/mean" not in metrics:
             return {}
         predicted = self._predicted(metrics)
-        foretold_s = measured_s = 0.0
+        predicted_s = measured_s = 0.0
         for stage, name in _MEASURED.items():
             law_s, took_s = getattr(predicted, f"{stage}_s"), metrics.get(name, 0.0)
             if law_s > 0 and took_s > 0:
-                foretold_s += law_s * self._correction.factor(stage)
+                predicted_s += law_s * self._correction.factor(stage)
                 measured_s += took_s
                 self._correction.observe(stage, predicted_s=law_s, measured_s=took_s)
         state = json.dumps({"correction": self._correction.state()})
         write_atomically(self._path, lambda partial: partial.write_text(state))
-        return {"forecast/stages_s": foretold_s, "forecast/error": foretold_s / measured_s - 1} if measured_s else {}
+        return {"forecast/stages_s": predicted_s, "forecast/error": predicted_s / measured_s - 1} if measured_s else {}
 
     def _predicted(self, metrics: Mapping[str, float]) -> StepTime:
-        """Of a step with these lengths, by the laws alone."""
+        """Predict a step with these lengths, by the laws alone."""
         job = replace(
             self._job,
             prompt_lengths=Lengths.recorded([max(1.0, metrics["prompt_length/mean"])]),
@@ -138,15 +148,11 @@ def _device(name: str) -> Device:
         return _CORE
     import torch
 
-    full = torch.cuda.get_device_name()
-    sheet = next((device for known, device in DEVICES.items() if known in full), None)
-    if sheet is None:
-        raise PlacementError(f"device must be one of {', '.join(DEVICES)}, got {full!r}")
-    return replace(sheet, memory_bytes=1e12)
+    return replace(Device.matching(torch.cuda.get_device_name()), memory_bytes=1e12)
 
 
 def _lengths(mean: float, longest: float, *, count: float) -> Lengths:
-    """Log-normal lengths of this mean, of so many of which the longest is about `longest`."""
+    """Return log-normal lengths of this mean; the longest of `count` of them is about `longest`."""
     mean, longest = max(1.0, mean), max(1.0, longest)
     deviations = NormalDist().inv_cdf(1 - 1 / (count + 1)) if count > 1 else 0.0
     # ln(longest / mean) = sigma * deviations - sigma^2 / 2

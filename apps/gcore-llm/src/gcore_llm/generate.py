@@ -1,4 +1,4 @@
-"""From prompts to scored groups, on one controller: rewards are computed while others are still being generated."""
+"""Generation of scored groups on one controller; rewards are computed while other responses are generated."""
 
 import asyncio
 import dataclasses
@@ -8,153 +8,157 @@ from typing import Any
 
 import numpy as np
 
-from gcore_controller import StageTimer
+from gcore_controller import Generated, StageTimer
+from gcore_llm.comparison import Comparison
 from gcore_llm.groups import Group, Response, UnfinishedGroup
 from gcore_llm.prompts import Prompt
-from gcore_llm.roles import Sampler, World
-from gcore_rollout import Completion, Request, SamplingParams
-from gcore_rollout.errors import EpisodeError, RewardError
-from gcore_rollout.multi_turn import run_episode
-from gcore_rollout.rewards import Failed
+from gcore_llm.roles import EnvironmentRole, SamplingRoles
+from gcore_rollout import Completion, EpisodeError, Failed, Request, RewardError, SamplingParams, run_episode
 from gcore_runs.errors import UserError
 
 Take = Callable[[int], Awaitable[Sequence[tuple[int, Prompt]]]]
-"""The next prompts with their tickets, at most so many; none: there are no more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generated:
-    """What became of some prompts; of those in neither list the reward had no score to give, or failed and may."""
-
-    groups: list[Group]
-    unfinished: list[UnfinishedGroup]
+"""Returns at most so many further prompts with their prompt indices; none: there are no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """How groups are generated.
+    """Generates groups of responses and scores them.
 
-    What is drawn for a ticket depends on the ticket, ``seed`` and the weights alone.
+    What is drawn for a prompt depends only on its prompt index, ``seed`` and the weights.
     """
 
-    sampler: Sampler
+    sampler: SamplingRoles
     sampling: SamplingParams
     n: int
-    """Responses a prompt."""
+    """Responses per prompt."""
     seed: int
     timer: StageTimer
     with_greedy: bool = False
-    """Make and score each prompt's greedy response beside the others."""
+    """Also generate and score each prompt's greedy response."""
+    comparison: Comparison | None = None
+    """Scores the responses of a group against each other, in addition."""
 
     async def run(
         self,
         prompts: Sequence[tuple[int, Prompt]] = (),
         *,
-        begun: Sequence[tuple[UnfinishedGroup, Prompt]] = (),
+        unfinished: Sequence[tuple[UnfinishedGroup, Prompt]] = (),
         quota: int | None = None,
         take: Take | None = None,
-    ) -> Generated:
-        """Complete and score each prompt ``n`` times; what is returned is in the prompts' order, those begun first.
+    ) -> Generated[Group]:
+        """Generate and score ``n`` responses to each prompt.
 
         Args:
-            prompts: with their tickets; all are generated at once.
-            begun: groups that an earlier call has left unfinished.
+            prompts: with their prompt indices; all are generated at once.
+            unfinished: groups that an earlier call left unfinished.
             quota: when so many groups of these are generated, the others are cut short; None: all are finished.
-            take: gives further prompts, for which it is asked when the policy has room for them.
+            take: returns further prompts; called whenever the policy has capacity for them.
+
+        Returns:
+            The groups in the prompts' order, unfinished ones first; those without all scores are dropped.
         """
-        drafts = {group.ticket: _Draft(group.ticket, prompt, self.n, group) for group, prompt in begun}
-        drafts |= {ticket: _Draft(ticket, prompt, self.n) for ticket, prompt in prompts}
-        under_way = _UnderWay()
+        pending = {
+            group.prompt_index: _PendingGroup(group.prompt_index, prompt, self.n, group) for group, prompt in unfinished
+        }
+        pending |= {index: _PendingGroup(index, prompt, self.n) for index, prompt in prompts}
+        in_flight = _InFlight()
         try:
             with self.timer.stage("gen"):
-                self._begin(drafts, under_way, quota)
-                while take and (taken := await take(await self._room(under_way))):
-                    new = {ticket: _Draft(ticket, prompt, self.n) for ticket, prompt in taken}
-                    drafts |= new
-                    self._begin(new, under_way)
-                    # Others may be about to begin: only who has done some of its work takes theirs.
-                    await under_way.fewer_than(under_way.num_generating)
-                await under_way.fewer_than(1)
+                self._start(pending, in_flight, quota)
+                while take and (taken := await take(await self._capacity(in_flight))):
+                    new = {index: _PendingGroup(index, prompt, self.n) for index, prompt in taken}
+                    pending |= new
+                    self._start(new, in_flight)
+                    # Other controllers may not have started yet: take theirs only after some of the own work.
+                    await in_flight.fewer_than(in_flight.num_generating)
+                await in_flight.fewer_than(1)
             with self.timer.stage("reward"):
-                await asyncio.gather(*under_way.tasks)
+                await asyncio.gather(*in_flight.tasks)
         finally:
-            under_way.cancel()
-        whole = [d for d in drafts.values() if not d.begun and not d.num_failed]
-        return Generated(
-            groups=[d.group() for d in whole],
-            unfinished=[d.unfinished() for d in drafts.values() if d.begun and not d.num_failed],
-        )
+            in_flight.cancel()
+        complete = [p for p in pending.values() if not p.partial and not p.num_failed]
+        cut_short = [p for p in pending.values() if p.partial and not p.num_failed]
+        groups = [p.group() for p in complete]
+        if self.comparison is not None:
+            pairs = [(group, p.prompt) for group, p in zip(groups, complete, strict=True)]
+            with self.timer.stage("reward"):
+                groups = await self.comparison.run(pairs, self.sampler.tokenizer)
+        return Generated(groups=groups, unfinished=[p.unfinished() for p in cut_short])
 
-    async def _room(self, under_way: "_UnderWay") -> int:
-        """Wait until the policy has room for all responses to a prompt; for how many prompts it has."""
+    async def _capacity(self, in_flight: "_InFlight") -> int:
+        """Wait until the policy can take all responses to a prompt, and return for how many prompts it can."""
         slots, per_prompt = self.sampler.policy_slots, self.n + self.with_greedy
         assert slots is not None
-        await under_way.fewer_than(max(slots - per_prompt, 0) + 1)
-        return max((slots - under_way.num_generating) // per_prompt, 1)
+        await in_flight.fewer_than(max(slots - per_prompt, 0) + 1)
+        return max((slots - in_flight.num_generating) // per_prompt, 1)
 
-    def _begin(self, drafts: "dict[int, _Draft]", under_way: "_UnderWay", quota: int | None = None) -> None:
-        """Have all responses to some prompts generated and scored."""
-        if self.sampler.world is None:
-            requests = [self._request(draft) for draft in drafts.values()]
-            requests += [self._greedy_request(draft) for draft in drafts.values() if self.with_greedy]
+    def _start(self, pending: "dict[int, _PendingGroup]", in_flight: "_InFlight", quota: int | None = None) -> None:
+        """Start to generate and score all responses to some prompts."""
+        if self.sampler.environment is None:
+            requests = [self._request(group) for group in pending.values()]
+            requests += [self._greedy_request(group) for group in pending.values() if self.with_greedy]
             if requests:
                 num_responses = sum(len(request.sample_indices) for request in requests)
-                under_way.begin(num_responses, self._complete(requests, drafts, quota, under_way))
+                in_flight.start(num_responses, self._complete(requests, pending, quota, in_flight))
             return
-        for draft in drafts.values():
+        for group in pending.values():
             for index in (*range(self.n), *([None] if self.with_greedy else [])):
-                under_way.begin(1, self._play(self.sampler.world, draft, index, under_way))
+                in_flight.start(1, self._play(self.sampler.environment, group, index, in_flight))
 
     async def _complete(
-        self, requests: list[Request], drafts: "dict[int, _Draft]", quota: int | None, under_way: "_UnderWay"
+        self,
+        requests: list[Request],
+        pending: "dict[int, _PendingGroup]",
+        quota: int | None,
+        in_flight: "_InFlight",
     ) -> None:
-        """Generate; the scoring of each response begins as soon as it is there."""
+        """Generate, and start to score each response as soon as it is complete."""
         num_whole, is_cut = 0, False
         async for completion in self.sampler.policy.generate(requests):
-            draft = drafts[int(completion.request_id.removesuffix("/greedy"))]
+            group = pending[int(completion.request_id.removesuffix("/greedy"))]
             if completion.finish_reason == "abort":
-                draft.begun.append(completion)
-                under_way.generated()
+                group.partial.append(completion)
+                in_flight.generated()
                 continue
-            under_way.begin(0, self._score(draft, completion))
-            under_way.generated()
+            in_flight.start(0, self._score(group, completion))
+            in_flight.generated()
             if completion.request_id.endswith("/greedy"):
                 continue
-            draft.num_missing -= 1
-            num_whole += draft.num_missing == 0
+            group.num_missing -= 1
+            num_whole += group.num_missing == 0
             if quota is not None and num_whole >= quota and not is_cut:
                 is_cut = True
-                await self.sampler.policy.abort([str(d.ticket) for d in drafts.values() if d.num_missing])
+                await self.sampler.policy.abort([str(d.prompt_index) for d in pending.values() if d.num_missing])
 
-    def _request(self, draft: "_Draft") -> Request:
+    def _request(self, group: "_PendingGroup") -> Request:
         return Request(
-            request_id=str(draft.ticket),
-            prompt_token_ids=draft.prompt.token_ids,
+            request_id=str(group.prompt_index),
+            prompt_token_ids=group.prompt.token_ids,
             sampling=self.sampling,
             n=self.n,
-            seed=hash((self.seed, draft.ticket)),
-            indices=tuple(i for i in range(self.n) if i not in draft.responses),
-            begun=draft.take_begun(),
-            images=draft.prompt.encoded_images(),
+            seed=hash((self.seed, group.prompt_index)),
+            indices=tuple(i for i in range(self.n) if i not in group.responses),
+            prefixes=group.partial_before,
+            images=group.prompt.encoded_images(),
         )
 
-    def _greedy_request(self, draft: "_Draft") -> Request:
+    def _greedy_request(self, group: "_PendingGroup") -> Request:
         return Request(
-            request_id=f"{draft.ticket}/greedy",
-            prompt_token_ids=draft.prompt.token_ids,
+            request_id=f"{group.prompt_index}/greedy",
+            prompt_token_ids=group.prompt.token_ids,
             sampling=dataclasses.replace(self.sampling, temperature=0.0),
-            images=draft.prompt.encoded_images(),
+            images=group.prompt.encoded_images(),
         )
 
-    async def _score(self, draft: "_Draft", completion: Completion) -> None:
+    async def _score(self, group: "_PendingGroup", completion: Completion) -> None:
         text: str = self.sampler.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        scored = await self.sampler.reward.score(prompt=draft.prompt.text, completion=text, row=draft.prompt.row)
+        scored = await self.sampler.reward.score(prompt=group.prompt.text, completion=text, row=group.prompt.row)
         if isinstance(scored, Failed):
-            draft.num_failed += 1
+            group.num_failed += 1
         elif completion.request_id.endswith("/greedy"):
-            draft.greedy_score = scored.score
+            group.greedy_score = scored.score
         else:
-            draft.responses[completion.index] = Response(
+            group.responses[completion.index] = Response(
                 token_ids=completion.token_ids,
                 log_probs=completion.log_probs,
                 weight_versions=completion.weight_versions,
@@ -163,43 +167,45 @@ class Generation:
                 parts=scored.parts,
             )
 
-    async def _play(self, world: World, draft: "_Draft", index: int | None, under_way: "_UnderWay") -> None:
-        """One episode, and the score of its last turn; without an index the greedy one."""
-        prompt = draft.prompt
+    async def _play(
+        self, environment: EnvironmentRole, group: "_PendingGroup", index: int | None, in_flight: "_InFlight"
+    ) -> None:
+        """Run one episode and score its last turn; the greedy episode has no index."""
+        prompt = group.prompt
         try:
             episode = await run_episode(
                 self.sampler.policy,
-                world.make(prompt.row),
-                world.encoder,
-                request_id=f"{draft.ticket}/{'greedy' if index is None else index}",
+                environment.make(prompt.row),
+                environment.encoder,
+                request_id=f"{group.prompt_index}/{'greedy' if index is None else index}",
                 sampling=self.sampling if index is not None else dataclasses.replace(self.sampling, temperature=0.0),
-                limits=world.limits,
-                seed=hash((self.seed, draft.ticket, index)),
+                limits=environment.limits,
+                seed=hash((self.seed, group.prompt_index, index)),
             )
         except EpisodeError as error:
-            if world.on_error == "raise":
+            if environment.on_error == "raise":
                 raise
-            # A failure of the run's reward, inside of a revision, is counted there.
+            # A failure of the run's reward during a revision is counted by the reward.
             if not isinstance(error.__cause__, RewardError):
-                world.failures.failed(error)
-            draft.num_failed += 1
+                environment.failures.failed(error)
+            group.num_failed += 1
             return
         finally:
-            under_way.generated()
+            in_flight.generated()
         score, parts = episode.score, {"turns": float(len(episode.turns)), "environment": episode.score}
-        if world.has_reward:
-            world.failures.succeeded()
+        if environment.has_reward:
+            environment.failures.succeeded()
         else:
             scored = await self.sampler.reward.score(prompt=prompt.text, completion=episode.turns[-1], row=prompt.row)
             if isinstance(scored, Failed):
-                draft.num_failed += 1
+                group.num_failed += 1
                 return
             score, parts = score + scored.score, {**scored.parts, **parts}
         if index is None:
-            draft.greedy_score = score
+            group.greedy_score = score
             return
-        draft.start_with(episode.prompt_ids)
-        draft.responses[index] = Response(
+        group.start_with(episode.prompt_ids)
+        group.responses[index] = Response(
             token_ids=episode.token_ids,
             log_probs=episode.log_probs,
             weight_versions=episode.weight_versions,
@@ -211,12 +217,12 @@ class Generation:
         )
 
 
-class _UnderWay:
-    """What is being generated and scored.
+class _InFlight:
+    """The responses that are being generated and scored.
 
     Attributes:
-        tasks: All that were begun.
-        num_generating: Responses.
+        tasks: All tasks that were started.
+        num_generating: Number of responses that are being generated.
     """
 
     def __init__(self) -> None:
@@ -225,15 +231,15 @@ class _UnderWay:
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
 
-    def begin(self, num_responses: int, work: Coroutine[Any, Any, None]) -> None:
-        """Start what generates so many responses, and calls `generated` for each of them."""
+    def start(self, num_responses: int, work: Coroutine[Any, Any, None]) -> None:
+        """Start a task that generates so many responses, and calls `generated` for each of them."""
         self.num_generating += num_responses
         task = asyncio.create_task(work)
         task.add_done_callback(self._ended)
         self.tasks.append(task)
 
     def generated(self) -> None:
-        """One response more."""
+        """Note that a response is generated."""
         self.num_generating -= 1
         self._changed.set()
 
@@ -250,7 +256,7 @@ class _UnderWay:
                 raise self._error
 
     def cancel(self) -> None:
-        """End what has not ended."""
+        """Cancel the tasks that have not ended."""
         for task in self.tasks:
             task.cancel()
 
@@ -261,49 +267,49 @@ class _UnderWay:
 
 
 @dataclass(eq=False)
-class _Draft:
-    """A group in the making."""
+class _PendingGroup:
+    """A group whose responses are being generated and scored."""
 
-    ticket: int
+    prompt_index: int
     prompt: Prompt
     n: int
     before: UnfinishedGroup | None = None
+    """The group as an earlier call left it."""
     responses: dict[int, Response] = field(default_factory=dict[int, Response])
-    begun: list[Completion] = field(default_factory=list[Completion])
-    """Samples that were cut short."""
+    partial: list[Completion] = field(default_factory=list[Completion])
+    """Responses that were cut short in this call."""
     num_failed: int = 0
     """Responses without a score."""
     greedy_score: float | None = None
 
     def __post_init__(self) -> None:
+        self.partial_before = () if self.before is None else tuple(self.before.partial)
+        """Responses that were cut short earlier, to be continued."""
         if self.before is not None:
             self.responses = dict(self.before.responses)
         self.num_missing = self.n - len(self.responses)
-        """Samples that are still to be generated."""
+        """Responses that are still to be generated."""
         self._prompt_ids = np.array(self.prompt.token_ids, np.int64)
         self._has_started = False
 
-    def take_begun(self) -> tuple[Completion, ...]:
-        """The samples to go on with."""
-        return () if self.before is None else tuple(self.before.begun)
-
     def start_with(self, prompt_ids: Any) -> None:
-        """Note the tokens that an episode began with.
+        """Set the tokens that an episode starts with.
 
         Raises:
-            UserError: another one of the group began with others.
+            UserError: another episode of the group started with other tokens.
         """
         if self._has_started and not np.array_equal(prompt_ids, self._prompt_ids):
             raise UserError(
-                f"rollout.multi_turn.environment began episodes of one row with different messages: those of a group "
-                f"are compared with each other, so they have to begin alike (row {self.prompt.row!r:.200})"
+                "rollout.multi_turn.environment started episodes of one row with different messages; expected the same "
+                f"messages in a group, whose episodes are compared with each other (row {self.prompt.row!r:.200})"
             )
         self._has_started = True
         self._prompt_ids = prompt_ids
 
     def group(self) -> Group:
+        """Return the complete group."""
         return Group(
-            ticket=self.ticket,
+            prompt_index=self.prompt_index,
             prompt_ids=self._prompt_ids,
             responses=[self.responses[i] for i in range(self.n)],
             greedy_score=self.greedy_score,
@@ -311,4 +317,5 @@ class _Draft:
         )
 
     def unfinished(self) -> UnfinishedGroup:
-        return UnfinishedGroup(ticket=self.ticket, responses=self.responses, begun=self.begun)
+        """Return the group to be continued later."""
+        return UnfinishedGroup(prompt_index=self.prompt_index, responses=self.responses, partial=self.partial)

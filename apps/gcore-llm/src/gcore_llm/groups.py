@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from gcore_llm.config import AlgorithmConfig
 from gcore_llm.images import PromptImages
-from gcore_rollout import Completion
-from gcore_rollout.multi_turn import EpisodeEnd
+from gcore_rollout import Completion, EpisodeEnd
 from gcore_trainer import Sample
 
 
@@ -24,14 +23,14 @@ class Response:
     truncated: bool
     score: float
     mask: NDArray[np.bool_] | None = None
-    """Where the policy wrote the token; None: everywhere."""
+    """Whether the policy generated the token; None: it generated all of them."""
     end: EpisodeEnd | None = None
     """How an episode of several turns ended; None: there is one turn."""
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     """Numbers that explain the score, by name."""
 
     def state(self) -> dict[str, Any]:
-        """As plain arrays and numbers, for a checkpoint."""
+        """Return plain arrays and numbers for a checkpoint."""
         return {**vars(self), "parts": dict(self.parts)}
 
     @classmethod
@@ -51,34 +50,38 @@ class Response:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnfinishedGroup:
-    """A group of which some responses were cut short, to go on in a later step."""
+    """A group some of whose responses were cut short, to be continued in a later step."""
 
-    ticket: int
-    responses: Mapping[int, Response]
-    """Those that are finished, by index."""
-    begun: Sequence[Completion]
-    """Those that are not, with the tokens that they have."""
+    prompt_index: int
+    responses: Mapping[int, Response] = field(default_factory=dict[int, Response])
+    """The finished responses, by index."""
+    partial: Sequence[Completion] = ()
+    """The others, with their tokens so far."""
 
     @property
     def oldest_version(self) -> int | None:
-        """Of the weights that made any token; None: there is none yet."""
-        versions = [*(r.weight_versions for r in self.responses.values()), *(c.weight_versions for c in self.begun)]
+        """Oldest weight version that generated any token; None: there is no token yet."""
+        versions = [*(r.weight_versions for r in self.responses.values()), *(c.weight_versions for c in self.partial)]
         return min((int(v.min()) for v in versions if v.size), default=None)
 
+    def restarted(self) -> "UnfinishedGroup":
+        """Return the group without any response."""
+        return UnfinishedGroup(prompt_index=self.prompt_index)
+
     def state(self) -> dict[str, Any]:
-        """As plain arrays and numbers, for a checkpoint."""
+        """Return plain arrays and numbers for a checkpoint."""
         return {
-            "ticket": self.ticket,
+            "ticket": self.prompt_index,
             "responses": [{"index": i, **r.state()} for i, r in self.responses.items()],
-            "begun": [asdict(completion) for completion in self.begun],
+            "begun": [asdict(completion) for completion in self.partial],
         }
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "UnfinishedGroup":
         return cls(
-            ticket=state["ticket"],
+            prompt_index=state["ticket"],
             responses={r["index"]: Response.from_state(r) for r in state["responses"]},
-            begun=[Completion(**completion) for completion in state["begun"]],
+            partial=[Completion(**completion) for completion in state["begun"]],
         )
 
 
@@ -86,18 +89,18 @@ class UnfinishedGroup:
 class Group:
     """The responses to one prompt."""
 
-    ticket: int
-    """Place of the prompt in the run's global order."""
+    prompt_index: int
+    """Position of the prompt in the run's global order."""
     prompt_ids: NDArray[np.int64]
     responses: list[Response]
     greedy_score: float | None = None
     """Score of the greedy response, where the algorithm compares with it."""
     images: PromptImages | None = None
-    """Of the prompt."""
+    """Images of the prompt."""
 
     @property
     def oldest_version(self) -> int:
-        """Of the weights that made any token."""
+        """Oldest weight version that generated any token."""
         return min(int(r.weight_versions[slice(None) if r.mask is None else r.mask].min()) for r in self.responses)
 
     @property
@@ -115,7 +118,7 @@ class Group:
         return np.array([r.token_ids.size for r in self.responses])
 
     def samples(self, algorithm: AlgorithmConfig) -> list[Sample]:
-        """What the trainer learns from, still without advantages; of a filtered response no token counts."""
+        """Return the samples to train on, without advantages yet; no token of a filtered response counts."""
         images = None if self.images is None else self.images.for_training()
         return [
             Sample(
@@ -132,9 +135,9 @@ class Group:
         ]
 
     def state(self) -> dict[str, Any]:
-        """As plain arrays and numbers, for a checkpoint."""
+        """Return plain arrays and numbers for a checkpoint."""
         return {
-            "ticket": self.ticket,
+            "ticket": self.prompt_index,
             "prompt_ids": self.prompt_ids,
             "responses": [r.state() for r in self.responses],
             "greedy_score": self.greedy_score,
@@ -145,7 +148,7 @@ class Group:
     def from_state(cls, state: dict[str, Any]) -> "Group":
         images = state.get("images")
         return cls(
-            ticket=state["ticket"],
+            prompt_index=state["ticket"],
             prompt_ids=np.asarray(state["prompt_ids"]),
             responses=[Response.from_state(r) for r in state["responses"]],
             greedy_score=state["greedy_score"],

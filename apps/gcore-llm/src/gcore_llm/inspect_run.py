@@ -10,13 +10,13 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.evaluate import Evaluation, evaluate
 from gcore_llm.prompts import Problem, make_prompts
 from gcore_llm.rewards import Rewards
-from gcore_llm.roles import Sampler, build_engine, build_tokenizer, build_world, check_model
+from gcore_llm.roles import SamplingRoles, build_engine, build_environment, build_tokenizer, check_model
 from gcore_llm.train import load_prompts
 from gcore_rollout import Engine, Request, SamplingParams
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import RunFolder
 from gcore_runs.settings import resolve
-from gcore_trainer.lora import merged
+from gcore_trainer import merge_lora
 
 
 async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
@@ -43,7 +43,7 @@ async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
     saved = checkpointer.load(only=["step", "trainer.model"])
     weights = saved["trainer"]["model"].items()
     if config.actor.lora is not None:
-        weights = merged(load(model).items(), saved["trainer"]["model"], config.actor.lora)
+        weights = merge_lora(load(model).items(), saved["trainer"]["model"], config.actor.lora)
     await engine.update_weights(weights, version=saved["step"])
     return config, tokenizer, engine, saved["step"]
 
@@ -77,11 +77,11 @@ async def evaluate_run(path: Path) -> tuple[int, Evaluation]:
         raise UserError(f"{path} has no held-out prompts: it was trained with data.val_size=0 and no data.val_files")
     rewards = await Rewards.start(config)
     result = await evaluate(
-        Sampler(
+        SamplingRoles(
             policy=engine,
             reward=rewards.runner,
             tokenizer=tokenizer,
-            world=build_world(config, tokenizer, rewards.runner),
+            environment=build_environment(config, tokenizer, rewards.runner),
         ),
         prompts.val,
         group=InlineCollectives(InlineGroup(1), 0),

@@ -37,7 +37,7 @@ def check_lengths(config: TrainConfig, prompts: PromptSets) -> None:
         UserError: the longest prompt and the longest response together are more than the policy or the critic takes.
     """
     longest = max(len(prompt.token_ids) for prompt in (*prompts.train, *prompts.val))
-    critic = config.critic.model if config.algorithm.adv_estimator == "gae" else ""
+    critic = config.critic.model if config.algorithm.estimator.needs_critic else ""
     for setting, model in (("model", config.model), ("critic.model", critic)):
         limit = longest_sequence(Path(model) if model else None) if model or setting == "model" else None
         if limit is not None and longest + config.data.max_response_length > limit:

@@ -10,10 +10,10 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.engine_config import EngineConfig
 from gcore_llm.engines import engine_factory
 from gcore_llm.evaluate import Evaluation
-from gcore_llm.exchange import sample_flops
-from gcore_llm.program import Job, rlhf_program
+from gcore_llm.micro_batches import sample_flops
+from gcore_llm.modality import Job, rlhf_program
 from gcore_llm.rewards import Rewards
-from gcore_llm.roles import Roles, build_tokenizer, build_world, eos_token_ids
+from gcore_llm.roles import Roles, build_environment, build_tokenizer, eos_token_ids
 from gcore_llm.services import Inputs
 from gcore_llm.trainer_worker import ray_trainer_spec
 from gcore_runs.on_ray.controller_process import ControllerServices
@@ -59,7 +59,7 @@ async def _run_controller(
             reward=rewards.runner,
             comparison=rewards.comparison,
             tokenizer=tokenizer,
-            world=build_world(config, tokenizer, rewards.runner),
+            environment=build_environment(config, tokenizer, rewards.runner),
             policy_slots=own.num_engines * config.rollout.max_num_seqs,
             learner=RayTrainerClient(
                 ctx.roles.ranks, ctx.group, own.devices, cost_of=partial(sample_flops, job.workload)

@@ -1,4 +1,4 @@
-"""How fast and how large training is, under verl's names."""
+"""Metrics of the speed and the memory of training, under verl's names."""
 
 import resource
 
@@ -13,16 +13,16 @@ PEAK_FLOPS = {
     "L40S": 362e12,
     "L40": 181e12,
 }
-"""Dense bfloat16 FLOPs a second, by a part of the device's name; more special names first."""
+"""Dense bfloat16 FLOPs per second, by a part of the device's name; more specific names come first."""
 
 
 def speed(flops: float, seconds: float, *, num_devices: int, device: str) -> dict[str, float]:
-    """Achieved model FLOPs a second and device, and, where the device's peak is known, their share of it (MFU).
+    """Return the model FLOPs per second and device and, if the device's peak is known, the fraction of it (MFU).
 
     Args:
-        flops: of forward and backward passes, recomputation not counted.
-        seconds: they took.
-        num_devices: that worked on them.
+        flops: of forward and backward passes, without recomputation.
+        seconds: the time they took.
+        num_devices: number of devices that computed them.
         device: as torch names it.
     """
     achieved = flops / max(seconds, 1e-9) / num_devices
@@ -38,7 +38,7 @@ def speed(flops: float, seconds: float, *, num_devices: int, device: str) -> dic
 
 
 def memory(device: str) -> dict[str, float]:
-    """The most memory that this process has used so far, in GB: of the host and, on CUDA, of the device."""
+    """Return the peak memory of this process so far, in GB: of the host and, on CUDA, of the device."""
     metrics = {"perf/max_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
     if device.startswith("cuda"):
         import torch

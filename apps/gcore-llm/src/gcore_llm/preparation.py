@@ -10,28 +10,22 @@ from numpy.typing import NDArray
 from gcore_controller import Collectives
 from gcore_llm.config import AlgorithmConfig, KLControlConfig
 from gcore_llm.groups import Group
-from gcore_trainer import Sample
-from gcore_trainer.advantages import (
-    discounted_returns,
-    gae,
-    group_advantages,
-    grpo_advantages,
-    moments,
-    remax_advantages,
-    whiten,
-)
-from gcore_trainer.reward_shaping import (
+from gcore_trainer import (
     AdaptiveKLController,
+    AdvantageConfig,
     FixedKLController,
+    Sample,
+    ScoredGroup,
     kl_estimates,
     kl_rewards,
     overlong_penalty,
+    rollout_correction,
+    weight_moments,
+    whiten,
+    whitening_moments,
 )
-from gcore_trainer.rollout_correction import rollout_correction, weight_moments
 
 KLController = FixedKLController | AdaptiveKLController
-_WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
-"""Estimators whose advantages are whitened over the batch."""
 _READ = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values")
 """Arrays of a sample that advantages and corrections are made of."""
 
@@ -69,7 +63,7 @@ async def prepare(
     """
     for g, own in zip(groups, samples, strict=True):
         for i, sample in enumerate(own):
-            sample.check_finite(f"response {i} to prompt {g.ticket}", *_READ)
+            sample.check_finite(f"response {i} to prompt {g.prompt_index}", *_READ)
     rewards = [
         [_rewards(g, i, s, algorithm, kl.value, max_response_length) for i, s in enumerate(own)]
         for g, own in zip(groups, samples, strict=True)
@@ -78,9 +72,9 @@ async def prepare(
     metrics = await _statistics("critic/rewards", [np.array([r.sum()]) for own in rewards for r in own], group)
     if algorithm.kl_ctrl.kl_coef:
         metrics |= await _follow_divergence(found, algorithm.kl_ctrl, kl, group)
-    if algorithm.adv_estimator in _WHITENED:
+    if algorithm.estimator.whiten:
         await _whiten_over_batch(found, group)
-    if algorithm.adv_estimator == "gae":
+    if algorithm.estimator.needs_critic:
         for field in ("values", "returns"):
             metrics |= await _statistics(f"critic/{field}", _counted(found, field), group)
     metrics |= await _statistics("critic/advantages", _counted(found, "advantages"), group)
@@ -115,29 +109,18 @@ def _rewards(
 def _with_advantages(
     group: Group, samples: Sequence[Sample], rewards: list[NDArray[np.float64]], algorithm: AlgorithmConfig
 ) -> list[Sample]:
-    match algorithm.adv_estimator:
-        case "reinforce_plus_plus":
-            returns = [
-                discounted_returns(r, s.mask, gamma=algorithm.gamma) for r, s in zip(rewards, samples, strict=True)
-            ]
-            return [_replaced(s, advantages=a) for s, a in zip(samples, returns, strict=True)]
-        case "gae":
-            return [_with_gae(s, r, algorithm) for s, r in zip(samples, rewards, strict=True)]
-        case "grpo":
-            norm = algorithm.norm_adv_by_std_in_grpo
-            scalars = grpo_advantages([r.sum() for r in rewards], norm_adv_by_std_in_grpo=norm)
-        case "remax":
-            assert group.greedy_score is not None
-            scalars = remax_advantages([r.sum() for r in rewards], group.greedy_score)
-        case estimator:
-            scalars = group_advantages([r.sum() for r in rewards], estimator)
-    return [_replaced(s, advantages=np.full(s.mask.shape, a)) for s, a in zip(samples, scalars, strict=True)]
-
-
-def _with_gae(sample: Sample, rewards: NDArray[np.float64], algorithm: AlgorithmConfig) -> Sample:
-    assert sample.values is not None
-    advantages, returns = gae(rewards, sample.values, sample.mask, gamma=algorithm.gamma, lam=algorithm.lam)
-    return _replaced(sample, advantages=advantages, returns=returns)
+    scored = ScoredGroup(
+        rewards=rewards,
+        masks=[s.mask for s in samples],
+        values=[s.values for s in samples if s.values is not None] or None,
+        greedy_score=group.greedy_score,
+    )
+    settings = AdvantageConfig(
+        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo, gamma=algorithm.gamma, lam=algorithm.lam
+    )
+    advantages, returns = algorithm.estimator(scored, settings)
+    found = [_replaced(s, advantages=a) for s, a in zip(samples, advantages, strict=True)]
+    return found if returns is None else [_replaced(s, returns=r) for s, r in zip(found, returns, strict=True)]
 
 
 def _policy_and_reference(sample: Sample) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -167,7 +150,7 @@ async def _follow_divergence(
 async def _whiten_over_batch(samples: list[list[Sample]], group: Collectives) -> None:
     """Whiten the advantages over all controllers' samples, in place in the lists."""
     own = [(s.advantages, s.mask) for part in samples for s in part if s.advantages is not None]
-    batch = sum(await group.all_gather(moments([a for a, _ in own], [m for _, m in own])), np.zeros(3))
+    batch = sum(await group.all_gather(whitening_moments([a for a, _ in own], [m for _, m in own])), np.zeros(3))
     for part in samples:
         for i, sample in enumerate(part):
             assert sample.advantages is not None

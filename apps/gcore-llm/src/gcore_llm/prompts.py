@@ -1,4 +1,4 @@
-"""Prompts: from the user's files or from a task, tokenized, filtered, and split into training and held-out ones."""
+"""Prompts of the user's files: tokenized, filtered, and split into training and held-out prompts."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ import numpy as np
 
 from gcore_llm.config import DataConfig
 from gcore_llm.images import PromptImages, images_of, vision_processor, with_parts
-from gcore_rollout.errors import RolloutError
+from gcore_rollout import RolloutError
 from gcore_runs.errors import UserError
 
 RowT = TypeVar("RowT")
@@ -24,11 +24,11 @@ class Prompt:
     text: str
     token_ids: tuple[int, ...]
     row: Mapping[str, Any]
-    """What the reward sees: every column of the data set."""
+    """Every column of the data set, for the reward."""
     images: PromptImages | None = None
 
     def encoded_images(self) -> tuple[bytes, ...]:
-        """As files, in the order of their places in the prompt."""
+        """Return the encoded image files, in the order of their places in the prompt."""
         return () if self.images is None else self.images.encoded()
 
 
@@ -40,24 +40,24 @@ class Problem:
     """Text, or a list of chat messages."""
     row: Mapping[str, Any]
     where: str
-    """Names the prompt in errors."""
+    """Name of the prompt in errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSets:
-    """What a run trains on and what it is judged by."""
+    """The prompts that a run trains on, and the held-out ones that evaluate it."""
 
     train: list[Prompt]
     val: list[Prompt]
     num_too_long: int
-    """Left out because they exceed data.max_prompt_length."""
+    """Number of prompts left out because they exceed data.max_prompt_length."""
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:
-    """Rows of a JSONL or Parquet file.
+    """Read the rows of a JSONL or Parquet file.
 
     Raises:
-        UserError: missing, unknown ending, unreadable, broken line, no rows.
+        UserError: the file is missing, unreadable, malformed or empty, or has another ending.
     """
     file = Path(path)
     if file.is_dir():
@@ -77,7 +77,7 @@ def _rows_of(path: Path) -> list[dict[str, Any]]:
     match path.suffix:
         case ".jsonl":
             try:
-                # Not splitlines: JSON strings may hold the other characters that it takes for line ends.
+                # JSON strings may contain other characters that splitlines takes for line ends.
                 lines = path.read_text("utf-8").split("\n")
             except UnicodeDecodeError as error:
                 raise UserError(f"data file {path} is not UTF-8: {error}") from None
@@ -90,7 +90,7 @@ def _rows_of(path: Path) -> list[dict[str, Any]]:
             except pyarrow.ArrowException as error:
                 raise UserError(f"data file {path} is not Parquet: {error}") from None
         case _:
-            raise UserError(f"data file {path} ends in {path.suffix!r}: .jsonl or .parquet is needed")
+            raise UserError(f"data file {path} ends in {path.suffix!r}; expected .jsonl or .parquet")
 
 
 def _parsed(line: str, where: str) -> dict[str, Any]:
@@ -99,20 +99,20 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON: {error}") from None
     if not isinstance(row, dict):
-        raise UserError(f"{where} is {type(row).__name__}: a JSON object is needed")
+        raise UserError(f"{where} is {type(row).__name__}; expected a JSON object")
     return row
 
 
 def uses_plain_text(value: object, tokenizer: Any, data: DataConfig) -> bool:
-    """Whether a prompt goes to the model as it is, without a chat template."""
+    """Return whether a prompt is given to the model without a chat template."""
     return isinstance(value, str) and (data.apply_chat_template == "never" or tokenizer.chat_template is None)
 
 
 def render(value: object, tokenizer: Any, data: DataConfig, where: str) -> str:
-    """The text that the model is to continue, for a prompt given as text or as chat messages.
+    """Return the text that the model continues, for a prompt given as text or as chat messages.
 
     Raises:
-        UserError: neither, or messages without a chat template.
+        UserError: the prompt is neither, or is messages and the tokenizer has no chat template.
     """
     if isinstance(value, str):
         if not value:
@@ -121,7 +121,7 @@ def render(value: object, tokenizer: Any, data: DataConfig, where: str) -> str:
             return value
         value = [{"role": "user", "content": value}]
     if not are_messages(value):
-        raise UserError(f"{where} is {value!r:.80}: text, or a list of messages with role and content, is needed")
+        raise UserError(f"{where} is {value!r:.80}; expected text, or a list of messages with role and content")
     if tokenizer.chat_template is None:
         raise UserError(f"{where} is a list of chat messages: the model's tokenizer has no chat template to render it")
     messages = with_parts(value) if data.image_key else value
@@ -134,7 +134,7 @@ def render(value: object, tokenizer: Any, data: DataConfig, where: str) -> str:
 
 
 def are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
-    """Whether ``value`` is a list of chat messages, of at least one."""
+    """Return whether ``value`` is a list of at least one chat message."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -143,15 +143,15 @@ def are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def takes_special_tokens(text: str, tokenizer: Any) -> bool:
-    """Whether special tokens belong around plain text: not where it begins with the tokenizer's BOS already."""
+    """Return whether the tokenizer adds special tokens to plain text, which it does unless the text starts with BOS."""
     return not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
 
 
 def make_prompts(problems: Iterable[Problem], tokenizer: Any, data: DataConfig) -> list[Prompt]:
     """Render and tokenize prompts, for training, for evaluation and for `sample`.
 
-    Text that a chat template rendered has the template's special tokens alone, other text the tokenizer's, as
-    ``tokenizer.apply_chat_template`` and ``tokenizer`` of transformers give them.
+    Text rendered by a chat template has only the template's special tokens, other text has the tokenizer's, as with
+    ``tokenizer.apply_chat_template`` and ``tokenizer`` of transformers.
 
     Raises:
         UserError: see `render`.
@@ -175,11 +175,11 @@ def make_prompts(problems: Iterable[Problem], tokenizer: Any, data: DataConfig) 
 
 
 def load_files(data: DataConfig, tokenizer: Any, *, seed: int) -> PromptSets:
-    """Prompts of data.train-files and data.val-files.
+    """Load the prompts of data.train-files and data.val-files.
 
     Raises:
-        UserError: see `read_rows`, `render` and `images_of`; images that do not fit their prompt, or a model that sees
-            none; or nothing is left to train on.
+        UserError: see `read_rows`, `render` and `images_of`; images do not match their prompt, or the model takes no
+            images; or no prompt is left to train on.
     """
     train, val = (
         [prompt for path in paths for prompt in _load_file(path, data, tokenizer)]
@@ -216,7 +216,7 @@ def _load_file(path: str, data: DataConfig, tokenizer: Any) -> list[Prompt]:
 
 
 def columns(row: Mapping[str, Any]) -> str:
-    """Name a row's columns, for errors."""
+    """Return the names of a row's columns, for errors."""
     return ", ".join(map(repr, row)) or "none"
 
 
@@ -232,7 +232,7 @@ def _with_images(prompt: Prompt, image_key: str, tokenizer: Any, folder: Path, w
 
 
 def hold_out(rows: Sequence[RowT], *, size: int, seed: int) -> tuple[list[RowT], list[RowT]]:
-    """The rows to train on, and ``size`` others drawn by ``seed``, but never more than a tenth; both in their order."""
+    """Return the rows to train on, and ``size`` held-out ones drawn by ``seed`` (at most a tenth), in their order."""
     order = np.random.default_rng(seed).permutation(len(rows))
     held_out = set(order[: min(size, len(rows) // 10)].tolist())
     return [r for i, r in enumerate(rows) if i not in held_out], [rows[i] for i in sorted(held_out)]

@@ -1,4 +1,4 @@
-"""What scores a run's responses: a reward function, a reward model, or both."""
+"""The rewards of a run: a reward function, a reward model, or both."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -8,29 +8,25 @@ from typing import Any, Self, TypeVar
 from gcore_llm.comparison import Comparison
 from gcore_llm.config import TrainConfig
 from gcore_llm.engines import check_engine, start_judge
-from gcore_llm.reward_config import JudgeConfig
 from gcore_llm.roles import build_tokenizer, check_model, eos_token_ids
-from gcore_rollout import Engine, SamplingParams
-from gcore_rollout.multi_turn import ChatEncoder
-from gcore_rollout.rewards import (
-    CodeReward,
+from gcore_rollout import (
+    ChatEncoder,
     CompositeReward,
+    Engine,
     GroupRewardRunner,
     HTTPReward,
     JudgeModel,
     JudgeReward,
-    MathVerifyReward,
     PairwiseJudge,
     ReasoningGymReward,
     RetryPolicy,
     RewardFunction,
     RewardRunner,
     RewardRunnerConfig,
-    ScorePattern,
     WinnerPattern,
-    load_reward,
+    build_reward,
+    reward_names,
 )
-from gcore_rollout.sandbox import Sandbox
 from gcore_runs.errors import UserError
 from gcore_runs.instrumented_engine import NO_INSTRUMENTATION, Instrumentation
 
@@ -70,7 +66,7 @@ class Rewards:
     """Scores responses through `runner` until it is closed; made by `start`.
 
     Attributes:
-        comparison: What scores the responses of a group against each other besides.
+        comparison: Scores the responses of a group against each other; None: they are not compared.
     """
 
     def __init__(
@@ -89,31 +85,31 @@ class Rewards:
     async def start(
         cls, config: TrainConfig, *, instrumentation: Instrumentation = NO_INSTRUMENTATION, judge: Engine | None = None
     ) -> Self:
-        """Load what the config names.
+        """Load the rewards that the config names.
 
         Args:
-            judge: the engine of a judge's model, which is to be closed with the rewards; None: it is started here.
-            instrumentation: where a judge's replicas are to be seen.
+            config: of the run.
+            watched: instrumentation of a judge's replicas.
+            judge: the engine of a judge's model, to be closed with the rewards; None: it is started here.
 
         Raises:
             UserError: a bad setting, or a folder that is no such model.
             RewardError: the reward function does not load.
         """
-        if config.reward_model.kind == "none":
+        settings = config.reward_model
+        if settings.kind not in _MODELS:
             return cls(reward_function(config), config, close=_nothing)
         # First what cannot leave a model behind if it fails.
         has_function = bool(config.reward or config.task.name)
         rewards = {"function": reward_function(config)} if has_function else {}
         weights = {"function": 1.0} if has_function else {}
-        if config.reward_model.kind == "judge" and config.reward_model.judge.pairwise:
+        if settings.is_pairwise:
             compare, close = await _pairwise_judge(config, instrumentation, judge)
-            comparison = Comparison(
-                GroupRewardRunner(compare, _runner_config(config)), weight=config.reward_model.weight
-            )
+            comparison = Comparison(GroupRewardRunner(compare, _runner_config(config)), weight=settings.weight)
             alone = CompositeReward(rewards, weights=weights) if has_function else no_reward
             return cls(alone, config, comparison=comparison, close=close)
-        model, close = await _reward_model(config, instrumentation, judge)
-        rewards["model"], weights["model"] = model, config.reward_model.weight
+        model, close = await _MODELS[settings.kind](config, instrumentation, judge)
+        rewards["model"], weights["model"] = model, settings.weight
         return cls(CompositeReward(rewards, weights=weights), config, close=close)
 
     async def close(self) -> None:
@@ -124,7 +120,7 @@ class Rewards:
 
 
 def make_runner(reward: RewardFunction, config: TrainConfig) -> RewardRunner:
-    """What calls a reward as the config says."""
+    """Return the runner that calls a reward by the settings of a run."""
     return RewardRunner(reward, _runner_config(config))
 
 
@@ -140,89 +136,94 @@ def _runner_config(config: TrainConfig) -> RewardRunnerConfig:
 
 
 def reward_function(config: TrainConfig) -> RewardFunction:
-    """The reward function that the config names.
+    """Load the reward function that the config names.
 
     Raises:
         UserError: none is named.
         RewardError: it does not load.
     """
-    if config.task.name and not config.reward:
+    if config.reward:
+        return build_reward(config.reward)
+    if config.task.name:
         return ReasoningGymReward(answer_after=config.answer_after)
-    match config.reward:
-        case "" if config.rollout.multi_turn.environment:
-            return no_reward
-        case "":
-            raise UserError(
-                "reward is not set: PATH.py:function, math-verify or code is needed with data.train_files, "
-                "or a reward_model, or an environment that rewards"
-            )
-        case "math-verify":
-            return MathVerifyReward()
-        case "code":
-            return CodeReward(Sandbox())
-        case _:
-            return load_reward(config.reward)
+    if config.rollout.multi_turn.environment:
+        return no_reward
+    raise UserError(
+        f"reward is not set: PATH.py:function, {' or '.join(reward_names())} is needed with data.train_files, "
+        "or a reward_model, or an environment that rewards"
+    )
 
 
-async def _reward_model(
+async def _server(
     config: TrainConfig, instrumentation: Instrumentation, judge: Engine | None
 ) -> tuple[RewardFunction, Close]:
-    """The model that the config names, and what frees it."""
+    """Return a reward from a server."""
+    del instrumentation, judge
+    # The runner around it does not retry failures that were retried here.
+    server = HTTPReward(
+        config.reward_model.path,
+        timeout_s=config.reward_calls.timeout_s,
+        retry=RetryPolicy(max_retries=config.reward_calls.max_retries),
+        max_connections=config.reward_calls.max_concurrency,
+    )
+    return server, server.close
+
+
+async def _classifier(
+    config: TrainConfig, instrumentation: Instrumentation, judge: Engine | None
+) -> tuple[RewardFunction, Close]:
+    """Load a sequence classifier."""
+    del instrumentation, judge
+    import torch
+
+    from gcore_rollout import SequenceClassifierReward
+
     path = config.reward_model.path
-    if config.reward_model.kind == "server":
-        # The runner around it does not retry what this has retried.
-        server = HTTPReward(
-            path,
-            timeout_s=config.reward_calls.timeout_s,
-            retry=RetryPolicy(max_retries=config.reward_calls.max_retries),
-            max_connections=config.reward_calls.max_concurrency,
-        )
-        return server, server.close
     check_model(Path(path), setting="reward_model.path")
-    if config.reward_model.kind == "classifier":
-        import torch
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    tokenizer = build_tokenizer(Path(path))
 
-        from gcore_rollout.rewards.sequence_classifier import SequenceClassifierReward
+    def encode(prompt: str, completion: str) -> Sequence[int]:
+        # The prompt is rendered already, and the model has learned to score at the token that ends an answer.
+        text = prompt + completion + tokenizer.eos_token
+        return tokenizer(text, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
 
-        dtype: torch.dtype = getattr(torch, config.dtype)
-        tokenizer = build_tokenizer(Path(path))
+    classifier = SequenceClassifierReward.from_pretrained(path, encode=encode, dtype=dtype, device=config.device)
 
-        def encode(prompt: str, completion: str) -> Sequence[int]:
-            # The prompt is rendered already, and the model has learned to score at the token that ends an answer.
-            text = prompt + completion + tokenizer.eos_token
-            return tokenizer(text, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
+    async def close() -> None:
+        classifier.close()
 
-        classifier = SequenceClassifierReward.from_pretrained(path, encode=encode, dtype=dtype, device=config.device)
-
-        async def close() -> None:
-            classifier.close()
-
-        return classifier, close
-    return await _judge(config, instrumentation, judge)
+    return classifier, close
 
 
 async def _judge(
     config: TrainConfig, instrumentation: Instrumentation, engine: Engine | None
 ) -> tuple[RewardFunction, Close]:
+    """Start a generative reward model that scores responses one by one."""
     judge = config.reward_model.judge
     make = partial(
         JudgeReward,
-        template=_template(judge, default=_QUESTION),
-        parse=ScorePattern(pattern=judge.pattern or ScorePattern.pattern, low=judge.low, high=judge.high),
+        template=judge.question(_QUESTION, setting="reward_model.judge.template"),
+        parse=judge.score_pattern,
         reduce=judge.reduce,
         on_unparsable="drop" if judge.unparsable_score is None else judge.unparsable_score,
     )
     return await _asking(config, make, instrumentation, engine)
 
 
+_MODELS = {"judge": _judge, "classifier": _classifier, "server": _server}
+"""The kinds of reward model."""
+
+
 async def _pairwise_judge(
     config: TrainConfig, instrumentation: Instrumentation, engine: Engine | None
 ) -> tuple[PairwiseJudge, Close]:
+    """Start a generative reward model that compares the responses of a group."""
     _check_pairwise(config)
     judge = config.reward_model.judge
     make = partial(
         PairwiseJudge,
-        template=_template(judge, default=_COMPARISON),
+        template=judge.question(_COMPARISON, setting="reward_model.judge.template"),
         parse=WinnerPattern(pattern=judge.pattern or WinnerPattern.pattern),
         on_unparsable="drop" if judge.unparsable_score is None else "tie",
     )
@@ -232,7 +233,7 @@ async def _pairwise_judge(
 async def _asking(
     config: TrainConfig, make: Callable[..., JudgeT], instrumentation: Instrumentation, engine: Engine | None
 ) -> tuple[JudgeT, Close]:
-    """What is made of the judge's model, and what frees that."""
+    """Make a reward of the judge's model, and return it with what frees the model."""
     judge, path = config.reward_model.judge, Path(config.reward_model.path)
     check_model(path, setting="reward_model.path")
     check_engine(judge, path, setting="reward_model.judge")
@@ -246,7 +247,7 @@ async def _asking(
         engine=engine,
         encode=lambda question: encoder.first([{"role": "user", "content": question}]),
         decode=encoder.text,
-        sampling=SamplingParams(max_tokens=judge.max_response_length, temperature=judge.temperature),
+        sampling=judge.sampling,
         n=judge.n,
         seed=config.seed,
     )
@@ -257,35 +258,27 @@ async def _asking(
         raise
 
 
-def _template(judge: JudgeConfig, *, default: str) -> str:
-    if not judge.template:
-        return default
-    try:
-        return Path(judge.template).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"reward_model.judge.template is {judge.template!r}: {error}") from None
-
-
 def _check_pairwise(config: TrainConfig) -> None:
-    """
+    """Check that responses can be compared as a group.
+
     Raises:
-        UserError: responses that cannot be compared as a group.
+        UserError: they cannot.
     """
     multi_turn = config.rollout.multi_turn
     if multi_turn.environment or multi_turn.max_revisions:
         raise UserError(
             "reward_model.judge.pairwise is true and rollout.multi_turn makes several turns: one of them is needed, "
-            "for what is compared is one response to one prompt"
+            "because one response to one prompt is compared"
         )
     if config.algorithm.adv_estimator == "remax":
         raise UserError(
             "reward_model.judge.pairwise is true and algorithm.adv_estimator is 'remax': another estimator is needed, "
-            "for its greedy response is in no group"
+            "because its greedy response is in no group"
         )
 
 
 def no_reward(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """Where the environment rewards."""
+    """Return 0, where only an environment or a comparison rewards."""
     del prompt, completion, row
     return 0.0
 

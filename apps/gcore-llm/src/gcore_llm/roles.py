@@ -1,4 +1,4 @@
-"""The role services of one run, built from its config."""
+"""The role services of a run, built from its config."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -7,14 +7,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gcore_controller import TrainerClient
+from gcore_controller import DeviceTimers, TrainerClient
 from gcore_llm.comparison import Comparison
 from gcore_llm.config import TrainConfig
 from gcore_llm.engines import start_policy
-from gcore_rollout import Engine
-from gcore_rollout.multi_turn import ChatEncoder, Environment, EpisodeLimits, RevisionEnvironment
-from gcore_rollout.rewards import Failed, FailureLog, OnError, RewardRunner, Scored, load_function
-from gcore_runs.devices import DeviceTimers
+from gcore_rollout import (
+    ChatEncoder,
+    Engine,
+    Environment,
+    EpisodeLimits,
+    Failed,
+    FailureLog,
+    OnError,
+    RevisionEnvironment,
+    RewardRunner,
+    Scored,
+    load_function,
+)
 from gcore_runs.errors import UserError
 from gcore_runs.instrumented_engine import NO_INSTRUMENTATION, Instrumentation
 from gcore_runs.weights_files import check_safetensors
@@ -22,55 +31,56 @@ from gcore_trainer import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
-    """What the policy acts in."""
+class EnvironmentRole:
+    """Environments in which the policy acts over several turns."""
 
     make: Callable[[Mapping[str, Any]], Environment]
-    """An environment of one episode, from a row."""
+    """Makes the environment of one episode from a row."""
     has_reward: bool
-    """Whether its rewards are all there is; otherwise the run's reward scores the last turn, too."""
+    """Whether its rewards are complete; otherwise the run's reward scores the last turn, in addition."""
     encoder: ChatEncoder
     limits: EpisodeLimits
     on_error: OnError
-    """Of an environment that fails."""
+    """What happens when an environment fails."""
     failures: FailureLog = field(default_factory=FailureLog)
-    """Of environments, where ``on_error`` is "drop"."""
+    """Failures of environments, with ``on_error`` "drop"."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampler:
-    """What it takes to sample and to score."""
+class SamplingRoles:
+    """The roles that sample and score."""
 
     policy: Engine
     reward: RewardRunner
     tokenizer: Any
     comparison: Comparison | None = None
-    """What scores the responses of a group against each other, beside the reward."""
-    world: World | None = None
-    """Where responses have several turns."""
+    """Scores the responses of a group against each other, in addition to the reward."""
+    environment: EnvironmentRole | None = None
+    """None: responses have one turn."""
     policy_slots: int | None = None
-    """Most responses that the policy generates at once, where it is a controller's own; None: all controllers share it,
-    and none has to take prompts from another."""
+    """Most responses that the policy generates at once, if it is the controller's own; None: all controllers share it,
+    and take no prompts from each other."""
     devices: DeviceTimers = field(default_factory=DeviceTimers)
-    """What notes when the policy's engines and the training ranks work."""
+    """Times the work of the policy's engines and of the training ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Roles(Sampler):
-    """Handles that a controller holds."""
+class Roles(SamplingRoles):
+    """The roles that a controller holds."""
 
     learner: TrainerClient[MicroBatch]
     owns_process: bool = False
-    """Whether nothing but the controller computes in its process."""
+    """Whether only the controller computes in its process."""
 
 
 def check_model(path: Path, *, setting: str = "model") -> None:
-    """
+    """Check that a folder holds a model.
+
     Raises:
         UserError: not a Hugging Face folder with weights, or of an architecture that transformers does not know.
     """
     if not (path / "config.json").is_file():
-        raise UserError(f"{setting} is {str(path)!r}: a Hugging Face folder with config.json is needed")
+        raise UserError(f"{setting} is {str(path)!r}; expected a Hugging Face folder with config.json")
     from transformers import AutoConfig
 
     try:
@@ -78,12 +88,12 @@ def check_model(path: Path, *, setting: str = "model") -> None:
     except (ValueError, OSError) as error:
         raise UserError(f"model folder {path} has a config.json that does not load: {error}") from None
     if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
-        raise UserError(f"model folder {path} has no weights: model.safetensors is needed")
+        raise UserError(f"model folder {path} has no weights; expected model.safetensors")
     check_safetensors(path)
 
 
 def build_tokenizer(path: Path) -> Any:
-    """The model folder's tokenizer.
+    """Load the model folder's tokenizer.
 
     Raises:
         UserError: it has none, or one that does not load or has no end-of-sequence token.
@@ -94,12 +104,12 @@ def build_tokenizer(path: Path) -> Any:
         (path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     ):
         raise UserError(
-            f"model folder {path} has no tokenizer: tokenizer.json (save_pretrained of the tokenizer) is needed"
+            f"model folder {path} has no tokenizer; expected tokenizer.json (save_pretrained of the tokenizer)"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:
-        # The parsers behind it raise whatever they stumble over.
+        # The parsers raise errors of many types.
         raise UserError(
             f"model folder {path} has a tokenizer that does not load: {type(error).__name__}: {error}"
         ) from error
@@ -109,7 +119,7 @@ def build_tokenizer(path: Path) -> Any:
 
 
 def eos_token_ids(tokenizer: Any, model: Path | None) -> list[int]:
-    """Every token that ends a response: the tokenizer's, and those of the model folder's generation settings."""
+    """Return the tokens that end a response: the tokenizer's, and those of the model folder's generation settings."""
     declared = None
     if model is not None:
         generation = model / "generation_config.json"
@@ -122,14 +132,14 @@ def eos_token_ids(tokenizer: Any, model: Path | None) -> list[int]:
 async def build_engine(
     config: TrainConfig, model: Path, tokenizer: Any, *, instrumentation: Instrumentation = NO_INSTRUMENTATION
 ) -> Engine:
-    """The policy's engine, with the weights of a model folder."""
+    """Start the policy's engine with the weights of a model folder."""
     return await start_policy(
         config, model, eos_token_ids=eos_token_ids(tokenizer, model), instrumentation=instrumentation
     )
 
 
-def build_world(config: TrainConfig, tokenizer: Any, reward: RewardRunner) -> World | None:
-    """The environment that the config names.
+def build_environment(config: TrainConfig, tokenizer: Any, reward: RewardRunner) -> EnvironmentRole | None:
+    """Build the environment that the config names; None: it names none.
 
     Raises:
         RewardError: it does not load.
@@ -141,7 +151,7 @@ def build_world(config: TrainConfig, tokenizer: Any, reward: RewardRunner) -> Wo
         make = load_function(multi_turn.environment, setting="rollout.multi_turn.environment")
     else:
         return None
-    return World(
+    return EnvironmentRole(
         make=make,
         has_reward=multi_turn.max_revisions > 0,
         encoder=ChatEncoder(tokenizer),

@@ -12,7 +12,7 @@ class MultiTurnConfig:
     """Responses of several turns, in an environment or with tools."""
 
     environment: str = ""
-    """PATH.py:function, which makes from a row an environment of one episode (gcore_rollout.multi_turn.Environment),
+    """PATH.py:function, which makes from a row an environment of one episode (gcore_rollout.Environment),
     such as a ToolEnvironment; it rewards turns, and the reward, if there is one, scores the last. Empty: one turn."""
     max_revisions: int = 0
     """In the place of an environment: so many times a response is handed back with its reward's feedback, such as a
@@ -70,7 +70,7 @@ class RolloutConfig(EngineConfig):
                 f"rollout.engine is {self.engine!r} and rollout.weights_dir is {self.weights_dir!r}: "
                 "a folder is needed with vllm_server and sglang_server, none with other engines"
             )
-        if self.speculative.num_speculative_tokens and self.engine != "vllm":
+        if self.speculative.num_speculative_tokens and not self.takes_speculation:
             raise UserError(
                 f"rollout.speculative.num_speculative_tokens is {self.speculative.num_speculative_tokens} and "
                 f"rollout.engine is {self.engine!r}: 'vllm' is needed; a server is told when it is started"

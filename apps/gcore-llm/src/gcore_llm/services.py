@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gcore_controller import (
     Context,
+    DeviceTimers,
     InlineBackend,
     Program,
     Recorder,
@@ -15,12 +16,11 @@ from gcore_controller import (
 )
 from gcore_llm.config import TrainConfig
 from gcore_llm.evaluate import Evaluation
-from gcore_llm.program import Job, rlhf_program
+from gcore_llm.modality import Job, rlhf_program
 from gcore_llm.prompts import PromptSets
 from gcore_llm.rewards import Rewards
-from gcore_llm.roles import Roles, Sampler, World, build_engine
+from gcore_llm.roles import EnvironmentRole, Roles, SamplingRoles, build_engine
 from gcore_llm.trainer_worker import start_trainer
-from gcore_runs.devices import DeviceTimers
 from gcore_runs.instrumented_engine import Instrumentation
 from gcore_runs.logs import logs_of
 from gcore_trainer import MicroBatch
@@ -37,7 +37,7 @@ class Inputs:
     tokenizer: Any
     prompts: PromptSets
     rewards: Rewards
-    world: World | None
+    environment: EnvironmentRole | None
     devices: DeviceTimers
     """Timers of the rewards' devices."""
     prometheus: "PrometheusExporter | None" = None
@@ -47,7 +47,7 @@ class Inputs:
 
 async def start_inline(
     inputs: Inputs, model: Path, checkpoints: Path
-) -> InlineBackend[Job, TrainConfig, Sampler, Evaluation]:
+) -> InlineBackend[Job, TrainConfig, SamplingRoles, Evaluation]:
     """Load the model for every role that needs it."""
     config = inputs.config
     # vLLM sets process-wide state as it starts, so it comes first.
@@ -58,16 +58,16 @@ async def start_inline(
     except BaseException:
         await policy.close()
         raise
-    sampler = Sampler(
+    sampler = SamplingRoles(
         policy=policy,
         reward=inputs.rewards.runner,
         comparison=inputs.rewards.comparison,
         tokenizer=inputs.tokenizer,
-        world=inputs.world,
+        environment=inputs.environment,
         devices=inputs.devices,
     )
 
-    def program(job: Job, recorder: Recorder[Evaluation]) -> Program[Sampler, None]:
+    def program(job: Job, recorder: Recorder[Evaluation]) -> Program[SamplingRoles, None]:
         return sharing(learner, rlhf_program(job, recorder), num_ranks=config.trainer.num_processes)
 
     return InlineBackend(
@@ -77,6 +77,6 @@ async def start_inline(
 
 def sharing(
     learner: SharedTrainerGroup[MicroBatch], program: Program[Roles, None], *, num_ranks: int = 0
-) -> Callable[[Context[Sampler]], Coroutine[Any, Any, None]]:
+) -> Callable[[Context[SamplingRoles]], Coroutine[Any, Any, None]]:
     """See `share_trainer`."""
     return share_trainer(learner, program, roles=Roles, num_ranks=num_ranks)

@@ -6,7 +6,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from gcore_llm.config import TaskConfig
-from gcore_rollout.rewards import import_reasoning_gym
+from gcore_rollout import import_reasoning_gym
 from gcore_runs.errors import UserError, one_line
 from gcore_runs.settings import converted
 

@@ -6,24 +6,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gcore_controller import Backend, TrainerGroup
+from gcore_controller import Backend, DeviceTimers, TrainerGroup
 from gcore_llm.config import MAY_CHANGE, TrainConfig
 from gcore_llm.engines import check_engine
 from gcore_llm.evaluate import Evaluation
-from gcore_llm.exchange import workload_of
+from gcore_llm.micro_batches import workload_of
+from gcore_llm.modality import Job, is_evaluation_due
 from gcore_llm.model_limits import check_lengths
-from gcore_llm.program import Job, is_evaluation_due
 from gcore_llm.prompts import PromptSets, load_files
 from gcore_llm.recorder import RunRecorder
 from gcore_llm.report import write_report
 from gcore_llm.rewards import Rewards
-from gcore_llm.roles import build_tokenizer, build_world, check_model
+from gcore_llm.roles import build_environment, build_tokenizer, check_model
 from gcore_llm.services import Inputs, start_inline
 from gcore_llm.tasks import load_task
 from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
 from gcore_llm.warmup import require_worked_examples, warm_up
-from gcore_rollout.rewards import Failed
-from gcore_runs.devices import DeviceTimers
+from gcore_rollout import Failed
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
 from gcore_runs.instrumented_engine import Instrumentation
@@ -56,7 +55,7 @@ def train(config: TrainConfig, display: Display) -> Result:
         check_model(Path(config.model))
     elif config.rollout.is_on_servers:
         raise UserError(f"rollout.engine is {config.rollout.engine!r} and model is not set: servers need a model")
-    if config.critic.model and config.algorithm.adv_estimator == "gae":
+    if config.critic.model and config.algorithm.estimator.needs_critic:
         check_model(Path(config.critic.model), setting="critic.model")
     if config.rollout.speculative.model:
         check_model(Path(config.rollout.speculative.model), setting="rollout.speculative.model")
@@ -85,13 +84,13 @@ def train(config: TrainConfig, display: Display) -> Result:
         )
         try:
             runner.run(_try_rewards(rewards, prompts, display, timeout_s=config.reward_calls.timeout_s))
-            world = build_world(config, tokenizer, rewards.runner)
+            environment = build_environment(config, tokenizer, rewards.runner)
             inputs = Inputs(
                 config=config,
                 tokenizer=tokenizer,
                 prompts=prompts,
                 rewards=rewards,
-                world=world,
+                environment=environment,
                 devices=devices,
                 prometheus=prometheus,
                 announce=display.say,

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gcore_runs.errors import UserError, check_at_least, check_port
-from gcore_trainer.errors import ConfigError
-from gcore_trainer.parallel import ParallelConfig
+from gcore_trainer import ConfigError, ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,19 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from gcore_ckpt import Checkpointer
 from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTrainerGroup, TrainerSpec
 from gcore_llm.config import TrainConfig
-from gcore_llm.exchange import sample_flops, workload_of
+from gcore_llm.micro_batches import sample_flops, workload_of
 from gcore_llm.performance import memory
 from gcore_runs.errors import UserError
 from gcore_runs.training_ranks import rank_spec
-from gcore_trainer import MicroBatch, OptimizerConfig
-from gcore_trainer.config import LoRAConfig
+from gcore_trainer import LoRAConfig, MicroBatch, OptimizerConfig
 
 if TYPE_CHECKING:
-    from gcore_rollout.weight_digests import DigestedWeights
-    from gcore_trainer.frozen_model import FrozenModel
-    from gcore_trainer.objectives import Objective
-    from gcore_trainer.torch_parallel import TorchParallel
-    from gcore_trainer.trainer import Trainer
+    from gcore_rollout import DigestedWeights
+    from gcore_trainer import FrozenModel, Objective, TorchParallel, Trainer
 
 Role = Literal["actor", "critic", "reference"]
 State = dict[str, Any]
@@ -29,7 +25,7 @@ State = dict[str, Any]
 
 def has_critic(config: TrainConfig) -> bool:
     """Whether the algorithm needs one."""
-    return config.algorithm.adv_estimator == "gae"
+    return config.algorithm.estimator.needs_critic
 
 
 def has_reference(config: TrainConfig) -> bool:
@@ -113,7 +109,7 @@ class LLMTrainerWorker:
         """See `TrainerWorker.export_weights`; there is no average of a language model's weights."""
         import torch
 
-        from gcore_rollout.weight_digests import DigestedWeights
+        from gcore_rollout import DigestedWeights
 
         assert not averaged
         # Some parameters stay in float32 in engines of another type.
@@ -181,7 +177,7 @@ def ray_trainer_spec(config: TrainConfig, model: Path, checkpoints: Path) -> Tra
     return trainer_spec(config, model, checkpoints, num_threads=num_threads)
 
 
-_PRELOADED = ["gcore_trainer.torch_trainer", "gcore_trainer.frozen_model", "torch._dynamo"]
+_PRELOADED = ["gcore_trainer.torch.trainer", "gcore_trainer.torch.frozen_model", "torch._dynamo"]
 
 
 def _make_worker(config: TrainConfig, model: Path, checkpoints: Path, device: str) -> LLMTrainerWorker:
@@ -214,7 +210,7 @@ def _numbers(state: State) -> State:
 
 
 def _join(config: TrainConfig) -> "TorchParallel | None":
-    from gcore_trainer.torch_parallel import TorchParallel
+    from gcore_trainer import TorchParallel
 
     parallel = config.trainer.parallel
     if config.trainer.backend == "megatron":
@@ -244,15 +240,14 @@ def _scheduled(optimizer: OptimizerConfig, config: TrainConfig) -> OptimizerConf
 
 
 def _build_actor(config: TrainConfig, model: Path, parallel: "TorchParallel | None") -> "Trainer":
-    from gcore_trainer.objectives import PolicyObjective
+    from gcore_trainer import PolicyObjective
 
     longest = config.actor.loss.max_response_length or config.data.max_response_length
     objective = PolicyObjective(replace(config.actor.loss, max_response_length=longest))
     if config.trainer.backend == "megatron":
         optimizer = _scheduled(config.actor.optim, config)
         return _build_megatron(config, model, optimizer, objective, lora=config.actor.lora)
-    from gcore_trainer.packed_model import PackedModel
-    from gcore_trainer.torch_trainer import TorchTrainer
+    from gcore_trainer import PackedModel, TorchTrainer
 
     packed = PackedModel.from_pretrained(
         model, temperature=config.rollout.temperature, lora=config.actor.lora, **_model_options(config)
@@ -263,14 +258,13 @@ def _build_actor(config: TrainConfig, model: Path, parallel: "TorchParallel | No
 
 
 def _build_critic(config: TrainConfig, model: Path, parallel: "TorchParallel | None") -> "Trainer":
-    from gcore_trainer.objectives import ValueObjective
+    from gcore_trainer import ValueObjective
 
     longest = config.critic.loss.max_response_length or config.data.max_response_length
     objective = ValueObjective(replace(config.critic.loss, max_response_length=longest))
     if config.trainer.backend == "megatron":
         return _build_megatron(config, model, _scheduled(config.critic.optim, config), objective)
-    from gcore_trainer.packed_model import PackedValueModel
-    from gcore_trainer.torch_trainer import TorchTrainer
+    from gcore_trainer import PackedValueModel, TorchTrainer
 
     packed = PackedValueModel.from_pretrained(model, **_model_options(config))
     return TorchTrainer(
@@ -288,7 +282,7 @@ def _build_megatron(
 ) -> "Trainer":
     import torch
 
-    from gcore_trainer.megatron.trainer import MegatronTrainer
+    from gcore_trainer import MegatronTrainer
 
     return MegatronTrainer(
         model,
@@ -304,8 +298,7 @@ def _build_megatron(
 
 
 def _build_reference(config: TrainConfig, model: Path, parallel: "TorchParallel | None") -> "FrozenModel":
-    from gcore_trainer.frozen_model import FrozenModel
-    from gcore_trainer.packed_model import PackedModel
+    from gcore_trainer import FrozenModel, PackedModel
 
     packed = PackedModel.from_pretrained(model, temperature=config.rollout.temperature, **_model_options(config))
     return FrozenModel(packed, parallel=parallel)

@@ -9,17 +9,14 @@ from gcore_controller import InlineCollectives, InlineGroup, StageTimer
 from gcore_llm.config import TrainConfig
 from gcore_llm.evaluate import evaluate
 from gcore_llm.prompts import PromptSets
-from gcore_llm.roles import Sampler, build_engine
+from gcore_llm.roles import SamplingRoles, build_engine
 from gcore_llm.tasks import WORKED_EXAMPLES
-from gcore_rollout.rewards import RewardRunner
+from gcore_rollout import RewardRunner
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
 from gcore_runs.instrumented_engine import Instrumentation
 from gcore_runs.run_folder import RunFolder, append_json, write_atomically, write_jsonl
-from gcore_trainer import OptimizerConfig, Sample
-from gcore_trainer.objectives import SFTObjective
-from gcore_trainer.packed_model import PackedModel
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import OptimizerConfig, PackedModel, Sample, SFTObjective, TorchTrainer
 
 
 def require_worked_examples(task: str, *, instead: str) -> None:
@@ -53,7 +50,7 @@ async def warm_up(
     )
     trainer = TorchTrainer(packed, optimizer=optimizer, objective=SFTObjective())
     policy = await build_engine(config, initial, tokenizer, instrumentation=Instrumentation(logs=run.logs))
-    sampler = Sampler(policy=policy, reward=reward, tokenizer=tokenizer)
+    sampler = SamplingRoles(policy=policy, reward=reward, tokenizer=tokenizer)
     try:
         await _until_accurate(config, run, trainer, samples, sampler, prompts, display)
     finally:
@@ -71,7 +68,7 @@ async def _until_accurate(
     run: RunFolder,
     trainer: TorchTrainer,
     samples: list[Sample],
-    sampler: Sampler,
+    sampler: SamplingRoles,
     prompts: PromptSets,
     display: Display,
 ) -> None:

@@ -7,11 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from gcore_rollout import Engine
-from gcore_rollout.checked_engine import CheckedEngine, WeightRecord
-from gcore_rollout.forwarding import WrappedEngine
-from gcore_rollout.types import RequestT, SampleT
-from gcore_runs.devices import DeviceTimers
+from gcore_controller import DeviceTimers
+from gcore_rollout import CheckedEngine, Engine, RequestT, SampleT, WeightRecord, WrappedEngine
 from gcore_runs.logs import logged
 
 if TYPE_CHECKING:

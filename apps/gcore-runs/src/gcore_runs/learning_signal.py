@@ -1,43 +1,41 @@
-"""Whether a run learns anything: steps without a learning signal are reported, and so is a run that had no other."""
+"""Reports of steps without a learning signal, and of runs that had no other steps."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from gcore_controller import HAS_SIGNAL
 from gcore_runs.run_folder import RunFolder, read_jsonl
 from gcore_runs.run_warnings import RunWarnings
 
-SIGNAL = "training/has_signal"
-"""Metric of a step: 1 if its batch had something to learn from, 0 if all responses scored alike or none was kept."""
-
 _PATIENCE = 5
-"""Steps in a row without a signal that are reported."""
+"""Number of consecutive steps without a signal that is reported."""
 
 
 class LearningSignal:
-    """Reports when several steps in a row had nothing to learn from."""
+    """Warn when several consecutive steps had nothing to learn from."""
 
     def __init__(self, warnings: RunWarnings) -> None:
         self._warnings = warnings
         self._num_idle = 0
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Note a step's metrics."""
-        if metrics.get(SIGNAL, 1.0):
+        """Take in a step's metrics."""
+        if metrics.get(HAS_SIGNAL, 1.0):
             self._num_idle = 0
             return
         self._num_idle += 1
         if self._num_idle % _PATIENCE == 0:
             message = f"the last {_PATIENCE} steps had nothing to learn from: {_reason(metrics)}"
-            self._warnings.warn(step, message, key=SIGNAL)
+            self._warnings.warn(step, message, key=HAS_SIGNAL)
 
 
 def check_signal(run: RunFolder, warnings: RunWarnings) -> bool:
     """Return whether any step of a run had a learning signal, and warn if none had.
 
-    A run without recorded steps, and one of a release that did not record signals, count as one that had.
+    A run without recorded steps, or of a release that did not record signals, counts as one that had.
     """
-    rows: list[dict[str, Any]] = [row for row in read_jsonl(run.metrics) if SIGNAL in row]
-    if not rows or any(row[SIGNAL] for row in rows):
+    rows: list[dict[str, Any]] = [row for row in read_jsonl(run.metrics) if HAS_SIGNAL in row]
+    if not rows or any(row[HAS_SIGNAL] for row in rows):
         return True
     message = f"the run trained nothing: no step had anything to learn from: {_reason(rows[-1])}"
     warnings.warn(rows[-1]["step"], message, key="no signal in the run")

@@ -1,8 +1,8 @@
 """Settings of which of a cluster's engines generate and which judge."""
 
 from dataclasses import dataclass
-from typing import Literal
 
+from gcore_placement import Strategy
 from gcore_runs.errors import check_at_least
 
 
@@ -10,7 +10,7 @@ from gcore_runs.errors import check_at_least
 class PlacementConfig:
     """How the engines of a run on ray are divided between the policy and a judge; all ranks train."""
 
-    strategy: Literal["split", "dynamic", "colocated", "auto"] = "split"
+    strategy: Strategy = "split"
     """split: rollout.num-processes engines generate, reward-model.judge.num-processes judge. dynamic: so many at first;
     then, between steps, an engine at a time moves from the role that idles to the one that is busy, more at once where
     the load has jumped, as long as that saves more than it costs. colocated: each of rollout.num-processes devices has

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 from gcore_controller import RankError, Span, TrainerGroup
-from gcore_rollout.rewards import Failure
+from gcore_rollout import Failure
 from gcore_runs.display import Display
 from gcore_runs.interrupt import Interrupt
 from gcore_runs.job import RunJob

@@ -1,6 +1,6 @@
 """Warnings of a run: one line on the screen, and a list for the report."""
 
-from gcore_rollout.rewards import Failure
+from gcore_rollout import Failure
 from gcore_runs.display import Display
 from gcore_runs.run_folder import RunFolder, append_json, read_jsonl
 

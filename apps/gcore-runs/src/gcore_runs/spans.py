@@ -1,7 +1,6 @@
-"""`spans.jsonl`: which stage every controller and device was in, and when."""
+"""The file `spans.jsonl`: the stages of every controller and device over time."""
 
 import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,19 +13,9 @@ _JOINED_BELOW_S = 1e-3
 _DIGITS = 4
 
 
-def on_wall_clock(spans: Iterable[Span], now_s: float) -> list[Span]:
-    """The spans in seconds of UTC, so that those of controllers on different machines can be compared.
-
-    Args:
-        now_s: what the spans' clock tells now.
-    """
-    shift_s = time.time() - now_s
-    return [Span(stage=s.stage, start_s=s.start_s + shift_s, end_s=s.end_s + shift_s) for s in spans]
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepSpans:
-    """One step. Its spans are in seconds since its start."""
+    """The spans of one step, in seconds since its start."""
 
     step: int
     start_s: float
@@ -43,7 +32,7 @@ class StepSpans:
         return self.start_s + max((span.end_s for spans in rows for span in spans), default=0.0)
 
     def to_row(self) -> dict[str, Any]:
-        """What a line of the file holds: a span is ``[stage, start_s, end_s]``, in tenths of milliseconds."""
+        """Return a line of the file; a span is ``[stage, start_s, end_s]``, rounded to tenths of milliseconds."""
         row: dict[str, Any] = {"step": self.step, "start_s": round(self.start_s, _DIGITS)}
         row["controllers"] = [_to_lists(spans) for spans in self.controllers]
         if self.devices:
@@ -52,7 +41,7 @@ class StepSpans:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "StepSpans":
-        """The opposite of `to_row`."""
+        """Return the step that `to_row` gave this row for."""
         return cls(
             step=row["step"],
             start_s=row["start_s"],
@@ -62,23 +51,23 @@ class StepSpans:
 
 
 class SpanWriter:
-    """Appends one row a step, beginning behind ``last_step``: rows of steps that will be made again are removed."""
+    """Append one row per step after ``last_step``; rows of later steps, which are repeated, are removed."""
 
     def __init__(self, path: Path, *, last_step: int = 0) -> None:
         self._path = path
         self._zero_s: float | None = None
         self._waits: list[Span] = []
-        """Since the last step, in all controllers."""
+        """Waits of all controllers since the last step."""
         self._truncate(last_step)
 
     def go_on(self, *, last_step: int, cause: str) -> None:
-        """Go on behind ``last_step``; the time since its end, until the next one begins, has this cause."""
+        """Continue after ``last_step``; the time from its end to the start of the next step has this cause."""
         self._truncate(last_step)
         if self._zero_s is not None:
             self._waits = [Span(stage=cause, start_s=self._zero_s + self._end_s, end_s=math.inf)]
 
     def waited(self, span: Span) -> None:
-        """Note what all controllers waited for, in seconds of UTC: the next step begins with it."""
+        """Record what all controllers waited for, in seconds of UTC; the next step starts with it."""
         self._waits.append(span)
 
     def write(
@@ -92,7 +81,7 @@ class SpanWriter:
 
         Args:
             spans_by_controller: of the step, by rank.
-            spans_by_device: of the step, by the name that a device's row is to have.
+            spans_by_device: of the step, by device name.
         """
         devices = spans_by_device or {}
         starts_s = [s.start_s for spans in (*spans_by_controller, *devices.values()) for s in spans]
@@ -102,7 +91,7 @@ class SpanWriter:
             starts_s += [wait.start_s for wait in waits]
         self._waits = []
         if self._zero_s is None and starts_s:
-            # A resumed run goes on where the process before it ended.
+            # A resumed run continues where the process before it ended.
             self._zero_s = min(starts_s) - self._end_s
         zero_s = self._zero_s or 0.0
         start_s = min(starts_s, default=zero_s + self._end_s)
@@ -122,7 +111,7 @@ class SpanWriter:
 
 
 def _relative(spans: Iterable[Span], zero_s: float) -> list[Span]:
-    """The spans in seconds since ``zero_s``; neighbours of one stage are joined."""
+    """Return the spans in seconds since ``zero_s``; neighbours of one stage are joined."""
     joined: list[Span] = []
     for span in sorted(spans, key=lambda s: s.start_s):
         start_s, end_s = span.start_s - zero_s, span.end_s - zero_s

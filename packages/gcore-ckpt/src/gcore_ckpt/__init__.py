@@ -7,7 +7,7 @@ ranks loads what any other number has saved.
 import importlib as _importlib
 from typing import TYPE_CHECKING
 
-from gcore_ckpt.checkpointer import Checkpointer
+from gcore_ckpt.checkpointer import Checkpointer, load, save
 from gcore_ckpt.errors import (
     CheckpointError,
     CheckpointLockedError,
@@ -17,15 +17,14 @@ from gcore_ckpt.errors import (
     CorruptCheckpointError,
     LostRankError,
 )
-from gcore_ckpt.handle import SaveHandle
-from gcore_ckpt.once import load, save
-from gcore_ckpt.tree import PerRank, State
-from gcore_ckpt.verify import verify
+from gcore_ckpt.format.tree import PerRank, State
+from gcore_ckpt.loading.verify import verify
+from gcore_ckpt.saving.handle import SaveHandle
 
 if TYPE_CHECKING:
-    from gcore_ckpt.dcp import import_dcp
-    from gcore_ckpt.hugging_face import export_hf
-    from gcore_ckpt.shards import Shard, Shards
+    from gcore_ckpt.ranks.shards import Shard, Shards
+    from gcore_ckpt.tools.dcp import import_dcp
+    from gcore_ckpt.tools.hugging_face import export_hf
 
 __all__ = [
     "CheckpointError",
@@ -50,12 +49,12 @@ __all__ = [
 
 
 _NEED_TORCH = {
-    "Shard": "gcore_ckpt.shards",
-    "Shards": "gcore_ckpt.shards",
-    "export_hf": "gcore_ckpt.hugging_face",
-    "import_dcp": "gcore_ckpt.dcp",
+    "Shard": "gcore_ckpt.ranks.shards",
+    "Shards": "gcore_ckpt.ranks.shards",
+    "export_hf": "gcore_ckpt.tools.hugging_face",
+    "import_dcp": "gcore_ckpt.tools.dcp",
 }
-"""Where the names are that are imported when they are first asked for, because they bring torch in."""
+"""Modules of the names that are imported lazily, because they import torch."""
 
 
 def __getattr__(name: str) -> object:

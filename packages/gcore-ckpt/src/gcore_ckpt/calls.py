@@ -23,7 +23,7 @@ class Call:
     """One call.
 
     Attributes:
-        cancelled: Whether the caller was interrupted and is not waiting any more.
+        cancelled: Whether the caller was interrupted and no longer waits.
         dropped: Whether the Checkpointer was closed after that, while the call was waiting for other ranks.
     """
 
@@ -34,13 +34,13 @@ class Call:
         self._quiet.set()
 
     def check(self) -> None:
-        """Raises `CheckpointError` if the caller was interrupted."""
+        """Raise `CheckpointError` if the caller was interrupted."""
         if self.cancelled:
             raise CheckpointError("the call was interrupted by a signal in its process")
 
     @contextmanager
     def working(self) -> Generator[None]:
-        """The part of a call that uses the caller's memory or changes the storage; an interrupted caller waits for it.
+        """Enclose what uses the caller's memory or changes the storage; an interrupted caller waits for its end.
 
         Raises:
             CheckpointError: The caller was interrupted before or meanwhile.
@@ -54,7 +54,7 @@ class Call:
             self._quiet.set()
 
     def wait_until_quiet(self) -> None:
-        """Waits until no `working` part is running; if `cancelled`, none starts after that."""
+        """Wait until no `working` part is running; if `cancelled`, none starts after that."""
         while not self._quiet.wait(WAKE_UP_S):
             pass
 
@@ -68,7 +68,7 @@ class Calls:
         self._last: tuple[Call, Future[None]] | None = None
 
     def run(self, act: Callable[[Call], T]) -> T:
-        """Returns or raises what `act` does.
+        """Return or raise what `act` does.
 
         If the caller is interrupted, its `working` part stops, the rest continues in the background, so that the
         exchanges with other ranks stay in step, and what interrupted the caller is raised.
@@ -92,7 +92,7 @@ class Calls:
             raise
 
     def close(self) -> bool:
-        """Ends the thread; False if an interrupted call is still waiting for other ranks there."""
+        """End the thread; False if an interrupted call is still waiting for other ranks there."""
         self._workers.close()
         if self._last is None:
             return True

@@ -6,20 +6,20 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
-from gcore_ckpt.agreement import all_succeed, attempt, root_decides
 from gcore_ckpt.calls import Call, Calls
 from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
-from gcore_ckpt.group import Group, ProcessGroupArgument, open_group
-from gcore_ckpt.handle import SaveHandle
-from gcore_ckpt.reader import Step, find_step, open_step
-from gcore_ckpt.retention import Retention
+from gcore_ckpt.format.tree import State
+from gcore_ckpt.loading.reader import Step, find_step, open_step
+from gcore_ckpt.ranks.coordination import all_succeed, attempt, root_decides
+from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, open_group
+from gcore_ckpt.saving.handle import SaveHandle
 from gcore_ckpt.storage import open_storage
-from gcore_ckpt.tree import State
+from gcore_ckpt.storage.retention import Retention
 
 if TYPE_CHECKING:
     import torch
 
-    from gcore_ckpt.pipeline import SavePipeline
+    from gcore_ckpt.saving.pipeline import SavePipeline
 
 _THREADS = min(8, os.cpu_count() or 1)
 
@@ -86,7 +86,7 @@ class Checkpointer:
         self._inside: str | None = None
 
     def save(self, step: int, state: State) -> SaveHandle:
-        """Starts to save `state`; on return it is copied out of live memory, and the caller may change it.
+        """Start to save `state`; on return it is copied out of live memory, and the caller may change it.
 
         Args:
             step: Number of the step, 0 or more, not committed or in flight yet.
@@ -97,7 +97,7 @@ class Checkpointer:
 
         Raises:
             TypeError, ValueError: `step` or a leaf of `state` cannot be saved; the message has its path.
-            CheckpointWriteError: The step exists; or an earlier save failed and nobody has waited for its handle, in
+            CheckpointWriteError: The step exists; or an earlier save failed and no call has waited for its handle, in
                 which case this step was not saved and `save` may be called again; or another rank refused.
             CheckpointLockedError: Another writer has the path open for saving.
             CheckpointError: The checkpointer is closed, was used before a fork, or is saving or loading already (a
@@ -145,11 +145,11 @@ class Checkpointer:
         device: "str | torch.device" = "cpu",
         mmap: bool = False,
     ) -> State:
-        """The state of a committed step; saves in flight are not seen. In a group, all ranks load or none does.
+        """Return the state of a committed step; save in flight are not seen. In a group, all ranks load or none does.
 
         Args:
             template: What to fill: a tree like the saved one, or of a part of its dicts. Its tensors, of any sharding,
-                dtype and device, are filled in place; tensors on the meta device are made anew on `device`; small
+                dtype and device, are filled in place; tensors on the meta device are created on `device`; small
                 values and None are replaced by what was saved. None loads everything, every tensor whole.
             step: Number of the step; `"latest"` is the highest committed one.
             only: Without a template: the dotted paths to load, such as `["model"]`.
@@ -185,7 +185,7 @@ class Checkpointer:
         *,
         mmap: bool,
     ) -> State:
-        from gcore_ckpt.loader import load_step
+        from gcore_ckpt.loading.loader import load_step
 
         group = self._open_group(call)
         found = root_decides(group, lambda: find_step(self._storage, step))
@@ -200,9 +200,9 @@ class Checkpointer:
         return state
 
     def rollback(self, step: int) -> list[int]:
-        """Makes a committed step the latest: all steps above it are set aside, after the saves in flight.
+        """Make a committed step the latest: all steps above it are set aside, after the saves in flight.
 
-        What is set aside is no step any more: it is not loaded, does not count for `keep`, and its numbers may be
+        What is set aside is no longer a step: it is not loaded, does not count for `keep`, and its numbers may be
         saved again. It stays on disk until `gcore-ckpt prune --set-aside`. The change is atomic. In a group, all ranks
         call this.
 
@@ -228,14 +228,14 @@ class Checkpointer:
             self._inside = None
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending."""
+        """Return the committed steps, ascending."""
         return self._storage.steps()
 
     def wait(self) -> None:
-        """Waits until all saves have ended, and the steps that are not to be kept are deleted.
+        """Wait until all saves have ended, and the steps that are not to be kept are deleted.
 
         Raises:
-            CheckpointWriteError: A save failed, and nobody has waited for its handle, or a deletion did. Raised once.
+            CheckpointWriteError: A save failed, and no call has waited for its handle, or a deletion did. Raised once.
         """
         for handle in [handle for handle in list(self._handles) if not handle.abandoned]:
             handle.join()
@@ -244,12 +244,12 @@ class Checkpointer:
             self._pipeline.wait()
 
     def close(self) -> None:
-        """Waits until all saves have ended and lets the next writer in. Loading goes on; closing again does nothing.
+        """Wait until all saves have ended and let the next writer in. Loading still works; closing again does nothing.
 
         If this is interrupted, the saves in flight are still finished; closing again waits for them again.
 
         Raises:
-            CheckpointWriteError: A save failed, and nobody has waited for its handle; it is closed all the same.
+            CheckpointWriteError: A save failed, and no call has waited for its handle; it is closed all the same.
             CheckpointError: A save or a load is in progress (a signal handler called this).
         """
         if self._pid in (None, os.getpid()):
@@ -314,7 +314,7 @@ class Checkpointer:
     def _open_pipeline(self, call: Call) -> "SavePipeline":
         group = self._open_group(call)
         if self._pipeline is None:
-            from gcore_ckpt.pipeline import SaveOptions, SavePipeline
+            from gcore_ckpt.saving.pipeline import SaveOptions, SavePipeline
 
             options = SaveOptions(
                 retention=self._retention,
@@ -347,3 +347,23 @@ def _check_step(step: int) -> None:
         raise TypeError(f"step is {step!r}; expected an int")
     if step < 0:
         raise ValueError(f"step is {step}; expected 0 or more")
+
+
+def save(path: str | os.PathLike[str], state: State, *, step: int = 0) -> None:
+    """Save `state` as a step under `path`, and return once it is committed; see `Checkpointer.save`."""
+    with Checkpointer(path) as checkpointer:
+        checkpointer.save(step, state)
+
+
+def load(
+    path: str | os.PathLike[str],
+    template: State = None,
+    *,
+    step: Step = "latest",
+    only: Sequence[str] | None = None,
+    device: "str | torch.device" = "cpu",
+    mmap: bool = False,
+) -> State:
+    """Load a step from `path`; see `Checkpointer.load`."""
+    with Checkpointer(path) as checkpointer:
+        return checkpointer.load(template, step=step, only=only, device=device, mmap=mmap)

@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint.
+"""Errors of the package.
 
 Wrong arguments (a step below zero, a leaf of an unknown type) are `ValueError` and `TypeError`: they are bugs of the
 caller, and a training loop that tolerates `CheckpointError` should not tolerate them.
@@ -26,7 +26,7 @@ class CheckpointWriteError(CheckpointError):
 
 
 class LostRankError(CheckpointError):
-    """A rank of the group died or did not answer in time. The group cannot save or load any more."""
+    """A rank of the group died or did not answer in time. The group can no longer save or load."""
 
 
 class CheckpointLockedError(CheckpointError):

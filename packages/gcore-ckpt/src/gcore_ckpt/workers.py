@@ -11,11 +11,11 @@ Job: TypeAlias = Callable[[], object]
 
 
 WAKE_UP_S = 0.2
-"""How often a thread that waits looks for signals."""
+"""Interval at which a waiting thread looks for signals."""
 
 
 def wait_for(futures: Sequence[Future[Any]], timeout_s: float | None = None) -> bool:
-    """Waits until all futures are done; False after `timeout_s`.
+    """Wait until all futures are done; False after `timeout_s`.
 
     It wakes up in between: a signal that arrives just before a thread falls asleep is handled when it wakes up.
     """
@@ -31,8 +31,8 @@ def wait_for(futures: Sequence[Future[Any]], timeout_s: float | None = None) -> 
 class Workers:
     """Runs jobs on `count` threads, which are started by the first call.
 
-    The threads are daemons of our own because an executor refuses work once the interpreter has begun to exit, which is
-    when a save that is still in flight must be able to finish.
+    The threads are daemons of our own because an executor refuses work once the interpreter has started to exit, which
+    is when a save that is still in flight must be able to finish.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -42,7 +42,7 @@ class Workers:
         self._queue: SimpleQueue[tuple[Job, Future[None]] | None] | None = None
 
     def run(self, jobs: Iterable[Job]) -> None:
-        """Runs all jobs and waits for them. Raises the error of the first that failed, after all have ended.
+        """Run all jobs and wait for them. Raises the error of the first that failed, after all have ended.
 
         If the waiting thread is interrupted, jobs that have not started are dropped, and the others end first.
         """
@@ -58,13 +58,13 @@ class Workers:
             raise errors[0]
 
     def submit(self, job: Job) -> Future[None]:
-        """Runs one job in the background."""
+        """Run one job in the background."""
         future: Future[None] = Future()
         self._started().put((job, future))
         return future
 
     def close(self) -> None:
-        """Ends the threads once what was submitted is done; the next call starts them again."""
+        """End the threads once what was submitted is done; the next call starts them again."""
         with self._lock:
             if self._queue is not None:
                 for _ in range(self._count):

@@ -1,4 +1,4 @@
-"""What a controller's program is given."""
+"""The context that a controller's program runs in."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -17,38 +17,39 @@ ResultT = TypeVar("ResultT")
 Report = Callable[[Any], Awaitable[None]]
 
 Reported = Callable[[int, Any], Awaitable[None]]
-"""Takes in what a controller, by its rank, reports."""
+"""Receives the rank and the value of a controller's report."""
 
 
-async def unheard(rank: int, value: Any) -> None:
-    """
+async def refuse_report(rank: int, value: Any) -> None:
+    """Refuse a report, where the runtime was given no ``reported``.
+
     Raises:
-        RuntimeError: always; where nobody was meant to take reports.
+        RuntimeError: always.
     """
-    raise RuntimeError(f"controller {rank} reports {value!r:.100} to nobody: give the runtime a `reported`")
+    raise RuntimeError(f"controller {rank} reports {value!r:.100}; expected a runtime with `reported`")
 
 
-_TO_NOBODY: Report = partial(unheard, 0)
+_REFUSED: Report = partial(refuse_report, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context(Generic[RolesT]):
-    """One controller's place in the run: who it is, whom it meets, and the services it owns a share of."""
+    """One controller's place in the run: its rank, its collectives with the others, and its role services."""
 
     group: Collectives
     roles: RolesT
     """Handles of the role services (policy engine, reward, trainer, ...), as the app declares them."""
     timer: StageTimer = field(default_factory=StageTimer)
     clock: Callable[[], float] = time.monotonic
-    """Seconds, of the runtime's clock: real ones, or simulated ones."""
+    """Seconds of the runtime's clock, real or simulated."""
     put: Put = hold
-    """``ctx.put(value)``: a reference, which may be sent in collectives and to services in the place of the value."""
+    """``ctx.put(value)``: return a reference, to be sent in collectives and to services instead of the value."""
 
-    report: Report = _TO_NOBODY
-    """``await ctx.report(value)``: tell whoever started the run something small, and wait until it is taken in."""
+    report: Report = _REFUSED
+    """``await ctx.report(value)``: send a small value to the process that started the run, and wait until it has it."""
 
     def with_roles(self, roles: OtherRolesT) -> "Context[OtherRolesT]":
-        """The same place in the run, with other services."""
+        """Return the same context with other services."""
         return cast("Context[OtherRolesT]", replace(cast("Context[Any]", self), roles=roles))
 
     @property
@@ -61,4 +62,4 @@ class Context(Generic[RolesT]):
 
 
 Program = Callable[[Context[RolesT]], Awaitable[ResultT]]
-"""``async def program(ctx)``: the same function under every runtime, one call a controller."""
+"""``async def program(ctx)``: the same function under every runtime, called once for each controller."""

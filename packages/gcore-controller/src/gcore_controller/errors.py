@@ -1,8 +1,8 @@
-"""Everything this package raises on purpose."""
+"""The errors that this package raises."""
 
 
 class ControllerError(Exception):
-    """Base of this package's errors."""
+    """Base class of this package's errors."""
 
 
 class CollectiveMismatchError(ControllerError):
@@ -41,7 +41,7 @@ class ControllerDiedError(ControllerError):
 
 
 class ReferenceLostError(ControllerError):
-    """A reference's value is gone."""
+    """The value of a reference is lost."""
 
 
 class RankError(ControllerError):
@@ -49,12 +49,16 @@ class RankError(ControllerError):
 
 
 class DeadlineError(ControllerError):
-    """A run took longer than it may."""
+    """A run took longer than its limit."""
 
 
 class StuckError(ControllerError):
-    """A simulated run waits for what never comes."""
+    """A simulated run waits for something that never happens."""
 
 
 class StateError(ControllerError, ValueError):
-    """A saved state does not fit: it belongs to another data set or another sampler."""
+    """A saved state belongs to another data set or another sampler."""
+
+
+class RewardFailuresError(ControllerError):
+    """Too large a share of the reward calls failed."""

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-from torch.utils.data import Sampler
+from torch.utils import data
 from torchdata.nodes import Loader, ParallelMapper, SamplerWrapper
 
 from gcore_controller.errors import StateError
@@ -15,16 +15,16 @@ from gcore_controller.stages import StageTimer
 RowT = TypeVar("RowT")
 
 
-class ShardedSampler(Sampler[int]):
-    """An endless, shuffled walk over tickets 0, 1, 2, ... of which one controller yields every ``world_size``-th.
+class ShardedSampler(data.Sampler[int]):
+    """Yields one controller's rows in an endless, shuffled order: every ``world_size``-th prompt index.
 
-    Ticket t is entry ``t mod num_rows`` of a permutation of the rows that is drawn for epoch ``t // num_rows``. It
-    belongs to controller ``t mod world_size``.
+    Prompt index i stands for entry ``i mod num_rows`` of a permutation of the rows that is drawn for epoch
+    ``i // num_rows``. It belongs to controller ``i mod world_size``.
     """
 
     def __init__(self, num_rows: int, *, seed: int, rank: int, world_size: int, start: int = 0) -> None:
         if num_rows < 1:
-            raise ValueError(f"num_rows is {num_rows}: a data set needs at least one row")
+            raise ValueError(f"num_rows is {num_rows}; expected at least 1")
         self._num_rows = num_rows
         self._seed = seed
         self._rank = rank
@@ -33,33 +33,33 @@ class ShardedSampler(Sampler[int]):
         self._epoch = -1
         self._order = np.empty(0, np.int64)
 
-    def row(self, ticket: int) -> int:
-        """The row that a ticket stands for."""
-        epoch, entry = divmod(ticket, self._num_rows)
+    def row(self, prompt_index: int) -> int:
+        """Return the number of the row that a prompt index stands for."""
+        epoch, entry = divmod(prompt_index, self._num_rows)
         if epoch != self._epoch:
             self._order = np.random.default_rng([self._seed, epoch]).permutation(self._num_rows)
             self._epoch = epoch
         return int(self._order[entry])
 
     def __iter__(self) -> Iterator[int]:
-        ticket = first_ticket(self._start, rank=self._rank, world_size=self._world_size)
+        index = first_index(self._start, rank=self._rank, world_size=self._world_size)
         while True:
-            yield self.row(ticket)
-            ticket += self._world_size
+            yield self.row(index)
+            index += self._world_size
 
 
-def first_ticket(start: int, *, rank: int, world_size: int) -> int:
-    """Return the first ticket from ``start`` on that belongs to a controller."""
+def first_index(start: int, *, rank: int, world_size: int) -> int:
+    """Return the first prompt index from ``start`` on that belongs to a controller."""
     return start + (rank - start) % world_size
 
 
 class PromptLoader(Generic[RowT]):
-    """One controller's slice of a data set, prefetched by torchdata, resumed from one number.
+    """Loads one controller's slice of a data set, prefetched by torchdata and resumed from one number.
 
     Args:
         rows: the data set; indexing may be slow (it happens in ``num_workers`` threads, in order).
         seed: of the shuffle.
-        timer: what waits for rows is its stage ``data``.
+        timer: times the waits for rows as its stage ``data``.
     """
 
     def __init__(
@@ -90,34 +90,34 @@ class PromptLoader(Generic[RowT]):
         return iter(Loader(node))
 
     def take(self, count: int) -> list[tuple[int, RowT]]:
-        """Advance by ``count`` rows, and return those of them that are this controller's, each with its ticket.
+        """Advance by ``count`` rows over all controllers, and return this controller's, each with its prompt index.
 
         All controllers together get exactly ``count`` rows, whatever their number: a controller gets none if there are
-        fewer rows than controllers. A ticket is a row's place in the global order.
+        fewer rows than controllers. A prompt index is a position in the global order.
         """
-        first = first_ticket(self._cursor, rank=self._rank, world_size=self._world_size)
+        first = first_index(self._cursor, rank=self._rank, world_size=self._world_size)
         self._cursor += count
         with self._stage():
-            return [(ticket, next(self._iterator)) for ticket in range(first, self._cursor, self._world_size)]
+            return [(index, next(self._iterator)) for index in range(first, self._cursor, self._world_size)]
 
-    def row(self, ticket: int) -> RowT:
-        """The row that a ticket stands for."""
+    def row(self, prompt_index: int) -> RowT:
+        """Return the row that a prompt index stands for."""
         sampler = ShardedSampler(len(self._rows), seed=self._seed, rank=self._rank, world_size=self._world_size)
         with self._stage():
-            return self._rows[sampler.row(ticket)]
+            return self._rows[sampler.row(prompt_index)]
 
     @property
     def cursor(self) -> int:
-        """The first ticket of the next `take` of all controllers."""
+        """The first prompt index of the next `take` over all controllers."""
         return self._cursor
 
     @property
     def epoch(self) -> float:
-        """How often the data set has been drawn so far, by all controllers together."""
+        """Passes over the data set so far, of all controllers together."""
         return self._cursor / len(self._rows)
 
     def state(self) -> dict[str, int]:
-        """Position in the global order: the same on every controller after the same calls of `take`."""
+        """Return the position in the global order, the same on every controller after the same calls of `take`."""
         return {"cursor": self._cursor, "num_rows": len(self._rows), "seed": self._seed}
 
     def load_state(self, state: dict[str, int]) -> None:
@@ -128,6 +128,8 @@ class PromptLoader(Generic[RowT]):
         """
         for field, own in (("num_rows", len(self._rows)), ("seed", self._seed)):
             if state[field] != own:
-                raise StateError(f"the saved position has {field}={state[field]}: this data set has {field}={own}")
+                raise StateError(
+                    f"{field} of the saved position is {state[field]}; expected {own}, as this data set has"
+                )
         self._cursor = state["cursor"]
         self._iterator = self._open()

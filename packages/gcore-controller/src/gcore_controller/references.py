@@ -1,4 +1,4 @@
-"""References: controllers hand on where a value lies, and its bytes move only to who asks for them."""
+"""References to values: controllers pass them on, and the bytes move only to a process that gets the value."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -9,31 +9,31 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Reference(Protocol[T_co]):
-    """A small, picklable handle of a value that lies elsewhere, to be read and not to be written."""
+    """A small, picklable handle of a value stored elsewhere, which is read-only."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the value, as `nbytes_of` counts them."""
+        """Size of the value, as `nbytes_of` counts it."""
         ...
 
     async def get(self) -> T_co:
-        """The value.
+        """Return the value.
 
         Raises:
-            ReferenceLostError: the value went with the process that had put it, or with its node.
+            ReferenceLostError: the process that put the value, or its node, was lost.
         """
         ...
 
 
 class Put(Protocol):
-    """How a runtime makes references."""
+    """Creates references; each runtime has its own."""
 
     def __call__(self, value: T, /) -> Reference[T]: ...
 
 
 @dataclass(frozen=True)
 class HeldReference(Generic[T]):
-    """Holds the value itself, where controllers and services share a process."""
+    """A reference that holds the value itself, for controllers and services that share a process."""
 
     value: T
 
@@ -46,12 +46,12 @@ class HeldReference(Generic[T]):
 
 
 def hold(value: T, /) -> Reference[T]:
-    """Put a value where it is."""
+    """Return a reference that holds the value."""
     return HeldReference(value)
 
 
 def nbytes_of(value: object) -> int:
-    """Bytes of the arrays, tensors and byte strings in a value, through mappings, lists, tuples and dataclasses."""
+    """Count the bytes of arrays, tensors and byte strings in a value, also in mappings, sequences and dataclasses."""
     items: list[Any]
     match value:
         case bytes() | bytearray():

@@ -1,14 +1,14 @@
-"""Stage timers: which stage of a step a controller is in, at every moment."""
+"""Timers of the stages that a controller goes through in a step."""
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One stretch of one stage, in seconds of the timer's clock."""
+    """A period of one stage, in seconds of the timer's clock."""
 
     stage: str
     start_s: float
@@ -16,7 +16,7 @@ class Span:
 
 
 class StageTimer:
-    """Records which stage runs when. A stage entered inside another suspends it, so no second counts twice."""
+    """Record the periods of stages; a stage entered inside another one suspends it, so that no second counts twice."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -37,11 +37,11 @@ class StageTimer:
 
     @property
     def current(self) -> str | None:
-        """The stage that runs now."""
+        """Name of the running stage."""
         return self._stack[-1] if self._stack else None
 
     def drain(self) -> list[Span]:
-        """The spans since the last call, in order; a stage still running is cut here and goes on."""
+        """Return the spans since the last call, in order; a running stage is cut here and continues."""
         self._switch()
         spans, self._spans = self._spans, []
         return spans
@@ -54,8 +54,18 @@ class StageTimer:
 
 
 def seconds_by_stage(spans: list[Span]) -> dict[str, float]:
-    """Total seconds of each stage."""
+    """Return the total seconds of each stage."""
     totals: dict[str, float] = {}
     for span in spans:
         totals[span.stage] = totals.get(span.stage, 0.0) + span.end_s - span.start_s
     return totals
+
+
+def on_wall_clock(spans: Iterable[Span], now_s: float) -> list[Span]:
+    """Return spans in seconds of UTC, so that those of controllers on different machines can be compared.
+
+    Args:
+        now_s: the present time of the spans' clock.
+    """
+    shift_s = time.time() - now_s
+    return [Span(stage=s.stage, start_s=s.start_s + shift_s, end_s=s.end_s + shift_s) for s in spans]

@@ -7,7 +7,6 @@ local processes, and `runtimes.ray` on Ray actors. Ranks answer the messages of 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
@@ -205,19 +204,6 @@ def digests_of(weights: Weights) -> Mapping[str, Any]:
     for _ in weights:
         pass
     return getattr(weights, "digests", {})
-
-
-class DeviceStages(Protocol):
-    """Records when devices work."""
-
-    def stage(self, stage: str, *names: str) -> AbstractContextManager[None]:
-        """Record that the named devices are in a stage inside the block."""
-        ...
-
-
-def rank_name(rank: int) -> str:
-    """Return the name under which the work of a training rank is recorded."""
-    return f"trainer {rank}"
 
 
 @dataclass(frozen=True, kw_only=True)

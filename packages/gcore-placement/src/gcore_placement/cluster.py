@@ -39,6 +39,18 @@ class Device:
             raise refusal("device", name, f"one of {', '.join(DEVICES)}")
         return DEVICES[name]
 
+    @classmethod
+    def matching(cls, full_name: str) -> "Device":
+        """Return the known device whose name occurs in the one that a driver reports, as in `NVIDIA H100 80GB HBM3`.
+
+        Raises:
+            PlacementError: there is none.
+        """
+        for name, device in DEVICES.items():
+            if name in full_name:
+                return device
+        raise refusal("device", full_name, f"a name that holds one of {', '.join(DEVICES)}")
+
 
 def _sheet(name: str, *, gb: float, tflops: float, memory_tb_s: float, link_gb_s: float, host_gb_s: float) -> Device:
     return Device(

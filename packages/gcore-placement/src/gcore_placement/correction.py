@@ -67,14 +67,12 @@ class Correction:
         try:
             kept: Any = json.loads(file.read_text())
         except FileNotFoundError:
-            raise PlacementError(
-                f"correction must be a run's folder with {RUN_FILE}, or such a file: there is no {file}"
-            ) from None
+            raise refusal("correction", str(file), f"a run's folder with {RUN_FILE}, or such a file") from None
         except ValueError as error:
-            raise PlacementError(f"{file} must hold JSON: {error}") from None
+            raise PlacementError(f"{file} is not JSON; expected the state of a Correction ({error})") from None
         state: Any = cast("dict[str, Any]", kept).get("correction", kept) if isinstance(kept, dict) else kept
         if not isinstance(state, dict):
-            raise PlacementError(f"{file} must hold a JSON object, got {type(state).__name__}")
+            raise PlacementError(f"{file} is a JSON {type(state).__name__}; expected an object")
         found = cls()
         try:
             found.load_state(cast("dict[str, Any]", state))

@@ -1,11 +1,17 @@
-"""What a job's parts take: the laws that plans, simulations and live decisions share, in seconds.
+"""The cost laws of a job's roles, in seconds, shared by plans, simulations and live decisions.
 
-Predicted from a model's shape and a device's data sheet by the planner, or fitted to the spans of a run.
+The planner predicts them from a model's shape and a device's data sheet; a run's timings give them by a fit.
 """
 
 from dataclasses import dataclass, field, fields
+from typing import TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gcore_placement.errors import check_amounts, check_positive
+
+Number = TypeVar("Number", float, NDArray[np.float64])
 
 
 def _check_seconds(costs: object, *names: str) -> None:
@@ -21,7 +27,8 @@ class EngineCosts:
 
         decode_base_s + decode_per_sequence_s * B + decode_per_context_token_s * C
 
-    Prompts are computed between decoding steps. Every field is finite and at least 0, counts at least 1.
+    Prompts are computed between decoding steps, and running sequences stand still meanwhile. Every field is finite and
+    at least 0, counts at least 1.
 
     Raises:
         PlacementError: a field is out of these bounds.
@@ -39,6 +46,23 @@ class EngineCosts:
         check_positive("devices_per_replica", self.devices_per_replica)
         check_positive("max_num_seqs", self.max_num_seqs)
         _check_seconds(self, *(f.name for f in fields(self) if f.name.endswith("_s")))
+
+    def decode_s(self, steps: Number, running: Number, held: Number) -> Number:
+        """Return the seconds of decoding steps during which no sequence starts or ends.
+
+        Each of B = ``running`` sequences, which hold C = ``held`` tokens together at first, gets n = ``steps`` tokens:
+        the sum of the law over these steps is
+
+            n * (decode_base_s + decode_per_sequence_s * B + decode_per_context_token_s * (C + B n / 2))
+        """
+        step_s = self.decode_base_s + self.decode_per_sequence_s * running
+        return steps * (step_s + self.decode_per_context_token_s * (held + running * steps / 2))
+
+    def steps_within(self, seconds: Number, running: Number, held: Number) -> Number:
+        """Return the number of steps that take ``seconds``, a fraction included: the inverse of `decode_s`."""
+        step_s = self.decode_base_s + self.decode_per_sequence_s * running + self.decode_per_context_token_s * held
+        growth = 2 * self.decode_per_context_token_s * running * seconds
+        return cast("Number", 2 * seconds / (step_s + np.sqrt(step_s * step_s + growth)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +93,15 @@ class TrainingCosts:
     def __post_init__(self) -> None:
         _check_seconds(self, *(f.name for f in fields(self)))
 
+    def seconds(self, tokens: float, pairs: float, num_devices: int) -> tuple[float, float]:
+        """Return the seconds of preparation and of training for a step of so many tokens and attended pairs."""
+        pass_s = (self.per_token_s * tokens + self.per_pair_s * pairs) / num_devices
+        return self.num_forward_passes * self.forward_share * pass_s, self.base_s + pass_s
+
 
 @dataclass(frozen=True, kw_only=True)
 class SwapCosts:
-    """What it takes to give devices to another role. Every field is finite and at least 0.
+    """The seconds in which devices change their role. Every field is finite and at least 0.
 
     G-Core (arXiv 2507.22789, section 1) reports 30 to 60 s for a 32B model where roles take turns.
 
@@ -93,7 +122,7 @@ class SwapCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class JobCosts:
-    """All that a step of a job takes."""
+    """The costs of all parts of a step."""
 
     policy: EngineCosts
     reward: EngineCosts | None

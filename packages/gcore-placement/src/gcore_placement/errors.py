@@ -18,8 +18,8 @@ class MissingExtraError(PlacementError, ImportError):
 
 
 def refusal(field: str, value: object, accepted: str) -> PlacementError:
-    """The error that says `field` must be `accepted`, and was `value`."""
-    return PlacementError(f"{field} must be {accepted}, got {value!r}")
+    """Return the error for a field whose value is not accepted: `FIELD is VALUE; expected ACCEPTED`."""
+    return PlacementError(f"{field} is {value!r}; expected {accepted}")
 
 
 def check_positive(field: str, value: object) -> None:
@@ -51,12 +51,12 @@ def check_amounts(field: str, values: ArrayLike) -> NDArray[np.float64]:
     try:
         amounts = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise PlacementError(f"{field} must be an array of numbers: {error}") from error
+        raise PlacementError(f"{field} is {values!r}; expected an array of numbers ({error})") from error
     wrong = ~np.isfinite(amounts) | (amounts < 0)
     if wrong.any():
         index = np.unravel_index(int(wrong.argmax()), amounts.shape)
         where = ", ".join(str(int(axis)) for axis in index)
-        raise refusal(f"{field}[{where}]" if where else field, float(amounts[index]), "finite and at least 0")
+        raise refusal(f"{field}[{where}]" if where else field, float(amounts[index]), "a finite number of at least 0")
     return amounts
 
 

@@ -182,7 +182,7 @@ def read_spans(path: str | Path) -> list[StepIntervals]:
     try:
         lines = file.read_text().rpartition("\n")[0].splitlines()
     except FileNotFoundError:
-        raise PlacementError(f"run must be a folder with spans.jsonl, or that file, got {str(path)!r}") from None
+        raise refusal("run", str(path), "a folder with spans.jsonl, or that file") from None
     steps: list[StepIntervals] = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -191,7 +191,9 @@ def read_spans(path: str | Path) -> list[StepIntervals]:
                 row["step"], row["controllers"], row.get("devices", {}), offset_s=float(row["start_s"])
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise PlacementError(f"{file}, line {number}, must be a step with its spans: {error!r}") from error
+            raise PlacementError(
+                f"{file}, line {number} is invalid; expected a step with its spans ({error!r})"
+            ) from error
         while steps and steps[-1].step >= found.step:
             steps.pop()
         steps.append(found)

@@ -1,4 +1,4 @@
-"""How settings and arrays are checked at the door."""
+"""Checks of settings and arrays."""
 
 from typing import Any
 
@@ -11,18 +11,20 @@ _LARGEST = np.finfo(np.float32).max
 
 
 def require(field: str, value: object, holds: bool, accepted: str) -> None:
-    """
+    """Check a setting.
+
     Raises:
-        ConfigError: the value is not what is accepted.
+        ConfigError: the check does not hold.
     """
     if not holds:
-        raise ConfigError(f"{field} is {value!r}: {accepted} is needed")
+        raise ConfigError(f"{field} is {value!r}; expected {accepted}")
 
 
 def require_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
-    """
+    """Check that a setting is one of some choices.
+
     Raises:
-        ConfigError: the value is none of the choices.
+        ConfigError: it is not.
     """
     require(field, value, value in choices, f"one of {', '.join(choices)}")
 

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from gcore_trainer.checks import require, require_choice
+from gcore_trainer.registry import Registry
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLPenalty = Literal["k1", "k2", "k3", "k1+", "k3+"]
-LossMode = Literal["vanilla", "gspo", "cispo", "sapo"]
 LRSchedulerType = Literal["constant", "linear", "cosine"]
 DPOLossType = Literal["sigmoid", "ipo", "hinge"]
+
+POLICY_LOSSES = Registry("gcore_trainer.losses.policy", "loss_mode")
+"""The policy losses; asking for their names imports none of them."""
 
 MAX_K3 = 10.0
 """Largest value of the k3 estimate of a token's KL divergence, in the loss and in the reward; verl's bound."""
@@ -70,11 +73,28 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdvantageConfig:
+    """The settings that advantage estimators read."""
+
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide by the group's standard deviation, in grpo."""
+    gamma: float = 1.0
+    """Discount per token, in reinforce_plus_plus and gae."""
+    lam: float = 1.0
+    """Weight of longer horizons, in gae."""
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "lam"):
+            require(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "a number in [0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyLossConfig:
     """The policy's loss. Names and meanings are verl's."""
 
-    loss_mode: LossMode = "vanilla"
-    """PPO's clipped ratio (vanilla), a sequence's ratio (gspo), a clipped weight (cispo), a smooth gate (sapo)."""
+    loss_mode: str = "vanilla"
+    """PPO's clipped ratio (vanilla), a sequence's ratio (gspo), a clipped weight (cispo), a smooth gate (sapo), or a
+    user's own (PATH.py:function)."""
     clip_ratio_low: float = 0.2
     """The ratio is clipped at 1 - clip_ratio_low ..."""
     clip_ratio_high: float = 0.28
@@ -99,17 +119,14 @@ class PolicyLossConfig:
     def __post_init__(self) -> None:
         require("clip_ratio_low", self.clip_ratio_low, 0 <= self.clip_ratio_low <= 1, "a number in [0, 1]")
         require("clip_ratio_high", self.clip_ratio_high, self.clip_ratio_high >= 0, "0 or more")
+        POLICY_LOSSES.check(self.loss_mode)
         if self.clip_ratio_c is not None:
-            require("clip_ratio_c", self.clip_ratio_c, self.clip_ratio_c > 1, "above 1, or unset")
-        require_choice("loss_mode", self.loss_mode, get_args(LossMode))
+            require("clip_ratio_c", self.clip_ratio_c, self.clip_ratio_c > 1, "above 1, or None")
+            has_dual_clip = getattr(POLICY_LOSSES.load(self.loss_mode), "has_dual_clip", False)
+            accepted = f"None for loss_mode {self.loss_mode!r}, which has no dual clip"
+            require("clip_ratio_c", self.clip_ratio_c, has_dual_clip, accepted)
         require("tau_pos", self.tau_pos, 0 < self.tau_pos < math.inf, "a finite number above 0")
         require("tau_neg", self.tau_neg, 0 < self.tau_neg < math.inf, "a finite number above 0")
-        require(
-            "clip_ratio_c",
-            self.clip_ratio_c,
-            self.clip_ratio_c is None or self.loss_mode == "vanilla",
-            f"none (loss_mode is {self.loss_mode!r}, which has no dual clip)",
-        )
         require_choice("loss_agg_mode", self.loss_agg_mode, get_args(LossAggMode))
         require("kl_loss_coef", self.kl_loss_coef, 0 <= self.kl_loss_coef < math.inf, "a finite number, 0 or more")
         require_choice("kl_loss_type", self.kl_loss_type, get_args(KLPenalty))

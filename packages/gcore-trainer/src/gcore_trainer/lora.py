@@ -51,7 +51,9 @@ def add_lora(model: Any, config: LoRAConfig, *, seed: int = 0) -> None:
             raise ConfigError(f"target_modules is {names}: {error}") from None
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and not isinstance(module.get_base_layer(), torch.nn.Linear):
-            raise ConfigError(f"target_modules is {names}: {name} is no linear layer, and only those can be merged")
+            raise ConfigError(
+                f"target_modules is {names}; expected linear layers, which alone can be merged: {name} is none"
+            )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(A_OF):
@@ -77,7 +79,7 @@ def initial_a(layer: str, rank: int, in_features: int, *, seed: int = 0) -> "tor
     return torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
 
 
-def merged(
+def merge_lora(
     parameters: Iterable[tuple[str, "torch.Tensor"]], adapters: Mapping[str, "torch.Tensor"], config: LoRAConfig
 ) -> Iterator[tuple[str, "torch.Tensor"]]:
     """Hugging Face names and weights with the adapters in them, one at a time.

@@ -28,18 +28,18 @@ class ParallelConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name != "sequence_parallel" and value < 1:
-                raise ConfigError(f"{field.name} is {value}: 1 or more is needed")
+                raise ConfigError(f"{field.name} is {value}; expected 1 or more")
         if self.context_parallel_size % self.ulysses_sequence_parallel_size:
             raise ConfigError(
-                f"ulysses_sequence_parallel_size is {self.ulysses_sequence_parallel_size}: a divisor of "
-                f"context_parallel_size={self.context_parallel_size} is needed"
+                f"ulysses_sequence_parallel_size is {self.ulysses_sequence_parallel_size}; expected a divisor of "
+                f"context_parallel_size={self.context_parallel_size}"
             )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            raise ConfigError("sequence_parallel is true: tensor_model_parallel_size above 1 is needed")
+            raise ConfigError("sequence_parallel is true; expected tensor_model_parallel_size above 1")
         if self.virtual_pipeline_model_parallel_size > 1 and self.pipeline_model_parallel_size == 1:
             raise ConfigError(
-                f"virtual_pipeline_model_parallel_size is {self.virtual_pipeline_model_parallel_size}: "
-                "pipeline_model_parallel_size above 1 is needed"
+                f"virtual_pipeline_model_parallel_size is {self.virtual_pipeline_model_parallel_size}; expected "
+                "pipeline_model_parallel_size above 1"
             )
 
     def check_torch(self) -> None:
@@ -49,7 +49,7 @@ class ParallelConfig:
         """
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
             if (value := getattr(self, name)) > 1:
-                raise ConfigError(f"{name} is {value}: the torch backend needs 1, the megatron backend has more")
+                raise ConfigError(f"{name} is {value}; expected 1 for the torch backend, or the megatron backend")
 
     @property
     def ring_size(self) -> int:
@@ -74,7 +74,7 @@ class ParallelConfig:
                 if getattr(self, name) > 1
             )
             raise ConfigError(
-                f"{sizes} is {self.model_parallel_size}: it must divide the world of {world_size} ranks; "
+                f"{sizes} is {self.model_parallel_size}; expected a divisor of the world of {world_size} ranks: "
                 f"{self.model_parallel_size * max(1, world_size // self.model_parallel_size)} ranks would fit"
             )
         return world_size // self.model_parallel_size

@@ -16,7 +16,7 @@ import torch
 
 from gcore_diffusion.demo.digits import PROMPTS, DigitReward
 from gcore_diffusion.recipes import embedded
-from gcore_rollout.diffusion.recording import load_pipeline
+from gcore_rollout import load_pipeline
 
 _RECIPE = embedded()
 NUM_INFERENCE_STEPS = _RECIPE.rollout.num_inference_steps

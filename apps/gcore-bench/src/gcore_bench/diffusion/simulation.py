@@ -1,14 +1,24 @@
-"""Samplers of images and a judge that looks at them, on a simulated cluster."""
+"""Image samplers and a judge on a simulated cluster."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
 from gcore_bench.diffusion.options import DiffusionBenchOptions
-from gcore_placement import EngineCosts, JobCosts, PartitionSpace, RoleLimits, SwapCosts, TrainingCosts
+from gcore_placement import (
+    Comparison,
+    Drift,
+    EngineCosts,
+    JobCosts,
+    PartitionSpace,
+    RoleLimits,
+    Simulator,
+    SwapCosts,
+    TraceRecipe,
+    TrainingCosts,
+    compare,
+)
 from gcore_placement.simulation.scenarios import JOBS
-from gcore_placement.simulation.simulator import Simulator
-from gcore_placement.simulation.studies import Comparison, compare
-from gcore_placement.simulation.trace_recipes import Drift, TraceRecipe, steady
+from gcore_placement.workload.trace_recipes import steady
 
 NUM_DEVICES = 64
 UNIT_DEVICES = 4
@@ -46,7 +56,7 @@ _IMAGES = TraceRecipe(
 def run_simulation(
     options: DiffusionBenchOptions, *, progress: Callable[[int], None] | None = None
 ) -> list[Comparison]:
-    """Every strategy, on verdicts that stay, grow, and jump."""
+    """Compare all strategies on verdicts that stay, grow, and jump."""
     limits = RoleLimits(devices_per_replica=1)
     space = PartitionSpace(num_devices=NUM_DEVICES, policy=limits, reward=limits, unit_devices=UNIT_DEVICES)
     drifts = {

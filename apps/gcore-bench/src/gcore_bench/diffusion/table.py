@@ -6,7 +6,7 @@ from rich.table import Table
 
 from gcore_bench.diffusion.loop import GCORE, LIMIT, PLAIN, STAGES, LoopRow
 from gcore_bench.tables import figures_table
-from gcore_placement.simulation.studies import Comparison
+from gcore_placement import Comparison
 
 AIM = 1.5
 

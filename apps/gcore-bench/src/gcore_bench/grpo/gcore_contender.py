@@ -10,18 +10,15 @@ import torch
 from gcore_bench.grpo.measure import StepClock, StepFigures, TimedReward
 from gcore_bench.grpo.settings import load_train_prompts, train_config
 from gcore_bench.grpo.workload import Workload
-from gcore_controller import Program, Span, run_inline
+from gcore_controller import Program, Span, State, run_inline
 from gcore_llm.evaluate import Evaluation
-from gcore_llm.exchange import workload_of
-from gcore_llm.program import Job, rlhf_program
+from gcore_llm.micro_batches import workload_of
+from gcore_llm.modality import Job, rlhf_program
 from gcore_llm.rewards import make_runner, reward_function
-from gcore_llm.roles import Sampler, build_engine, build_tokenizer
-from gcore_llm.sampling import State
+from gcore_llm.roles import SamplingRoles, build_engine, build_tokenizer
 from gcore_llm.services import sharing
 from gcore_llm.trainer_worker import start_trainer
-from gcore_rollout import Completion, Engine, Request
-from gcore_rollout.forwarding import WrappedEngine
-from gcore_rollout.rewards import Failure
+from gcore_rollout import Completion, Engine, Failure, Request, WrappedEngine
 from gcore_runs.settings import resolve
 
 
@@ -49,11 +46,11 @@ def run(
         is_policy_behind=False,
     )
     program = sharing(learner, rlhf_program(job, recorder))
-    asyncio.run(_run(program, Sampler(policy=watched, reward=runner, tokenizer=tokenizer)))
+    asyncio.run(_run(program, SamplingRoles(policy=watched, reward=runner, tokenizer=tokenizer)))
     return recorder.steps
 
 
-async def _run(program: Program[Sampler, None], sampler: Sampler) -> None:
+async def _run(program: Program[SamplingRoles, None], sampler: SamplingRoles) -> None:
     try:
         await run_inline(program, roles=sampler)
     finally:

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from gcore_rollout.rewards import RewardFunction
+    from gcore_rollout import RewardFunction
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`gcore-bench placement`: its parts, their tables, and the file with every figure."""
+"""The command `gcore-bench placement`: its parts, their tables, and the file with all figures."""
 
 from dataclasses import asdict
 from functools import partial
@@ -11,11 +11,12 @@ from gcore_bench.placement.live.runs import run_live
 from gcore_bench.placement.live.table import live_aims, live_table
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.planner.rounds import run_planner
+from gcore_bench.placement.study.run import run_study
 from gcore_bench.placement.table import balancer_aims, balancer_table, planner_aims, planner_table
 
 
 def run(options: PlacementOptions, console: Console) -> None:
-    """Measure, print, and write what ``options`` asks for.
+    """Run the parts of ``options``, print their tables, and write the figures.
 
     Raises:
         BenchError: a run failed.
@@ -30,6 +31,9 @@ def run(options: PlacementOptions, console: Console) -> None:
         elif part == "live":
             runs = run_live(options, say=say)
             table, lines, figures = live_table(runs), live_aims(runs), {"rows": [asdict(run) for run in runs]}
+        elif part == "study":
+            say(run_study(options))
+            continue
         else:
             found = run_planner(options, say=say)
             table, lines, figures = planner_table(found), planner_aims(found), asdict(found)

@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 
 from gcore_bench.rollout.clocked_process import Source
 from gcore_bench.rollout.step_clock import StepClock
-from gcore_rollout import Engine
-from gcore_rollout.hf_engine import HFEngine
+from gcore_rollout import Engine, HFEngine
 
 
 class _ClockedHFEngine(HFEngine):

@@ -10,10 +10,10 @@ from gcore_rollout import Engine, Request
 def make_engine(kind: str, model: Path, *, max_num_seqs: int) -> Engine:
     """An engine of kind ``hf`` or ``vllm``."""
     if kind == "hf":
-        from gcore_rollout.hf_engine import HFEngine
+        from gcore_rollout import HFEngine
 
         return HFEngine.from_pretrained(model, max_num_seqs=max_num_seqs, eos_token_ids=[])
-    from gcore_rollout.vllm_engine import VLLMEngine
+    from gcore_rollout import VLLMEngine
 
     return VLLMEngine.from_pretrained(model, max_num_seqs=max_num_seqs, eos_token_ids=[])
 

@@ -17,8 +17,7 @@ from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.processes import Processes
 from gcore_bench.rollout.workload import make_requests, num_tokens, warmup_requests
 from gcore_bench.trainer.figures import Run
-from gcore_rollout import Engine, Request
-from gcore_rollout.engine_process import EngineProcess
+from gcore_rollout import Engine, EngineProcess, Request
 
 BASES = {
     "gcore-vllm": "vllm",

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from gcore_bench.environment import QUIET
 from gcore_bench.grpo.errors import BenchError
-from gcore_rollout import Engine
-from gcore_rollout.engine_process import PRELOAD_HF, PRELOAD_VLLM, EngineProcess
+from gcore_rollout import PRELOAD_HF, PRELOAD_VLLM, Engine, EngineProcess
 
 _ENVIRONMENT = {
     **QUIET,

@@ -13,8 +13,7 @@ from functools import partial
 from gcore_bench.grpo.errors import BenchError
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.trainer.figures import Run
-from gcore_rollout.errors import SandboxError
-from gcore_rollout.sandbox import Isolation, Sandbox
+from gcore_rollout import Isolation, Sandbox, SandboxError
 
 BARE = "bare"
 _COMMAND = [sys.executable, "-I", "-S", "-c", "pass"]

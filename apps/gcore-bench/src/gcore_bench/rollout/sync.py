@@ -22,8 +22,7 @@ from gcore_bench.rollout.processes import Processes
 from gcore_bench.rollout.step_clock import StepClock
 from gcore_bench.rollout.workload import sync_request
 from gcore_bench.trainer.figures import Run
-from gcore_rollout import Completion, Engine, Request
-from gcore_rollout.replicas import EngineReplicas
+from gcore_rollout import Completion, Engine, EngineReplicas, Request
 
 MEMCPY = "memcpy"
 _MEMCPY_TIMES = 3

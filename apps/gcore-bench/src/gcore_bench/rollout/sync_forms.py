@@ -19,13 +19,17 @@ import torch.distributed as dist
 from gcore_bench.grpo.errors import BenchError
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.trainer.figures import Run
-from gcore_rollout import Engine
+from gcore_rollout import (
+    Engine,
+    FullWeights,
+    WeightMirror,
+    WeightPublisher,
+    WeightReceiver,
+    WeightSender,
+    WeightSubscriber,
+    make_delta,
+)
 from gcore_rollout.weight_sync.adapters import A_OF, B_OF, AdapterWeights, merged
-from gcore_rollout.weight_sync.broadcast import WeightReceiver, WeightSender
-from gcore_rollout.weight_sync.delta import make_delta
-from gcore_rollout.weight_sync.mirror import FullWeights, WeightMirror
-from gcore_rollout.weight_sync.publisher import WeightPublisher
-from gcore_rollout.weight_sync.subscriber import WeightSubscriber
 
 MEMCPY = "memcpy"
 _MEMCPY_TIMES = 3

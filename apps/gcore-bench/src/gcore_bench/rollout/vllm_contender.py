@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from gcore_bench.rollout.local import as_engine
-from gcore_rollout import Engine, Request
-from gcore_rollout.sampling import sample_seeds
+from gcore_rollout import Engine, Request, sample_seeds
 
 _KV_CACHE_BYTES = 1 << 30
 

@@ -6,8 +6,7 @@ from gcore_bench.trainer.figures import Spec
 from gcore_bench.trainer.ranks import joined_world
 from gcore_bench.trainer.step import step_figures
 from gcore_bench.trainer.workload import load_samples
-from gcore_trainer.parallel import ParallelConfig
-from gcore_trainer.torch_parallel import TorchParallel
+from gcore_trainer import ParallelConfig, TorchParallel
 
 
 def run(spec: Spec) -> dict[str, dict[str, float]]:

@@ -10,12 +10,7 @@ from gcore_bench.trainer.measure import measured
 from gcore_bench.trainer.models import OPTIMIZER
 from gcore_bench.trainer.ranks import joined_world
 from gcore_bench.trainer.shapes import LONG_VOCAB_SIZE
-from gcore_trainer import Sample
-from gcore_trainer.objectives import SFTObjective
-from gcore_trainer.packed_model import PackedModel
-from gcore_trainer.parallel import ParallelConfig
-from gcore_trainer.torch_parallel import TorchParallel
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import PackedModel, ParallelConfig, Sample, SFTObjective, TorchParallel, TorchTrainer
 
 
 def run(spec: Spec) -> dict[str, dict[str, float]]:

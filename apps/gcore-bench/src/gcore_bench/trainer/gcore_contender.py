@@ -6,11 +6,7 @@ from pathlib import Path
 from gcore_bench.trainer.models import LOSS, OPTIMIZER
 from gcore_bench.trainer.padded_model import PaddedModel
 from gcore_bench.trainer.step import StepResult
-from gcore_trainer import Sample
-from gcore_trainer.objectives import PolicyObjective
-from gcore_trainer.packed_model import PackedModel
-from gcore_trainer.torch_parallel import TorchParallel
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import PackedModel, PolicyObjective, Sample, TorchParallel, TorchTrainer
 
 
 class GcoreStep:

@@ -7,7 +7,7 @@ import torch
 
 from gcore_bench.trainer.figures import Spec
 from gcore_bench.trainer.measure import measured
-from gcore_trainer.token_scores import token_scores
+from gcore_trainer import token_scores
 
 
 def run(spec: Spec) -> dict[str, dict[str, float]]:

@@ -11,11 +11,8 @@ from gcore_bench.trainer.figures import Spec
 from gcore_bench.trainer.measure import measured
 from gcore_bench.trainer.models import LOSS, OPTIMIZER
 from gcore_placement import TransformerWorkload
-from gcore_trainer import Sample
-from gcore_trainer.objectives import PolicyObjective
-from gcore_trainer.packed_attention import ATTENTION_NAME, register
-from gcore_trainer.packed_model import PackedModel
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import PackedModel, PolicyObjective, Sample, TorchTrainer
+from gcore_trainer.packing.attention import ATTENTION_NAME, register
 
 TARGET = 0.45
 """Share of the peak that well-tuned trainers of dense models reach."""

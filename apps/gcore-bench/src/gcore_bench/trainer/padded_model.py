@@ -5,9 +5,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from gcore_trainer import MicroBatch
-from gcore_trainer.packed_model import PackedModel
-from gcore_trainer.token_scores import TokenScores, token_scores
+from gcore_trainer import MicroBatch, PackedModel, TokenScores, token_scores
 
 
 class PaddedModel(PackedModel):

@@ -8,7 +8,7 @@ from gcore_bench.trainer.options import TrainerOptions
 from gcore_bench.trainer.shapes import long_workload, step_workload
 from gcore_bench.trainer.workload import make_samples, off_policy, save_samples
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_trainer.packed_model import PackedModel
+from gcore_trainer import PackedModel
 
 
 def run(spec: Spec) -> dict[str, dict[str, float]]:

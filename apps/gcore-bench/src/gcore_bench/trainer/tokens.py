@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from gcore_bench.trainer.options import TrainerOptions
 from gcore_bench.trainer.rounds import step_batches
-from gcore_trainer import Sample
-from gcore_trainer.packing import pack
+from gcore_trainer import Sample, pack
 
 WAYS = ("trl", "gcore-padded", "gcore-packed", "gcore-shared")
 

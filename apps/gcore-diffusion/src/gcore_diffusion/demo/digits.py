@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_rollout.errors import RewardConfigError
+from gcore_rollout import RewardConfigError
 
 SIZE = 8
 """Pixels of a side."""

@@ -16,8 +16,7 @@ from gcore_diffusion.config import DemoConfig
 from gcore_diffusion.demo.digits import COLOURS, PROMPTS, load
 from gcore_diffusion.demo.tiny_pipeline import make_tiny_pipeline
 from gcore_runs.display import Display
-from gcore_trainer.diffusion.ema import EMA
-from gcore_trainer.diffusion.process import FlowProcess
+from gcore_trainer import FlowProcess, MovingAverage
 
 _LR = 2e-3
 _WARMUP_STEPS = 30
@@ -58,7 +57,7 @@ def _train(pipeline: Any, config: DemoConfig, *, seed: int, display: Display) ->
     digits, colours = load(), torch.tensor(list(COLOURS.values()))
     images, labels = torch.from_numpy(digits.images)[:, None], torch.from_numpy(digits.labels)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, weight_decay=0.01, betas=(0.9, 0.99))
-    average = EMA(dict(model.named_parameters()), _EMA_DECAY)
+    average = MovingAverage(dict(model.named_parameters()), _EMA_DECAY)
     generator, process = torch.Generator().manual_seed(seed), FlowProcess()
     display.phase("teaching the embedded model to draw", total=config.num_steps)
     model.train()

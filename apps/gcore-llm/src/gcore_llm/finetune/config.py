@@ -7,8 +7,7 @@ import tyro
 
 from gcore_llm.config import TaskConfig
 from gcore_runs.errors import UserError, check_at_least, check_port, check_run_name
-from gcore_trainer import OptimizerConfig
-from gcore_trainer.config import DPOConfig, LRSchedulerType, RewardModelConfig
+from gcore_trainer import DPOConfig, LRSchedulerType, OptimizerConfig, RewardModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

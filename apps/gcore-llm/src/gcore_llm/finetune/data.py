@@ -12,8 +12,7 @@ from gcore_llm.finetune.tokens import Encoder, Messages, Tokens
 from gcore_llm.prompts import are_messages, hold_out, read_rows
 from gcore_placement import TransformerWorkload, micro_batches
 from gcore_runs.errors import UserError
-from gcore_trainer import MicroBatch, Sample
-from gcore_trainer.preference_objectives import scored_at_end
+from gcore_trainer import MicroBatch, Sample, scored_at_end
 
 Example = list[Sample]
 """What a row gives: one sample, or a chosen and a rejected one behind the same prompt."""

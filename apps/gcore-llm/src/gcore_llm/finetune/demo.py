@@ -55,9 +55,7 @@ def make_model(config: FineTuneConfig, run: RunFolder, tokenizer: Any, rows: Seq
     if not steps:
         write_atomically(run.model, lambda path: make_tiny_model(path, seed=config.seed))
         return
-    from gcore_trainer.objectives import SFTObjective
-    from gcore_trainer.packed_model import PackedModel
-    from gcore_trainer.torch_trainer import TorchTrainer
+    from gcore_trainer import PackedModel, SFTObjective, TorchTrainer
 
     initial = run.path / "initial-model"
     write_atomically(initial, lambda path: make_tiny_model(path, seed=config.seed))

@@ -10,7 +10,7 @@ from gcore_llm.finetune.data import Example, in_micro_batches
 from gcore_placement import TransformerWorkload
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import write_atomically
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import TorchTrainer
 
 
 def with_reference_log_probs(

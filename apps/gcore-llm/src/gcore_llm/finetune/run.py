@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gcore_ckpt import Checkpointer
-from gcore_controller.prompts import PromptLoader
+from gcore_controller import PromptLoader
 from gcore_llm.config import MAY_CHANGE
-from gcore_llm.exchange import workload_of
 from gcore_llm.finetune.config import DPORunConfig, FineTuneConfig
 from gcore_llm.finetune.data import Example, ExampleSets, in_micro_batches, load_examples
 from gcore_llm.finetune.demo import make_model, task_rows
 from gcore_llm.finetune.reference import with_reference_log_probs
 from gcore_llm.finetune.tokens import Encoder
 from gcore_llm.finetune.trainee import Trainee
+from gcore_llm.micro_batches import workload_of
 from gcore_llm.model_limits import longest_sequence
 from gcore_llm.report import write_report
 from gcore_llm.roles import build_tokenizer, check_model, eos_token_ids

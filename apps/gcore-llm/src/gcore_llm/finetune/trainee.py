@@ -7,13 +7,18 @@ from typing import Any
 import torch
 
 from gcore_llm.finetune.config import DPORunConfig, FineTuneConfig, RewardModelRunConfig
-from gcore_trainer import MicroBatch
-from gcore_trainer.losses import BatchTotals
-from gcore_trainer.objectives import Objective, SFTObjective
-from gcore_trainer.packed_model import PackedModel, PackedValueModel
-from gcore_trainer.preference_objectives import DPOObjective, RewardModelObjective
-from gcore_trainer.token_scores import TokenScores
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_trainer import (
+    BatchTotals,
+    DPOObjective,
+    MicroBatch,
+    Objective,
+    PackedModel,
+    PackedValueModel,
+    RewardModelObjective,
+    SFTObjective,
+    TokenScores,
+    TorchTrainer,
+)
 
 
 class Trainee:
@@ -50,7 +55,7 @@ class Trainee:
         totals: BatchTotals = self._objective.totals(samples)
         sums: dict[str, float] = {}
         for batch in micro_batches:
-            _, parts = self._objective.share(self._scores(batch), batch, totals)
+            _, parts = self._objective.partial_loss(self._scores(batch), batch, totals)
             for name, value in parts.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
             after_each()

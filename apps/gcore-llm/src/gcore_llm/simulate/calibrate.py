@@ -1,4 +1,4 @@
-"""`gcore-llm simulate --calibrate`: services like those of real runs, checked on steps that they were not fitted to."""
+"""The command `gcore-llm simulate --calibrate`: fit the services to real runs, and check the fit on held-out steps."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from gcore_llm.simulate.fit import Fit
     from gcore_llm.simulate.measured import MeasuredRun
 
-_DESCRIPTION = """Fit what the simulation's services take to finished runs of gcore-llm train.
+_DESCRIPTION = """Fit the costs of the simulation's services to finished runs of gcore-llm train.
 
-Written is a file for gcore-llm simulate --config FILE, which has the first run's sizes; options change them. Several
-runs of different batch sizes and lengths tell apart what one run does not. Printed is, by stage, how the simulated time
-of the same steps compares with the measured one: of those fitted to, of those held out, and of runs to --check.
+The command writes a file for gcore-llm simulate --config FILE, with the sizes of the first run; options change them.
+Several runs with different batch sizes and lengths separate costs that one run does not. For each stage it prints how
+the simulated time compares with the measured one: for the fitted steps, the held-out steps, and the runs to --check.
 """
 
 _STAGE_NAMES = ("generation", "reward", "preparation", "training", "weight sync", "the rest")
@@ -41,42 +41,42 @@ _UNITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateConfig:
-    """Which steps are used, and how."""
+    """The choice of runs and steps."""
 
     calibrate: tuple[str, ...] = ()
     """Folders of runs to fit to."""
     check: tuple[str, ...] = ()
-    """Folders of further runs, of which all steps are held out."""
+    """Folders of further runs; all their steps are held out."""
     out: str = ""
     """File to write; empty: simulate.toml in the first run's folder."""
     warmup_steps: int = 3
-    """First steps of every run, which are left out: they compile, and touch memory for the first time."""
+    """First steps of each run, which are left out because they compile and allocate."""
     max_steps: int = 100
-    """Most steps of each run, its last ones."""
+    """Most steps to use of each run, counted from its end."""
     held_out: float = 0.5
-    """Share of the steps, the last ones, that are not fitted to."""
+    """Share of the steps that is not fitted to, at the end of a run."""
 
     def __post_init__(self) -> None:
         check_at_least("warmup_steps", self.warmup_steps, 0)
         check_at_least("max_steps", self.max_steps, 2)
         if not 0 <= self.held_out < 1:
-            raise UserError(f"held_out is {self.held_out}: 0 or more, below 1 is needed")
+            raise UserError(f"held_out is {self.held_out}; expected at least 0 and below 1")
 
 
 def parse_calibrate(args: Sequence[str]) -> CalibrateConfig:
-    """The settings of the command line.
+    """Parse the settings of the command line.
 
     Raises:
         UserError: a value is out of bounds.
     """
     config = parse_over(CalibrateConfig(), args, prog="gcore-llm simulate", description=_DESCRIPTION)
     if not config.calibrate:
-        raise UserError("calibrate names no run: one or more folders of runs are needed")
+        raise UserError("calibrate is empty; expected one or more folders of runs")
     return config
 
 
 def run_calibrate(args: Sequence[str]) -> None:
-    """The whole command."""
+    """Run the command."""
     config = parse_calibrate(args)
     from gcore_llm.simulate.fit import fit, num_simulations, simulated_seconds
     from gcore_llm.simulate.measured import read_run
@@ -85,7 +85,7 @@ def run_calibrate(args: Sequence[str]) -> None:
     runs = [read_run(path, max_steps=config.max_steps) for path in (*config.calibrate, *config.check)]
     out = Path(config.out) if config.out else Path(config.calibrate[0]) / "simulate.toml"
     if not out.absolute().parent.is_dir():
-        raise UserError(f"out is {str(out)!r}: a file in an existing folder is needed")
+        raise UserError(f"out is {str(out)!r}; expected a file in an existing folder")
     fitted = runs[: len(config.calibrate)]
     steps = [_steps(run, config, is_fitted=i < len(fitted)) for i, run in enumerate(runs)]
     with Display() as display:
@@ -115,7 +115,7 @@ def run_calibrate(args: Sequence[str]) -> None:
 def _steps(
     run: "MeasuredRun", config: CalibrateConfig, *, is_fitted: bool
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """[steps] those to fit to, and those held out.
+    """Return which steps to fit to, and which to hold out: [steps] each.
 
     Raises:
         UserError: the run is too short.
@@ -126,8 +126,8 @@ def _steps(
     fewest = 2 if is_fitted else 0
     if count == 0 or num_used < fewest:
         raise UserError(
-            f"{run.name} has {count} steps behind the first {config.warmup_steps} (warmup_steps), {num_used} of them "
-            f"to fit to: {fewest} or more are needed to fit to, and 1 or more in all"
+            f"{run.name} has {count} steps after the first {config.warmup_steps} (warmup_steps), {num_used} of them to "
+            f"fit to; expected at least {fewest} to fit to, and at least 1 in all"
         )
     is_used = warm & (np.cumsum(warm) <= num_used)
     return is_used, warm & ~is_used

@@ -1,4 +1,4 @@
-"""`gcore-llm simulate`: what it parses, prints and writes."""
+"""The command `gcore-llm simulate`."""
 
 import json
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from gcore_llm.simulate.config import SimulateConfig
 from gcore_runs.errors import UserError
 from gcore_runs.options import parse_over
 
-_DESCRIPTION = """Run the program of train in simulated time, on modelled devices.
+_DESCRIPTION = """Run the program of train in simulated time, on simulated devices.
 
-What is modelled: generation by continuous batching, a reward, training by its FLOPs, and weight sync. What is real: the
-program, its sampling, balancing and preparation, on as many controllers as are asked for.
+Simulated are generation with continuous batching, a reward, training by its FLOPs, and weight sync. The program, its
+sampling, balancing and preparation are real, on as many controllers as are asked for.
 
---config FILE.toml: settings under the same names ([engine] base_s = 0.01), over which options go.
---calibrate RUN [RUN ...]: write such a file from the timings of real runs; --calibrate --help tells more.
+--config FILE.toml: settings under the same names ([engine] base_s = 0.01); options override them.
+--calibrate RUN [RUN ...]: write such a file from the timings of real runs; see --calibrate --help.
 """
 
 _NAMES = {
@@ -36,7 +36,7 @@ _NAMES = {
 
 
 def parse_simulate(args: Sequence[str]) -> SimulateConfig:
-    """TOML file, then command line over it.
+    """Parse the command line, whose options override those of a TOML file.
 
     Raises:
         UserError: see `merge`.
@@ -45,17 +45,17 @@ def parse_simulate(args: Sequence[str]) -> SimulateConfig:
 
 
 def run_simulate(args: Sequence[str]) -> None:
-    """The whole command."""
+    """Run the command."""
     if any(arg.split("=")[0] == "--calibrate" for arg in args):
         run_calibrate(args)
         return
     config = parse_simulate(args)
     if config.json and not Path(config.json).absolute().parent.is_dir():
-        raise UserError(f"json is {config.json!r}: a file in an existing folder is needed")
+        raise UserError(f"json is {config.json!r}; expected a file in an existing folder")
     from rich.table import Table
 
-    from gcore_llm.simulate.ledger import IDLE, WORK
     from gcore_llm.simulate.run import StepFigures, simulate
+    from gcore_placement.simulation.running_ledger import IDLE, WORK
     from gcore_runs.display import Display
 
     with Display() as display:

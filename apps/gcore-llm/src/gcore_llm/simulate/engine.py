@@ -1,4 +1,4 @@
-"""A modelled engine: the interface of real ones, in simulated time."""
+"""A simulated engine: the interface of real ones, in simulated time."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
@@ -12,17 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_llm.simulate.config import SimulateConfig
-from gcore_llm.simulate.draws import blend, length, uniform
-from gcore_llm.simulate.ledger import Ledger
 from gcore_llm.simulate.load import LoadMeter
 from gcore_llm.simulate.replay import Replay
-from gcore_llm.simulate.replica import ModelledReplica, RunningSample
-from gcore_llm.simulate.replica_choice import LeastLoaded
-from gcore_llm.simulate.work import sample_name
-from gcore_rollout import Completion, Request
-from gcore_rollout.calls import Call
-from gcore_rollout.engine import EngineStats
-from gcore_rollout.errors import RolloutError
+from gcore_llm.simulate.work import drawn_length, sample_name
+from gcore_placement import EngineCosts, LeastLoaded, Replica, ReplicaRequest, RunningLedger, blend, uniform
+from gcore_rollout import Call, Completion, EngineStats, Request, RolloutError
 
 if TYPE_CHECKING:
     import torch
@@ -33,13 +27,77 @@ _PROMPT_STREAM = 6
 
 @dataclass
 class ModelledWeights:
-    """Those of all engines of a cluster, which change together."""
+    """The weights of all engines of a cluster, which change together."""
 
     version: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Sample:
+    """A response from its request to its completion. Lengths are in tokens."""
+
+    call: Call
+    request: Request
+    index: int
+    begun: Completion | None
+    length: float
+    num_begun: float
+    replica: int
+
+
+class _TimedReplica:
+    """A `gcore_placement.Replica` that the event loop's timers move forward.
+
+    Args:
+        finished: called with the responses that are complete, after others have taken their places.
+        busy: called with True when the replica starts to generate, and with False when it has nothing left.
+    """
+
+    def __init__(
+        self, costs: EngineCosts, *, finished: Callable[[list[_Sample]], None], busy: Callable[[bool], None]
+    ) -> None:
+        self.replica: Replica[_Sample] = Replica(costs)
+        self._finished = finished
+        self._busy = busy
+        self._is_busy = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def submit(self, sequences: list[ReplicaRequest[_Sample]]) -> None:
+        self.replica.submit(sequences, _now_s())
+        self._changed()
+
+    def withdraw(self, which: Callable[[_Sample], bool]) -> list[tuple[_Sample, float]]:
+        taken = self.replica.withdraw(which, _now_s())
+        self._changed()
+        return taken
+
+    def set_held(self, is_held: bool) -> None:
+        if is_held:
+            self.replica.hold(_now_s())
+        else:
+            self.replica.release(_now_s())
+        self._changed()
+
+    def _changed(self) -> None:
+        """Report whether the replica generates, and wait for the next response to end."""
+        if (self.replica.num_running > 0) != self._is_busy:
+            self._is_busy = not self._is_busy
+            self._busy(self._is_busy)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if (end_s := self.replica.next_end_s) is not None:
+            self._timer = asyncio.get_running_loop().call_at(end_s, self._complete)
+
+    def _complete(self) -> None:
+        self._timer = None
+        ended = self.replica.complete(_now_s())
+        self._changed()
+        self._finished(ended)
+
+
 class ModelledEngine:
-    """Replicas behind `gcore_rollout.Engine`, between which requests are divided as `EngineReplicas` does it.
+    """Replicas with the interface of `gcore_rollout.Engine`; requests are divided as `EngineReplicas` does it.
 
     A response's length depends on the seed, its request's seed and its index, unless it is replayed. All its tokens are
     its name (see `sample_name`), and its arrays have one entry in memory, so that long ones cost no more than short
@@ -47,9 +105,9 @@ class ModelledEngine:
 
     Args:
         num_replicas: of this engine.
-        weights: whose version this engine's are; an update of one engine is of all that have the same.
-        sync_s: seconds that new weights take.
-        replay: what gives lengths in the place of draws.
+        weights: the weights of this engine; an update of one engine updates all that share them.
+        sync_s: seconds of a weight update.
+        replay: gives lengths in place of draws.
     """
 
     def __init__(
@@ -59,7 +117,7 @@ class ModelledEngine:
         num_replicas: int,
         weights: ModelledWeights,
         sync_s: float,
-        ledger: Ledger,
+        ledger: RunningLedger,
         meter: LoadMeter,
         replay: Replay | None = None,
     ) -> None:
@@ -68,12 +126,12 @@ class ModelledEngine:
         self._ledger = ledger
         self._meter = meter
         self._length = self._drawn_length if replay is None else replay.length
-        devices = config.engine.devices_per_replica
+        devices, costs = config.engine.devices_per_replica, config.engine.costs
         self._replicas = [
-            ModelledReplica(
-                config.engine,
+            _TimedReplica(
+                costs,
                 finished=self._finished,
-                changed=lambda is_busy: ledger.generate(devices if is_busy else -devices),
+                busy=lambda is_busy: ledger.generate(devices if is_busy else -devices),
             )
             for _ in range(num_replicas)
         ]
@@ -105,7 +163,7 @@ class ModelledEngine:
         ids = None if request_ids is None else frozenset(request_ids)
         with self._meter.paused():
             for sample, num_tokens in self._withdraw(lambda s: ids is None or s.request.request_id in ids):
-                # One that would have ended at this very moment still lacks its last token.
+                # A response that would have ended at this very moment still lacks its last token.
                 whole = min(num_tokens, sample.length - sample.num_begun - self._config.token_unit)
                 self._hand_over(sample, int(whole / self._config.token_unit + 1e-9), is_aborted=True)
 
@@ -131,12 +189,12 @@ class ModelledEngine:
         self._hold_or_release()
 
     async def update_weights(self, weights: Iterable[tuple[str, "torch.Tensor"]], *, version: int) -> None:
-        """See `Engine.update_weights`; between responses only, for all devices take part in it."""
+        """See `Engine.update_weights`; only between responses, because all devices take part in it."""
         del weights
         if self._is_asleep:
-            raise RolloutError("the engine is asleep: wake it before update_weights")
+            raise RolloutError("the engine is asleep; expected it to be awake: call wake before update_weights")
         if version <= self._weights.version:
-            raise ValueError(f"version is {version}: it must be above the present {self._weights.version}")
+            raise ValueError(f"version is {version}; expected above the present {self._weights.version}")
         self._check_idle("update_weights")
         await asyncio.sleep(self._config.overhead_s)
         with self._ledger.whole("sync", 1.0):
@@ -147,8 +205,8 @@ class ModelledEngine:
         return EngineStats(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=self._num_completion_tokens,
-            num_running=sum(replica.num_running for replica in self._replicas),
-            num_waiting=sum(replica.num_waiting for replica in self._replicas),
+            num_running=sum(timed.replica.num_running for timed in self._replicas),
+            num_waiting=sum(timed.replica.num_waiting for timed in self._replicas),
             weight_version=self._weights.version,
         )
 
@@ -159,31 +217,37 @@ class ModelledEngine:
     def _submit(self, requests: Sequence[Request], call: Call) -> None:
         self._num_unfinished += call.pending
         fair_share = max(1, self._num_unfinished // len(self._replicas))
-        new: dict[int, list[RunningSample]] = {}
+        new: dict[int, list[ReplicaRequest[_Sample]]] = {}
         for request in requests:
             for indices in _parts(request.sample_indices, fair_share, len(self._replicas)):
                 replica, _ = self._choice.take(len(indices))
                 new.setdefault(replica, []).extend(self._samples(request, indices, call, replica))
-        for replica, samples in new.items():
-            self._replicas[replica].submit(samples)
+        for replica, sequences in new.items():
+            self._replicas[replica].submit(sequences)
 
-    def _samples(self, request: Request, indices: Sequence[int], call: Call, replica: int) -> Iterator[RunningSample]:
-        """Those of a request that one replica makes: their prompt is computed once."""
+    def _samples(
+        self, request: Request, indices: Sequence[int], call: Call, replica: int
+    ) -> Iterator[ReplicaRequest[_Sample]]:
+        """Yield the samples of a request that one replica generates; their prompt is computed once."""
         unit = self._config.token_unit
-        begun = {completion.index: completion for completion in request.begun}
+        begun = {completion.index: completion for completion in request.prefixes}
         num_prompt = len(request.prompt_token_ids) * unit
         for index in indices:
             before = begun.get(index)
             num_begun = 0 if before is None else before.token_ids.size * unit
-            yield RunningSample(
+            sample = _Sample(
                 call=call,
                 request=request,
                 index=index,
                 begun=before,
                 length=min(self._length(request, index), request.sampling.max_tokens) * unit,
                 num_begun=num_begun,
-                num_prefill=num_prompt + num_begun,
                 replica=replica,
+            )
+            yield ReplicaRequest(
+                item=sample,
+                length=sample.length - num_begun,
+                prefill_s=(num_prompt + num_begun) / self._config.engine.prefill_tokens_per_s,
             )
             self._num_prompt_tokens += num_prompt + num_begun
             num_prompt = 0
@@ -193,37 +257,37 @@ class ModelledEngine:
         u = uniform(config.seed, _LENGTH_STREAM, request.seed, index)
         if config.prompt_share:
             u = blend(uniform(config.seed, _PROMPT_STREAM, request.seed), u, config.prompt_share)
-        return length(u, config.response_length, unit=config.token_unit)
+        return drawn_length(u, config.response_length, unit=config.token_unit)
 
-    def _finished(self, samples: list[RunningSample]) -> None:
+    def _finished(self, samples: list[_Sample]) -> None:
         self._forget(samples)
         for sample in samples:
             self._hand_over(sample, round((sample.length - sample.num_begun) / self._config.token_unit))
 
-    def _forget(self, samples: list[RunningSample]) -> None:
+    def _forget(self, samples: list[_Sample]) -> None:
         self._num_unfinished -= len(samples)
         for sample in samples:
             self._choice.add(sample.replica, -1)
 
-    def _withdraw(self, which: Callable[[RunningSample], bool]) -> list[tuple[RunningSample, float]]:
+    def _withdraw(self, which: Callable[[_Sample], bool]) -> list[tuple[_Sample, float]]:
         taken = [entry for replica in self._replicas for entry in replica.withdraw(which)]
         self._forget([sample for sample, _ in taken])
         return taken
 
-    def _hand_over(self, sample: RunningSample, size: int, *, is_aborted: bool = False) -> None:
-        """The completion, with ``size`` entries made here."""
+    def _hand_over(self, sample: _Sample, size: int, *, is_aborted: bool = False) -> None:
+        """Deliver the completion, with ``size`` entries made here."""
         request, begun = sample.request, sample.begun
         drawn_at = request.sampling.max_tokens * self._config.token_unit
         reason = "abort" if is_aborted else "length" if sample.length >= drawn_at else "stop"
         self._num_completion_tokens += size * self._config.token_unit
-        behind = partial(_behind, size=size)
+        extended = partial(_extended, size=size)
         sample.call.finished.put_nowait(
             Completion(
                 request_id=request.request_id,
                 index=sample.index,
-                token_ids=behind(begun and begun.token_ids, np.int64(sample_name(request.seed, sample.index))),
-                log_probs=behind(begun and begun.log_probs, np.float32(-1.0)),
-                weight_versions=behind(begun and begun.weight_versions, np.int32(self._weights.version)),
+                token_ids=extended(begun and begun.token_ids, np.int64(sample_name(request.seed, sample.index))),
+                log_probs=extended(begun and begun.log_probs, np.float32(-1.0)),
+                weight_versions=extended(begun and begun.weight_versions, np.int32(self._weights.version)),
                 finish_reason=reason,
             )
         )
@@ -231,25 +295,26 @@ class ModelledEngine:
     def _check_idle(self, call: str) -> None:
         if self._num_unfinished:
             raise RolloutError(
-                f"{self._num_unfinished} samples are unfinished: abort them or let them end before {call}"
+                f"{self._num_unfinished} samples are unfinished; expected none before {call}: abort or finish them"
             )
 
     def _hold_or_release(self) -> None:
         for replica in self._replicas:
-            if self._is_paused or self._is_asleep:
-                replica.hold()
-            else:
-                replica.release()
+            replica.set_held(self._is_paused or self._is_asleep)
 
 
-def _behind(begun: NDArray[Any] | None, value: np.generic, *, size: int) -> NDArray[Any]:
-    """[T] the entries begun, and ``size`` more of one value."""
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _extended(begun: NDArray[Any] | None, value: np.generic, *, size: int) -> NDArray[Any]:
+    """Return the entries that were made before, and ``size`` more of one value: [T]."""
     new: NDArray[Any] = np.ndarray((size,), value.dtype, value.tobytes(), strides=(0,))
     return new if begun is None else np.concatenate([begun, new])
 
 
 def _parts(indices: Sequence[int], largest: int, num_replicas: int) -> Iterator[Sequence[int]]:
-    """A request's samples, in parts of at most a replica's fair share of all."""
+    """Divide a request's samples into parts of at most a replica's fair share of all."""
     num_parts = min(num_replicas, -(-len(indices) // largest))
     bounds = [len(indices) * i // num_parts for i in range(num_parts + 1)]
     return (indices[start:stop] for start, stop in pairwise(bounds))

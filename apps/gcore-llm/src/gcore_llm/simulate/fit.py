@@ -1,7 +1,7 @@
-"""What services take, from the seconds of measured steps: least squares on the simulation's own times.
+"""Fit the costs of services to the seconds of measured steps, by least squares on the simulation's own times.
 
-Simulated times are linear in these parameters, or piecewise so where replicas wait for each other. So a few rounds of
-Gauss-Newton do, whose derivatives are differences of whole simulations.
+Simulated times are linear in the parameters, or piecewise linear where replicas wait for each other, so a few rounds of
+Gauss-Newton are enough. Derivatives are differences of whole simulations.
 """
 
 import math
@@ -23,7 +23,7 @@ _LARGEST_RATE = 1e15
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """What is fitted; 0 or more."""
+    """The fitted parameters, each at least 0."""
 
     base_s: float = 0.01
     """`EngineModel.base_s`."""
@@ -45,7 +45,7 @@ class Parameters:
     """`SimulateConfig.overhead_s`."""
 
     def applied(self, config: SimulateConfig) -> SimulateConfig:
-        """A simulation with these."""
+        """Return the settings of a simulation with these parameters."""
         gigabytes = weights_bytes(coarse_workload(config)) / 1e9
         return replace(
             config,
@@ -67,7 +67,7 @@ class Parameters:
         )
 
     def per_token_s(self, config: SimulateConfig) -> float:
-        """Seconds of a token's forward pass at the rate of training, on the devices of an engine's replica."""
+        """Return the seconds of a token's forward pass at the rate of training, on the devices of an engine replica."""
         flops = coarse_workload(config).flops_per_token / 3
         return flops * self.flop_s / config.engine.devices_per_replica
 
@@ -87,20 +87,20 @@ _PROBES = (
     ("per_sample_s", "micro_batch_s"),
     ("prefill_s", "forward_share"),
 )
-"""Parameters that one simulation changes together, for no two of them change the same stage."""
+"""Parameters that one simulation changes together, because no two of them change the same stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What came of it."""
+    """The outcome of a fit."""
 
     parameters: Parameters
     errors: Mapping[str, float]
-    """Standard error of each parameter; of those that no step depends on there is none, and they are as they were."""
+    """Standard error of each parameter, but for those that no step depends on: these keep their values."""
 
 
 def simulated_seconds(run: MeasuredRun, parameters: Parameters) -> NDArray[np.float64]:
-    """[steps, stages] of a run, its responses replayed."""
+    """Simulate a run, with its responses replayed, and return the seconds: [steps, stages]."""
     config = parameters.applied(replace(run.replayed_config(), steps=len(run.rows)))
     steps = simulate(config, replay=run.replay()).steps
     seconds = np.array([stage_seconds(step.metrics, is_scored=run.is_scored) for step in steps])
@@ -111,22 +111,22 @@ def simulated_seconds(run: MeasuredRun, parameters: Parameters) -> NDArray[np.fl
 
 
 def measured_seconds(run: MeasuredRun) -> NDArray[np.float64]:
-    """[steps, stages] of a run."""
+    """Return the measured seconds of a run: [steps, stages]."""
     return np.array([stage_seconds(row, is_scored=run.is_scored) for row in run.rows])
 
 
 def fit(runs: Sequence[MeasuredRun], used: Sequence[NDArray[np.bool_]], progressed: Callable[[], None]) -> Fit:
     """Fit all parameters to some steps of one or more runs.
 
-    Each stage by itself, weighted by the inverse of its simulated time: that is, the variance grows with the time, and
-    without expectations the simulated times add up to the measured ones (with them, they are scaled to).
+    Each stage is fitted by itself, weighted by the inverse of its simulated time: that is, the variance grows with the
+    time, and without priors the simulated times add up to the measured ones (with priors, they are scaled so).
 
-    What steps of like sizes do not tell apart is decided by expectations, each with a standard deviation as large as
-    itself: a token of a prompt, and one more response in a decoding step, take the FLOPs of a forward pass at the rate
-    of training, and a micro-batch three times the time of a decoding step without responses.
+    Costs that steps of similar sizes do not separate are decided by priors, each with a standard deviation as large as
+    its mean: a token of a prompt, and one more response in a decoding step, take the FLOPs of a forward pass at the
+    rate of training, and a micro-batch three times the time of a decoding step without responses.
 
     Args:
-        used: [steps] of each run, those to fit to.
+        used: which steps of each run to fit to, [steps] each.
         progressed: called after each of `num_simulations`.
     """
 
@@ -161,7 +161,7 @@ def fit(runs: Sequence[MeasuredRun], used: Sequence[NDArray[np.bool_]], progress
 
 
 def num_simulations(runs: Sequence[MeasuredRun]) -> int:
-    """How many a fit makes."""
+    """Return the number of simulations of a fit."""
     return _ROUNDS * (1 + len(_PROBES)) * len(runs)
 
 
@@ -171,7 +171,7 @@ def _expected(parameters: Parameters, config: SimulateConfig) -> dict[str, float
 
 
 def _move(value: float, name: str) -> float:
-    """By how much a parameter is changed for a derivative."""
+    """Return the change of a parameter for a derivative."""
     return 0.1 * (value or getattr(Parameters(), name))
 
 
@@ -182,10 +182,10 @@ def _moved(parameters: Parameters, names: Sequence[str]) -> Parameters:
 def _least_squares(
     x: NDArray[np.float64], y: NDArray[np.float64], expected: Sequence[float | None]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """[K] coefficients, 0 or more, of ``x`` [N, K] for ``y`` [N], whose variance is in proportion to it; their errors.
+    """Return [K] coefficients >= 0 of ``x`` [N, K] for ``y`` [N], whose variance grows with it; and their errors.
 
     Args:
-        expected: of each coefficient, or None: its mean beforehand, and its standard deviation.
+        expected: the prior mean of each coefficient, which is its standard deviation, too; None: no prior.
     """
     size = x.shape[1]
     prior = np.diag([1 / e if e else 0.0 for e in expected])
@@ -206,14 +206,14 @@ def _least_squares(
 
 
 def _non_negative(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[K] of the least squares |a v - b| over v >= 0: the best of all sets of coefficients that may be above 0."""
+    """Return the [K] least squares solution of |a v - b| over v >= 0, the best over all sets of positive ones."""
     scale = np.linalg.norm(a, axis=0)
     best, least = np.zeros(a.shape[1]), float(b @ b)
     present = [int(k) for k in np.flatnonzero(scale)]
     for chosen in map(list, chain.from_iterable(combinations(present, k) for k in range(1, len(present) + 1))):
         part, _, rank, _ = np.linalg.lstsq(a[:, chosen] / scale[chosen], b)
         loss = float(np.sum((a[:, chosen] @ (part / scale[chosen]) - b) ** 2))
-        # What fewer do as well is not left to rounding.
+        # Rounding must not prefer more coefficients where fewer do as well.
         if rank == len(chosen) and (part >= 0).all() and loss < least * (1 - 1e-12):
             best, least = np.zeros(a.shape[1]), loss
             best[chosen] = part / scale[chosen]

@@ -1,4 +1,4 @@
-"""A modelled learner: it takes the time of its slowest replica."""
+"""A simulated learner: it takes the time of its slowest replica."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_controller.trainer_group import deal
-from gcore_llm.exchange import sample_flops
+from gcore_llm.micro_batches import sample_flops
 from gcore_llm.simulate.config import SimulateConfig
-from gcore_llm.simulate.ledger import Ledger, Work
 from gcore_llm.simulate.load import LoadMeter
 from gcore_llm.trainer_worker import Role
-from gcore_placement import TransformerWorkload
+from gcore_placement import RunningLedger, TransformerWorkload
+from gcore_placement.simulation.running_ledger import Work
 from gcore_runs.errors import UserError
 from gcore_trainer import MicroBatch
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class ModelledLearner:
     """A `gcore_controller.SharedTrainerGroup` of modelled replicas, to which micro-batches are dealt as on real ones.
 
-    A micro-batch takes its simulated FLOPs over what a replica's devices make in a second, and ``micro_batch_s``. There
-    are no weights: `export_weights` is empty, and `save` keeps what it is given in memory.
+    A micro-batch takes its FLOPs over the FLOPs per second of a replica's devices, and ``micro_batch_s``. There are no
+    weights: `export_weights` is empty, and `save` keeps its state in memory.
     """
 
     def __init__(
-        self, config: SimulateConfig, workload: TransformerWorkload, *, ledger: Ledger, meter: LoadMeter
+        self, config: SimulateConfig, workload: TransformerWorkload, *, ledger: RunningLedger, meter: LoadMeter
     ) -> None:
         self._num_replicas = config.num_learner_replicas
         self._model = config.learner
@@ -51,7 +51,7 @@ class ModelledLearner:
         return self._num_replicas
 
     async def score(self, role: Role, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
-        """See `Learner.score`; all values are 0, and all models cost alike."""
+        """See `Learner.score`; all values are 0, and all models cost the same."""
         del role
         await self._work("preparation", micro_batches, share=self._model.forward_share)
         zero = np.float32(0.0)
@@ -71,14 +71,14 @@ class ModelledLearner:
         ]
 
     async def train_step(self, role: Role, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """See `Learner.train_step`; all models cost alike."""
+        """See `Learner.train_step`; all models cost the same."""
         del role
         await self._work("training", micro_batches, share=1.0)
         self._num_updates += 1
         return {}
 
     def export_weights(self, *, averaged: bool = False) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Return no weights."""
+        """Return nothing: there are no weights."""
         del averaged
         return iter(())
 
@@ -87,7 +87,7 @@ class ModelledLearner:
         Raises:
             UserError: always.
         """
-        raise UserError(f"cannot write {path}: a modelled learner has no weights")
+        raise UserError(f"cannot write {path}: a simulated learner has no weights")
 
     def save(self, step: int, rest: dict[str, Any]) -> None:
         """See `Learner.save`."""
@@ -98,7 +98,7 @@ class ModelledLearner:
         return self._saved
 
     def close(self) -> None:
-        """Nothing is to be ended."""
+        """Do nothing."""
 
     async def _work(self, work: Work, micro_batches: Sequence[MicroBatch], *, share: float) -> None:
         with self._meter.paused():

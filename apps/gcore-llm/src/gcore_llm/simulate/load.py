@@ -1,4 +1,4 @@
-"""What a controller's own code costs: real seconds of the processor, while simulated ones stand still."""
+"""The cost of a controller's own code: real processor seconds, during which simulated time stands still."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ _RANK: ContextVar[int] = ContextVar("controller")
 class LoadMeter:
     """Adds up, for each controller, the steps of its program's coroutine and of every task that it starts.
 
-    Not counted is what modelled services do in such a step, inside `paused`.
+    The work of simulated services in such a step, inside `paused`, is not counted.
     """
 
     def __init__(self, num_controllers: int) -> None:
@@ -26,25 +26,25 @@ class LoadMeter:
         await asyncio.create_task(program)
 
     def paused(self) -> "_Pause":
-        """A block that a real service would run elsewhere; not inside another one."""
+        """Return a block that is not counted, because a real service would run it elsewhere; blocks do not nest."""
         return _Pause(self)
 
     def cut(self) -> list[float]:
-        """Seconds of each controller since the last call, by rank."""
+        """Return the seconds of each controller since the last call, by rank."""
         busy_s, self._busy_s = self._busy_s, [0.0] * len(self._busy_s)
         return busy_s
 
     def begin(self) -> float:
-        """A step of a controller's begins: the thread's time."""
+        """Start a step of a controller; return the thread's time."""
         self._paused_s = 0.0
         return time.thread_time()
 
     def count(self, rank: int, start_s: float) -> None:
-        """It ends."""
+        """End the step of a controller that started at ``start_s``."""
         self._busy_s[rank] += time.thread_time() - start_s - self._paused_s
 
     def skip(self, start_s: float) -> None:
-        """A pause that began then ends."""
+        """End a pause that started at ``start_s``."""
         self._paused_s += time.thread_time() - start_s
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> "asyncio.Task[Any]":
@@ -68,7 +68,7 @@ class _Pause:
 
 
 class _Metered(Coroutine[Any, Any, Any]):
-    """A coroutine whose every step is counted."""
+    """A coroutine each of whose steps is counted."""
 
     __slots__ = ("_coroutine", "_meter", "_rank")
 

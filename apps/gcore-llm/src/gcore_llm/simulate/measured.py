@@ -1,4 +1,4 @@
-"""What a finished run of `gcore-llm train` tells about its steps, and the simulation of the same sizes."""
+"""The measured steps of a finished run of `gcore-llm train`, and a simulation of the same sizes."""
 
 import math
 from collections.abc import Mapping
@@ -10,21 +10,21 @@ import numpy as np
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.simulate.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig
-from gcore_llm.simulate.lengths import SampledLengths, fit_lengths
 from gcore_llm.simulate.replay import Replay
+from gcore_placement import SampledLengths, fit_lengths
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import RunFolder, read_jsonl
 
 STAGES = ("gen", "reward", "prepare", "train", "sync", "rest")
-"""Of a step; rest: what it takes outside of all others."""
+"""The stages of a step; rest is the time outside all others."""
 
 
 def stage_seconds(metrics: Mapping[str, float], *, is_scored: bool) -> list[float]:
-    """Seconds of `STAGES` in one step.
+    """Return the seconds of each of `STAGES` in one step.
 
     Args:
         metrics: of the step.
-        is_scored: whether models score responses before the update; else preparation counts among the rest.
+        is_scored: whether models score responses before the update; otherwise preparation counts as part of the rest.
     """
     own = {stage: metrics.get(f"timing_s/{stage}", 0.0) for stage in STAGES[:-1]}
     if not is_scored:
@@ -34,25 +34,25 @@ def stage_seconds(metrics: Mapping[str, float], *, is_scored: bool) -> list[floa
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRun:
-    """A run's steps, in its order."""
+    """The steps of a run, in order."""
 
     name: str
     config: SimulateConfig
-    """Its sizes and lengths; what its services take is not known yet."""
+    """The sizes and lengths of the run; the time that its services take is not known yet."""
     rows: list[dict[str, Any]]
     """The steps' metrics."""
     lengths: list[SampledLengths]
-    """Of each step's responses."""
+    """Response lengths of each step."""
 
     @property
     def is_scored(self) -> bool:
-        """Whether models score responses before the update."""
+        """Return whether models score responses before the update."""
         config = self.config
         num_updates = -(-config.batch_size // (config.ppo_mini_batch_size or config.batch_size))
         return bool(config.kl_loss_coef) or (config.old_log_probs == "trainer" and num_updates > 1)
 
     def replay(self) -> Replay:
-        """The run's responses for a simulation."""
+        """Return the run's responses, for a simulation."""
         n = self.config.n
         kept = [
             round(row["sampling/acceptance"] * own.number / n) for row, own in zip(self.rows, self.lengths, strict=True)
@@ -60,26 +60,27 @@ class MeasuredRun:
         return Replay(self.lengths, kept, n=n, sigma=self.config.response_length.sigma, seed=self.config.seed)
 
     def replayed_config(self) -> SimulateConfig:
-        """The settings for `replay`, in which all prompts have the mean length."""
+        """Return the settings for `replay`, in which all prompts have the mean length."""
         return replace(self.config, prompt_length=LengthConfig(median=_mean_prompt(self.rows), sigma=0.0))
 
 
 def read_run(path: str, *, max_steps: int) -> MeasuredRun:
-    """The last ``max_steps`` steps of a run.
+    """Read the last ``max_steps`` steps of a run.
 
     Raises:
-        UserError: the folder holds no such run, or one that the simulation does not describe.
+        UserError: the folder holds no such run, or a run that the simulation does not describe.
     """
     folder = RunFolder.existing(path)
     config = folder.load_config(TrainConfig)
     _check_simulated(path, config)
     rows = [row for row in read_jsonl(folder.metrics) if "timing_s/step" in row][-max_steps:]
-    lengths = [_lengths(row, config) for row in rows]
+    limit = config.data.max_response_length
+    lengths = [SampledLengths.of_metrics(row, n=config.rollout.n, limit=limit) for row in rows]
     if not any(own.number for own in lengths):
-        raise UserError(f"{path}: metrics.jsonl has no steps with responses; a run of gcore-llm train is needed")
+        raise UserError(f"{path}/metrics.jsonl has no steps with responses; expected a run of gcore-llm train")
     model = next((f for f in (folder.export, folder.model, Path(config.model)) if (f / "config.json").is_file()), None)
     if model is None:
-        raise UserError(f"{path}: its model {config.model!r} is no folder with config.json, and there is no export/")
+        raise UserError(f"{path}: model is {config.model!r}; expected a folder with config.json, or export/ in the run")
     return MeasuredRun(name=path, config=_sizes(config, model.resolve(), rows, lengths), rows=rows, lengths=lengths)
 
 
@@ -97,22 +98,9 @@ def _check_simulated(path: str, config: TrainConfig) -> None:
     for name, is_unfit in unfit.items():
         if is_unfit:
             raise UserError(
-                f"{path}: {name}: calibration needs a run without a critic and greedy responses, of single turns that "
-                "end in the step that began them, and with one epoch"
+                f"{path}: {name}; expected a run without a critic and greedy responses, of single turns that end in "
+                "the step that started them, and with one epoch"
             )
-
-
-def _lengths(row: Mapping[str, Any], config: TrainConfig) -> SampledLengths:
-    mean = row.get("response_length/mean", 0.0)
-    found = row["perf/total_num_tokens"] / (mean + row["prompt_length/mean"]) if mean else 0.0
-    number = round(found / config.rollout.n) * config.rollout.n
-    return SampledLengths(
-        number=number,
-        mean=mean,
-        longest=int(row.get("response_length/max", 0)),
-        num_cut=round(row.get("response_length/clip_ratio", 0.0) * number),
-        limit=config.data.max_response_length,
-    )
 
 
 def _mean_prompt(rows: list[dict[str, Any]]) -> float:
@@ -120,7 +108,7 @@ def _mean_prompt(rows: list[dict[str, Any]]) -> float:
 
 
 def _prompt_length(rows: list[dict[str, Any]], lengths: list[SampledLengths], n: int) -> LengthConfig:
-    """Log-normal with the mean of all, and the variance that the means of steps let expect."""
+    """Return log-normal lengths with the mean of all prompts, and a variance from that of the steps' means."""
     own = [(row["prompt_length/mean"], s.number / n) for row, s in zip(rows, lengths, strict=True) if s.number]
     means, groups = np.array(own).T
     mean = float(np.average(means, weights=groups))
@@ -137,6 +125,7 @@ def _sizes(
     num_learners = config.trainer.parallel.data_parallel_size(num_ranks)
     devices = math.lcm(num_ranks, num_engines)
     numbers = [own.number for own in lengths]
+    median, sigma = fit_lengths(lengths)
     acceptance = float(np.average([row["sampling/acceptance"] for row in rows], weights=numbers))
     return SimulateConfig(
         devices=devices,
@@ -149,7 +138,7 @@ def _sizes(
         max_prompt_length=config.data.max_prompt_length,
         max_response_length=config.data.max_response_length,
         prompt_length=_prompt_length(rows, lengths, config.rollout.n),
-        response_length=fit_lengths(lengths),
+        response_length=LengthConfig(median=median, sigma=sigma),
         filter_groups=config.algorithm.filter_groups,
         max_num_gen_batches=config.algorithm.max_num_gen_batches,
         old_log_probs=config.algorithm.old_log_probs,
@@ -162,7 +151,7 @@ def _sizes(
             prompts="stealing" if config.runtime == "ray" else "shared",
         ),
         reward=RewardModel(
-            # A run in which no group is of use has nothing to train on, and none to simulate.
+            # With an acceptance of 0 a simulation would have nothing to train on.
             acceptance=max(acceptance, 1e-3),
             latency_sigma=0.0,
             max_concurrency=config.reward_calls.max_concurrency,

@@ -1,21 +1,21 @@
-"""A measured run's responses once more: their lengths, and which groups had scores that differ."""
+"""The responses of a measured run, for a simulation: their lengths, and the groups whose scores differ."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from gcore_llm.simulate.lengths import SampledLengths, step_lengths
 from gcore_llm.simulate.work import group_and_index, sample_name
+from gcore_placement import SampledLengths, step_lengths
 from gcore_rollout import Request
 
 
 class Replay:
-    """By ticket, which is a prompt's place in the order of sampling; behind the last one it begins anew.
+    """Responses by prompt index, which is a prompt's place in the order of sampling; after the last it starts again.
 
     Args:
-        steps: what each step sampled, in the run's order.
+        steps: the responses that each step sampled, in the run's order.
         num_kept: groups of each step whose scores differed.
-        n: responses a prompt.
+        n: responses to a prompt.
         sigma: standard deviation of the lengths' logarithm.
         seed: of the order within a step.
 
@@ -32,16 +32,16 @@ class Replay:
         self._lengths = np.concatenate(lengths)
         self._signals = np.concatenate(signals)
         if not len(self._lengths):
-            raise ValueError("steps have no samples: one or more are needed")
+            raise ValueError("steps have 0 samples; expected at least one")
         self._rows: dict[int, int] = {}
         """The row of each group that has been sampled, by the key that samples' names hold."""
 
     def length(self, request: Request, index: int) -> int:
-        """Tokens of one response to a request, whose id is its ticket."""
+        """Return the tokens of one response to a request, whose id is its prompt index."""
         row = int(request.request_id) % len(self._lengths)
         self._rows[group_and_index(sample_name(request.seed, index))[0]] = row
         return int(self._lengths[row, index])
 
     def has_signal(self, group: int) -> bool:
-        """Whether the scores of a group differ, of which responses have been sampled; ``group`` is its key."""
+        """Return whether the scores of a group differ; ``group`` is the key of one whose responses were sampled."""
         return bool(self._signals[self._rows[group]])

@@ -1,4 +1,4 @@
-"""A modelled reward: a rule that answers at once, or a judge with replicas of its own."""
+"""A simulated reward: a rule that answers at once, or a judge with replicas of its own."""
 
 import asyncio
 import math
@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from gcore_llm.simulate.config import RewardModel, SimulateConfig
-from gcore_llm.simulate.draws import log_normal, uniform
-from gcore_llm.simulate.ledger import Ledger
 from gcore_llm.simulate.load import LoadMeter
 from gcore_llm.simulate.replay import Replay
-from gcore_llm.simulate.replica_choice import LeastLoaded
 from gcore_llm.simulate.work import group_and_index
-from gcore_rollout.rewards import RewardRunner, RewardRunnerConfig
+from gcore_placement import LeastLoaded, RunningLedger, log_normal, uniform
+from gcore_rollout import RewardRunner, RewardRunnerConfig
 
 _GROUP_STREAM = 3
 _SAMPLE_STREAM = 4
@@ -22,11 +20,11 @@ _LATENCY_STREAM = 5
 class ModelledReward:
     """Scores of 0 and 1: a share ``acceptance`` of groups, or those of the replay, has both, the others one of them.
 
-    Score and latency depend on the seed and the sample. Completions are samples' names (see `sample_name`).
+    Score and latency depend on the seed and the sample alone. Completions are samples' names (see `sample_name`).
     """
 
     def __init__(
-        self, config: SimulateConfig, *, ledger: Ledger, meter: LoadMeter, replay: Replay | None = None
+        self, config: SimulateConfig, *, ledger: RunningLedger, meter: LoadMeter, replay: Replay | None = None
     ) -> None:
         self._seed = config.seed
         self._n = config.n
@@ -37,20 +35,20 @@ class ModelledReward:
         self._choice = LeastLoaded(max(1, self._model.num_replicas))
 
     def runner(self) -> RewardRunner:
-        """The service that calls it, which has as many calls under way as there are places."""
+        """Return the service that makes the calls, as many at once as the replicas take."""
         places = max(1, self._model.num_replicas) * self._model.max_concurrency
         if not self._model.latency_s:
             return RewardRunner(self.rule, RewardRunnerConfig(max_concurrency=places, sync_in_threads=False))
         return RewardRunner(self.judge, RewardRunnerConfig(max_concurrency=places, timeout_s=math.inf))
 
     def rule(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-        """The score at once."""
+        """Return the score at once."""
         del prompt, row
         with self._meter.paused():
             return self._score(*group_and_index(int(completion)))
 
     async def judge(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-        """The score after the latency."""
+        """Return the score after the latency."""
         with self._meter.paused():
             u = uniform(self._seed, _LATENCY_STREAM, int(completion))
             latency_s = log_normal(u, median=self._model.latency_s, sigma=self._model.latency_sigma)
@@ -62,7 +60,7 @@ class ModelledReward:
         return self.rule(prompt, completion, row)
 
     def _begin(self) -> int:
-        """A call goes to the replica with the fewest."""
+        """Assign a call to the replica with the fewest calls."""
         replica, load = self._choice.take(1)
         if load == 1 and self._model.devices:
             self._ledger.reward(self._model.devices_per_replica)

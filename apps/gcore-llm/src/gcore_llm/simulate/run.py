@@ -1,37 +1,37 @@
-"""A whole simulation: services, the program on them, and what each step took."""
+"""A whole simulation: services, the program that uses them, and the figures of each step."""
 
+import asyncio
 import gc
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from gcore_controller import Context, Span, run_simulated
+from gcore_controller import Context, Span, StageTimer, State, run_simulated
 from gcore_llm.evaluate import Evaluation
-from gcore_llm.program import Job, rlhf_program
-from gcore_llm.roles import Sampler
-from gcore_llm.sampling import State
+from gcore_llm.modality import Job, rlhf_program
+from gcore_llm.roles import SamplingRoles
 from gcore_llm.services import sharing
 from gcore_llm.simulate.config import SimulateConfig
 from gcore_llm.simulate.engine import ModelledEngine, ModelledWeights
 from gcore_llm.simulate.learner import ModelledLearner
-from gcore_llm.simulate.ledger import Ledger, WatchedTimer
 from gcore_llm.simulate.load import LoadMeter
 from gcore_llm.simulate.replay import Replay
 from gcore_llm.simulate.reward import ModelledReward
 from gcore_llm.simulate.work import SampleNames, coarse_workload, make_prompts, weights_bytes
-from gcore_rollout.rewards import Failure
+from gcore_placement import RunningLedger
+from gcore_rollout import Failure
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """One step."""
+    """The figures of one step."""
 
     step: int
     step_s: float
     """Simulated seconds."""
     num_tokens: float
-    """Of all responses that were sampled, each with its prompt."""
+    """Tokens of all responses that were sampled, each with its prompt."""
     device_s: dict[str, float]
     """Device-seconds by column of the ledger; together they are devices times ``step_s``."""
     controller_load: list[float]
@@ -42,12 +42,12 @@ class StepFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What came of a run."""
+    """The outcome of a simulation."""
 
     config: SimulateConfig
     steps: list[StepFigures]
     wall_s: float
-    """Real seconds that it took."""
+    """Real seconds of the whole simulation."""
 
 
 def simulate(
@@ -60,22 +60,25 @@ def simulate(
 
     Args:
         stepped: called after every step.
-        replay: what gives lengths of responses, and which groups have scores that differ, in the place of draws.
+        replay: gives the lengths of responses, and the groups whose scores differ, in place of draws.
 
     Raises:
-        UserError: the model folder does not do.
+        UserError: the model folder has no config.json that loads.
     """
     start_s = time.perf_counter()
     workload = coarse_workload(config)
-    ledger = Ledger(
-        num_devices=config.devices, num_reward_devices=config.reward.devices, num_controllers=config.controllers
+    ledger = RunningLedger(
+        num_devices=config.devices,
+        num_reward_devices=config.reward.devices,
+        num_controllers=config.controllers,
+        clock=lambda: asyncio.get_running_loop().time(),
     )
     meter = LoadMeter(config.controllers)
     sync_s = weights_bytes(workload) / (config.learner.sync_gb_per_s * 1e9)
     weights = ModelledWeights()
     reward = ModelledReward(config, ledger=ledger, meter=meter, replay=replay).runner()
 
-    def sampler(num_replicas: int) -> Sampler:
+    def sampler(num_replicas: int) -> SamplingRoles:
         policy = ModelledEngine(
             config,
             num_replicas=num_replicas,
@@ -86,17 +89,17 @@ def simulate(
             replay=replay,
         )
         slots = num_replicas * config.engine.max_num_seqs if config.engine.prompts == "stealing" else None
-        return Sampler(policy=policy, policy_slots=slots, reward=reward, tokenizer=SampleNames())
+        return SamplingRoles(policy=policy, policy_slots=slots, reward=reward, tokenizer=SampleNames())
 
-    def samplers() -> list[Sampler]:
-        """By rank."""
+    def samplers() -> list[SamplingRoles]:
+        """Return the samplers by rank."""
         num_replicas, size = config.num_engine_replicas, config.controllers
         if config.engine.prompts == "shared":
             return [sampler(num_replicas)] * size
         return [sampler(len(range(rank, num_replicas, size))) for rank in range(size)]
 
     learner = ModelledLearner(config, workload, ledger=ledger, meter=meter)
-    recorder = _Recorder(config=config, ledger=ledger, meter=meter, told=stepped)
+    recorder = _Recorder(config=config, ledger=ledger, meter=meter, report=stepped)
     job = Job(
         config=config.train_config(),
         prompts=make_prompts(config),
@@ -108,9 +111,9 @@ def simulate(
     )
     real = sharing(learner, rlhf_program(job, recorder))
 
-    async def program(ctx: Context[Sequence[Sampler]]) -> None:
+    async def program(ctx: Context[Sequence[SamplingRoles]]) -> None:
         own = ctx.with_roles(ctx.roles[ctx.rank])
-        await meter.run(ctx.rank, real(replace(own, timer=WatchedTimer(ctx.rank, ledger))))
+        await meter.run(ctx.rank, real(replace(own, timer=_LedgerTimer(ctx.rank, ledger))))
 
     with _garbage_collected_by_step():
         run_simulated(program, roles=samplers(), world_size=config.controllers)
@@ -119,7 +122,7 @@ def simulate(
 
 @contextmanager
 def _garbage_collected_by_step() -> Generator[None]:
-    """Only the recorder collects: a pass over all that a simulated cluster holds is no load of one controller's."""
+    """Leave garbage collection to the recorder: a pass over a whole simulated cluster is not one controller's load."""
     was_enabled = gc.isenabled()
     gc.disable()
     gc.freeze()
@@ -131,24 +134,43 @@ def _garbage_collected_by_step() -> Generator[None]:
             gc.enable()
 
 
+class _LedgerTimer(StageTimer):
+    """A controller's stage timer that notes each stage in the ledger."""
+
+    def __init__(self, rank: int, ledger: RunningLedger) -> None:
+        super().__init__(asyncio.get_running_loop().time)
+        self._rank = rank
+        self._ledger = ledger
+
+    @contextmanager
+    def stage(self, name: str) -> Generator[None]:
+        """See `StageTimer.stage`."""
+        try:
+            with super().stage(name):
+                self._ledger.enter(self._rank, name)
+                yield
+        finally:
+            self._ledger.enter(self._rank, self.current)
+
+
 @dataclass(kw_only=True)
 class _Recorder:
-    """Takes the figures of every step."""
+    """Records the figures of every step."""
 
     config: SimulateConfig
-    ledger: Ledger
+    ledger: RunningLedger
     meter: LoadMeter
-    told: Callable[[StepFigures], None]
+    report: Callable[[StepFigures], None]
     steps: list[StepFigures] = field(default_factory=list[StepFigures])
 
     async def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """Without held-out prompts there is nothing to note."""
+        """Do nothing: there are no held-out prompts."""
 
     async def updating(self) -> None:
-        """No one interrupts."""
+        """Do nothing: a simulation is not interrupted."""
 
     async def rewards_failed(self, step: int, failures: list[Failure]) -> None:
-        """The simulated reward does not fail."""
+        """Do nothing: the simulated reward does not fail."""
 
     async def stepped(
         self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
@@ -165,8 +187,8 @@ class _Recorder:
                 metrics=metrics,
             )
             self.steps.append(figures)
-            self.told(figures)
+            self.report(figures)
             gc.collect()
 
     async def reached(self, step: int, controllers: list[State]) -> None:
-        """No checkpoint is taken."""
+        """Do nothing: a simulation takes no checkpoint."""

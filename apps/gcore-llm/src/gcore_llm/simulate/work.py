@@ -1,14 +1,13 @@
-"""What the simulated program works on: prompts, a tokenizer, and what a token costs."""
+"""The data of the simulated program: prompts, a tokenizer, and the cost of a token."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gcore_llm.exchange import workload_of
+from gcore_llm.micro_batches import workload_of
 from gcore_llm.prompts import Prompt, PromptSets
-from gcore_llm.simulate.config import SimulateConfig
-from gcore_llm.simulate.draws import length, uniform
-from gcore_placement import TransformerWorkload
+from gcore_llm.simulate.config import LengthConfig, SimulateConfig
+from gcore_placement import TransformerWorkload, log_normal, uniform
 from gcore_runs.errors import UserError
 
 _BUILT_IN = {
@@ -28,9 +27,9 @@ _NUM_PROMPTS = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class CoarseWorkload(TransformerWorkload):
-    """Work of sequences whose entries stand for ``token_unit`` tokens each.
+    """The work of sequences whose entries stand for ``token_unit`` tokens each.
 
-    Of L entries the linear term is exact. That of attention has u^2 L (L + 1) / 2 pairs, u = token_unit, where the
+    For L entries the linear term is exact. The attention term has u^2 L (L + 1) / 2 pairs, u = token_unit, where the
     tokens have u L (u L + 1) / 2: more by a share of nearly 1 / L.
     """
 
@@ -46,7 +45,7 @@ class CoarseWorkload(TransformerWorkload):
 
 
 def coarse_workload(config: SimulateConfig) -> CoarseWorkload:
-    """The cost model of the config's model, in its units.
+    """Return the cost model of the config's model, in its units.
 
     Raises:
         UserError: the model folder has no config.json that transformers knows.
@@ -55,26 +54,33 @@ def coarse_workload(config: SimulateConfig) -> CoarseWorkload:
         return CoarseWorkload(**_BUILT_IN, token_unit=config.token_unit)
     folder = Path(config.model)
     if not (folder / "config.json").is_file():
-        raise UserError(f"model is {config.model!r}: a Hugging Face folder with config.json is needed")
+        raise UserError(f"model is {config.model!r}; expected a Hugging Face folder with config.json")
     try:
         shape = workload_of(folder)
     except (ValueError, OSError) as error:
-        raise UserError(f"model folder {folder} has a config.json that does not load: {error}") from None
+        raise UserError(f"model is {config.model!r}; expected a config.json that loads ({error})") from None
     return CoarseWorkload(**vars(shape), token_unit=config.token_unit)
 
 
 def weights_bytes(workload: CoarseWorkload) -> float:
-    """Size in bfloat16 of all matrices, the head and an embedding of its own."""
+    """Return the size in bfloat16 of all matrices, the head, and an embedding that is not tied to it."""
     # Forward and backward pass take 6 FLOPs for each weight that a token meets; the embedding is looked up.
     met = workload.flops_per_token / workload.token_unit / 6
     return 2 * (met + workload.hidden_size * workload.vocab_size)
 
 
+def drawn_length(u: float, config: LengthConfig, *, unit: int) -> int:
+    """Return the ``u`` quantile of the lengths in units of ``unit`` tokens, at least one."""
+    return max(1, round(log_normal(u, median=config.median, sigma=config.sigma) / unit))
+
+
 def make_prompts(config: SimulateConfig) -> PromptSets:
-    """Prompts of drawn lengths, each of a token of its own."""
+    """Return prompts of drawn lengths, each made of one token of its own."""
     longest = config.max_prompt_length // config.token_unit
     lengths = [
-        min(longest, length(uniform(config.seed, _PROMPT_STREAM, i), config.prompt_length, unit=config.token_unit))
+        min(
+            longest, drawn_length(uniform(config.seed, _PROMPT_STREAM, i), config.prompt_length, unit=config.token_unit)
+        )
         for i in range(max(_NUM_PROMPTS, config.batch_size))
     ]
     train = [Prompt(text="", token_ids=(i,) * size, row={}) for i, size in enumerate(lengths)]
@@ -85,7 +91,7 @@ class SampleNames:
     """A tokenizer whose text is the number that all tokens of a sample are: see `sample_name`."""
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
-        """The sample's name."""
+        """Return the sample's name."""
         assert skip_special_tokens
         return str(int(token_ids[0]))
 
@@ -95,10 +101,10 @@ _GROUP_MASK = (1 << 47) - 1
 
 
 def sample_name(request_seed: int, index: int) -> int:
-    """The number that stands for every token of a sample, from which `group_and_index` knows it again."""
+    """Return the number that stands for every token of a sample; `group_and_index` decodes it."""
     return ((request_seed & _GROUP_MASK) << _INDEX_BITS) | index
 
 
 def group_and_index(name: int) -> tuple[int, int]:
-    """The key of a sample's group, and its index there."""
+    """Return the key of a sample's group, and its index there."""
     return name >> _INDEX_BITS, name & ((1 << _INDEX_BITS) - 1)

@@ -9,12 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from gcore_controller import Announcer, Context, Handles, SizedConfig
-from gcore_rollout import Engine
-from gcore_rollout.ray_engine import EngineHandle, RayEngine
-from gcore_rollout.replicas import EngineReplicas
-from gcore_rollout.turns import Turns
-from gcore_runs.devices import DeviceTimers
+from gcore_controller import Announcer, Context, DeviceTimers, Handles, SizedConfig
+from gcore_rollout import Engine, EngineHandle, EngineReplicas, RayEngine, TimeSharedEngines
 from gcore_runs.instrumented_engine import Instrumentation
 from gcore_runs.logs import log_to
 from gcore_runs.placement_config import PlacementConfig
@@ -65,7 +61,7 @@ async def controller_services(
         to_close.push_async_callback(policy.close)
         if in_turns and judge is not None:
             await policy.wake()
-            policy, judge = Turns([policy, judge]).engines
+            policy, judge = TimeSharedEngines([policy, judge]).engines
         yield ControllerServices(policy=policy, judge=judge, devices=devices, num_engines=len(engines))
 
 

@@ -15,9 +15,8 @@ from gcore_controller import (
     Sizes,
     TrainerSpec,
 )
-from gcore_rollout import Engine
+from gcore_rollout import Engine, EngineHandle, RayEngine, end_engine_actor, start_engine_actor
 from gcore_rollout.errors import EngineDiedError
-from gcore_rollout.ray_engine import EngineHandle, RayEngine, end_engine_actor, start_engine_actor
 from gcore_runs.job import RunJob
 from gcore_runs.logs import logged, logs_of
 from gcore_runs.on_ray.cluster import connect

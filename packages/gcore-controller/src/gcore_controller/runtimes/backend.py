@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from gcore_controller.context import Context, Program, RolesT
-from gcore_controller.runtimes.events import Recorder
+from gcore_controller.rlhf.recorder import Recorder
 from gcore_controller.runtimes.inline import run_inline
 from gcore_controller.stages import StageTimer
 from gcore_controller.trainer_group import TrainerGroup

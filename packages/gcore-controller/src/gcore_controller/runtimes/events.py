@@ -4,40 +4,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
+from gcore_controller.rlhf.recorder import Recorder
 from gcore_controller.stages import Span
 
 EvaluationT = TypeVar("EvaluationT")
-EvaluationT_contra = TypeVar("EvaluationT_contra", contravariant=True)
 
 _logger = logging.getLogger(__name__)
-
-
-class Recorder(Protocol[EvaluationT_contra]):
-    """Records what happens in a run; rank 0 calls it."""
-
-    async def evaluated(self, step: int, evaluation: EvaluationT_contra) -> None:
-        """Record an evaluation of the policy after a step."""
-        ...
-
-    async def updating(self) -> None:
-        """Note that the models are between two steps from here to `reached`."""
-        ...
-
-    async def stepped(
-        self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
-    ) -> None:
-        """Record a step's metrics and where its time went: on each controller by rank, on each device by name."""
-        ...
-
-    async def rewards_failed(self, step: int, failures: list[Any]) -> None:
-        """Record rewards that failed since the last call, and whose groups were dropped."""
-        ...
-
-    async def reached(self, step: int, controllers: list[dict[str, Any]]) -> None:
-        """Note that all controllers are at the end of a step with these states; the place to take a checkpoint."""
-        ...
 
 
 @dataclass(frozen=True)

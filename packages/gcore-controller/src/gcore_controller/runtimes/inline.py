@@ -6,7 +6,7 @@ from typing import Generic
 
 from gcore_controller.collectives.call_log import describe
 from gcore_controller.collectives.inline import InlineCollectives, InlineGroup
-from gcore_controller.context import Context, Program, Reported, ResultT, RolesT, unheard
+from gcore_controller.context import Context, Program, Reported, ResultT, RolesT, refuse_report
 from gcore_controller.errors import DeadlineError
 from gcore_controller.runtimes.programs import run_program
 from gcore_controller.stages import StageTimer
@@ -18,7 +18,7 @@ async def run_inline(
     roles: RolesT,
     world_size: int = 1,
     timeout_s: float | None = None,
-    reported: Reported = unheard,
+    reported: Reported = refuse_report,
 ) -> list[ResultT]:
     """Run ``program`` on ``world_size`` controllers that share ``roles``.
 
@@ -42,7 +42,7 @@ class InlineRun(Generic[RolesT, ResultT]):
     """One run of a program in this process; see `run_inline`."""
 
     def __init__(
-        self, program: Program[RolesT, ResultT], *, roles: RolesT, world_size: int, reported: Reported = unheard
+        self, program: Program[RolesT, ResultT], *, roles: RolesT, world_size: int, reported: Reported = refuse_report
     ) -> None:
         self._program = program
         self._roles = roles
@@ -82,7 +82,7 @@ class InlineRun(Generic[RolesT, ResultT]):
         return [task.result() for task in running]
 
     def whereabouts(self) -> str:
-        """Return in words where each controller is now."""
+        """Where each controller is now, in words."""
         places = {rank: self._group.whereabouts(rank) for rank in range(self._group.world_size)}
         return describe({rank: where.during(self._timers[rank].current) for rank, where in places.items()})
 
@@ -101,7 +101,7 @@ class InlineRun(Generic[RolesT, ResultT]):
 
 
 def _note_rank(error: BaseException, running: "list[asyncio.Task[ResultT]]") -> None:
-    """Add a note that names the controller which raised an error, if there are several."""
+    """Say which of several controllers an error comes from."""
     for rank, task in enumerate(running):
         if len(running) > 1 and task.done() and not task.cancelled() and task.exception() is error:
             error.add_note(f"raised by controller {rank}")

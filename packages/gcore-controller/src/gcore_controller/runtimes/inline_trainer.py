@@ -7,11 +7,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from gcore_controller.collectives.base import Collectives
 from gcore_controller.context import Context, Program
+from gcore_controller.devices import DeviceTimers, rank_name
 from gcore_controller.trainer_group import (
     BatchT,
     Close,
     Computation,
-    DeviceStages,
     Message,
     MessageTrainerGroup,
     PolicyEngine,
@@ -23,7 +23,6 @@ from gcore_controller.trainer_group import (
     answer,
     check_weights,
     digests_of,
-    rank_name,
 )
 
 
@@ -92,7 +91,7 @@ class SharedTrainerClient(Generic[BatchT]):
     """
 
     def __init__(
-        self, trainer: SharedTrainerGroup[BatchT], group: Collectives, devices: DeviceStages, *, num_ranks: int = 0
+        self, trainer: SharedTrainerGroup[BatchT], group: Collectives, devices: DeviceTimers, *, num_ranks: int = 0
     ) -> None:
         self._trainer = trainer
         self._group = group
@@ -146,7 +145,7 @@ class RecordedRoles(Protocol):
     """Role services whose work is recorded."""
 
     @property
-    def devices(self) -> DeviceStages: ...
+    def devices(self) -> DeviceTimers: ...
 
 
 SharedRolesT = TypeVar("SharedRolesT", bound=RecordedRoles)

@@ -1,1 +1,1 @@
-"""Layouts, their memory and their seconds, and the choice among them."""
+"""Choose the placement of a job before it is launched."""

@@ -1,4 +1,4 @@
-"""All ways to place a job on so many devices that fit into memory, each with its predicted step."""
+"""The ways to place a job on a number of devices that fit into memory, each with its predicted step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,16 +10,17 @@ import numpy as np
 from gcore_placement.cluster import Cluster
 from gcore_placement.correction import Correction
 from gcore_placement.costs import SwapCosts
-from gcore_placement.efficiency import Efficiency
-from gcore_placement.job import Job
+from gcore_placement.planning.efficiency import Efficiency
 from gcore_placement.planning.engine_options import EngineOptions, Engines
-from gcore_placement.planning.step_time import Strategy, added_by_reward, num_swaps
+from gcore_placement.planning.step_time import added_by_reward, num_swaps
 from gcore_placement.planning.training_options import TrainingChoice, TrainingOptions
+from gcore_placement.strategies import STRATEGIES, Strategy, strategy_traits
+from gcore_placement.workload.job import Job
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A placement that fits."""
+    """A placement that fits into memory."""
 
     step_s: float
     num_devices: int
@@ -32,10 +33,10 @@ class Candidate:
 
 
 class Candidates:
-    """What `plan` chooses among.
+    """The placements among which `plan` chooses.
 
     Args:
-        correction: of all laws, by what was measured.
+        correction: of all laws, by measurements.
         most_num_seqs: most sequences of an engine at once.
     """
 
@@ -47,7 +48,7 @@ class Candidates:
         self.efficiency = efficiency
         self.correction = correction
         self.usable_bytes = cluster.device.memory_bytes * efficiency.free_memory
-        """Of each device."""
+        """Usable memory of each device."""
 
         def engines(*, is_judge: bool) -> EngineOptions:
             return EngineOptions(
@@ -65,7 +66,7 @@ class Candidates:
         self._training: dict[int, TrainingOptions] = {}
 
     def but(self, *, cluster: Cluster | None = None, job: Job | None = None) -> "Candidates":
-        """The same on another cluster, or for another job."""
+        """Return the candidates on another cluster, or for another job."""
         return Candidates(
             cluster or self.cluster,
             job or self.job,
@@ -75,7 +76,7 @@ class Candidates:
         )
 
     def training(self, num_devices: int) -> TrainingOptions:
-        """Training layouts of so many devices."""
+        """Return the training layouts of a number of devices."""
         if num_devices not in self._training:
             self._training[num_devices] = TrainingOptions.of(
                 self.job,
@@ -87,7 +88,7 @@ class Candidates:
         return self._training[num_devices]
 
     def bound_s(self, num_devices: int) -> float:
-        """No step on so many devices is shorter: the products of its tokens at the rate that all of them reach."""
+        """Return a lower bound of a step: the matrix products of its tokens at the rate that all devices reach."""
         return self._work_s / num_devices
 
     @cached_property
@@ -108,10 +109,9 @@ class Candidates:
         return seconds / self.cluster.device.flops_per_s
 
     def of(self, num_devices: int, strategy: Strategy | None) -> Iterator[Candidate]:
-        """All that fit on so many devices, each with its best partition; None: under every strategy."""
+        """Yield all that fit on so many devices, each with its best partition; strategy None: under all strategies."""
         training = self.training(num_devices)
-        every: tuple[Strategy, ...] = ("colocated",) if self.judge is None else ("dynamic", "colocated")
-        strategies = (strategy,) if strategy else every
+        strategies = (strategy,) if strategy else _worth_planning(has_judge=self.judge is not None)
         for choice in training.choices(self.usable_bytes, self.cluster.host_memory_bytes):
             free_bytes = self.usable_bytes - (0.0 if choice.offload else choice.state_bytes)
             policies = self.policy.of(num_devices, free_bytes)
@@ -136,12 +136,12 @@ class Candidates:
         judge: Engines | None,
         beside_s: float,
     ) -> Iterator[Candidate]:
-        """With the partition whose sampling is shortest, if one holds both roles; beside_s: all but sampling."""
+        """Yield the partition with the shortest sampling, if one holds both roles; ``beside_s``: all but sampling."""
         if judge is None:
             policy_replicas, judge_replicas = np.array([num_devices // policy.tp]), np.array([0])
             waves_s = policy.waves_s[:, policy_replicas - 1]
         else:
-            if strategy == "colocated":
+            if strategy_traits(strategy).is_time_shared:
                 policy_replicas = np.array([num_devices // policy.tp])
                 judge_replicas = np.array([num_devices // judge.tp])
             else:
@@ -166,7 +166,7 @@ class Candidates:
         )
 
     def swap_costs(self, policy: Engines, judge: Engines | None) -> SwapCosts:
-        """Of the larger of the two: its weights go to the host, come back, or come from another device."""
+        """Return the costs of the larger of the two, whose weights go to the host, come back, or come from a device."""
         size_bytes = max(policy.weights_bytes, judge.weights_bytes if judge else 0.0)
         host_s = size_bytes / (self.cluster.device.host_bytes_per_s * self.efficiency.host)
         device_s = size_bytes / (self.cluster.inter_node_bytes_per_s * self.efficiency.links)
@@ -176,6 +176,15 @@ class Candidates:
         )
 
     def sync_s(self, policy: Engines, num_devices: int) -> float:
-        """Seconds in which each device of the policy's engines gets its part of the new weights."""
+        """Return the seconds in which each device of the policy's engines gets its part of the new weights."""
         rate = self.cluster.link_bytes_per_s(num_devices) * self.efficiency.links
         return self.correction.factor("weight_sync") * policy.weights_bytes / rate
+
+
+def _worth_planning(*, has_judge: bool) -> list[Strategy]:
+    """Return the strategies to try; of those with the same prediction the one that follows the load comes first."""
+    return [
+        name
+        for name, traits in reversed(STRATEGIES.items())
+        if traits.is_planned and (traits.is_time_shared or (has_judge and traits.follows_load))
+    ]

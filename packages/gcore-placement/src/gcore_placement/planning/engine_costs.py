@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 
 from gcore_placement.cluster import Cluster
 from gcore_placement.costs import EngineCosts
-from gcore_placement.efficiency import Efficiency
-from gcore_placement.lengths import Lengths
-from gcore_placement.model_shape import ModelShape
+from gcore_placement.planning.efficiency import Efficiency
 from gcore_placement.planning.memory import kv_bytes_per_token
+from gcore_placement.workload.lengths import Lengths
+from gcore_placement.workload.model_shape import ModelShape
 
 _FLOPS_PER_WEIGHT = 2
 

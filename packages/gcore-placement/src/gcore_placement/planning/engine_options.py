@@ -7,15 +7,15 @@ from numpy.typing import NDArray
 
 from gcore_placement.cluster import Cluster
 from gcore_placement.correction import Correction
-from gcore_placement.efficiency import Efficiency
 from gcore_placement.errors import PlacementError
-from gcore_placement.job import Job
-from gcore_placement.lengths import Lengths
-from gcore_placement.model_shape import ModelShape
+from gcore_placement.planning.efficiency import Efficiency
 from gcore_placement.planning.engine_costs import EngineLaws, EngineRoofline
 from gcore_placement.planning.layouts import engine_sizes
 from gcore_placement.planning.memory import engine_weights, engine_workspace, kv_bytes_per_token
 from gcore_placement.planning.step_time import generation_seconds, last_judgement_s, reward_seconds
+from gcore_placement.workload.job import Job
+from gcore_placement.workload.lengths import Lengths
+from gcore_placement.workload.model_shape import ModelShape
 
 _MEMORY_STEPS = 128
 """Free memory is rounded down to this share of a device's, so that few tables serve all layouts."""
@@ -132,5 +132,5 @@ def _role(job: Job, *, is_judge: bool) -> tuple[ModelShape, Lengths, Lengths]:
     if not is_judge:
         return job.policy, job.prompt_lengths, job.response_lengths
     if job.judge is None or job.judge_prompt_lengths is None or job.judge_lengths is None:
-        raise PlacementError("job.judge must be given for engines of a judge, got None")
+        raise PlacementError("job.judge is None; expected a model, for engines of a judge")
     return job.judge, job.judge_prompt_lengths, job.judge_lengths

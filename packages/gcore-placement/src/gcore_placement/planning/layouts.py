@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_placement.cluster import Cluster
-from gcore_placement.job import Job
-from gcore_placement.model_shape import ModelShape
+from gcore_placement.workload.job import Job
+from gcore_placement.workload.model_shape import ModelShape
 
 Backend = Literal["torch", "megatron"]
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_placement.job import Job
-from gcore_placement.model_shape import ModelShape
 from gcore_placement.planning.layouts import TrainingLayouts
+from gcore_placement.workload.job import Job
+from gcore_placement.workload.model_shape import ModelShape
 
 MASTER_BYTES = 4
 """Of a trained parameter, of its gradient and of each of AdamW's two moments."""

@@ -7,7 +7,8 @@ from typing import Any
 from gcore_placement.cluster import Cluster
 from gcore_placement.costs import JobCosts
 from gcore_placement.planning.layouts import TrainingLayout
-from gcore_placement.planning.step_time import StepTime, Strategy
+from gcore_placement.planning.step_time import StepTime
+from gcore_placement.strategies import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)

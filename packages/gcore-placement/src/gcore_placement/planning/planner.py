@@ -1,18 +1,19 @@
-"""Where a job should run: every layout that fits is costed, the fastest is taken, and what the others cost is kept."""
+"""The planner: predict each layout that fits, choose the fastest, and keep the costs of the others."""
 
 from collections.abc import Mapping
 
 from gcore_placement.cluster import Cluster
 from gcore_placement.correction import STAGES, Correction
 from gcore_placement.costs import JobCosts
-from gcore_placement.efficiency import Efficiency
 from gcore_placement.errors import PlacementError, check_positive, refusal
-from gcore_placement.job import Job
 from gcore_placement.planning.candidates import Candidate, Candidates
+from gcore_placement.planning.efficiency import Efficiency
 from gcore_placement.planning.engine_options import Engines
 from gcore_placement.planning.plan import EnginePlan, Plan
 from gcore_placement.planning.reasons import alternatives, why_nothing_fits
-from gcore_placement.planning.step_time import STRATEGIES, Strategy, predict_step
+from gcore_placement.planning.step_time import check_planned, predict_step
+from gcore_placement.strategies import Strategy, strategy_traits
+from gcore_placement.workload.job import Job
 
 MOST_NUM_SEQS = 1024
 
@@ -26,24 +27,25 @@ def plan(
     correction: Correction | None = None,
     most_num_seqs: int = MOST_NUM_SEQS,
 ) -> Plan:
-    """Choose strategy, layouts, partition and micro-batches: what makes the predicted step shortest.
+    """Choose the strategy, layouts, partition and micro-batches with the shortest predicted step.
 
-    It may use fewer devices than there are where more are of no use, whole nodes where it uses several. Where split and
+    The plan may use fewer devices than there are where more do not help, and whole nodes where it uses several. Where
+    split and dynamic take the same time, the plan is dynamic: its partition follows a workload that changes.
     dynamic take the same time, the plan is dynamic: its partition follows a workload that changes.
 
     Args:
-        strategy: None: whichever is fastest; without a judge, colocated.
-        efficiency: what devices reach of their data sheets; None: `Efficiency`'s defaults.
-        correction: what a run has measured of such a job; None: nothing.
+        strategy: None: the fastest; without a judge, colocated.
+        efficiency: shares of their data sheets that devices reach; None: `Efficiency`'s defaults.
+        correction: measurements of a run of such a job; None: none.
         most_num_seqs: most sequences of an engine at once, however much memory there is.
 
     Raises:
-        PlacementError: nothing fits; the message says what is too large, and what would fit. Or split or dynamic is
-            asked for without a judge.
+        PlacementError: nothing fits: the message says what is too large, and what would fit; or split or dynamic is
+            given without a judge.
     """
-    if strategy is not None and strategy not in STRATEGIES:
-        raise refusal("strategy", strategy, f"one of {', '.join(STRATEGIES)}")
-    if strategy not in (None, "colocated") and job.judge is None:
+    if strategy is not None:
+        check_planned(strategy)
+    if strategy is not None and job.judge is None and not strategy_traits(strategy).is_time_shared:
         raise refusal("strategy", strategy, "colocated, or None, without a judge that the devices are shared with")
     check_positive("most_num_seqs", most_num_seqs)
     known = Candidates(

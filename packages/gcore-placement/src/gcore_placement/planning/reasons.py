@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what other choices cost, and what would fit where nothing does."""
+"""The reasons for a plan: the costs of other choices, and changes with which a job would fit."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -6,21 +6,21 @@ from math import inf
 
 import numpy as np
 
-from gcore_placement.job import Job
 from gcore_placement.planning.candidates import Candidate, Candidates
 from gcore_placement.planning.engine_options import EngineOptions
 from gcore_placement.planning.layouts import TrainingLayout
 from gcore_placement.planning.plan import Alternative
-from gcore_placement.planning.step_time import STRATEGIES, Strategy
+from gcore_placement.strategies import PLANNED, Strategy, strategy_traits
+from gcore_placement.workload.job import Job
 
 _MOST_LAYOUTS = 4
-"""Of training, that are named among those that fit, and among those that do not."""
+"""Training layouts to name among those that fit, and among those that do not."""
 _MOST_DOUBLINGS = 6
-"""Of the devices, or halvings of the responses, in search of what would fit."""
+"""Doublings of the devices, or halvings of the responses, to try in search of a job that fits."""
 
 
 def alternatives(known: Candidates, chosen: Candidate) -> tuple[Alternative, ...]:
-    """One choice changed and the others free, on as many devices."""
+    """Return the alternatives with one choice changed and the others free, on as many devices."""
     size = chosen.num_devices
     same_strategy = list(known.of(size, chosen.strategy))
     found = [*_strategies(known, chosen)]
@@ -34,7 +34,7 @@ def alternatives(known: Candidates, chosen: Candidate) -> tuple[Alternative, ...
 
 
 def why_nothing_fits(known: Candidates, strategy: Strategy | None) -> str:
-    """What is too large on all devices, and changes with which a job would fit."""
+    """Describe what is too large on all devices, and changes with which the job would fit."""
     cluster, job, usable = known.cluster, known.job, known.usable_bytes
     lines: list[str] = []
     size, options = next((size, options) for size in cluster.sizes() if len((options := known.training(size)).layouts))
@@ -53,7 +53,7 @@ def why_nothing_fits(known: Candidates, strategy: Strategy | None) -> str:
                 lines.append(f"an engine of the {name} needs {_gb(needs)} on each device even at TP {tp}")
     if not lines:
         lines.append(
-            f"roles do not fit beside each other, nor states into {_gb(cluster.host_memory_bytes)} of the host"
+            f"roles do not fit on the same devices, nor states into {_gb(cluster.host_memory_bytes)} of the host"
         )
     fits = _what_would_fit(known, job, strategy)
     return (
@@ -83,14 +83,16 @@ def _fits(known: Candidates, strategy: Strategy | None) -> bool:
 
 
 def _strategies(known: Candidates, chosen: Candidate) -> Iterable[Alternative]:
-    for strategy in STRATEGIES:
+    for strategy in PLANNED:
         if strategy == chosen.strategy:
             continue
         if known.job.judge is None:
             yield Alternative(choice="strategy", option=strategy, reason="there is no judge to share the devices with")
             continue
         best = min((c.step_s for c in known.of(chosen.num_devices, strategy)), default=inf)
-        stays = "; its partition stays where it is as lengths drift" if strategy == "split" else ""
+        traits = strategy_traits(strategy)
+        is_fixed = not traits.is_time_shared and not traits.follows_load
+        stays = "; its partition stays where it is as lengths drift" if is_fixed else ""
         reason = f"{_compared(best, chosen.step_s)}{stays}" if best < inf else "does not fit"
         yield Alternative(choice="strategy", option=strategy, reason=reason)
 
@@ -115,12 +117,12 @@ def _engines(
         elif needs > known.usable_bytes:
             reason = f"does not fit: {_gb(needs)} of {_gb(known.usable_bytes)}"
         else:
-            reason = "does not fit beside the other roles"
+            reason = "does not fit next to the other roles"
         yield Alternative(choice=choice, option=f"TP {tp}", reason=reason)
 
 
 def _training(known: Candidates, chosen: Candidate) -> Iterable[Alternative]:
-    """Other sizes and backends, each with its best micro-batches and recomputation; and no recomputation."""
+    """Yield other sizes and backends, each with its best micro-batches and recomputation; and no recomputation."""
     options = known.training(chosen.num_devices)
     layouts = options.layouts
     own = layouts[chosen.training.layout]
@@ -131,7 +133,7 @@ def _training(known: Candidates, chosen: Candidate) -> Iterable[Alternative]:
         by_sizes.setdefault(_sizes(layouts[index]), []).append(index)
 
     def reason(indices: list[int]) -> tuple[float, str]:
-        """Least seconds of those that fit, and what they or the missing bytes mean."""
+        """Return the least seconds of those that fit, and the reason as text."""
         least_s = min((float(seconds[i]) for i in indices if options.total_bytes[i] <= known.usable_bytes), default=inf)
         if least_s < inf:
             return least_s, _compared(least_s, chosen.training.seconds, "to train")
@@ -140,7 +142,7 @@ def _training(known: Candidates, chosen: Candidate) -> Iterable[Alternative]:
 
     others = {sizes: reason(indices) for sizes, indices in by_sizes.items() if sizes != _sizes(own)}
     fit = sorted((found, sizes) for sizes, found in others.items() if found[0] < inf)[:_MOST_LAYOUTS]
-    # Of those that do not fit, the simplest: they are what one would ask about.
+    # Among those that do not fit, the simplest are the ones that a user would ask about.
     unfit = [(found, sizes) for sizes, found in others.items() if found[0] == inf][:_MOST_LAYOUTS]
     for (_, why), sizes in [*fit, *unfit]:
         yield Alternative(choice="training", option=sizes, reason=why)
@@ -152,7 +154,7 @@ def _training(known: Candidates, chosen: Candidate) -> Iterable[Alternative]:
 def _state(same_strategy: list[Candidate], chosen: Candidate) -> Iterable[Alternative]:
     offload = not chosen.training.offload
     best = min((c.step_s for c in same_strategy if c.training.offload == offload), default=inf)
-    reason = _compared(best, chosen.step_s) if best < inf else "does not fit beside the engines"
+    reason = _compared(best, chosen.step_s) if best < inf else "does not fit next to the engines"
     where = "moves to the host for sampling" if offload else "stays on the devices"
     yield Alternative(choice="training state", option=where, reason=reason)
 

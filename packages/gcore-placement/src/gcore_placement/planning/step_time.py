@@ -1,19 +1,16 @@
-"""Seconds of a step under a strategy and a partition, by stage, from a job's costs."""
+"""Predict the seconds of a step by stage, from a job's costs, a strategy and a partition."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gcore_placement.costs import EngineCosts, JobCosts
 from gcore_placement.errors import PlacementError, refusal
-from gcore_placement.job import Job
-from gcore_placement.lengths import Lengths
 from gcore_placement.planning.engine_costs import EngineLaws
-
-Strategy = Literal["colocated", "split", "dynamic"]
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+from gcore_placement.strategies import PLANNED, Strategy, strategy_traits
+from gcore_placement.workload.job import Job
+from gcore_placement.workload.lengths import Lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,23 +34,22 @@ class StepTime:
 def predict_step(
     costs: JobCosts, job: Job, *, strategy: Strategy, num_devices: int, policy_devices: int, reward_devices: int
 ) -> StepTime:
-    """The step's mean time.
+    """Predict the mean time of a step.
 
-    Colocated: every wave of sampling wakes the policy, generates, swaps it for the judge, and rewards. Split and
-    dynamic: the two run beside each other, a wave takes what the slower takes, and the last response is still judged;
-    one sleep and one waking a step make room for training. A dynamic partition is taken where it settles.
+    Colocated: each wave of sampling wakes the policy, generates, swaps it for the judge, and rewards. Split and
+    dynamic: both run at the same time, a wave takes as long as the slower one, and the last response is judged after
+    that; one sleep and one wake-up a step free memory for training. A dynamic partition is taken where it settles.
 
     Args:
         costs: of the policy's engine, the judge's, and training.
-        num_devices: all; they train together.
-        policy_devices: that generate; all of them in colocated.
-        reward_devices: of the judge; all of them in colocated, 0 without one.
+        num_devices: all devices; they train together.
+        policy_devices: devices that generate; all in colocated.
+        reward_devices: devices of the judge; all in colocated, 0 without a judge.
 
     Raises:
-        PlacementError: a strategy that is not known, or devices that do not hold one replica.
+        PlacementError: the strategy is not planned, or devices do not hold one replica.
     """
-    if strategy not in STRATEGIES:
-        raise refusal("strategy", strategy, f"one of {', '.join(STRATEGIES)}")
+    check_planned(strategy)
     _check_holds("policy_devices", policy_devices, costs.policy, num_devices)
     generation = generation_seconds(costs.policy, job, _replicas(policy_devices, costs.policy))
     reward = np.zeros_like(generation)
@@ -63,36 +59,43 @@ def predict_step(
         last_s = last_judgement_s(costs.reward, job)
         reward = added_by_reward(generation, judging, strategy=strategy, last_s=last_s)
     swaps = num_swaps(job, strategy=strategy)
-    training = costs.training
-    work_s = (training.per_token_s * job.training_tokens + training.per_pair_s * job.training_pairs) / num_devices
+    preparation_s, training_s = costs.training.seconds(job.training_tokens, job.training_pairs, num_devices)
     return StepTime(
         generation_s=float(job.wave_chances @ generation[:, 0]),
         reward_s=float(job.wave_chances @ reward[:, 0]),
         swap_s=swaps * (costs.swap.sleep_s + costs.swap.wake_s),
-        preparation_s=training.num_forward_passes * training.forward_share * work_s,
-        training_s=training.base_s + work_s,
-        weight_sync_s=training.sync_s,
+        preparation_s=preparation_s,
+        training_s=training_s,
+        weight_sync_s=costs.training.sync_s,
     )
+
+
+def check_planned(strategy: Strategy) -> None:
+    """Raise PlacementError unless the strategy is one that plans choose among."""
+    if strategy not in PLANNED:
+        raise refusal("strategy", strategy, f"one of {', '.join(PLANNED)}")
 
 
 def added_by_reward(
     generation: NDArray[np.float64], judging: NDArray[np.float64], *, strategy: Strategy, last_s: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Seconds by which judging makes each wave longer than its generation, of the arrays' shape [num_waves, ...]."""
-    if strategy == "colocated":
+    """Return the seconds by which judging makes each wave longer than its generation: [num_waves, ...]."""
+    if strategy_traits(strategy).is_time_shared:
         return judging
     return np.maximum(judging - generation, 0.0) + last_s
 
 
 def num_swaps(job: Job, *, strategy: Strategy) -> float:
-    """How often engines sleep and wake in a step, in the mean."""
-    return 2 * float(job.wave_chances.sum()) if job.judge is not None and strategy == "colocated" else 1.0
+    """Return the mean number of times that engines sleep and wake in a step."""
+    return (
+        2 * float(job.wave_chances.sum()) if job.judge is not None and strategy_traits(strategy).is_time_shared else 1.0
+    )
 
 
 def generation_seconds(
     engine: EngineCosts | EngineLaws, job: Job, num_replicas: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Of each wave of sampling on each number of replicas, [num_waves, num_replicas]; a group's prompt is read once."""
+    """Return the seconds of each wave on each number of replicas, a prompt read once: [num_waves, num_replicas]."""
     return np.stack(
         [
             _engine_seconds(
@@ -111,7 +114,7 @@ def generation_seconds(
 def reward_seconds(
     engine: EngineCosts | EngineLaws, job: Job, num_replicas: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Of judging each wave's responses on each number of replicas, [num_waves, num_replicas]."""
+    """Return the seconds of judging each wave on each number of replicas: [num_waves, num_replicas]."""
     read, written = _judge_lengths(job)
     return np.stack(
         [
@@ -129,7 +132,7 @@ def reward_seconds(
 
 
 def last_judgement_s(engine: EngineCosts | EngineLaws, job: Job) -> NDArray[np.float64]:
-    """Of the last response, whose judgement nothing hides: it is read and judged alone; [num_laws], or a scalar."""
+    """Return the seconds of the last judgement, which nothing hides, of a response read and judged alone."""
     read, written = _judge_lengths(job)
     return np.asarray(engine.prefill_per_token_s * read.longest + engine.decode_base_s * written.mean)
 
@@ -143,17 +146,17 @@ def _engine_seconds(
     prompt_mean: float,
     lengths: Lengths,
 ) -> NDArray[np.float64]:
-    """The sum of `EngineCosts`' law over the decoding steps of the replica with the longest sequence.
+    """Sum the law of `EngineCosts` over the decoding steps of the replica with the longest sequence.
 
     Each sequence adds its share to as many steps as it has tokens. There are as many steps as the longest has tokens;
-    or, where sequences wait, as it takes until the last has begun and what is then running has ended.
+    or, where sequences wait, as many as pass until the last has started and all that then run have ended.
     """
     each = np.maximum(num_sequences / num_replicas, min(1.0, num_sequences))
     steps = np.full(each.shape, lengths.expected_longest(num_sequences))
     waiting = each > engine.max_num_seqs
     if waiting.any():
         left = lengths.remaining()
-        # Laws of which some make sequences wait are all for the most that memory holds.
+        # Where some laws make sequences wait, all are for the most sequences that memory holds.
         most = float(np.max(engine.max_num_seqs))
         last_begins = each * lengths.mean / engine.max_num_seqs - left.mean
         drained = last_begins + left.expected_longest(most)
@@ -169,7 +172,7 @@ def _engine_seconds(
 
 def _judge_lengths(job: Job) -> tuple[Lengths, Lengths]:
     if job.judge_prompt_lengths is None or job.judge_lengths is None:
-        raise PlacementError("job.judge must be given where costs.reward is, got None")
+        raise PlacementError("job.judge is None; expected a model where costs.reward is given")
     return job.judge_prompt_lengths, job.judge_lengths
 
 

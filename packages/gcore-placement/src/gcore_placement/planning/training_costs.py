@@ -7,11 +7,11 @@ from numpy.typing import NDArray
 
 from gcore_placement.cluster import Cluster
 from gcore_placement.costs import TrainingCosts
-from gcore_placement.efficiency import Efficiency
-from gcore_placement.job import Job
-from gcore_placement.model_shape import ModelShape
+from gcore_placement.planning.efficiency import Efficiency
 from gcore_placement.planning.layouts import TrainingLayouts
 from gcore_placement.planning.memory import MASTER_BYTES
+from gcore_placement.workload.job import Job
+from gcore_placement.workload.model_shape import ModelShape
 
 _FORWARD = 1 / 3
 """Of the FLOPs of a forward and a backward pass."""

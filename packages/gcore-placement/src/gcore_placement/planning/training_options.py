@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from gcore_placement.cluster import Cluster
 from gcore_placement.correction import Correction
-from gcore_placement.efficiency import Efficiency
-from gcore_placement.job import Job
+from gcore_placement.planning.efficiency import Efficiency
 from gcore_placement.planning.layouts import TrainingLayouts, training_layouts
 from gcore_placement.planning.memory import resident_state, total, training_memory
 from gcore_placement.planning.training_costs import TrainingLaws, training_laws
+from gcore_placement.workload.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""Strategies of placement, simulated on traces."""
+"""Simulate placement strategies on traces."""

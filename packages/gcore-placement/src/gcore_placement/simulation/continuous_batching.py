@@ -1,4 +1,6 @@
-"""Continuous batching by the law of `EngineCosts`: many replicas at once, from one event to the next.
+"""Continuous batching on many replicas at once, for requests whose arrivals are known in advance.
+
+`Replica` is the same for requests that come, and are withdrawn, while it runs.
 
 Shapes: Q requests, R replicas, I stretches of busy time.
 """
@@ -14,7 +16,7 @@ from gcore_placement.simulation.running_sequences import RunningSequences
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Requests:
-    """What replicas generate: each its own requests, in order of arrival."""
+    """Requests to many replicas, each replica's in order of arrival."""
 
     replica: NDArray[np.intp]
     arrival: NDArray[np.float64]
@@ -22,14 +24,14 @@ class Requests:
     prefill: NDArray[np.float64]
     """Tokens to compute before the first is decoded."""
     context: NDArray[np.float64]
-    """Tokens that the sequence holds when it begins."""
+    """Tokens that the sequence holds when it starts."""
     length: NDArray[np.float64]
     """Tokens to decode, at least 1."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineRun:
-    """What became of requests."""
+    """When requests were done, and when replicas were busy."""
 
     finish: NDArray[np.float64]
     """Seconds at which each was done."""
@@ -40,18 +42,11 @@ class EngineRun:
 
 
 def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> EngineRun:
-    """Lets replicas generate what they were given.
+    """Simulate continuous batching on replicas, from one start or end of a sequence to the next.
 
-    Between two events each running sequence is given tokens at the same rate, and what they hold grows with them:
-    n steps of B sequences that hold C tokens take
-
-        decode_base_s * n + decode_per_sequence_s * B n + decode_per_context_token_s * (C n + B n^2 / 2)
-
-    A request that arrives begins at once if fewer than `max_num_seqs` run, and else when one ends; those that run stand
-    still while its prompt is computed. Requests that wait are served in order.
-
-    Returns:
-        When each request was done, and when replicas were busy.
+    Between two such events running sequences get tokens at the same rate (`EngineCosts.decode_s`). A request that
+    arrives starts at once if fewer than `max_num_seqs` run, and otherwise when one ends; running sequences stand still
+    while its prompt is computed. Waiting requests are served in order.
     """
     counts = np.bincount(requests.replica, minlength=num_replicas)
     if not len(requests.replica):
@@ -69,7 +64,7 @@ def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> E
 
 
 def _run_together(costs: EngineCosts, counts: NDArray[np.intp], requests: Requests) -> EngineRun:
-    """As `run_replicas`, in closed form, where all requests of a replica begin together and none waits."""
+    """Simulate in closed form the case in which all requests of a replica start together and none waits."""
     order = np.lexsort((requests.length, requests.replica))
     used = np.flatnonzero(counts)
     ends = np.cumsum(counts[used])
@@ -77,12 +72,12 @@ def _run_together(costs: EngineCosts, counts: NDArray[np.intp], requests: Reques
     length = requests.length[order]
 
     def up_to(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[Q], summed over the requests of the same replica that end no later in this order."""
+        """Sum over the requests of the same replica that end no later: [Q]."""
         total = np.cumsum(values)
         return total - np.repeat(total[starts] - values[starts], counts[used])
 
     def all_of(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[Q], summed over all requests of the same replica."""
+        """Sum over all requests of the same replica: [Q]."""
         return np.repeat(np.add.reduceat(values, starts), counts[used])
 
     one = np.ones(len(order))
@@ -92,8 +87,7 @@ def _run_together(costs: EngineCosts, counts: NDArray[np.intp], requests: Reques
     steps = length - done
     context = requests.context[order]
     held = all_of(context) - up_to(context) + context + running * done
-    step_s = costs.decode_base_s + costs.decode_per_sequence_s * running
-    duration = steps * (step_s + costs.decode_per_context_token_s * (held + running * steps / 2))
+    duration = costs.decode_s(steps, running, held)
     arrival = requests.arrival[order]
     begin = arrival + all_of(requests.prefill[order] * costs.prefill_per_token_s)
     finish = np.empty(len(order))
@@ -110,7 +104,7 @@ class _Batch:
     ) -> None:
         self._costs = costs
         self._order = order
-        # A request behind the last one that never arrives.
+        # After the last request stands one that never arrives.
         self._arrival = np.append(requests.arrival[order], np.inf)
         self._prefill_s = requests.prefill[order] * costs.prefill_per_token_s
         self._context = requests.context[order]
@@ -132,28 +126,25 @@ class _Batch:
         self._stretches: list[tuple[NDArray[np.intp], NDArray[np.float64], NDArray[np.float64]]] = []
 
     def advance(self) -> None:
-        """Every replica to its next event: one request begins, or one is complete."""
-        costs, running = self._costs, self._sequences.num_running
+        """Advance each replica to its next event: the start or the end of one sequence."""
+        running = self._sequences.num_running
         is_running = running > 0
         to_end = np.where(is_running, self._sequences.first_end - self._steps, 0.0)
-        duration = to_end * (
-            costs.decode_base_s
-            + costs.decode_per_sequence_s * running
-            + costs.decode_per_context_token_s * (self._held + running * to_end / 2)
-        )
+        duration = self._costs.decode_s(to_end, running.astype(np.float64), self._held)
         has_next = (self._next < self._end) & (running < self._num_slots)
         arrival = np.where(has_next, self._arrival[self._next], np.inf)
-        # A request that comes just as another ends is second, which leaves its place to it.
-        begins = has_next & (~is_running | (arrival < self._time + duration))
-        ends = np.flatnonzero(is_running & ~begins)
-        begun = np.flatnonzero(begins)
+        # A request that arrives just as another ends comes second, and takes its place.
+        # Nor does a request that waits delay others that end at the very step at which its place becomes free.
+        starts_next = has_next & (~is_running | ((to_end > 0) & (arrival < self._time + duration)))
+        ends = np.flatnonzero(is_running & ~starts_next)
+        started = np.flatnonzero(starts_next)
         if len(ends):
             self._complete(ends, to_end[ends], duration[ends])
-        if len(begun):
-            self._begin(begun, arrival[begun])
+        if len(started):
+            self._start(started, arrival[started])
 
     def result(self) -> EngineRun:
-        """Once all is done."""
+        """Return the outcome, when no request is unfinished."""
         finish = np.empty_like(self._finish)
         finish[self._order] = self._finish
         replicas, since, until = (np.concatenate(part) for part in zip(*self._stretches, strict=True))
@@ -177,16 +168,14 @@ class _Batch:
         is_idle = (after == self._end[empty]) | (self._arrival[after] >= time)
         self._stretches.append((empty[is_idle], self._busy_since[empty[is_idle]], time[is_idle]))
 
-    def _begin(self, replicas: NDArray[np.intp], arrival: NDArray[np.float64]) -> None:
-        costs, running = self._costs, self._sequences.num_running[replicas]
+    def _start(self, replicas: NDArray[np.intp], arrival: NDArray[np.float64]) -> None:
+        running = self._sequences.num_running[replicas].astype(np.float64)
         held, time = self._held[replicas], self._time[replicas]
         was_idle = (running == 0) & (arrival >= time)
         self._busy_since[replicas[was_idle]] = arrival[was_idle]
-        # What was decoded until the request came: the root of the law's quadratic in the number of steps.
         passed = np.where(running > 0, np.maximum(arrival - time, 0.0), 0.0)
-        linear = costs.decode_base_s + costs.decode_per_sequence_s * running + costs.decode_per_context_token_s * held
-        root = linear + np.sqrt(linear**2 + 2 * costs.decode_per_context_token_s * running * passed)
-        steps = np.divide(2 * passed, root, out=np.zeros_like(passed), where=passed > 0)
+        steps, has_passed = np.zeros_like(passed), passed > 0
+        steps[has_passed] = self._costs.steps_within(passed[has_passed], running[has_passed], held[has_passed])
 
         item = self._next[replicas]
         self._steps[replicas] += steps

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from gcore_placement.costs import EngineCosts, JobCosts, SwapCosts, TrainingCosts
 from gcore_placement.errors import refusal
-from gcore_placement.partition import PartitionSpace, RoleLimits
-from gcore_placement.simulation.recorded_runs import PublishedCurve
+from gcore_placement.partition.space import PartitionSpace, RoleLimits
 from gcore_placement.simulation.simulator import Simulator
-from gcore_placement.simulation.trace_recipes import Drift, TraceRecipe, steady
-from gcore_placement.simulation.traces import Trace
+from gcore_placement.workload.recorded_runs import PublishedCurve
+from gcore_placement.workload.trace_recipes import Drift, TraceRecipe, steady
+from gcore_placement.workload.traces import Trace
 
 _ENGINE_7B = EngineCosts(
     devices_per_replica=1,

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_placement.costs import EngineCosts, JobCosts
-from gcore_placement.dynamic_partition import DynamicPartition, DynamicPartitionConfig
 from gcore_placement.errors import refusal
-from gcore_placement.partition import Partition, PartitionSpace
+from gcore_placement.partition.dynamic_partition import DynamicPartition, DynamicPartitionConfig
+from gcore_placement.partition.space import Partition, PartitionSpace
 from gcore_placement.simulation.step_account import IDLE, SimulatedStep, wave_loads, whole_step
-from gcore_placement.simulation.traces import Trace, Wave
 from gcore_placement.simulation.wave_requests import context_tokens, policy_requests
 from gcore_placement.simulation.waves import Moved, WaveOutcome, in_turns, side_by_side
+from gcore_placement.workload.traces import Trace, Wave
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gcore_placement.costs import JobCosts, TrainingCosts
-from gcore_placement.partition import Partition
-from gcore_placement.role_load import RoleLoad, engine_load
+from gcore_placement.costs import JobCosts
+from gcore_placement.ledger import WORK as _WORK_OF_STAGE
+from gcore_placement.partition.role_load import RoleLoad, engine_load
+from gcore_placement.partition.space import Partition
 from gcore_placement.simulation.waves import WaveOutcome, reward_costs
 
-WORK = ("generation", "reward", "preparation", "training", "weight_sync")
+WORK = tuple(_WORK_OF_STAGE.values())
+"""Columns of work, as in the ledger of a run."""
 IDLE = ("long_tail", "waiting_for_reward", "waiting_for_weights", "swap", "imbalance", "unassigned")
 """Causes of idleness that a simulation knows, by the ledger's names."""
 
@@ -46,7 +48,7 @@ def whole_step(
     Engines wake before the waves and sleep after them; where roles take turns, also between waves.
     """
     swap_s = (costs.swap.sleep_s + costs.swap.wake_s) * (1 if partitions else len(waves))
-    prepare_s, train_s = training_seconds(costs.training, tokens_and_pairs, num_devices)
+    prepare_s, train_s = costs.training.seconds(*tokens_and_pairs, num_devices)
     stage_s = {
         "swap": swap_s,
         "generation": sum(wave.seconds for wave in waves),
@@ -68,15 +70,6 @@ def whole_step(
         partitions=tuple(partitions),
         moved_devices=tuple(moved_devices),
     )
-
-
-def training_seconds(
-    costs: TrainingCosts, tokens_and_pairs: tuple[float, float], num_devices: int
-) -> tuple[float, float]:
-    """Seconds of preparation and of training, by the law of `TrainingCosts`."""
-    tokens, pairs = tokens_and_pairs
-    pass_s = (costs.per_token_s * tokens + costs.per_pair_s * pairs) / num_devices
-    return costs.num_forward_passes * costs.forward_share * pass_s, costs.base_s + pass_s
 
 
 def wave_loads(believed: JobCosts, wave: WaveOutcome) -> tuple[RoleLoad, RoleLoad]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_placement.simulation.continuous_batching import Requests
-from gcore_placement.simulation.traces import Wave
+from gcore_placement.workload.traces import Wave
 
 
 def policy_requests(waves: Sequence[Wave], num_replicas: int) -> Requests:

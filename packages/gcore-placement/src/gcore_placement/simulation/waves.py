@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_placement.costs import EngineCosts, JobCosts
-from gcore_placement.partition import Partition
-from gcore_placement.role_load import EngineWork
+from gcore_placement.partition.role_load import EngineWork
+from gcore_placement.partition.space import Partition
 from gcore_placement.simulation.continuous_batching import EngineRun, Requests, run_replicas
-from gcore_placement.simulation.traces import Wave
 from gcore_placement.simulation.wave_requests import context_tokens, judge_requests, policy_requests, wave_starts
+from gcore_placement.workload.traces import Wave
 
 _MAX_SLOTS = 4_000_000
 """Running sequences of all replicas that are simulated at once: what bounds the memory."""

@@ -11,11 +11,11 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_rollout.engine import Engine
+from gcore_rollout.engines.protocol import Engine
+from gcore_rollout.engines.types import Completion, Request, SamplingParams
 from gcore_rollout.errors import EpisodeError, RequestError
 from gcore_rollout.multi_turn.chat import ChatEncoder
 from gcore_rollout.multi_turn.environment import Environment, Reply
-from gcore_rollout.types import Completion, Request, SamplingParams
 
 T = TypeVar("T")
 EpisodeEnd = Literal["done", "truncated_turn", "length", "max_turns"]
@@ -38,7 +38,7 @@ class EpisodeLimits:
         for name in ("max_turns", "max_tokens_per_turn", "step_timeout_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise RequestError(f"{name} is {value}: a finite number above 0 is needed")
+                raise RequestError(f"{name} is {value}; expected a finite number above 0")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -136,7 +136,7 @@ async def _completed(engine: Engine, request: Request) -> Completion:
         [completion] = [c async for c in engine.generate([request])]
         if completion.finish_reason != "abort":
             return completion
-        request = dataclasses.replace(request, begun=(completion,))
+        request = dataclasses.replace(request, prefixes=(completion,))
 
 
 async def _within(answer: Awaitable[T], timeout_s: float, what: str) -> T:
@@ -151,7 +151,7 @@ async def _within(answer: Awaitable[T], timeout_s: float, what: str) -> T:
 
 def _checked(reply: Reply, what: str) -> Reply:
     if not math.isfinite(reply.reward):
-        raise EpisodeError(f"{what}: the reward is {reply.reward}, a finite number is needed")
+        raise EpisodeError(f"{what}: the reward is {reply.reward}; expected a finite number")
     return reply
 
 

@@ -31,9 +31,9 @@ class RevisionEnvironment:
         max_revisions: int,
     ) -> None:
         if not math.isfinite(good_enough):
-            raise RequestError(f"good_enough is {good_enough}: a finite number is needed")
+            raise RequestError(f"good_enough is {good_enough}; expected a finite number")
         if max_revisions < 1:
-            raise RequestError(f"max_revisions is {max_revisions}: at least 1 is needed")
+            raise RequestError(f"max_revisions is {max_revisions}; expected at least 1")
         self._messages = list(messages)
         self._reward = reward
         self._good_enough = good_enough

@@ -27,14 +27,14 @@ class CompositeReward:
 
     def __init__(self, rewards: Mapping[str, RewardFunction], *, weights: Mapping[str, float]) -> None:
         if not rewards:
-            raise RewardConfigError("rewards is empty: at least one is needed")
+            raise RewardConfigError("rewards is empty; expected at least one")
         if rewards.keys() != weights.keys():
             raise RewardConfigError(
                 f"weights has {sorted(weights)}: the names of rewards are needed, {sorted(rewards)}"
             )
         for name, weight in weights.items():
             if not math.isfinite(weight):
-                raise RewardConfigError(f"weights[{name!r}] is {weight}: a finite number is needed")
+                raise RewardConfigError(f"weights[{name!r}] is {weight}; expected a finite number")
         if not any(weights.values()):
             raise RewardConfigError(f"weights are all 0 ({sorted(weights)}): one that is not is needed")
         self._rewards = dict(rewards)

@@ -25,10 +25,10 @@ class RetryPolicy:
     def __post_init__(self) -> None:
         for name, value in (("max_retries", self.max_retries), ("backoff_s", self.backoff_s)):
             if not value >= 0:
-                raise RewardConfigError(f"{name} is {value}: 0 or more is needed")
+                raise RewardConfigError(f"{name} is {value}; expected 0 or more")
         if not self.max_backoff_s >= self.backoff_s:
             raise RewardConfigError(
-                f"max_backoff_s is {self.max_backoff_s}: at least backoff_s={self.backoff_s} is needed"
+                f"max_backoff_s is {self.max_backoff_s}; expected at least backoff_s={self.backoff_s}"
             )
 
     async def run(

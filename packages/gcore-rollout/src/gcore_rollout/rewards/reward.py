@@ -98,9 +98,9 @@ def _finite(what: str, value: Any) -> float:
         # A string would pass through float(), but a reward returns one by mistake.
         number = float(value + 0.0)
     except (TypeError, ValueError):
-        raise RewardError(f"{what} {value!r}, one number is needed") from None
+        raise RewardError(f"{what} {value!r}; expected one number") from None
     if not math.isfinite(number):
-        raise RewardError(f"{what} {number}, a finite number is needed")
+        raise RewardError(f"{what} {number}; expected a finite number")
     return number
 
 

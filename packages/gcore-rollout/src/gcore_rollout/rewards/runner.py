@@ -2,8 +2,9 @@
 
 import asyncio
 import inspect
+import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar, get_args
 
@@ -18,7 +19,7 @@ from gcore_rollout.rewards.reward import (
     evaluate_group,
     name_of,
 )
-from gcore_rollout.rewards.threaded import ThreadedReward
+from gcore_rollout.rewards.threads import ThreadedReward
 from gcore_rollout.rewards.user_code import blocking_limit, call
 
 OnError = Literal["raise", "drop"]
@@ -69,11 +70,11 @@ class RewardRunnerConfig:
 
     def __post_init__(self) -> None:
         if self.max_concurrency < 1:
-            raise RewardConfigError(f"max_concurrency is {self.max_concurrency}: at least 1 is needed")
+            raise RewardConfigError(f"max_concurrency is {self.max_concurrency}; expected at least 1")
         if not self.timeout_s > 0:
-            raise RewardConfigError(f"timeout_s is {self.timeout_s}: more than 0 is needed")
+            raise RewardConfigError(f"timeout_s is {self.timeout_s}; expected more than 0")
         if self.on_error not in get_args(OnError):
-            raise RewardConfigError(f"on_error is {self.on_error!r}: one of {', '.join(get_args(OnError))} is needed")
+            raise RewardConfigError(f"on_error is {self.on_error!r}; expected one of {', '.join(get_args(OnError))}")
 
 
 class _Runner(Generic[T]):
@@ -236,3 +237,26 @@ def _may_pass(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def part_means(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """``reward/PART/mean`` of every part, over the completions that have it."""
+    values: dict[str, list[float]] = {}
+    for one in parts:
+        for name, part in one.items():
+            values.setdefault(name, []).append(part)
+    return {f"reward/{name}/mean": math.fsum(numbers) / len(numbers) for name, numbers in sorted(values.items())}
+
+
+def reward_metrics(outcomes: Iterable[Scored | Failed]) -> dict[str, float]:
+    """Means over completions: ``reward/mean``, those of `part_means`, and ``reward/failed_fraction``.
+
+    Without outcomes the result is empty.
+    """
+    everything = list(outcomes)
+    scored = [outcome for outcome in everything if isinstance(outcome, Scored)]
+    if not everything:
+        return {}
+    mean = {"reward/mean": math.fsum(one.score for one in scored) / len(scored)} if scored else {}
+    failed = {"reward/failed_fraction": (len(everything) - len(scored)) / len(everything)}
+    return mean | part_means(one.parts for one in scored) | failed

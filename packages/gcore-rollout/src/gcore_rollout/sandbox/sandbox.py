@@ -10,15 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from gcore_rollout.errors import SandboxError
 from gcore_rollout.sandbox.child import HOME, READY_FOR_TESTS, SET_UP
-from gcore_rollout.sandbox.output_pipe import OutputPipe
 from gcore_rollout.sandbox.types import Outcome, Report, SandboxLimits, SandboxResult, Setup
 
 Isolation = Literal["namespaces", "limits"]
@@ -80,14 +79,14 @@ class Sandbox:
         self._limits = limits or SandboxLimits()
         self._isolation: Isolation = isolation
         if isolation not in get_args(Isolation):
-            raise SandboxError(f"isolation is {isolation!r}: one of {', '.join(get_args(Isolation))} is needed")
+            raise SandboxError(f"isolation is {isolation!r}; expected one of {', '.join(get_args(Isolation))}")
         self._max_concurrency = os.cpu_count() or 1 if max_concurrency is None else max_concurrency
         if self._max_concurrency < 1:
-            raise SandboxError(f"max_concurrency is {max_concurrency}: at least 1 is needed")
+            raise SandboxError(f"max_concurrency is {max_concurrency}; expected at least 1")
         self._import_paths = [Path(path) for path in import_paths]
         for path in self._import_paths:
             if not path.is_absolute() or not path.is_dir():
-                raise SandboxError(f"import_paths holds {str(path)!r}: an absolute path of a folder is needed")
+                raise SandboxError(f"import_paths holds {str(path)!r}; expected an absolute path of a folder")
         self._python = str(Path(sys.executable).resolve())
         self._places = asyncio.Semaphore(self._max_concurrency)
         self._try_isolation()
@@ -122,7 +121,7 @@ class Sandbox:
 
     async def _run(self, talk: "_Talk", stdin: int, folder: str, began: float) -> SandboxResult:
         bound = self._limits.output_bytes
-        with OutputPipe(bound) as stdout, OutputPipe(bound) as stderr, OutputPipe(1 << 16) as report:
+        with _OutputPipe(bound) as stdout, _OutputPipe(bound) as stderr, _OutputPipe(1 << 16) as report:
             ours, theirs = socket.socketpair()
             with ours, theirs:
                 process = subprocess.Popen(
@@ -225,6 +224,52 @@ class Sandbox:
                 "userns=0; in a container a seccomp profile that allows unshare and mount, or --privileged), on Linux "
                 "5.12 or later, or take isolation='limits' where the machine is thrown away afterwards"
             )
+
+
+class _OutputPipe:
+    """Made before the other process, which is given ``write_fd``; read by this event loop.
+
+    Args:
+        max_bytes: most that is read.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        read_fd, self.write_fd = os.pipe()
+        self._file = os.fdopen(read_fd, "rb", buffering=0)
+        self._is_ours = True
+        self.data = bytearray()
+        """What has come so far."""
+        self.too_much = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close_write_end()
+        self._file.close()
+
+    async def read(self, *, on_too_much: Callable[[], None] | None = None) -> None:
+        """Read to the end, or to ``max_bytes``. Call it once the other process has its own copy of ``write_fd``."""
+        self._close_write_end()
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self._file)
+        try:
+            while part := await reader.read(1 << 16):
+                self.data += part[: self._max_bytes - len(self.data)]
+                if len(self.data) == self._max_bytes:
+                    self.too_much = True
+                    if on_too_much is not None:
+                        on_too_much()
+                    return
+        finally:
+            transport.close()
+
+    def _close_write_end(self) -> None:
+        if self._is_ours:
+            self._is_ours = False
+            os.close(self.write_fd)
 
 
 @dataclass

@@ -32,7 +32,7 @@ class SandboxLimits:
         for field in fields(self):
             value = getattr(self, field.name)
             if not value > 0:
-                raise SandboxError(f"{field.name} is {value}: more than 0 is needed")
+                raise SandboxError(f"{field.name} is {value}; expected more than 0")
 
 
 @dataclass(frozen=True, kw_only=True)

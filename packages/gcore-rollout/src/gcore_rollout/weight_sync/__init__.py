@@ -1,1 +1,1 @@
-"""Forms in which new weights travel from a trainer to an engine; each ends in the names and tensors of an update."""
+"""How new weights travel to engines, and how they are checked there."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gcore_rollout.weight_sync.errors import PeerLostError, WeightSyncError
+from gcore_rollout.errors import PeerLostError, WeightSyncError
 from gcore_rollout.weight_sync.layout import TensorSpec
 
 _ALIGNMENT_BYTES = 64
@@ -39,7 +39,7 @@ class WeightSender:
 
     def __init__(self, group: dist.ProcessGroup, *, device: str = "cpu", bucket_bytes: int = 256 << 20) -> None:
         if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes is {bucket_bytes}: at least 1 is needed")
+            raise ValueError(f"bucket_bytes is {bucket_bytes}; expected at least 1")
         self._channel = _Channel(group, src=dist.get_rank(group), device=device)
         self._buckets = [_Bucket(bucket_bytes, device) for _ in range(_IN_FLIGHT)]
         self._layouts: dict[int, BucketLayout] = {}

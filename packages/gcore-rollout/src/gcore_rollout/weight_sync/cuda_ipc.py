@@ -28,7 +28,7 @@ class SharedCudaWeights:
         self._tensors = [(name, tensor.detach()) for name, tensor in weights]
         for name, tensor in self._tensors:
             if not tensor.is_cuda:
-                raise ValueError(f"weight {name!r} is on {tensor.device}: a CUDA device is needed")
+                raise ValueError(f"weight {name!r} is on {tensor.device}; expected a CUDA device")
         for device in {tensor.device for _, tensor in self._tensors}:
             torch.cuda.synchronize(device)
 

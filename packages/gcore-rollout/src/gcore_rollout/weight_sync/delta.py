@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gcore_rollout.weight_sync.errors import WrongBaseError
+from gcore_rollout.errors import WrongBaseError
 from gcore_rollout.weight_sync.layout import Layout, TensorSpec, bits, check_layout, host_copy, layout_of
 
 _MOST_INT32 = 2**31 - 1

@@ -73,7 +73,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
         ValueError: the elements have more than 8 bytes.
     """
     if tensor.dtype.itemsize not in _INTEGERS:
-        raise ValueError(f"{tensor.dtype} has elements of {tensor.dtype.itemsize} bytes: 8 or fewer are needed")
+        raise ValueError(f"{tensor.dtype} has elements of {tensor.dtype.itemsize} bytes; expected 8 or fewer")
     return tensor.detach().view(-1).view(_INTEGERS[tensor.dtype.itemsize])
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gcore_rollout.engine import Engine
+from gcore_rollout.engines.protocol import Engine
+from gcore_rollout.errors import WrongBaseError
 from gcore_rollout.weight_sync.adapters import AdapterWeights, check_adapters, merged
 from gcore_rollout.weight_sync.delta import WeightDelta, apply_delta
-from gcore_rollout.weight_sync.errors import WrongBaseError
 from gcore_rollout.weight_sync.layout import host_copy
 
 
@@ -95,7 +95,7 @@ class WeightMirror:
     def _take(self, update: WeightUpdate) -> WeightDelta | None:
         """The delta that takes back what was changed in place, if something was."""
         if self.version is not None and update.version <= self.version:
-            raise ValueError(f"version is {update.version}: it must be above the present {self.version}")
+            raise ValueError(f"version is {update.version}; expected a version above the current {self.version}")
         match update:
             case FullWeights():
                 self._base = {name: host_copy(tensor) for name, tensor in update.tensors}

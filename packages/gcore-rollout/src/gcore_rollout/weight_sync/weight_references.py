@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from gcore_rollout.errors import MissingExtraError
-from gcore_rollout.weight_report import Digests, digests_of
+from gcore_rollout.weight_sync.report import Digests, digests_of
 
 # Where the program was started by `uv run`, Ray would build its environment anew for every process. Read on import.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -90,7 +90,7 @@ class WeightReferences:
             bucket_size_bytes: of one object of the store; a larger tensor is one of its own.
         """
         if bucket_size_bytes < 1:
-            raise ValueError(f"bucket_size_bytes is {bucket_size_bytes}: at least 1 is needed")
+            raise ValueError(f"bucket_size_bytes is {bucket_size_bytes}; expected at least 1")
         buckets = [_Bucket.put(bucket) for bucket in _in_buckets(weights, bucket_size_bytes)]
         return cls(buckets, digests=digests_of(weights))
 

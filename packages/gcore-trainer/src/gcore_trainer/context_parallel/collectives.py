@@ -69,7 +69,7 @@ def repeat_for_ranks(x_TKD: torch.Tensor, *, num_query_heads: int, size: int) ->
     """
     if num_query_heads % size:
         raise ConfigError(
-            f"ulysses_size is {size}: a divisor of the {num_query_heads} query heads of attention is needed"
+            f"ulysses_size is {size}; expected a divisor of the {num_query_heads} query heads of attention"
         )
     num_heads = x_TKD.shape[1]
     return x_TKD.repeat_interleave(math.lcm(num_heads, size) // num_heads, dim=1)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from gcore_trainer.context_parallel.layout import PaddingMultiples, local_places, padding_multiples
 from gcore_trainer.errors import ConfigError
-from gcore_trainer.packing import PackedBatch
+from gcore_trainer.packing.pack import PackedBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +81,14 @@ def make_context_parallel(cp_groups: list[list[int]], ulysses_size: int) -> Cont
     """
     world_size = dist.get_world_size()
     if sorted(rank for ranks in cp_groups for rank in ranks) != list(range(world_size)):
-        raise ConfigError(f"cp_groups is {cp_groups}: each of the {world_size} ranks is needed once")
+        raise ConfigError(f"cp_groups is {cp_groups}; expected each of the {world_size} ranks once")
     for ranks in cp_groups:
         # torch orders a group's ranks by their number, whatever order it was given.
         if ranks != sorted(ranks):
-            raise ConfigError(f"cp_groups has {ranks}: ascending ranks are needed")
+            raise ConfigError(f"cp_groups has {ranks}; expected ascending ranks")
         if ulysses_size < 1 or len(ranks) % ulysses_size:
             raise ConfigError(
-                f"ulysses_size is {ulysses_size}: a divisor of {len(ranks)}, the ranks of {ranks}, is needed"
+                f"ulysses_size is {ulysses_size}; expected a divisor of {len(ranks)}, the ranks of {ranks}"
             )
     ulysses = [ranks[i : i + ulysses_size] for ranks in cp_groups for i in range(0, len(ranks), ulysses_size)]
     ring = [ranks[i::ulysses_size] for ranks in cp_groups for i in range(ulysses_size)]

@@ -64,7 +64,7 @@ def local_places(
     if shard.size % ulysses_size:
         raise BatchError(
             f"a row of {segment_lengths.sum()} tokens cannot be divided among ring_size={ring_size} x "
-            f"ulysses_size={ulysses_size} ranks: a multiple of their number is needed"
+            f"ulysses_size={ulysses_size} ranks; expected a multiple of their number"
         )
     length = shard.size // ulysses_size
     return shard[ulysses_rank * length : (ulysses_rank + 1) * length]
@@ -102,8 +102,8 @@ def _ring_shard(segment_lengths: NDArray[np.int64], *, ring_size: int, ring_rank
     if (segment_lengths % (2 * ring_size)).any():
         length = segment_lengths[segment_lengths % (2 * ring_size) != 0][0]
         raise BatchError(
-            f"a segment of {length} tokens cannot be cut in {2 * ring_size} chunks for ring_size={ring_size}: "
-            f"a multiple of {2 * ring_size} is needed"
+            f"a segment of {length} tokens cannot be cut in {2 * ring_size} chunks for ring_size={ring_size}; expected "
+            f"a multiple of {2 * ring_size}"
         )
     order = np.argsort(segment_lengths, kind="stable")
     starts = (np.cumsum(segment_lengths) - segment_lengths)[order]

@@ -9,8 +9,8 @@ from gcore_trainer.context_parallel.groups import ContextParallel
 from gcore_trainer.context_parallel.layout import equal_segments
 from gcore_trainer.context_parallel.ring import ring_attention
 from gcore_trainer.errors import BatchError
-from gcore_trainer.packed_attention import AttentionPlan, PackedPlan
-from gcore_trainer.packing import PackedBatch
+from gcore_trainer.packing.attention import AttentionPlan, PackedPlan
+from gcore_trainer.packing.pack import PackedBatch
 
 
 class ContextParallelPlan(AttentionPlan):
@@ -35,7 +35,7 @@ class ContextParallelPlan(AttentionPlan):
         else:
             if any(bucket.prompt_lengths is not None for bucket in batch.buckets):
                 raise BatchError(
-                    f"the row shares prompts where ring_size is {cp.ring_size}: pack it with share_prefix=False"
+                    f"the row shares prompts; expected one packed with share_prefix=False for ring_size {cp.ring_size}"
                 )
             self._segments = equal_segments(batch.segment_lengths, ring_size=cp.ring_size)
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from gcore_trainer.context_parallel.block_attention import attend_block, block_gradients, include_sinks, sink_gradients
 from gcore_trainer.context_parallel.layout import EqualSegments
+from gcore_trainer.packing.block_attention import attend_block, block_gradients, include_sinks, sink_gradients
 
 
 def ring_attention(

@@ -11,11 +11,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from gcore_trainer.adamw import whole
 from gcore_trainer.config import LoRAConfig
-from gcore_trainer.diffusion.types import Conditioned
+from gcore_trainer.diffusion.sample import Conditioned
 from gcore_trainer.errors import MissingExtraError, UnsupportedModelError
-from gcore_trainer.lora import add_lora, merged
+from gcore_trainer.lora import add_lora, merge_lora
+from gcore_trainer.torch.adamw import whole
 
 try:
     import diffusers
@@ -69,7 +69,7 @@ class Denoiser:
         Raises:
             UnsupportedModelError: the folder is no pipeline's, or it has neither a transformer nor a unet.
         """
-        name, kind = component_of(path)
+        name, kind = pipeline_component(path)
         load = getattr(diffusers, kind).from_pretrained
         model = load(Path(path) / name, dtype=torch.float32, local_files_only=True)
         return cls(model.to(device), **options)
@@ -140,10 +140,10 @@ class Denoiser:
         if self.lora is None:
             yield from named
         else:
-            yield from merged(named, {name: whole(tensor) for name, tensor in own.items()}, self.lora)
+            yield from merge_lora(named, {name: whole(tensor) for name, tensor in own.items()}, self.lora)
 
 
-def component_of(path: str | Path) -> tuple[str, str]:
+def pipeline_component(path: str | Path) -> tuple[str, str]:
     """Name and class of the model in a pipeline's folder.
 
     Raises:
@@ -151,9 +151,9 @@ def component_of(path: str | Path) -> tuple[str, str]:
     """
     index = Path(path) / "model_index.json"
     if not index.is_file():
-        raise UnsupportedModelError(f"{path} has no model_index.json: a pipeline's folder of diffusers is needed")
+        raise UnsupportedModelError(f"{path} has no model_index.json; expected a pipeline's folder of diffusers")
     components = json.loads(index.read_text())
     for name in _COMPONENTS:
         if components.get(name) and components[name][1]:
             return name, components[name][1]
-    raise UnsupportedModelError(f"{index} names none of {', '.join(_COMPONENTS)}: a pipeline with one is needed")
+    raise UnsupportedModelError(f"{index} names none of {', '.join(_COMPONENTS)}; expected a pipeline with one")

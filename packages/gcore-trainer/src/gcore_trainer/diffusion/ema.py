@@ -7,7 +7,7 @@ import torch
 from gcore_trainer.checks import require
 
 
-class EMA:
+class MovingAverage:
     """Exponential moving average of parameters, in float32, sharded as they are.
 
     Args:

@@ -1,6 +1,6 @@
-"""What a diffusion trainer minimises: an objective turns a pass over a micro-batch into its share of the batch's loss.
+"""What a diffusion trainer minimises: an objective turns a pass over a micro-batch into its part of the batch's loss.
 
-Shares add up, over passes, micro-batches and ranks. So a batch's gradient does not depend on how it is split.
+Parts add up, over passes, micro-batches and ranks. So a batch's gradient does not depend on how it is split.
 """
 
 from abc import ABC, abstractmethod
@@ -19,10 +19,10 @@ from gcore_trainer.diffusion.losses import (
     nft_loss,
 )
 from gcore_trainer.diffusion.process import FlowProcess, NoiseProcess
-from gcore_trainer.diffusion.types import Conditioned, DiffusionMicroBatch, DiffusionSample, stacked
+from gcore_trainer.diffusion.sample import Conditioned, DiffusionMicroBatch, DiffusionSample, stacked
 from gcore_trainer.errors import BatchError
 
-Share = tuple[torch.Tensor, dict[str, torch.Tensor]]
+PartialLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """A pass's part of the loss, and of sums that `DiffusionObjective.metrics` turns into metrics."""
 
 
@@ -91,7 +91,7 @@ class DiffusionObjective(ABC):
         return len(samples)
 
     @abstractmethod
-    def share(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> Share:
+    def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         """The part of the batch's loss that a pass over these images makes up.
 
         Args:
@@ -106,7 +106,7 @@ class DiffusionObjective(ABC):
         return sums
 
 
-class PolicyGradientObjective(DiffusionObjective):
+class DenoisingPolicyObjective(DiffusionObjective):
     """DDPO, Flow-GRPO and GRPO-Guard: a pass for each recorded step.
 
     Metrics: ``actor/pg_loss``, ``actor/pg_clipfrac``, ``actor/ppo_kl`` (mean of old minus new log-prob),
@@ -126,7 +126,7 @@ class PolicyGradientObjective(DiffusionObjective):
     def check(self, samples: Sequence[DiffusionSample]) -> None:
         if len({s.num_steps for s in samples}) != 1 or not samples[0].num_steps:
             raise BatchError(
-                f"latents have {sorted({s.num_steps for s in samples})} steps: one number above 0 is needed"
+                f"latents have {sorted({s.num_steps for s in samples})} steps; expected one number above 0"
             )
         for name in self.reads:
             if any(getattr(s, name) is None for s in samples):
@@ -135,7 +135,7 @@ class PolicyGradientObjective(DiffusionObjective):
     def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
         return samples[0].num_steps
 
-    def share(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> Share:
+    def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         device = models.policy.device
         latents, following, levels, next_levels, timesteps = (
             stacked(samples, name, device, step=index)
@@ -195,7 +195,7 @@ class NFTObjective(DiffusionObjective):
         del samples
         return self._config.num_timesteps
 
-    def share(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> Share:
+    def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         assert models.old is not None
         device, bound = models.policy.device, self._config.adv_clip_max
         clean = stacked(samples, "clean_latents", device)
@@ -234,7 +234,7 @@ class DiffusionDPOObjective(DiffusionObjective):
 
     def check(self, samples: Sequence[DiffusionSample]) -> None:
         if len(samples) % 2:
-            raise BatchError(f"{len(samples)} images: pairs of a chosen and a rejected one are needed")
+            raise BatchError(f"micro_batches hold {len(samples)} images; expected pairs of a chosen and a rejected one")
 
     def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
         del samples
@@ -243,7 +243,7 @@ class DiffusionDPOObjective(DiffusionObjective):
     def weight(self, samples: Sequence[DiffusionSample]) -> int:
         return len(samples) // 2
 
-    def share(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> Share:
+    def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         assert models.reference is not None
         device = models.policy.device
         clean = stacked(samples, "clean_latents", device)
@@ -282,13 +282,13 @@ class RewardGradientObjective(DiffusionObjective):
     def check(self, samples: Sequence[DiffusionSample]) -> None:
         for sample in samples:
             if not sample.num_steps or sample.next_levels is None or sample.next_levels[-1] not in (0.0, 1.0):
-                raise BatchError("the recorded steps do not reach the end of sampling: its last ones are needed")
+                raise BatchError("the recorded steps end before sampling does; expected the last steps of sampling")
 
     def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
         del samples
         return 1
 
-    def share(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> Share:
+    def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         del index
         device, conditions = models.policy.device, Conditioned.of(samples, models.policy.device)
         latents = stacked(samples, "latents", device, step=0)

@@ -3,23 +3,21 @@
 import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_trainer.adamw import AdamW
-from gcore_trainer.base_trainer import BaseTrainer
 from gcore_trainer.config import OptimizerConfig
 from gcore_trainer.diffusion.denoiser import Denoiser
-from gcore_trainer.diffusion.ema import EMA
+from gcore_trainer.diffusion.ema import MovingAverage
 from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, TransitionKernel
-from gcore_trainer.diffusion.types import Conditioned, DiffusionMicroBatch, stacked
+from gcore_trainer.diffusion.sample import Conditioned, DiffusionMicroBatch, stacked
 from gcore_trainer.errors import BatchError, ConfigError, TrainerError
-from gcore_trainer.replicas import Replicas
-from gcore_trainer.torch_parallel import TorchParallel
-from gcore_trainer.trainer import added
+from gcore_trainer.torch.adamw import AdamW
+from gcore_trainer.torch.parallel import TorchParallel
+from gcore_trainer.training.base_trainer import BaseTrainer, add_sums, added
+from gcore_trainer.training.replicas import Replicas
 
 
 class DiffusionTrainer(BaseTrainer):
@@ -50,7 +48,6 @@ class DiffusionTrainer(BaseTrainer):
         old_decay: "tuple[float, float]" = (0.001, 0.5),
         parallel: TorchParallel | None = None,
     ) -> None:
-        super().__init__(optimizer=optimizer, replicas=parallel.replicas if parallel else Replicas())
         if objective.needs_reference and reference is None:
             raise ConfigError(f"reference is None: {type(objective).__name__} asks the initial policy")
         self._denoiser = denoiser
@@ -64,9 +61,12 @@ class DiffusionTrainer(BaseTrainer):
         parameters = denoiser.trained_parameters()
         if not parameters:
             raise ConfigError("the model has no parameters to train")
-        self._optimizer = AdamW(parameters, optimizer)
+        self._adamw = AdamW(parameters, optimizer)
+        super().__init__(
+            config=optimizer, optimizer=self._adamw, replicas=parallel.replicas if parallel else Replicas()
+        )
         self._models = Models(policy=denoiser, old=old, reference=reference)
-        self._ema = EMA(parameters, ema_decay) if ema_decay is not None else None
+        self._ema = MovingAverage(parameters, ema_decay) if ema_decay is not None else None
         self._old = old
         self._old_decay = old_decay
 
@@ -89,7 +89,7 @@ class DiffusionTrainer(BaseTrainer):
         shape = (0, 0, 0)
         try:
             if not samples:
-                raise BatchError("micro_batches holds no image: at least one is needed on every replica")
+                raise BatchError("micro_batches holds no image; expected at least one on every replica")
             self._objective.check(samples)
             for i, batch in enumerate(micro_batches):
                 for j, sample in enumerate(batch):
@@ -100,7 +100,7 @@ class DiffusionTrainer(BaseTrainer):
         everyones = self._replicas.gather_or_raise(shape, error)
         passes = {count for _, count, _ in everyones}
         if len(passes) != 1:
-            raise BatchError(f"replicas make {sorted(passes)} passes over an image: one number is needed")
+            raise BatchError(f"replicas make {sorted(passes)} passes over an image; expected one number")
         (num_passes,) = passes
         total = sum(weight for weight, *_ in everyones) * num_passes
         sums = self._backward(micro_batches, max(count for *_, count in everyones), num_passes, total)
@@ -112,20 +112,19 @@ class DiffusionTrainer(BaseTrainer):
     def _backward(
         self, micro_batches: Sequence[DiffusionMicroBatch], num_batches: int, num_passes: int, total: int
     ) -> dict[str, float]:
-        """Put the gradient of all shares together; this replica's sums."""
-        self._optimizer.zero_grad()
+        """Compute the gradient of all replicas' loss; return the sums of this one."""
+        self._adamw.zero_grad()
         sums: dict[str, torch.Tensor] = {}
         for i in range(num_batches):
             # A divided model's collectives need all ranks: one that has no more micro-batches computes for nothing.
             is_real = i < len(micro_batches)
             batch = micro_batches[i] if is_real else micro_batches[0]
             for index in range(num_passes):
-                loss, parts = self._objective.share(index, self._models, batch, total)
-                # FSDP averages over ranks, where shares are to be added.
+                loss, parts = self._objective.partial_loss(index, self._models, batch, total)
+                # FSDP averages over ranks; the parts of the loss are to be added.
                 torch.autograd.backward(loss * (self._world_size if is_real else 0.0))
                 if is_real:
-                    for name, value in parts.items():
-                        sums[name] = sums.get(name, 0.0) + value.double()
+                    add_sums(sums, parts)
         return {name: value.item() for name, value in sums.items()}
 
     def _follow(self) -> None:
@@ -135,7 +134,7 @@ class DiffusionTrainer(BaseTrainer):
         if self._old is not None:
             growth, bound = self._old_decay
             share = 1 - min(growth * self.step, bound)
-            trained = self._optimizer.parameters
+            trained = self._adamw.parameters
             with torch.no_grad():
                 for name, parameter in self._old.parameters().items():
                     if name in trained:
@@ -156,7 +155,7 @@ class DiffusionTrainer(BaseTrainer):
             yield from self._denoiser.weights(self._ema.tensors)
         elif self._old is not None:
             old = self._old.parameters()
-            yield from self._denoiser.weights({n: old[n].detach() for n in self._optimizer.parameters})
+            yield from self._denoiser.weights({n: old[n].detach() for n in self._adamw.parameters})
         else:
             yield from self._denoiser.weights()
 
@@ -170,27 +169,14 @@ class DiffusionTrainer(BaseTrainer):
         model.load_state_dict({**weights, **buffers})
         model.save_pretrained(path)
 
-    def _update(self, lr: float) -> float:
-        return self._optimizer.update(lr)
-
-    def _optimizer_step(self) -> int:
-        return self._optimizer.num_updates
-
-    def _tensors(self) -> dict[str, dict[str, Any]]:
-        groups = self._optimizer.tensors()
+    def _averages(self) -> dict[str, dict[str, torch.Tensor]]:
+        groups: dict[str, dict[str, torch.Tensor]] = {}
         if self._ema is not None:
             groups["ema"] = dict(self._ema.tensors)
         if self._old is not None:
             old = self._old.parameters()
-            groups["old"] = {name: old[name].detach() for name in self._optimizer.parameters}
+            groups["old"] = {name: old[name].detach() for name in self._adamw.parameters}
         return groups
-
-    @torch.no_grad()
-    def _load_tensors(self, state: dict[str, Any]) -> None:
-        self._optimizer.load(state)
-        for group in ("ema", "old"):
-            for name, tensor in self._tensors().get(group, {}).items():
-                tensor.copy_(state[group][name])
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from gcore_trainer.errors import ConfigError
 from gcore_trainer.lora import initial_a
 from gcore_trainer.megatron.architecture import Architecture
 from gcore_trainer.megatron.model import HiddenStatesGPT
-from gcore_trainer.megatron.weights import Piece, adapter_pieces
+from gcore_trainer.megatron.weights.pieces import Piece, adapter_pieces
 
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -46,8 +46,8 @@ def target_layers(architecture: Architecture, config: LoRAConfig) -> frozenset[s
         if not found:
             accepted = ", ".join(kind.partition(".")[2] for kind in kinds)
             raise ConfigError(
-                f"target_modules is {config.target_modules}: no layer is named {name!r}; all-linear alone or some of "
-                f"{accepted} are needed"
+                f"target_modules is {config.target_modules}; expected all-linear alone or some of {accepted}: no layer "
+                f"is named {name!r}"
             )
         targets |= found
     return frozenset(targets)

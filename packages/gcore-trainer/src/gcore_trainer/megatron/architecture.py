@@ -62,10 +62,10 @@ class Architecture:
         """
         model_type = hf_config.model_type
         if model_type not in MODEL_TYPES:
-            raise UnsupportedModelError(f"model_type is {model_type!r}: one of {', '.join(MODEL_TYPES)} is needed")
+            raise UnsupportedModelError(f"model_type is {model_type!r}; expected one of {', '.join(MODEL_TYPES)}")
         for name, neutral in _NEUTRAL.items():
             if (value := getattr(hf_config, name, neutral)) not in (neutral, None):
-                raise UnsupportedModelError(f"{name} of {model_type!r} is {value!r}: {neutral!r} is needed")
+                raise UnsupportedModelError(f"{name} of {model_type!r} is {value!r}; expected {neutral!r}")
         if others := sorted(set(getattr(hf_config, "layer_types", None) or ()) - {"full_attention"}):
             raise UnsupportedModelError(
                 f"layer_types of {model_type!r} has {', '.join(others)}; expected full_attention only: the torch "
@@ -74,10 +74,10 @@ class Architecture:
         rope = hf_config.rope_parameters
         if rope["rope_type"] not in _ROPE_TYPES:
             raise UnsupportedModelError(
-                f"rope_type of {model_type!r} is {rope['rope_type']!r}: one of {', '.join(_ROPE_TYPES)} is needed"
+                f"rope_type of {model_type!r} is {rope['rope_type']!r}; expected one of {', '.join(_ROPE_TYPES)}"
             )
         if (share := rope.get("partial_rotary_factor", 1.0)) != 1.0:
-            raise UnsupportedModelError(f"partial_rotary_factor of {model_type!r} is {share}: 1.0 is needed")
+            raise UnsupportedModelError(f"partial_rotary_factor of {model_type!r} is {share}; expected 1.0")
         experts = None
         if model_type == "qwen3_moe":
             experts = Experts(
@@ -120,7 +120,7 @@ class Architecture:
         _require_divides(pipeline, chunks, "layers", self.num_layers)
         if self.experts is None:
             if ep > 1:
-                raise ConfigError(f"expert_model_parallel_size is {ep}: the model has no experts, 1 is needed")
+                raise ConfigError(f"expert_model_parallel_size is {ep}; expected 1 for a model without experts")
             _require_divides("tensor_model_parallel_size", tp, "columns of the MLP", self.ffn_hidden_size)
             return
         _require_divides("expert_model_parallel_size", ep, "experts", self.experts.num_experts)
@@ -128,19 +128,19 @@ class Architecture:
         if tp > 1 and not parallel.sequence_parallel:
             raise ConfigError(
                 f"sequence_parallel is false with tensor_model_parallel_size={tp} and {self.experts.num_experts} "
-                "experts: true is needed, so that tensor-parallel ranks route different tokens"
+                "experts; expected true, so that tensor-parallel ranks route different tokens"
             )
         if tp > 1 and ep == 1:
             raise ConfigError(
-                f"expert_model_parallel_size is 1 with tensor_model_parallel_size={tp}: more is needed, for single "
-                f"experts are not divided; {_divisors(self.experts.num_experts, ranks_of_stage)[1:]} would fit"
+                f"expert_model_parallel_size is 1 with tensor_model_parallel_size={tp}; expected more, because "
+                f"single experts are not divided: {_divisors(self.experts.num_experts, ranks_of_stage)[1:]} would fit"
             )
 
 
 def _require_divides(name: str, value: int, what: str, count: int) -> None:
     if count % value:
         size = name if "=" in name else f"{name}={value}"
-        raise ConfigError(f"{size} does not divide {count} {what}: one of {_divisors(count)} is needed")
+        raise ConfigError(f"{size} does not divide {count} {what}; expected one of {_divisors(count)}")
 
 
 def _divisors(*counts: int) -> list[int]:

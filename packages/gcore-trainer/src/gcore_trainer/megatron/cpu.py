@@ -1,9 +1,10 @@
-"""What must stand in for CUDA so that Megatron-Core runs on CPU over gloo. On CUDA nothing here is used.
+"""The context in which Megatron-Core is called: on CPU over gloo, stand-ins for what it takes from CUDA.
 
 Megatron-Core reaches its device through functions of ``torch.cuda``, and through the word "cuda" in calls that make
-tensors. `cpu_runtime` redirects both while it is entered: the functions for the process, the word for the thread.
+tensors. On CPU, both are redirected: the functions for the process, the word for the thread. On CUDA neither is.
 """
 
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,9 +17,15 @@ from torch.overrides import TorchFunctionMode
 
 
 @contextmanager
-def cpu_runtime() -> Generator[None]:
-    """Run Megatron-Core on CPU within this context, in this thread."""
-    with ExitStack() as stack:
+def megatron_runtime(device: torch.device) -> Generator[None]:
+    """Call Megatron-Core on a device within this context, in this thread."""
+    with warnings.catch_warnings(), ExitStack() as stack:
+        # Settings and functions that Megatron-Core itself uses are deprecated; a user cannot change them.
+        warnings.filterwarnings("ignore", message=".*deprecated", module="megatron")
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+        if device.type != "cpu":
+            yield
+            return
         for owner, names in _patches():
             stack.enter_context(mock.patch.multiple(owner, create=owner is moe_utils, **names))
         # Functions that Megatron hands to torch.compile would be compiled by a C++ compiler, at their first call.

@@ -30,7 +30,7 @@ def join_groups(parallel: ParallelConfig, device: torch.device) -> ContextParall
     if _joined is not None:
         if _joined[0] != parallel:
             raise ConfigError(
-                f"parallel is {parallel}: Megatron-Core has one layout in a process, and it is {_joined[0]}"
+                f"parallel is {parallel}; expected {_joined[0]}, the layout of this process: Megatron-Core has only one"
             )
         return _joined[1]
     vpp = parallel.virtual_pipeline_model_parallel_size

@@ -7,8 +7,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from gcore_trainer.megatron.architecture import Architecture
-from gcore_trainer.packed_row import Row
-from gcore_trainer.token_scores import TokenScores, VocabShard, token_scores
+from gcore_trainer.packing.row import Row
+from gcore_trainer.packing.token_scores import TokenScores, VocabShard, token_scores
 
 
 class Head:

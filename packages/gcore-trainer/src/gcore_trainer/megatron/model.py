@@ -8,10 +8,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gcore_trainer.megatron.architecture import Architecture
-from gcore_trainer.megatron.attention import PlanAttention
-from gcore_trainer.megatron.rotary import RowRotary
+from gcore_trainer.packing.row import Row
 from gcore_trainer.parallel import ParallelConfig
 
 
@@ -31,6 +31,57 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         # Of a slice of the tokens the gradient is a part, and Megatron-Core adds the parts up.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class PlanAttention(torch.nn.Module):
+    """Takes the place of Megatron-Core's dot-product attention, which knows neither packing nor context parallelism."""
+
+    def __init__(self, softmax_scale: float | None = None, **others: Any) -> None:
+        super().__init__()
+        del others
+        self._scale = softmax_scale
+
+    def forward(
+        self,
+        query_T1HD: torch.Tensor,
+        key_T1KD: torch.Tensor,
+        value_T1KD: torch.Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: Row,
+        **others: Any,
+    ) -> torch.Tensor:
+        """[T, 1, H * D]."""
+        del attention_mask, others
+        q_1HTD, k_1KTD, v_1KTD = (x.permute(1, 2, 0, 3) for x in (query_T1HD, key_T1KD, value_T1KD))
+        out_1THD = packed_seq_params.plan.attend(q_1HTD, k_1KTD, v_1KTD, scale=self._scale, sliding_window=None)
+        return out_1THD[0].flatten(1).unsqueeze(1)
+
+
+class RowRotary(torch.nn.Module):
+    """Takes the place of Megatron-Core's own: angles come from the row's positions, not from its length."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        config, head_dim = architecture.hf_config, architecture.head_dim
+        rope = config.rope_parameters
+        if rope["rope_type"] == "default":
+            exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+            self._inv_freq = 1.0 / (rope["rope_theta"] ** exponents)
+        else:
+            self._inv_freq, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+
+    def get_rotary_seq_len(self, inference: Any, decoder: Any, hidden: Any, config: Any, row: Row) -> Row:
+        """Whatever `forward` is to be called with."""
+        del inference, decoder, hidden, config
+        return row
+
+    def forward(self, row: Row, **others: Any) -> torch.Tensor:
+        """Angles [T, 1, 1, D] of the tokens that attention sees on this rank."""
+        del others
+        positions_T = row.positions[0]
+        angles = positions_T.float()[:, None] * self._inv_freq.to(positions_T.device)
+        return torch.cat([angles, angles], dim=-1)[:, None, None]
 
 
 def transformer_config(

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from gcore_trainer.packed_row import Row
-from gcore_trainer.types import MicroBatch
+from gcore_trainer.packing.row import Row
+from gcore_trainer.sample import MicroBatch
 
 T = TypeVar("T")
 _Outcome = tuple[torch.Tensor, Any]

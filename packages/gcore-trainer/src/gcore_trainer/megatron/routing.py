@@ -1,4 +1,4 @@
-"""Router replay in Megatron-Core: see `gcore_trainer.router_replay`."""
+"""Router replay in Megatron-Core: see `gcore_trainer.packing.router_replay`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from gcore_trainer.errors import BatchError
 from gcore_trainer.megatron.architecture import Architecture
-from gcore_trainer.packed_row import Row
+from gcore_trainer.packing.router_replay import ReplayedRouter
+from gcore_trainer.packing.row import Row
 from gcore_trainer.parallel import ParallelConfig
-from gcore_trainer.router_replay import ReplayedRouter
 
 
 class LayerRouters:

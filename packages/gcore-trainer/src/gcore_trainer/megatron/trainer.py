@@ -1,8 +1,7 @@
 """The Megatron-Core backend."""
 
-import warnings
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,34 +14,33 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from numpy.typing import NDArray
 from transformers import AutoConfig
 
 from gcore_trainer.config import LoRAConfig, OptimizerConfig
 from gcore_trainer.errors import ConfigError
-from gcore_trainer.lora import merged
+from gcore_trainer.lora import merge_lora
+from gcore_trainer.losses.aggregation import BatchTotals
 from gcore_trainer.megatron.adapters import add_adapters, target_layers
 from gcore_trainer.megatron.architecture import Architecture
-from gcore_trainer.megatron.cpu import cpu_runtime
-from gcore_trainer.megatron.exchange import gather_weights
+from gcore_trainer.megatron.cpu import megatron_runtime
 from gcore_trainer.megatron.groups import join_groups
 from gcore_trainer.megatron.head import Head
-from gcore_trainer.megatron.hf_files import WeightFiles, write_folder
 from gcore_trainer.megatron.model import HiddenStatesGPT, make_chunks, transformer_config
-from gcore_trainer.megatron.optimizer_state import OptimizerState
+from gcore_trainer.megatron.optimizer import DistributedAdamW
 from gcore_trainer.megatron.passes import Pass, Pipeline, from_last_stage
 from gcore_trainer.megatron.routing import LayerRouters
-from gcore_trainer.megatron.weights import Piece, Place, pieces_of
-from gcore_trainer.objectives import Objective
-from gcore_trainer.packed_row import RowMaker
+from gcore_trainer.megatron.weights.gather import gather_weights
+from gcore_trainer.megatron.weights.hf_files import WeightFiles, write_folder
+from gcore_trainer.megatron.weights.pieces import Piece, Place, pieces_of
+from gcore_trainer.objectives.objective import Objective
+from gcore_trainer.packing.row import RowMaker
+from gcore_trainer.packing.token_scores import named_scores
 from gcore_trainer.parallel import ParallelConfig
-from gcore_trainer.replicas import Replicas
-from gcore_trainer.token_scores import named_scores
-from gcore_trainer.trainer import ShareOf, Trainer
-from gcore_trainer.types import NOTHING, MicroBatch
+from gcore_trainer.sample import NOTHING, MicroBatch
+from gcore_trainer.training.base_trainer import add_sums
+from gcore_trainer.training.replicas import Replicas
+from gcore_trainer.training.trainer import Trainer
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -86,12 +84,12 @@ class MegatronTrainer(Trainer):
         device: torch.device | None = None,
     ) -> None:
         if not 0 < temperature < np.inf:
-            raise ConfigError(f"temperature is {temperature}: a finite number above 0 is needed")
+            raise ConfigError(f"temperature is {temperature}; expected a finite number above 0")
         if dtype not in _DTYPES:
-            raise ConfigError(f"dtype is {dtype}: one of {', '.join(map(str, _DTYPES))} is needed")
+            raise ConfigError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}")
         if lora is not None and objective.scores == "values":
             raise ConfigError(
-                f"lora is {lora}: none is needed where objective is {type(objective).__name__}, which looks at values"
+                f"lora is {lora}; expected None for objective {type(objective).__name__}, which reads values"
             )
         hf_config = AutoConfig.from_pretrained(path)
         architecture = Architecture.of(hf_config)
@@ -104,14 +102,9 @@ class MegatronTrainer(Trainer):
         self._dtype = dtype
         self._lora = lora
         self._has_value_head = objective.scores == "values"
-        with self._runtime():
+        with megatron_runtime(self._device):
             cp = join_groups(parallel, self._device)
             replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=False)
-            super().__init__(
-                optimizer=optimizer,
-                objective=objective,
-                replicas=Replicas(replicas),
-            )
             config = transformer_config(architecture, parallel, dtype=dtype, recompute=recompute)
             config.finalize_model_grads_func = finalize_model_grads
             stages = make_chunks(architecture, parallel, config, has_value_head=self._has_value_head)
@@ -122,11 +115,14 @@ class MegatronTrainer(Trainer):
             self._chunks = [DistributedDataParallel(config, settings, stage.to(self._device)) for stage in stages]
             self._pieces = named
             self._trained = trained
-            self._optimizer: Any = _make_optimizer(optimizer, self._chunks, dtype)
-            self._state = OptimizerState(self._optimizer, self._chunks, trained)
+            super().__init__(
+                config=optimizer,
+                optimizer=DistributedAdamW(optimizer, self._chunks, trained, dtype=dtype, device=self._device),
+                objective=objective,
+                replicas=Replicas(replicas),
+            )
             self._routers = LayerRouters(architecture, parallel, stages)
         self._recorded: list[list[NDArray[np.int16]]] | None = None
-        self._num_updates = 0
         self._pipeline = Pipeline(self._chunks)
         self._rows = RowMaker(
             cp=cp,
@@ -154,7 +150,7 @@ class MegatronTrainer(Trainer):
             yield from base
         else:
             adapters = dict(gather_weights(self._trained, dtype=self._dtype, device=self._device))
-            yield from merged(base, adapters, self._lora)
+            yield from merge_lora(base, adapters, self._lora)
 
     def save_pretrained(self, path: str | Path) -> None:
         weights = self.export_weights()
@@ -166,20 +162,19 @@ class MegatronTrainer(Trainer):
                 pass
         dist.barrier()
 
-    def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, share: ShareOf) -> dict[str, float]:
+    def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals) -> dict[str, float]:
         sums: dict[str, torch.Tensor] = {}
 
         def finish(chunk: Any, hidden: torch.Tensor, one: Pass) -> tuple[torch.Tensor, None]:
             scores = self._head.scores(chunk, hidden, one.row)
             if one.samples is None:
                 return named_scores(scores).sum() * 0.0, None
-            loss, parts = share(scores, one.samples)
-            for name, value in parts.items():
-                sums[name] = sums.get(name, 0.0) + value.double()
+            loss, parts = self._objective.partial_loss(scores, one.samples, totals)
+            add_sums(sums, parts)
             return loss, None
 
         passes = self._passes(micro_batches, num_passes)
-        with self._runtime():
+        with megatron_runtime(self._device):
             for chunk in self._chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()
@@ -187,27 +182,13 @@ class MegatronTrainer(Trainer):
         total = from_last_stage({name: value.item() for name, value in sums.items()})
         return total | {"perf/computed_tokens": sum(p.row.num_tokens for p in passes if p.samples is not None)}
 
-    def _update(self, lr: float) -> float:
-        with self._runtime():
-            self._optimizer.prepare_grads()
-            grad_norm = float(self._optimizer.get_grad_norm())
-            if not np.isfinite(grad_norm):
-                return grad_norm
-            for part in self._optimizer.chained_optimizers:
-                clip_grad_by_total_norm_fp32(part.get_parameters(), self._config.grad_clip, grad_norm)
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            self._optimizer.step_with_ready_grads()
-        self._num_updates += 1
-        return grad_norm
-
     @torch.no_grad()
     def _predict(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[NDArray[np.float32]]:
         def finish(chunk: Any, hidden: torch.Tensor, one: Pass) -> tuple[torch.Tensor, torch.Tensor]:
             values = named_scores(self._head.scores(chunk, hidden, one.row))
             return values.sum(), values
 
-        with self._runtime():
+        with megatron_runtime(self._device):
             for chunk in self._chunks:
                 chunk.eval()
             passes = self._passes(micro_batches, num_passes)
@@ -227,7 +208,7 @@ class MegatronTrainer(Trainer):
             self._routers.record(False)
 
     def _passes(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[Pass]:
-        # A step whose samples are all idle is one, too.
+        # Also in a step of which no sample has a gradient.
         num_passes = max(1, num_passes)
         is_interleaved = self._parallel.virtual_pipeline_model_parallel_size > 1
         if is_interleaved:
@@ -237,26 +218,6 @@ class MegatronTrainer(Trainer):
         rows = self._rows.make([s or NOTHING for s in samples], equal_lengths=is_interleaved)
         self._routers.check(rows)
         return [Pass(row=row, samples=s) for row, s in zip(rows, samples, strict=True)]
-
-    def _optimizer_step(self) -> int:
-        return self._num_updates
-
-    def _tensors(self) -> dict[str, dict[str, Any]]:
-        return {group: dict(tensors) for group, tensors in self._state.tensors().items()}
-
-    def _load_tensors(self, state: dict[str, Any]) -> None:
-        with self._runtime():
-            self._state.load(state)
-            self._state.set_step(state["optimizer_step"])
-        self._num_updates = state["optimizer_step"]
-
-    @contextmanager
-    def _runtime(self) -> Generator[None]:
-        with warnings.catch_warnings(), cpu_runtime() if self._device.type == "cpu" else nullcontext():
-            # Of settings and functions that Megatron-Core itself uses; nobody else can change them.
-            warnings.filterwarnings("ignore", message=".*deprecated", module="megatron")
-            warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
-            yield
 
 
 def _default_device() -> torch.device:
@@ -295,20 +256,3 @@ def _load(path: Path, pieces: dict[torch.nn.Parameter, list[Piece]]) -> None:
                 if piece.name != "score.weight" or piece.name in files:
                     piece.view(parameter.view(-1)).copy_(files.read(piece))
         files.check_layers()
-
-
-def _make_optimizer(config: OptimizerConfig, chunks: list[Any], dtype: torch.dtype) -> Any:
-    settings = MegatronOptimizerConfig(
-        optimizer="adam",
-        lr=config.lr,
-        min_lr=0.0,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.betas[0],
-        adam_beta2=config.betas[1],
-        adam_eps=config.eps,
-        bf16=dtype == torch.bfloat16,
-        params_dtype=dtype,
-        use_distributed_optimizer=True,
-    )
-    # No overrides: without them norms and biases would not decay, as they do in the torch backend.
-    return get_megatron_optimizer(settings, chunks, config_overrides={}, use_gloo_process_groups=False)

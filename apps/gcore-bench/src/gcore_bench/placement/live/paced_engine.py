@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from gcore_rollout import Completion, Request
-from gcore_rollout.hf_engine import HFEngine
+from gcore_rollout import Completion, HFEngine, Request
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,14 +18,10 @@ from gcore_bench.trainer.measure import PeakMemory, measured
 from gcore_bench.trainer.models import LOSS, OPTIMIZER
 from gcore_bench.trainer.ranks import joined_world
 from gcore_placement import balance, micro_batches
-from gcore_rollout import Request, SamplingParams, slot_attention
-from gcore_rollout.hf_engine import HFEngine
-from gcore_trainer import Sample, packed_attention
-from gcore_trainer.objectives import PolicyObjective
-from gcore_trainer.packed_model import PackedModel
-from gcore_trainer.parallel import ParallelConfig
-from gcore_trainer.torch_parallel import TorchParallel
-from gcore_trainer.torch_trainer import TorchTrainer
+from gcore_rollout import HFEngine, Request, SamplingParams
+from gcore_rollout.engines.hf import slot_attention
+from gcore_trainer import PackedModel, ParallelConfig, PolicyObjective, Sample, TorchParallel, TorchTrainer
+from gcore_trainer.packing import attention as packed_attention
 
 _REWARD = """def score(prompt, completion, row):
     return float(len(completion) % 3)

@@ -11,8 +11,9 @@ import ray
 
 from gcore_controller.context import Context
 from gcore_controller.errors import ControllerDiedError, ControllerError, RankError
+from gcore_controller.rlhf.recorder import Recorder
 from gcore_controller.runtimes.backend import Recovery
-from gcore_controller.runtimes.events import Announced, Event, Reached, Recorder, Stepped, Updating, record
+from gcore_controller.runtimes.events import Announced, Event, Reached, Stepped, Updating, record
 from gcore_controller.runtimes.ray.capacity import CapacityChangedError, CapacityWatch
 from gcore_controller.runtimes.ray.controllers import RayControllers
 from gcore_controller.runtimes.ray.role_actors import RoleActors

@@ -10,7 +10,7 @@ from ray.exceptions import RayActorError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from gcore_controller.context import Program, Reported, ResultT, RolesT, unheard
+from gcore_controller.context import Program, Reported, ResultT, RolesT, refuse_report
 from gcore_controller.errors import ClusterError
 from gcore_controller.runtimes.ray.connection import connect
 from gcore_controller.runtimes.ray.controller_actor import ControllerActor
@@ -32,7 +32,7 @@ async def run_ray(
     timeout_s: float | None = None,
     start_timeout_s: float = 120.0,
     address: str | None = None,
-    reported: Reported = unheard,
+    reported: Reported = refuse_report,
 ) -> list[ResultT]:
     """Run ``program`` on ``world_size`` controllers, spread over the nodes of a Ray cluster.
 
@@ -121,7 +121,7 @@ class RayControllers:
         *,
         roles: RolesT,
         timeout_s: float | None = None,
-        reported: Reported = unheard,
+        reported: Reported = refuse_report,
     ) -> list[ResultT]:
         """Run a program on every controller, after replacing those that have died.
 

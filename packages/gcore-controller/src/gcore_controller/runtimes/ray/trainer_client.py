@@ -5,19 +5,18 @@ from dataclasses import replace
 from typing import Any, Generic
 
 from gcore_controller.collectives.base import Collectives
+from gcore_controller.devices import DeviceTimers, rank_name
 from gcore_controller.runtimes.ray.references import put
 from gcore_controller.runtimes.ray.training_rank import RankHandles
 from gcore_controller.trainer_group import (
     BatchT,
     Computation,
-    DeviceStages,
     ExportWeights,
     PolicyEngine,
     Score,
     TrainStep,
     check_weights,
     deal,
-    rank_name,
 )
 
 
@@ -35,7 +34,7 @@ class RayTrainerClient(Generic[BatchT]):
     """
 
     def __init__(
-        self, ranks: RankHandles, group: Collectives, devices: DeviceStages, *, cost_of: Callable[[BatchT], float]
+        self, ranks: RankHandles, group: Collectives, devices: DeviceTimers, *, cost_of: Callable[[BatchT], float]
     ) -> None:
         self._ranks = ranks
         self._group = group

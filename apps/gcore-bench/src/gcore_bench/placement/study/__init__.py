@@ -1,0 +1,1 @@
+"""The study behind gcore-placement's open questions: simulations that take half an hour."""

@@ -1,0 +1,204 @@
+"""Image models as a modality of the RLHF loop: groups of images of a prompt, their scores, and updates."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_controller import (
+    HAS_SIGNAL,
+    RLHF,
+    Context,
+    Generated,
+    Modality,
+    Prepared,
+    Program,
+    Recorder,
+    RLHFConfig,
+    State,
+    TrainingBatch,
+    Wave,
+)
+from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.evaluate import Evaluation, evaluate
+from gcore_diffusion.groups import Group
+from gcore_diffusion.preparation import prepared, training_sample, updates
+from gcore_diffusion.prompts import Prompt, PromptSets
+from gcore_diffusion.roles import Roles
+from gcore_diffusion.sampling import has_reference_pass, image_sampling, scored
+from gcore_rollout import ImageRequest, ImageSample
+from gcore_runs.job import RunJob
+from gcore_trainer import DiffusionMicroBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(RunJob[DiffusionConfig]):
+    """What a run of the program needs besides its roles."""
+
+    prompts: PromptSets
+
+
+def loop_config(config: DiffusionConfig) -> RLHFConfig:
+    """Return the settings of the loop."""
+    return RLHFConfig(
+        total_steps=config.trainer.total_training_steps,
+        train_batch_size=config.data.train_batch_size,
+        test_freq=config.trainer.test_freq,
+        filter_groups=config.algorithm.filter_groups,
+        max_num_gen_batches=config.algorithm.max_num_gen_batches,
+        shuffle_seed=config.data.shuffle_seed,
+    )
+
+
+def diffusion_program(job: Job, recorder: Recorder[Evaluation]) -> Program[Roles, None]:
+    """Return the program of one job, to be run by a runtime on every controller."""
+
+    async def program(ctx: Context[Roles]) -> None:
+        await RLHF(ctx, Images(job), loop_config(job.config), job, recorder).run()
+
+    return program
+
+
+class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluation]):
+    """Groups of images of a prompt; an update is a list of micro-batches of images with their trajectories."""
+
+    throughput_of = "perf/num_images"
+    is_always_on_policy = True
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._config = job.config
+        # Two for each step: the weights that are evaluated may be an average.
+        self._version = 2 * job.first_step
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        """See `Modality.prompts`."""
+        return self._job.prompts.train
+
+    async def generate(self, ctx: Context[Roles], wave: Wave[Prompt]) -> Generated[Group]:
+        """See `Modality.generate`; a group is scored as soon as its images are complete."""
+        prompts = {f"{wave.step}/{index}": (index, prompt) for index, prompt in wave.prompts}
+        requests = [
+            ImageRequest(
+                request_id=name,
+                prompt=prompt.text,
+                sampling=image_sampling(self._config, step=wave.step, prompt_index=index),
+                n=self._config.rollout.n,
+                seed=self._config.seed * 1_000_003 + index,
+            )
+            for name, (index, prompt) in prompts.items()
+        ]
+        generated: dict[str, list[ImageSample]] = {name: [] for name in prompts}
+        scoring: list[asyncio.Task[Group]] = []
+        try:
+            with ctx.timer.stage("gen"):
+                async for sample in ctx.roles.policy.generate(requests):
+                    (samples := generated[sample.request_id]).append(sample)
+                    if len(samples) == self._config.rollout.n:
+                        scoring.append(asyncio.create_task(self._scored(ctx, *prompts[sample.request_id], samples)))
+            with ctx.timer.stage("reward"):
+                return Generated(groups=await asyncio.gather(*scoring))
+        finally:
+            for task in scoring:
+                task.cancel()
+
+    def group_from_state(self, state: State) -> Group:
+        """See `Modality.group_from_state`."""
+        return Group.from_state(state)
+
+    async def sampled_part(self, ctx: Context[Roles], groups: Sequence[Group]) -> tuple[list[float], list[float]]:
+        """Return the scores, and those of one group by the held-out reward."""
+        own = [float(score) for g in groups for score in g.scores]
+        held_out = ctx.roles.rewards.held_out
+        others: list[float] = []
+        if held_out is not None:
+            for g in groups[:1]:
+                others += await scored(ctx, held_out, g.samples, [g.prompt] * len(g.samples))
+        return own, others
+
+    def sampled_metrics(self, parts: Sequence[tuple[list[float], list[float]]]) -> dict[str, float]:
+        """See `Modality.sampled_metrics`."""
+        scores = np.array([score for own, _ in parts for score in own])
+        metrics = {"perf/num_images": float(len(scores))}
+        if len(scores):
+            metrics |= {
+                "critic/score/mean": float(scores.mean()),
+                "critic/score/max": float(scores.max()),
+                "critic/score/min": float(scores.min()),
+                "critic/score/std": float(scores.std()),
+            }
+        if seen := [score for _, own in parts for score in own]:
+            metrics["held_out/score/mean"] = float(np.mean(seen))
+        return metrics
+
+    async def prepare(
+        self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group]
+    ) -> Prepared[list[DiffusionMicroBatch]]:
+        """See `Modality.prepare`."""
+        config, groups = self._config, batch.groups
+        scores = [s for part in await ctx.group.all_gather([g.scores for g in groups]) for s in part]
+        # Advantages and pairs compare the scores of a group; a differentiable reward needs no differences.
+        has_signal = any(np.ptp(s) > 0 for s in scores) or config.algorithm.name == "reward_gradient"
+        return Prepared(
+            updates=updates(
+                prepared(groups, config, step=step, std=float(np.concatenate(scores).std())),
+                num_updates=config.actor.num_updates,
+                micro_batch_size=config.actor.micro_batch_size,
+                num_parts=ctx.roles.learner.num_replicas,
+            ),
+            metrics={HAS_SIGNAL: float(has_signal)},
+        )
+
+    async def update(self, ctx: Context[Roles], step: int, update: list[DiffusionMicroBatch]) -> dict[str, float]:
+        """See `Modality.update`."""
+        del step
+        return await ctx.roles.learner.train_step("actor", update)
+
+    def update_metrics(self, updates: Sequence[dict[str, float]]) -> dict[str, float]:
+        """Return the mean of each metric over the updates that had images."""
+        found = [metrics for metrics in updates if metrics]
+        means = {name: sum(m[name] for m in found) / len(found) for name in (found[0] if found else {})}
+        if "actor/ratio_dev" in means:
+            # The first update's images were generated by the weights that it changes: sampler and trainer differ by it.
+            means["training/rollout_ratio_dev"] = found[0]["actor/ratio_dev"]
+        return means
+
+    async def update_policy(self, ctx: Context[Roles], step: int) -> None:
+        """See `Modality.update_policy`."""
+        del step
+        await self._update_policy(ctx, averaged=False)
+
+    async def evaluate(self, ctx: Context[Roles], step: int) -> Evaluation | None:
+        """See `Modality.evaluate`; the average of the weights is evaluated, if there is one."""
+        if not self._job.prompts.val:
+            return None
+        has_average = bool(self._config.actor.ema_decay) and step > 0
+        if has_average:
+            await self._update_policy(ctx, averaged=True)
+        evaluation = await evaluate(ctx, self._config, self._job.prompts.val)
+        if has_average:
+            await self._update_policy(ctx, averaged=False)
+        return evaluation
+
+    async def _update_policy(self, ctx: Context[Roles], *, averaged: bool) -> None:
+        self._version += 1
+        await ctx.roles.learner.update_policy(ctx.roles.policy, version=self._version, averaged=averaged)
+
+    async def _scored(self, ctx: Context[Roles], index: int, prompt: Prompt, samples: list[ImageSample]) -> Group:
+        """Score a group, and compute the reference's means of its images meanwhile."""
+        samples = sorted(samples, key=lambda s: s.index)
+        scoring = scored(ctx, ctx.roles.rewards.trained, samples, [prompt] * len(samples))
+        scores, ref_means = await asyncio.gather(scoring, self._ref_means(ctx, samples))
+        return Group(prompt_index=index, prompt=prompt, samples=samples, scores=np.array(scores), ref_means=ref_means)
+
+    async def _ref_means(self, ctx: Context[Roles], samples: Sequence[ImageSample]) -> list[NDArray[np.float32]] | None:
+        if not has_reference_pass(self._config):
+            return None
+        inputs, size = [training_sample(sample) for sample in samples], self._config.actor.micro_batch_size
+        found: list[NDArray[np.float32]] = []
+        for start in range(0, len(inputs), size):
+            found += await ctx.roles.learner.score_alone("reference", inputs[start : start + size])
+        return found

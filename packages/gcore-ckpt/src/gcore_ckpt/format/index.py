@@ -1,0 +1,246 @@
+"""`index.json`: the tree of a step, its tensors and their shards, and what its files must look like.
+
+The file is one JSON object. Its first line holds the format, the version and a checksum of every byte after that line.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gcore_ckpt.errors import CorruptCheckpointError
+from gcore_ckpt.format import validation
+from gcore_ckpt.format.boxes import Box, overlap
+from gcore_ckpt.format.checksum import BLOCK_BYTES, DIGITS, PREFIX, block_count, checksum
+from gcore_ckpt.format.dtypes import DTYPES
+from gcore_ckpt.format.tree import Node
+
+FORMAT = "gcore-ckpt"
+VERSION = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredShard:
+    """A box of a tensor, row-major in a data file.
+
+    Attributes:
+        file: Name of the data file.
+        offset_bytes: Start of the shard's bytes from the start of the file.
+        box: The box.
+        block_bytes: Size of the blocks that have a checksum each.
+        checksums: Hex digits of the blocks' checksums, one after another; None where the file's owner keeps none.
+    """
+
+    file: str
+    offset_bytes: int
+    box: Box
+    block_bytes: int
+    checksums: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A global tensor and the shards that make it up, each element once."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    shards: tuple[StoredShard, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """Size of an element (bytes)."""
+        return DTYPES[self.dtype].size_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the data."""
+        return Box.whole(self.shape).size * self.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFile:
+    """The expected size of a data file, and the rank that wrote it.
+
+    Attributes:
+        size_bytes: Its size.
+        header_size_bytes: What precedes the data.
+        header_checksum: The checksum of that; None where the file's owner keeps none.
+        writer: The rank and the host, and the step if it is an earlier one.
+    """
+
+    size_bytes: int
+    header_size_bytes: int
+    header_checksum: str | None
+    writer: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """Everything in a step but the tensors' bytes.
+
+    Attributes:
+        tree: The encoded state.
+        tensors: By name.
+        files: By name.
+        version: The format's version.
+        saved_at: When the save started, ISO 8601 in UTC.
+        num_ranks: How many ranks saved together.
+    """
+
+    tree: Node
+    tensors: Mapping[str, StoredTensor]
+    files: Mapping[str, DataFile]
+    version: int = VERSION
+    saved_at: str = ""
+    num_ranks: int = 1
+
+
+def encode_index(index: Index) -> bytes:
+    """Return the bytes of `index.json`."""
+    content = {
+        "saved_at": index.saved_at,
+        "num_ranks": index.num_ranks,
+        "checksum_block_bytes": BLOCK_BYTES,
+        "tree": index.tree,
+        "tensors": {
+            name: {
+                "dtype": tensor.dtype,
+                "shape": tensor.shape,
+                "shards": [
+                    {
+                        "file": shard.file,
+                        "offset_bytes": shard.offset_bytes,
+                        "start": shard.box.start,
+                        "shape": shard.box.shape,
+                        "checksums": shard.checksums,
+                    }
+                    for shard in tensor.shards
+                ],
+            }
+            for name, tensor in index.tensors.items()
+        },
+        "files": {name: asdict(file) for name, file in index.files.items()},
+    }
+    body = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()[1:]
+    return f'{{"format":"{FORMAT}","version":{VERSION},"checksum":"{checksum(body)}",\n'.encode() + body
+
+
+def decode_index(data: bytes, where: str) -> Index:
+    """Read and check `index.json`; shards are checked against the files it names, not against the disk.
+
+    Raises:
+        CorruptCheckpointError: With `where`, the path of the file, and what is wrong in it.
+    """
+    try:
+        content = validation.expect(dict, json.loads(data), "index")
+        version = _check_first_line(content, data)
+        block_bytes = None if version == 1 else validation.size(content["checksum_block_bytes"], "checksum_block_bytes")
+        files = {
+            validation.plain_name(name): _data_file(file)
+            for name, file in validation.member(content, "files", dict).items()
+        }
+        tensors = {
+            name: _tensor(name, fields, files, block_bytes)
+            for name, fields in validation.member(content, "tensors", dict).items()
+        }
+        return Index(
+            tree=content["tree"],
+            tensors=tensors,
+            files=files,
+            version=version,
+            saved_at=str(content.get("saved_at", "")),
+            num_ranks=1 if version == 1 else validation.size(content["num_ranks"], "num_ranks"),
+        )
+    except (ValueError, KeyError, RecursionError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise CorruptCheckpointError(f"{where}: {reason}") from error
+
+
+def _check_first_line(content: Mapping[str, Any], data: bytes) -> int:
+    if content.get("format") != FORMAT:
+        raise ValueError(f"format is {content.get('format')!r}; expected {FORMAT!r}")
+    version = validation.member(content, "version", int)
+    if version > VERSION:
+        raise ValueError(f"format version {version} is newer than {VERSION}, the newest read here: upgrade {FORMAT}")
+    if version < 1:
+        raise ValueError(f"unknown format version {version}; expected 1 to {VERSION}")
+    found = checksum(data.partition(b"\n")[2])
+    if content["checksum"] != found:
+        raise ValueError(f"checksum is {found}, its first line says {content['checksum']}")
+    return version
+
+
+def _data_file(file: object) -> DataFile:
+    fields = validation.expect(dict, file, "file")
+    return DataFile(
+        size_bytes=validation.size(fields["size_bytes"], "size_bytes"),
+        header_size_bytes=validation.size(fields["header_size_bytes"], "header_size_bytes"),
+        header_checksum=validation.member(fields, "header_checksum", str),
+        writer=str(fields.get("writer", "")),
+    )
+
+
+def _tensor(name: str, entry: object, files: Mapping[str, DataFile], block_bytes: int | None) -> StoredTensor:
+    try:
+        fields = validation.expect(dict, entry, "entry")
+        dtype = validation.member(fields, "dtype", str)
+        if dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
+        shape = validation.shape(fields["shape"], "shape")
+        shards = tuple(
+            _shard(shard, dtype, shape, files, block_bytes) for shard in validation.member(fields, "shards", list)
+        )
+        tensor = StoredTensor(dtype=dtype, shape=shape, shards=shards)
+        check_complete(tensor)
+    except ValueError as error:
+        raise ValueError(f"tensor {name!r}: {error}") from error
+    except KeyError as error:
+        raise ValueError(f"tensor {name!r}: {error} is missing") from error
+    return tensor
+
+
+def check_complete(tensor: StoredTensor) -> None:
+    """Check that the shards hold each element once: a reader returns memory that they fill.
+
+    Raises:
+        ValueError: They do not.
+    """
+    found = sum(shard.box.size for shard in tensor.shards)
+    expected = Box.whole(tensor.shape).size
+    if found != expected:
+        raise ValueError(f"its shards hold {found} elements, its shape {tensor.shape} has {expected}")
+    if len(tensor.shards) > 1 and overlap([shard.box for shard in tensor.shards]) is not None:
+        raise ValueError("its shards overlap")
+
+
+def _shard(
+    shard: object, dtype: str, shape: tuple[int, ...], files: Mapping[str, DataFile], block_bytes: int | None
+) -> StoredShard:
+    fields = validation.expect(dict, shard, "shard")
+    name = validation.plain_name(validation.member(fields, "file", str))
+    offset_bytes = validation.size(fields["offset_bytes"], "offset_bytes")
+    box = Box(validation.sizes(fields["start"], "start"), validation.sizes(fields["shape"], "shape"))
+    if not box.inside(shape):
+        raise ValueError(f"shard of shape {box.shape} at {box.start} is not inside the tensor's shape {shape}")
+    if name not in files:
+        raise ValueError(f"shard is in {name!r}, which is not one of the step's files {sorted(files)}")
+    file = files[name]
+    size_bytes = box.size * DTYPES[dtype].size_bytes
+    end = offset_bytes + size_bytes
+    if offset_bytes < file.header_size_bytes or end > file.size_bytes:
+        raise ValueError(
+            f"shard at bytes {offset_bytes} to {end} is outside the data of {name}, "
+            f"bytes {file.header_size_bytes} to {file.size_bytes}"
+        )
+    if block_bytes is None:  # version 1 has one checksum for a shard
+        checksums = validation.member(fields, "checksum", str).removeprefix(PREFIX)
+        shard_block_bytes = max(1, size_bytes)
+        checksums = checksums if size_bytes else ""
+    else:
+        checksums = validation.member(fields, "checksums", str)
+        shard_block_bytes = block_bytes
+    if shard_block_bytes < 1 or len(checksums) != DIGITS * block_count(size_bytes, shard_block_bytes):
+        raise ValueError(f"{len(checksums)} digits of checksums do not fit {size_bytes} bytes")
+    return StoredShard(
+        file=name, offset_bytes=offset_bytes, box=box, block_bytes=shard_block_bytes, checksums=checksums
+    )

@@ -1,0 +1,311 @@
+"""State trees as JSON: containers and small values in full, arrays by reference to a stored tensor.
+
+A node of the encoded tree is JSON null, true, false, a string, a finite float, an integer of at most 53 bits, an array
+(a list), or an object with exactly one member, whose name says what its value is:
+
+    {"dict": {...}}  {"items": [[key, value], ...]}  {"tuple": [...]}  {"int": "0x..."}  {"float_bits": "0x..."}
+    {"tensor": name}  {"array": name}  {"per_rank": {"0": value, ...}}
+
+`items` is a dict of which some keys are integers.
+"""
+
+import math
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal, TypeAlias, cast
+
+State: TypeAlias = Any
+"""Nested dict (str or int keys), list and tuple of tensors, arrays, None, bool, int, float, str and `PerRank`."""
+
+Node: TypeAlias = Any
+"""An encoded state: what `json` can write and read."""
+
+ArrayKind: TypeAlias = Literal["tensor", "array"]
+
+StatePath: TypeAlias = tuple[str | int, ...]
+
+MAX_DEPTH = 100
+_SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+_MAX_PLAIN_INT = 2**53  # what every JSON reader holds exactly
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """A part of a state that is each rank's own, such as its random number generator.
+
+    It is loaded by as many ranks as saved it, each of which gets its own value.
+
+    Attributes:
+        value: Any state.
+    """
+
+    value: State
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """An encoded leaf, and the key that it takes in its dict where its own name is what counts in all processes."""
+
+    node: Node
+    key: str | None = None
+
+
+def describe(path: StatePath) -> str:
+    """Return the place of a leaf as one would write it in Python: `state['optim'][3]`."""
+    return "state" + "".join(f"[{part!r}]" for part in path)
+
+
+def encode(
+    state: State, encode_leaf: Callable[[object, StatePath], Leaf | None], rank: int = 0, path: StatePath = ()
+) -> Node:
+    """Encode `state`; what is no container and no small value goes to `encode_leaf`, which returns None to refuse it.
+
+    Values of subclasses (OrderedDict, named tuples, IntEnum, ...) are encoded as the plain type they compare equal to;
+    keys of subclasses are refused, so that each key comes back as it was.
+
+    Raises:
+        TypeError: A leaf or a dict key of an unsupported type, with its path.
+        ValueError: More than `MAX_DEPTH` containers inside each other, as in one that contains itself; or two entries
+            of a dict that would be stored under one key.
+    """
+    return _encode(state, encode_leaf, rank, path).node
+
+
+def _encode(state: State, encode_leaf: Callable[[object, StatePath], Leaf | None], rank: int, path: StatePath) -> Leaf:
+    if len(path) > MAX_DEPTH:
+        raise ValueError(f"{describe(path[:3])}... nests more than {MAX_DEPTH} containers, or contains itself")
+    match state:
+        case None | bool():
+            return Leaf(node=state)
+        case str():
+            _check_text(state, path)
+            return Leaf(node=state)
+        case int():
+            return Leaf(node=_encode_int(state))
+        case float():
+            bits = {"float_bits": f"0x{struct.pack('>d', state).hex()}"}
+            return Leaf(node=float(state) if math.isfinite(state) else bits)
+        case dict():
+            return Leaf(node=_encode_dict(cast("dict[object, State]", state), encode_leaf, rank, path))
+        case list() | tuple():
+            items = [
+                _encode(item, encode_leaf, rank, (*path, i)).node
+                for i, item in enumerate(cast("Sequence[State]", state))
+            ]
+            return Leaf(node=items if isinstance(state, list) else {"tuple": items})
+        case PerRank():
+            own = (*path, f"rank {rank}")
+            return Leaf(node={"per_rank": {str(rank): _encode(state.value, encode_leaf, rank, own).node}})
+        case _:
+            leaf = encode_leaf(state, path)
+            if leaf is None:
+                raise TypeError(
+                    f"{describe(path)} is a {type(state).__module__}.{type(state).__qualname__}; a state holds dict, "
+                    "list, tuple, torch.Tensor, numpy.ndarray, None, bool, int, float and str"
+                )
+            return leaf
+
+
+def _encode_dict(
+    state: dict[object, State], encode_leaf: Callable[[object, StatePath], Leaf | None], rank: int, path: StatePath
+) -> Node:
+    fields: dict[str | int, Node] = {}
+    owners: dict[str | int, tuple[str | int, bool]] = {}
+    for key, value in state.items():
+        plain = _checked_key(key, path)
+        leaf = _encode(value, encode_leaf, rank, (*path, plain))
+        stored, is_named = (plain, False) if leaf.key is None else (leaf.key, True)
+        # Shards of one tensor may be entries of one dict (Megatron's layers): they are one entry in all processes.
+        if stored in fields and not (is_named and owners[stored][1] and fields[stored] == leaf.node):
+            raise ValueError(
+                f"{describe(path)} has the keys {owners[stored][0]!r} and {plain!r}, of which both would be stored as "
+                f"{stored!r}; expected names of shards that are no other entry's key"
+            )
+        fields[stored], owners[stored] = leaf.node, (plain, is_named)
+    if all(isinstance(key, str) for key in fields):
+        return {"dict": fields}
+    return {"items": [[_encode_int(key) if isinstance(key, int) else key, node] for key, node in fields.items()]}
+
+
+def decode(
+    node: Node,
+    array: Callable[[ArrayKind, str], object],
+    per_rank: Callable[[Mapping[str, Node]], Node],
+    depth: int = 0,
+) -> State:
+    """Return the state that `encode` made `node` of.
+
+    Args:
+        node: An encoded state.
+        array: Gives the tensor or array of a name.
+        per_rank: Picks one of the nodes that the ranks wrote, by rank.
+        depth: Containers around `node`.
+
+    Raises:
+        ValueError: `node` is not an encoded state.
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError(f"more than {MAX_DEPTH} containers inside each other")
+    match node:
+        case {"tensor": str(name), **rest} if not rest:
+            return array("tensor", name)
+        case {"array": str(name), **rest} if not rest:
+            return array("array", name)
+        case {"per_rank": dict(nodes), **rest} if not rest:
+            return decode(per_rank(cast("dict[str, Node]", nodes)), array, per_rank, depth + 1)
+        case {"int": str(digits), **rest} if not rest:
+            return int(digits, 16)
+        case {"float_bits": str(bits), **rest} if not rest:
+            return _float_of_bits(bits)
+        case {"tuple": list(items), **rest} if not rest:
+            return tuple(decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", items))
+        case list():
+            return [decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", node)]
+        case dict():
+            fields = dict_fields(cast("Node", node))
+            if fields is None:
+                raise ValueError(f"unknown node {str(cast('object', node))[:80]}")
+            return {key: decode(value, array, per_rank, depth + 1) for key, value in fields.items()}
+        case None | bool() | str() | int() | float():
+            return node
+        case _:
+            raise ValueError(f"unknown node {str(cast('object', node))[:80]}")
+
+
+def dict_fields(node: Node) -> dict[str | int, Node] | None:
+    """Return the keys and nodes of an encoded dict; None for any other node.
+
+    Raises:
+        ValueError: A key is neither a string nor an integer.
+    """
+    match node:
+        case {"dict": dict(fields), **rest} if not rest:
+            return cast("dict[str | int, Node]", fields)
+        case {"items": list(items), **rest} if not rest:
+            return dict(_item(item) for item in cast("list[Node]", items))
+        case _:
+            return None
+
+
+def tensor_name(node: Node) -> str | None:
+    """Return the name of the tensor or array that a node refers to; None for any other node."""
+    match node:
+        case {"tensor": str(name), **rest} | {"array": str(name), **rest} if not rest:
+            return name
+        case _:
+            return None
+
+
+def merge(nodes: Sequence[Node]) -> Node:
+    """Return the tree of a group from the trees of its ranks: dicts hold the keys of all, `PerRank` the values of all.
+
+    Raises:
+        ValueError: Ranks differ where they must agree, with the path and both values.
+    """
+    return nodes[0] if all(node == nodes[0] for node in nodes) else _merge(list(enumerate(nodes)), ())
+
+
+def _merge(nodes: list[tuple[int, Node]], path: StatePath) -> Node:
+    rank, first = nodes[0]
+    fields = [dict_fields(node) for _, node in nodes]
+    if all(f is not None for f in fields):
+        found = cast("list[dict[str | int, Node]]", fields)
+        keys = dict.fromkeys(key for f in found for key in f)
+        merged = {
+            key: _merge([(r, f[key]) for (r, _), f in zip(nodes, found, strict=True) if key in f], (*path, key))
+            for key in keys
+        }
+        return {"dict": merged} if all(isinstance(key, str) for key in merged) else {"items": list(merged.items())}
+    lists = [tuple_items(node) for _, node in nodes]
+    if all(items is not None and lists[0] is not None and len(items) == len(lists[0]) for items in lists):
+        columns = zip(*cast("list[list[Node]]", lists), strict=True)
+        ranks = [r for r, _ in nodes]
+        merged_items = [_merge(list(zip(ranks, column, strict=True)), (*path, i)) for i, column in enumerate(columns)]
+        return merged_items if isinstance(first, list) else {"tuple": merged_items}
+    if all(isinstance(node, dict) and "per_rank" in node for _, node in nodes):
+        return {"per_rank": {key: value for _, node in nodes for key, value in node["per_rank"].items()}}
+    for other_rank, other in nodes[1:]:
+        if other != first:
+            raise ValueError(
+                f"{describe(path)} is {str(first)[:60]} on rank {rank} and {str(other)[:60]} on rank {other_rank}; "
+                "wrap what each rank has of its own in PerRank"
+            )
+    return first
+
+
+def tuple_items(node: Node) -> list[Node] | None:
+    """Return the items of an encoded list or tuple; None for any other node."""
+    match node:
+        case list():
+            return cast("list[Node]", node)
+        case {"tuple": list(items)}:
+            return cast("list[Node]", items)
+        case _:
+            return None
+
+
+def references(node: Node) -> Iterator[str]:
+    """Return the names of all tensors and arrays in a tree."""
+    name = tensor_name(node)
+    if name is not None:
+        yield name
+    children: Sequence[Node] = ()
+    match node:
+        case list():
+            children = cast("list[Node]", node)
+        case {"dict": dict(fields)} | {"per_rank": dict(fields)}:
+            children = list(cast("dict[str, Node]", fields).values())
+        case {"items": list(items)}:
+            children = [_item(item)[1] for item in cast("list[Node]", items)]
+        case {"tuple": list(items)}:
+            children = cast("list[Node]", items)
+        case _:
+            pass
+    for child in children:
+        yield from references(child)
+
+
+def _checked_key(key: object, path: StatePath) -> str | int:
+    if type(key) is str:
+        _check_text(key, path)
+        return key
+    if type(key) is int:
+        return key
+    hint = ", or its value" if isinstance(key, Enum) else ""
+    raise TypeError(
+        f"{describe(path)} has the key {key!r} of type {type(key).__name__}; dict keys must be str or int themselves, "
+        f"no other or derived type; expected str(key) or int(key){hint}"
+    )
+
+
+def _check_text(text: str, path: StatePath) -> None:
+    if not text.isascii() and _SURROGATE_PAIR.search(text):
+        raise ValueError(
+            f"{describe(path)} is or has a key with two surrogates that JSON reads as one character: {text!r}"
+        )
+
+
+def _item(item: Node) -> tuple[str | int, Node]:
+    match item:
+        case [str() | int() as key, value] if not isinstance(key, bool):
+            return key, value
+        case [{"int": str(digits)}, value]:
+            return int(digits, 16), value
+        case _:
+            raise ValueError(f"unknown item {str(item)[:80]} of a dict")
+
+
+def _encode_int(value: int) -> Node:
+    return int(value) if abs(value) <= _MAX_PLAIN_INT else {"int": hex(value)}
+
+
+def _float_of_bits(bits: str) -> float:
+    value: float
+    try:
+        (value,) = struct.unpack(">d", bytes.fromhex(bits.removeprefix("0x")))
+    except struct.error as error:
+        raise ValueError(f"float_bits {bits!r} are not 64 bits") from error
+    return value

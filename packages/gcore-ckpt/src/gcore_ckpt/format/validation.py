@@ -1,0 +1,74 @@
+"""Validation of JSON from untrusted sources: each part by its exact type and within its bounds."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
+
+MAX_ELEMENTS = 2**63 - 1
+"""Most elements that a tensor can have, even where another dimension is 0."""
+
+
+def expect(kind: type[T], value: object, name: str) -> T:
+    """Return `value` after checking that it is of the type `kind` itself: bool is no int.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if type(value) is not kind:
+        raise ValueError(f"{name} is {str(value)[:80]}; expected {kind.__name__}")
+    return cast("T", value)
+
+
+def member(fields: Mapping[str, Any], name: str, kind: type[T]) -> T:
+    """Return the member `name` after checking that it is of the type `kind`.
+
+    Raises:
+        KeyError, ValueError: It is missing, or it is not.
+    """
+    return expect(kind, fields[name], name)
+
+
+def size(value: object, name: str) -> int:
+    """Return `value` after checking that it is a number of bytes or elements.
+
+    Raises:
+        ValueError: It is none.
+    """
+    number = expect(int, value, name)
+    if not 0 <= number <= MAX_ELEMENTS:
+        raise ValueError(f"{name} is {number}; expected {'0 or more' if number < 0 else '2**63 - 1 or less'}")
+    return number
+
+
+def sizes(value: object, name: str) -> tuple[int, ...]:
+    """Return sizes, one for each dimension, after checking them.
+
+    Raises:
+        ValueError: They are none.
+    """
+    return tuple(size(item, name) for item in expect(list, value, name))
+
+
+def shape(value: object, name: str) -> tuple[int, ...]:
+    """Return a shape after checking that a tensor of it can exist.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    extents = sizes(value, name)
+    if math.prod(max(1, extent) for extent in extents) > MAX_ELEMENTS:
+        raise ValueError(f"{name} {extents} is too large")
+    return extents
+
+
+def plain_name(name: str) -> str:
+    """Return the name after checking that it is one of a file inside a folder.
+
+    Raises:
+        ValueError: It leads elsewhere: a downloaded index would read, and once re-saved publish, any file.
+    """
+    if name in ("", ".", "..") or any(char in name for char in "/\\\0"):
+        raise ValueError(f"file name {name!r} is not a plain name inside the folder")
+    return name

@@ -1,0 +1,1 @@
+"""From a committed step to a state: reading, checking, resharding into a template."""

@@ -1,0 +1,1 @@
+"""The parts of global tensors that each rank holds, and the coordination of ranks."""

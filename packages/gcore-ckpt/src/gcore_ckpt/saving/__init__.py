@@ -1,0 +1,1 @@
+"""From live tensors to a committed step: who writes what, staging in host memory, writing in the background."""

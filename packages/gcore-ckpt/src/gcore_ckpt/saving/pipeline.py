@@ -1,0 +1,220 @@
+"""The parts of a process that live from its first save to its last: lock, plan, staging memory, background thread."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, ParamSpec, TypeAlias, TypeVar
+
+from gcore_ckpt.calls import Call
+from gcore_ckpt.errors import CheckpointNotFoundError, CheckpointWriteError
+from gcore_ckpt.format.tree import Node, State
+from gcore_ckpt.ranks.coordination import SavePlanner, root_decides
+from gcore_ckpt.ranks.group import Group
+from gcore_ckpt.ranks.leaves import Holdings, collect
+from gcore_ckpt.saving.plan import HeldBox
+from gcore_ckpt.saving.saver import Saver
+from gcore_ckpt.saving.staging import StagedFile, Stager, Staging
+from gcore_ckpt.storage import Storage
+from gcore_ckpt.storage.retention import Retention
+from gcore_ckpt.workers import Workers, wait_for
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_Staged: TypeAlias = "StagedFile | Exception | None"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """Options of a save; see `Checkpointer`."""
+
+    retention: Retention
+    max_in_flight: int
+    staging: Staging
+    incremental: bool
+    threads: int
+
+
+class SavePipeline:
+    """Copies states in the thread of the calls and write them, in order, in another.
+
+    Args:
+        storage: Where to.
+        planning: The ranks that save together, for the thread of the calls.
+        writing: The same ranks, for the background thread.
+        options: How.
+    """
+
+    def __init__(self, storage: Storage, planning: Group, writing: Group, options: SaveOptions) -> None:
+        self._storage = storage
+        self._planning = planning
+        self._writing = writing
+        self._copiers = Workers(options.threads, "gcore-ckpt-copy")
+        self._hashers = Workers(2, "gcore-ckpt-hash")
+        self._stager = Stager(options.staging, options.max_in_flight, self._copiers)
+        limits = [limit for limit in (storage.max_file_bytes, self._stager.max_file_bytes) if limit is not None]
+        self._planner = SavePlanner(planning, min(limits, default=None))
+        self._saver = Saver(storage, writing, self._hashers, incremental=options.incremental)
+        self._retention = options.retention
+        self._deletions: list[Future[None]] = []
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gcore-ckpt")  # so steps commit in order
+        self._last: Future[Any] | None = None
+        self._acquired = False
+        self._newest = -1
+
+    def save(self, call: Call, step: int, state: State, outcome: Future[None], check: Callable[[], None]) -> None:
+        """Copy `state` and start to write it.
+
+        Args:
+            call: The call that this is.
+            step: Number of the step.
+            state: What to save.
+            outcome: Is completed when the save has ended, also if this raises.
+            check: Raises why this rank cannot save now.
+        """
+        held: list[Holdings] = []
+
+        def prepare() -> tuple[HeldBox, ...]:
+            with call.working():
+                check()
+                self._raise_failed_deletion()
+                if self._planning.rank == 0:
+                    self._acquire()
+                    self._check_order(step)
+                held.append(collect(state, self._planning.rank))
+                return held[0].boxes
+
+        staged: SimpleQueue[_Staged] = SimpleQueue()
+        try:
+            files = self._planner.plan(step, prepare)
+            self._newest = max(self._newest, step)
+            self._submit(self._write, outcome, step, held[0].tree, _taken_from(staged))
+        except Exception as error:
+            outcome.set_exception(error)
+            raise
+        try:
+            for file in self._stager.stage(files, held[0], call.working):
+                staged.put(file)
+        except Exception as error:
+            staged.put(error)
+            raise
+        staged.put(None)
+        if self._planning.rank == 0:
+            self._deletions.append(self._submit(self._delete_old_steps, step, outcome))
+
+    def roll_back(self, call: Call, step: int) -> list[int]:
+        """Set the steps above a committed one aside, after what is in flight; return them.
+
+        Raises:
+            CheckpointNotFoundError: The step is not committed.
+            CheckpointWriteError: Setting them aside failed; calling this again completes it.
+        """
+
+        def set_aside() -> list[int]:
+            with call.working():
+                self._acquire()
+                return self._submit(self._set_aside_above, step).result()
+
+        later = root_decides(self._planning, set_aside)
+        self._newest = step
+        return later
+
+    def went_back(self, step: int) -> None:
+        """Record that a step was loaded: steps saved above it no longer belong to this run's past."""
+        self._newest = min(self._newest, step)
+
+    def wait(self) -> None:
+        """Wait until the steps that retention does not keep are deleted.
+
+        Raises:
+            CheckpointWriteError: They could not be.
+        """
+        wait_for(self._deletions)
+        self._raise_failed_deletion()
+
+    def close(self) -> None:
+        """Wait until all is written and let the next writer in.
+
+        Raises:
+            CheckpointWriteError: Old steps could not be deleted; it is closed all the same.
+        """
+        if self._last is not None:
+            wait_for([self._last])
+        self._executor.shutdown()
+        self._copiers.close()
+        self._hashers.close()
+        if self._acquired:
+            self._storage.release()
+            self._acquired = False
+        self._writing.close()
+        self._raise_failed_deletion()
+
+    def _submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        self._last = future = self._executor.submit(function, *args, **kwargs)
+        return future
+
+    def _write(self, outcome: Future[None], step: int, tree: Node, staged: Iterator[StagedFile]) -> None:
+        try:
+            self._saver.save(step, tree, staged)
+        except Exception as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(None)
+
+    def _set_aside_above(self, step: int) -> list[int]:
+        steps = self._storage.steps()
+        if step not in steps:
+            raise CheckpointNotFoundError(
+                f"{self._storage} holds no step {step!r} to roll back to; its committed steps are {steps}"
+            )
+        later = [other for other in steps if other > step]
+        try:
+            self._storage.set_aside(later)
+        except OSError as error:
+            raise CheckpointWriteError(f"rolling {self._storage} back to step {step} failed: {error}") from error
+        return later
+
+    def _delete_old_steps(self, step: int, saved: Future[None]) -> None:
+        if saved.exception() is None:
+            try:
+                self._retention.apply(self._storage, step)
+            except OSError as error:
+                raise CheckpointWriteError(
+                    f"step {step} is committed to {self._storage}, but deleting older steps failed: {error}"
+                ) from error
+
+    def _raise_failed_deletion(self) -> None:
+        ended = [deletion for deletion in self._deletions if deletion.done()]
+        self._deletions = [deletion for deletion in self._deletions if deletion not in ended]
+        for deletion in ended:
+            deletion.result()
+
+    def _acquire(self) -> None:
+        if not self._acquired:
+            try:
+                self._storage.acquire()
+            except OSError as error:
+                raise CheckpointWriteError(f"{self._storage} cannot be opened for saving: {error}") from error
+            self._acquired = True
+
+    def _check_order(self, step: int) -> None:
+        """Refuse a step that exists, or that lies below one which is not in the past of this run."""
+        steps = self._storage.steps()
+        remedy = "to continue from an earlier step, first call rollback with it, which sets the later ones aside"
+        if step in steps:
+            raise CheckpointWriteError(
+                f"{self._storage} already holds step {step}; a committed step is never overwritten ({remedy})"
+            )
+        if steps and step < steps[-1] and self._newest < steps[-1]:
+            raise CheckpointWriteError(
+                f"step is {step}; expected more than {steps[-1]}, the latest step that {self._storage} holds, which "
+                f"this run has neither saved nor continued from ({remedy})"
+            )
+
+
+def _taken_from(queue: "SimpleQueue[_Staged]") -> Iterator[StagedFile]:
+    while (item := queue.get()) is not None:
+        if isinstance(item, Exception):
+            raise item
+        yield item

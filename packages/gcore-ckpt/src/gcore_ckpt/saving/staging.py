@@ -1,0 +1,173 @@
+"""Copies live memory into host memory, the only part of a save that its caller waits for."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Event
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from gcore_ckpt.format.boxes import Box
+from gcore_ckpt.format.data_file import FileLayout, PlacedBox
+from gcore_ckpt.format.dtypes import DTYPES
+from gcore_ckpt.ranks.leaves import TORCH_DTYPES, Holdings, NumpyArray
+from gcore_ckpt.saving.arena import Arena, page_aligned
+from gcore_ckpt.workers import Workers
+
+Staging: TypeAlias = Literal["full", "chunked"]
+
+CHUNK_BYTES = 128 << 20
+"""Size of each of the two host buffers of chunked staging."""
+
+_JOB_BYTES = 16 << 20
+_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_Copy: TypeAlias = tuple[NumpyArray, NumpyArray]
+Working: TypeAlias = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedFile:
+    """A data file in host memory.
+
+    Attributes:
+        layout: Its header and places.
+        data: All its bytes; page-aligned.
+        settled: Set once the caller of the save no longer waits for copies: until then, what can wait leaves
+            memory and processors to them.
+        release: Gives the memory back, once it is written.
+    """
+
+    layout: FileLayout
+    data: memoryview
+    settled: Event
+    release: Callable[[], None]
+
+
+class Stager:
+    """Host memory for the saves in flight.
+
+    Args:
+        staging: `"full"` holds each save whole, so that a save returns after one copy. `"chunked"` holds two pieces of
+            `CHUNK_BYTES`, so that a save returns when all but the last two pieces are written.
+        max_in_flight: Saves that may be held at once.
+        workers: Threads that copy.
+    """
+
+    def __init__(self, staging: Staging, max_in_flight: int, workers: Workers) -> None:
+        self._staging = staging
+        self._workers = workers
+        self._arenas: SimpleQueue[Arena] = SimpleQueue()
+        for _ in range(max_in_flight if staging == "full" else 2):
+            self._arenas.put(Arena())
+
+    @property
+    def max_file_bytes(self) -> int | None:
+        """Largest data file that fits into a buffer."""
+        return CHUNK_BYTES if self._staging == "chunked" else None
+
+    def stage(self, files: Sequence[FileLayout], holdings: Holdings, working: Working) -> Iterator[StagedFile]:
+        """Copy the boxes of each file, in order; wait where no memory is free.
+
+        Once the iterator has ended, `holdings` are no longer needed.
+
+        Args:
+            files: The files.
+            holdings: What to copy.
+            working: Is entered for each copy; what it raises ends the iterator.
+        """
+        groups = [files] if self._staging == "full" else [[file] for file in files]
+        for group in groups:
+            if group:
+                yield from self._stage_together(group, holdings, working)
+
+    def _stage_together(
+        self, files: Sequence[FileLayout], holdings: Holdings, working: Working
+    ) -> Iterator[StagedFile]:
+        """Copy files into one arena; each is yielded, to be written, before the next is copied."""
+        starts = [0]
+        for file in files:
+            starts.append(page_aligned(starts[-1] + file.size_bytes))
+        arena = self._arenas.get()
+        held = len(files)
+
+        def release() -> None:
+            nonlocal held
+            held -= 1
+            if not held:
+                self._arenas.put(arena)
+
+        copied, settled = 0, Event()
+        try:
+            on_cuda = any(isinstance(data, torch.Tensor) and data.is_cuda for data in holdings.data)
+            with working():
+                memory = arena.reserve(starts[-1], pinned=on_cuda)
+            for start, file in zip(starts, files, strict=False):
+                piece = memory[start : start + file.size_bytes]
+                with working():
+                    self._copy(file, piece, holdings)
+                copied += 1
+                if copied == len(files):
+                    settled.set()
+                yield StagedFile(layout=file, data=piece.data, settled=settled, release=release)
+        finally:
+            settled.set()
+            for _ in files[copied:]:
+                release()
+
+    @torch.no_grad()
+    def _copy(self, file: FileLayout, piece: NumpyArray, holdings: Holdings) -> None:
+        copies: list[_Copy] = []
+        streams: set[torch.cuda.Stream] = set()
+        piece[: len(file.header)] = np.frombuffer(file.header, np.uint8)
+        for placed in file.boxes:
+            source = holdings.data[placed.number]
+            whole = holdings.boxes[placed.number].box
+            slices = placed.held.box.relative_to(whole).slices() if placed.held.box != whole else ()
+            target = piece[placed.offset_bytes :][: placed.held.size_bytes]
+            if isinstance(source, torch.Tensor) and source.device.type != "cpu":
+                typed = torch.from_numpy(target).view(TORCH_DTYPES[placed.held.dtype])
+                typed.view(placed.held.box.shape).copy_(source[slices], non_blocking=True)
+                if source.is_cuda:
+                    streams.add(torch.cuda.current_stream(source.device))
+            else:
+                copies.append(_as_plain_arrays(target, source, slices, placed))
+        self._workers.run(_in_jobs(copies))
+        for stream in streams:
+            stream.synchronize()
+
+
+def _as_plain_arrays(
+    target: NumpyArray, source: torch.Tensor | NumpyArray, slices: tuple[slice, ...], placed: PlacedBox
+) -> _Copy:
+    """Return both sides as numpy arrays of one type and shape, which numpy copies without the GIL."""
+    if isinstance(source, torch.Tensor):
+        source = source.detach().resolve_conj().resolve_neg()
+        size_bytes = DTYPES[placed.held.dtype].size_bytes
+        source = source.view(_AS_INTEGERS[size_bytes]).numpy() if size_bytes in _AS_INTEGERS else source.numpy()
+    array = source[slices] if slices else source
+    return target.view(array.dtype).reshape(placed.held.box.shape), array
+
+
+def _in_jobs(copies: Sequence[_Copy]) -> Iterator[Callable[[], None]]:
+    """Return jobs of about the same size: large copies cut in pieces, small ones many together."""
+    job: list[_Copy] = []
+    size_bytes = 0
+    for target, source in copies:
+        for box in Box.whole(target.shape).split(_JOB_BYTES // target.itemsize):
+            whole = box.shape == target.shape
+            job.append((target, source) if whole else (target[box.slices()], source[box.slices()]))
+            size_bytes += box.size * target.itemsize
+            if size_bytes >= _JOB_BYTES:
+                yield lambda job=job: _copy_all(job)
+                job, size_bytes = [], 0
+    if job:
+        yield lambda job=job: _copy_all(job)
+
+
+def _copy_all(copies: Sequence[_Copy]) -> None:
+    for target, source in copies:
+        np.copyto(target, source)

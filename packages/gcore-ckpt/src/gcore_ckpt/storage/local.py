@@ -1,0 +1,333 @@
+"""Steps in a folder of a local or shared file system.
+
+A committed step is a folder of its canonical name, `step-00000012`, and nothing else is. Folders that are being written
+or deleted have temporary names, so that one rename is what commits a step and what takes it back. Steps that were set
+aside are folders `set-aside-00000012-<id>`; `journal.py` says how several become that at once.
+"""
+
+import errno
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from io import FileIO
+from pathlib import Path
+
+from gcore_ckpt.format.journal import JOURNAL_FILE, Journal, decode_journal
+from gcore_ckpt.storage.base import STEP_NAME, step_name
+from gcore_ckpt.storage.lock import WriterLock
+from gcore_ckpt.workers import Workers
+
+INDEX_FILE = "index.json"
+
+_TEMP_FOLDER = re.compile(r"\.tmp-step-\d{8,}-[0-9a-f]{12}", re.ASCII)
+_TEMP_JOURNAL = re.compile(r"\.tmp-rollback-[0-9a-f]{12}", re.ASCII)
+_SET_ASIDE = re.compile(r"set-aside-(\d{8,})-[0-9a-f]{12}", re.ASCII)
+_PAGE_BYTES = 4096
+_CHUNK_BYTES = 16 << 20
+_WRITE_THREADS = 4
+_MAX_OPEN_FILES = 256
+
+
+class LocalStorage:
+    """The steps in one folder; every process of a group must see it under the same path."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._lock: WriterLock | None = None
+        self._workers = Workers(_WRITE_THREADS, "gcore-ckpt-write")
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self._path
+
+    @property
+    def max_file_bytes(self) -> None:
+        """A file system holds files of any size."""
+        return
+
+    def steps(self) -> list[int]:
+        """Return the committed steps, ascending; none if there is no such folder."""
+        if not self._path.is_dir():
+            return []
+        data = self._journal_bytes()
+        while True:
+            matches = [STEP_NAME.fullmatch(entry.name) for entry in self._path.iterdir()]
+            steps = {int(match[1]) for match in matches if match}
+            before, data = data, self._journal_bytes()
+            if data == before:  # else steps were set aside meanwhile, and this is a mixture
+                break
+        steps -= set(self._decode_journal(data).pending)
+        return sorted(step for step in steps if (self._path / step_name(step)).is_dir())
+
+    @contextmanager
+    def open_step(self, step: int) -> Generator["LocalFiles"]:
+        """Open a committed step; its files stay readable while it is open, also if they are deleted meanwhile."""
+        with LocalFiles(self._path / step_name(step)) as files:
+            yield files
+
+    def acquire(self) -> None:
+        """Create the folder, take its lock and remove what dead writers left."""
+        _create_directory(self._path)
+        self._lock = WriterLock(self._path)
+        try:
+            self._remove_leftovers()
+            self._finish_setting_aside()
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Let the next writer in."""
+        self._workers.close()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def begin(self, step: int) -> str:
+        """Create the temporary folder of a step."""
+        attempt = _temp_name(step)
+        (self._path / attempt).mkdir()
+        return attempt
+
+    def write_file(self, attempt: str, name: str, parts: Sequence[memoryview]) -> None:
+        """Write past the page cache where memory and file system allow it: faster, and it costs training no CPU."""
+        path = self._path / attempt / name
+        if not (len(parts) == 1 and _is_aligned(parts[0]) and self._write_direct(path, parts[0])):
+            with path.open("wb", buffering=0) as file:
+                for part in parts:
+                    _write_fully(file, part)
+                os.fsync(file.fileno())
+
+    def link_file(self, attempt: str, step: int, file: str, name: str) -> None:
+        """Hard-link a file of a committed step."""
+        (self._path / attempt / name).hardlink_to(self._path / step_name(step) / file)
+
+    def commit(self, attempt: str, step: int, index: bytes, sizes: Mapping[str, int]) -> None:
+        """Write and sync the index, sync the folder, rename it, and sync its parent."""
+        temp = self._path / attempt
+        for name, expected in sizes.items():
+            found = (temp / name).stat().st_size if (temp / name).exists() else None
+            if found != expected:
+                raise FileNotFoundError(
+                    f"{temp / name} has {found} bytes here, its writer wrote {expected}: "
+                    "all processes of a group must see the path, on one file system"
+                )
+        with (temp / INDEX_FILE).open("xb") as file:
+            file.write(index)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync_directory(temp)
+        temp.rename(self._path / step_name(step))
+        _sync_directory(self._path)
+
+    def abort(self, attempt: str) -> None:
+        """Remove an attempt; what stays is removed when the folder is next opened for saving."""
+        shutil.rmtree(self._path / attempt, ignore_errors=True)
+
+    def remove(self, step: int) -> None:
+        """Rename a step away, then delete it."""
+        self._remove_folder(step_name(step), step)
+
+    def set_aside(self, steps: Sequence[int]) -> None:
+        """Record the steps, which is the atomic act, then rename them."""
+        self._finish_setting_aside()  # of an earlier call that failed halfway
+        if steps:
+            self._write_journal(Journal(pending=tuple(steps)))
+            self._finish_setting_aside()
+
+    def steps_set_aside(self) -> list[int]:
+        """Return the numbers in the names of the folders, and what is about to be one."""
+        if not self._path.is_dir():
+            return []
+        matches = (_SET_ASIDE.fullmatch(entry.name) for entry in self._path.iterdir())
+        pending = self._decode_journal(self._journal_bytes()).pending
+        waiting = (step for step in pending if (self._path / step_name(step)).is_dir())
+        return sorted([*(int(match[1]) for match in matches if match), *waiting])
+
+    def remove_set_aside(self) -> None:
+        """Delete the folders."""
+        for entry in list(self._path.iterdir()):
+            if match := _SET_ASIDE.fullmatch(entry.name):
+                self._remove_folder(entry.name, int(match[1]))
+
+    def _remove_folder(self, name: str, step: int) -> None:
+        temp = self._path / _temp_name(step)
+        (self._path / name).rename(temp)
+        shutil.rmtree(temp)
+
+    def _remove_leftovers(self) -> None:
+        """Remove what dead writers left: exactly what this class names so, and nothing else that is hidden here."""
+        for entry in self._path.iterdir():
+            if _TEMP_FOLDER.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif _TEMP_JOURNAL.fullmatch(entry.name) and entry.is_file():
+                entry.unlink()
+
+    def _finish_setting_aside(self) -> None:
+        pending = self._decode_journal(self._journal_bytes()).pending
+        if not pending:
+            return
+        for step in pending:
+            folder = self._path / step_name(step)
+            if folder.is_dir():
+                folder.rename(self._path / f"set-aside-{step:08d}-{_new_id()}")
+        _sync_directory(self._path)
+        self._write_journal(Journal())
+
+    def _journal_bytes(self) -> bytes | None:
+        try:
+            return (self._path / JOURNAL_FILE).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def _decode_journal(self, data: bytes | None) -> Journal:
+        return decode_journal(data, str(self._path / JOURNAL_FILE))
+
+    def _write_journal(self, journal: Journal) -> None:
+        temp = self._path / f".tmp-rollback-{_new_id()}"
+        with temp.open("xb") as file:
+            file.write(journal.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        temp.replace(self._path / JOURNAL_FILE)
+        _sync_directory(self._path)
+
+    def _write_direct(self, path: Path, data: memoryview) -> bool:
+        """Write and sync whole pages with O_DIRECT and the rest without; False if the file system cannot."""
+        pages = len(data) // _PAGE_BYTES * _PAGE_BYTES
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o666)
+        except OSError:
+            return False
+        try:
+            probe = min(pages, _CHUNK_BYTES)
+            try:
+                _pwrite_fully(fd, data[:probe], 0)
+            except OSError as error:
+                if error.errno == errno.EINVAL:  # opened, but not meant
+                    return False
+                raise
+            starts = range(probe, pages, _CHUNK_BYTES)
+            self._workers.run(
+                lambda start=start: _pwrite_fully(fd, data[start : min(start + _CHUNK_BYTES, pages)], start)
+                for start in starts
+            )
+        finally:
+            os.close(fd)
+        with path.open("r+b", buffering=0) as file:
+            file.seek(pages)
+            _write_fully(file, data[pages:])
+            os.fsync(file.fileno())
+        return True
+
+
+class LocalFiles:
+    """The open files of one step's folder, or of any folder that holds plain data files.
+
+    At most `_MAX_OPEN_FILES` are kept open, since processes may open few; the others are opened for each read, by the
+    folder, which may be renamed meanwhile.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._open = ExitStack()
+        self._files: dict[str, FileIO] = {}
+        self._folder: int | None = None
+
+    def __enter__(self) -> "LocalFiles":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+        self._folder = None
+
+    def read_index(self) -> bytes:
+        """Return the bytes of `index.json`."""
+        return (self._directory / INDEX_FILE).read_bytes()
+
+    def path(self, name: str) -> Path:
+        """Return where a file lies."""
+        return self._directory / name
+
+    def open(self, name: str) -> int:
+        """Open a data file and return its size."""
+        path = self._directory / name
+        if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+            raise ValueError("is no regular file")
+        if name in self._files or len(self._files) < _MAX_OPEN_FILES:
+            self._files[name] = self._open.enter_context(path.open("rb", buffering=0))
+            return os.fstat(self._files[name].fileno()).st_size
+        if self._folder is None:
+            self._folder = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+            self._open.callback(os.close, self._folder)
+        return os.stat(name, dir_fd=self._folder).st_size
+
+    def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> int:
+        """Fill `buffer` from a file that `open` has found."""
+        if name in self._files:
+            return _read_fully(self._files[name].fileno(), offset_bytes, buffer)
+        fd = os.open(name, os.O_RDONLY, dir_fd=self._folder)
+        try:
+            return _read_fully(fd, offset_bytes, buffer)
+        finally:
+            os.close(fd)
+
+
+def _read_fully(fd: int, offset_bytes: int, buffer: memoryview) -> int:
+    size_bytes = 0
+    # Else the kernel reads ahead by so little that a disk with any latency is mostly idle.
+    os.posix_fadvise(fd, offset_bytes, len(buffer), os.POSIX_FADV_WILLNEED)
+    while size_bytes < len(buffer):
+        count = os.preadv(fd, [buffer[size_bytes:]], offset_bytes + size_bytes)
+        if not count:
+            break
+        size_bytes += count
+    return size_bytes
+
+
+def _temp_name(step: int) -> str:
+    return f".tmp-{step_name(step)}-{_new_id()}"
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+def _create_directory(path: Path) -> None:
+    if not path.is_dir():
+        path.mkdir(parents=True, exist_ok=True)
+        _sync_directory(path.parent)
+
+
+def _is_aligned(data: memoryview) -> bool:
+    import numpy as np  # here, so that looking into a checkpoint loads none of it
+
+    return len(data) >= _PAGE_BYTES and np.frombuffer(data, np.uint8).ctypes.data % _PAGE_BYTES == 0
+
+
+def _write_fully(file: FileIO, data: memoryview) -> None:
+    written = 0
+    while written < len(data):
+        written += file.write(data[written:])
+
+
+def _pwrite_fully(fd: int, data: memoryview, offset: int) -> None:
+    written = 0
+    while written < len(data):
+        written += os.pwrite(fd, data[written:], offset + written)
+
+
+def _sync_directory(path: Path) -> None:
+    """Make the names in a folder survive a power cut."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,293 @@
+"""Steps in an object store. An attempt writes below a folder of its own; one small object, created last, commits it.
+
+    step-00000012/<attempt id>/<data file>
+    step-00000012/<attempt id>/index.json
+    step-00000012/committed                 JSON: the id of the attempt that is the step, the sizes of its data files
+    rollback.json                           the attempts that were set aside; see `journal.py`
+
+`committed` is created only where there is none, which the store decides: of two writers of a step, one gets it.
+"""
+
+import json
+import re
+import uuid
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from gcore_ckpt.errors import CheckpointError, CorruptCheckpointError
+from gcore_ckpt.format.journal import JOURNAL_FILE, Journal, decode_journal
+from gcore_ckpt.storage.base import STEP_NAME, StepFiles, step_name
+from gcore_ckpt.storage.objects import Objects
+from gcore_ckpt.workers import Workers
+
+_COMMITTED = "committed"
+_INDEX_FILE = "index.json"
+_ATTEMPT_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_MAX_FILE_BYTES = 256 * 2**20
+_CHECK_THREADS = 16
+
+
+class ObjectStorage:
+    """The steps below `s3://bucket/folder` or `gs://bucket/folder` (`memory://folder`: in this process, for tests).
+
+    S3: credentials as the AWS tools find them; the server from `AWS_ENDPOINT_URL_S3` or `AWS_ENDPOINT_URL`, its region
+    from `AWS_REGION` or `AWS_DEFAULT_REGION`.
+
+    An object store has no locks, so two writers may have the path open. A commit of a step that is there is refused,
+    so neither replaces what the other has committed; but unfinished attempts below the newest step count as dead, so
+    the slower writer can lose one, and its commit then fails.
+
+    Raises:
+        ValueError: Another kind of URL, or no valid one.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._objects = Objects(url)
+        self._live: set[str] = set()
+
+    def __str__(self) -> str:
+        return self._url
+
+    @property
+    def max_file_bytes(self) -> int:
+        """Largest data file to write: it is sent in one request, and sent again as a whole when that fails."""
+        return _MAX_FILE_BYTES
+
+    def steps(self) -> list[int]:
+        """Return the committed steps, ascending."""
+        committed, _, has_journal = self._scan()
+        if not has_journal:
+            return sorted(committed)
+        journal = self._read_journal()
+        while True:
+            committed = self._scan()[0]
+            before, journal = journal, self._read_journal()
+            if journal.generation == before.generation:  # else steps were set aside meanwhile, and this is a mixture
+                return sorted(committed - set(journal.content.pending))
+
+    @contextmanager
+    def open_step(self, step: int) -> Generator[StepFiles]:
+        """Open a committed step; `FileNotFoundError` if it is not there."""
+        attempt, sizes = self._read_commit(step_name(step))
+        yield _ObjectFiles(self._objects, attempt, sizes)
+
+    def acquire(self) -> None:
+        """Check that the place can be listed. Takes no lock: the class docstring says why that is safe."""
+        if self._scan()[2]:
+            self._finish_setting_aside(self._read_journal())
+
+    def release(self) -> None:
+        """Do nothing: there is no lock."""
+
+    def begin(self, step: int) -> str:
+        """Return a fresh name for an attempt; write nothing."""
+        attempt = f"{step_name(step)}/{uuid.uuid4().hex}"
+        self._live.add(attempt)
+        return attempt
+
+    def write_file(self, attempt: str, name: str, parts: Sequence[memoryview]) -> None:
+        """Write a data file as one object."""
+        self._objects.write(f"{attempt}/{name}", b"".join(parts))
+
+    def link_file(self, attempt: str, step: int, file: str, name: str) -> None:
+        """Raise `OSError`: an object has one name."""
+        raise OSError(f"{attempt}/{name} cannot be a link to {file} of step {step}: hard links need a local folder")
+
+    def commit(self, attempt: str, step: int, index: bytes, sizes: Mapping[str, int]) -> None:
+        """Make the attempt the committed step; then remove what dead attempts have left.
+
+        Raises:
+            FileExistsError: The step is committed already; it is left as it is.
+            OSError: A file is missing or of another size, or the store failed; nothing was committed.
+        """
+        key = f"{step_name(step)}/{_COMMITTED}"
+        wrong = self._find_wrong_file(attempt, sizes)
+        absent = self._objects.read(key)  # after the files: who commits first removes the others' files
+        if absent.state == "value":
+            raise FileExistsError(f"{self} holds step {step} already")
+        if wrong is not None:
+            raise OSError(f"{self}: {wrong}")
+        self._objects.write(f"{attempt}/{_INDEX_FILE}", index)
+        record = json.dumps({"attempt": attempt.rpartition("/")[2], "sizes": dict(sizes)}).encode()
+        created = self._objects.write(key, record, if_equal=absent.stamp.generation)
+        # A second try, after an answer that was lost, is refused because of the first: then the record is ours.
+        if not created and self._objects.read(key).value != record:
+            raise FileExistsError(f"{self} holds step {step} already: another writer has just committed it")
+        self._live.discard(attempt)
+        with suppress(OSError, CheckpointError):  # the step is committed; what stays is removed by the next commit
+            self._remove_dead_attempts()
+
+    def abort(self, attempt: str) -> None:
+        """Remove what an attempt has written, as far as the store answers; the rest goes with a later commit."""
+        self._live.discard(attempt)
+        with suppress(OSError, CheckpointError):
+            # A commit that failed for want of an answer may have happened.
+            if self._committed_attempt(attempt.partition("/")[0]) != attempt:
+                self._objects.delete_folder(attempt)
+
+    def remove(self, step: int) -> None:
+        """Delete a committed step, but not what was set aside under its number."""
+        self._objects.write(f"{step_name(step)}/{_COMMITTED}", None)
+        kept = self._set_aside_attempts()
+        if not any(attempt.startswith(f"{step_name(step)}/") for attempt in kept):
+            self._objects.delete_folder(step_name(step))
+            return
+        for attempt in self._scan()[1].get(step, set[str]()) - kept:
+            self._objects.delete_folder(attempt)
+
+    def set_aside(self, steps: Sequence[int]) -> None:
+        """Record the attempts, which is the atomic act, then take back their commits."""
+        journal = self._finish_setting_aside(self._read_journal())  # of an earlier call that failed halfway
+        if not steps:
+            return
+        attempts = [(step, self._read_commit(step_name(step))[0].partition("/")[2]) for step in steps]
+        set_aside = (*journal.content.set_aside, *attempts)
+        self._finish_setting_aside(self._replace(journal, Journal(pending=tuple(steps), set_aside=set_aside)))
+
+    def steps_set_aside(self) -> list[int]:
+        """Return the steps in the record."""
+        return sorted(step for step, _ in self._read_journal().content.set_aside)
+
+    def remove_set_aside(self) -> None:
+        """Delete the attempts, then forget them."""
+        journal = self._read_journal()
+        for attempt in _attempts(journal.content):
+            self._objects.delete_folder(attempt)
+        if journal.content.set_aside:
+            self._replace(journal, Journal())
+
+    def _finish_setting_aside(self, journal: "_StoredJournal") -> "_StoredJournal":
+        if not journal.content.pending:
+            return journal
+        for step in journal.content.pending:
+            self._objects.write(f"{step_name(step)}/{_COMMITTED}", None)
+        return self._replace(journal, Journal(set_aside=journal.content.set_aside))
+
+    def _read_journal(self) -> "_StoredJournal":
+        found = self._objects.read(JOURNAL_FILE)
+        data = found.value if found.state == "value" else None
+        return _StoredJournal(decode_journal(data, f"{self}/{JOURNAL_FILE}"), found.stamp.generation)
+
+    def _replace(self, journal: "_StoredJournal", content: Journal) -> "_StoredJournal":
+        data = content.encode()
+        written = self._objects.write(JOURNAL_FILE, data, if_equal=journal.generation)
+        found = self._objects.read(JOURNAL_FILE)
+        if not written and found.value != data:  # a second try, after an answer that was lost, is refused too
+            raise OSError(f"{self}/{JOURNAL_FILE} was changed by another writer meanwhile; nothing was set aside here")
+        return _StoredJournal(content, found.stamp.generation)
+
+    def _set_aside_attempts(self) -> set[str]:
+        return _attempts(self._read_journal().content)
+
+    def _scan(self) -> tuple[set[int], dict[int, set[str]], bool]:
+        """Return the committed steps, the attempts of each step, and whether there is a record of rollbacks."""
+        committed: set[int] = set()
+        attempts: dict[int, set[str]] = {}
+        has_journal = False
+        for key in self._objects.list_keys():
+            has_journal = has_journal or key == JOURNAL_FILE
+            folder, _, name = key.partition("/")
+            match = STEP_NAME.fullmatch(folder)
+            if match is None or step_name(step := int(match[1])) != folder:
+                continue
+            attempt_id, slash, _ = name.partition("/")
+            if name == _COMMITTED:
+                committed.add(step)
+            elif slash and _ATTEMPT_ID.fullmatch(attempt_id):
+                attempts.setdefault(step, set()).add(f"{folder}/{attempt_id}")
+        return committed, attempts, has_journal
+
+    def _read_commit(self, folder: str) -> tuple[str, dict[str, int]]:
+        """Return the attempt that is a committed step, and the sizes of its data files."""
+        found = self._objects.read(f"{folder}/{_COMMITTED}")
+        if found.state != "value":
+            raise FileNotFoundError(f"{self} holds no committed {folder}")
+        try:
+            fields = json.loads(found.value)
+            return f"{folder}/{fields['attempt']}", {name: int(size) for name, size in fields["sizes"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CorruptCheckpointError(f"{self}: {folder}/{_COMMITTED} is damaged: {error!r}") from None
+
+    def _committed_attempt(self, folder: str) -> str | None:
+        try:
+            return self._read_commit(folder)[0]
+        except FileNotFoundError:
+            return None
+
+    def _find_wrong_file(self, attempt: str, sizes: Mapping[str, int]) -> str | None:
+        found: dict[str, int | None] = {}
+
+        def find_size(name: str) -> None:
+            found[name] = self._objects.size(f"{attempt}/{name}", sizes[name])
+
+        workers = Workers(_CHECK_THREADS, "gcore-ckpt-check")
+        try:
+            workers.run(lambda name=name: find_size(name) for name in sizes)
+        finally:
+            workers.close()
+        for name, size in found.items():
+            if size != sizes[name]:
+                problem = "is missing" if size is None else f"has {size} bytes"
+                return f"{attempt}/{name} {problem}; {sizes[name]} bytes were to be written"
+        return None
+
+    def _remove_dead_attempts(self) -> None:
+        committed, attempts, has_journal = self._scan()
+        kept = self._live | (self._set_aside_attempts() if has_journal else set())
+        newest = max(committed, default=-1)
+        for step, names in attempts.items():
+            if step > newest or (step in committed and len(names) == 1):
+                continue
+            # Read now: since the listing, a slower writer may have committed.
+            for attempt in names - kept - {self._committed_attempt(step_name(step))}:
+                self._objects.delete_folder(attempt)
+
+
+@dataclass(frozen=True)
+class _StoredJournal:
+    """The record of rollbacks, and the generation of its object."""
+
+    content: Journal
+    generation: bytes
+
+
+def _attempts(journal: Journal) -> set[str]:
+    return {f"{step_name(step)}/{attempt_id}" for step, attempt_id in journal.set_aside}
+
+
+class _ObjectFiles:
+    """The files of one committed step."""
+
+    def __init__(self, objects: "Objects", attempt: str, expected_sizes: Mapping[str, int]) -> None:
+        self._objects = objects
+        self._attempt = attempt
+        self._expected_sizes = expected_sizes
+        self._sizes: dict[str, int] = {}
+
+    def read_index(self) -> bytes:
+        return self._read(_INDEX_FILE)
+
+    def open(self, name: str) -> int:
+        size = None
+        if name in self._expected_sizes:
+            size = self._objects.size(f"{self._attempt}/{name}", self._expected_sizes[name])
+        if size is None:
+            raise FileNotFoundError(f"{self._objects} holds no {self._attempt}/{name}")
+        self._sizes[name] = size
+        return size
+
+    def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> int:
+        stop = min(offset_bytes + buffer.nbytes, self._sizes[name])
+        if stop <= offset_bytes:
+            return 0
+        value = self._read(name, slice(offset_bytes, stop))
+        buffer.cast("B")[: len(value)] = value
+        return len(value)
+
+    def _read(self, name: str, byte_range: slice | None = None) -> bytes:
+        found = self._objects.read(f"{self._attempt}/{name}", byte_range)
+        if found.state != "value":
+            raise FileNotFoundError(f"{self._objects} holds no {self._attempt}/{name}")
+        return found.value

@@ -1,0 +1,196 @@
+"""A Hugging Face folder as it is: the headers of its safetensors files, made into an index like that of a step.
+
+Such a folder comes from anywhere, so all that its files say is checked before anything relies on it.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from gcore_ckpt.format import validation
+from gcore_ckpt.format.boxes import Box
+from gcore_ckpt.format.dtypes import DTYPES
+from gcore_ckpt.format.index import DataFile, Index, StoredShard, StoredTensor
+from gcore_ckpt.storage.base import StepFiles, Storage
+
+WEIGHTS_FILE = "model.safetensors"
+WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
+
+_MAX_JSON_BYTES = 100_000_000  # of a header, as the safetensors library has it
+_LENGTH_BYTES = 8
+# Codes that few readers know: read here, not written.
+_DTYPE_OF_CODE = {dtype.safetensors: name for name, dtype in DTYPES.items() if dtype.safetensors is not None} | {
+    "C64": "complex64",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+
+
+def find_weights(storage: Storage) -> Path | None:
+    """Return the file that says what a local path holds in Hugging Face's form; None where there is none.
+
+    It is `model.safetensors`, else `model.safetensors.index.json`, else the only `*.safetensors` file of the folder, or
+    the path itself where it is one.
+    """
+    from gcore_ckpt.storage.local import INDEX_FILE, LocalStorage  # numpy, which the package itself does not import
+
+    if not isinstance(storage, LocalStorage):
+        return None
+    path = storage.path
+    if not path.is_dir():
+        return path if path.suffix == ".safetensors" and path.exists() else None
+    for name in (WEIGHTS_FILE, WEIGHTS_INDEX_FILE):
+        if (path / name).exists():
+            return path / name
+    files = list(path.glob("*.safetensors"))
+    # Next to an `index.json` it is a step's data file, whose names of tensors are not those of the state.
+    return files[0] if len(files) == 1 and not (path / INDEX_FILE).exists() else None
+
+
+@contextmanager
+def open_weights(storage: Storage) -> Generator[tuple[str, StepFiles, Index]]:
+    """Open what `find_weights` finds, a flat dict of tensors by name: the path of the folder, its files, their index.
+
+    Raises:
+        CheckpointNotFoundError: It is no longer there.
+        CorruptCheckpointError: It is damaged, or of a form that is not read here.
+    """
+    from gcore_ckpt.storage.local import LocalFiles
+
+    path = find_weights(storage)
+    if path is None:
+        raise CheckpointNotFoundError(f"{storage} was deleted while it was being read")
+    with LocalFiles(path.parent) as files:
+        if path.name == WEIGHTS_INDEX_FILE:
+            index = _read_sharded(files, path.parent)
+        else:
+            file, tensors = _read_header(files, path.parent, path.name)
+            index = _index({path.name: file}, tensors)
+        yield str(path.parent), files, index
+
+
+def _read_sharded(files: StepFiles, folder: Path) -> Index:
+    """Return the index of a folder of several files, with the tensors that its weight map names."""
+    where = folder / WEIGHTS_INDEX_FILE
+    try:
+        size_bytes = _open(files, folder, WEIGHTS_INDEX_FILE)
+        if size_bytes > _MAX_JSON_BYTES:
+            raise ValueError(f"has {size_bytes} bytes; expected at most {_MAX_JSON_BYTES}")
+        content = _parse(_read(files, WEIGHTS_INDEX_FILE, 0, size_bytes))
+        if "weight_map" not in content:
+            raise ValueError("weight_map is missing")
+        weight_map = validation.expect(dict, content["weight_map"], "weight_map")
+        file_of = {
+            name: validation.plain_name(validation.expect(str, file, f"file of {name!r}"))
+            for name, file in weight_map.items()
+        }
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{where}: {error}") from error
+    found = {name: _read_header(files, folder, name) for name in dict.fromkeys(file_of.values())}
+    for name, file in file_of.items():
+        if name not in found[file][1]:
+            raise CorruptCheckpointError(f"{where}: tensor {name!r} is not in {file}, where its weight_map puts it")
+    tensors = {name: found[file][1][name] for name, file in file_of.items()}
+    return _index({name: file for name, (file, _) in found.items()}, tensors)
+
+
+def _index(files: Mapping[str, DataFile], tensors: Mapping[str, StoredTensor]) -> Index:
+    return Index(tree={"dict": {name: {"tensor": name} for name in tensors}}, tensors=tensors, files=files)
+
+
+def _read_header(files: StepFiles, folder: Path, name: str) -> tuple[DataFile, dict[str, StoredTensor]]:
+    """Return the tensors of a safetensors file in the order of its header."""
+    try:
+        size_bytes = _open(files, folder, name)
+        length = _LENGTH_BYTES
+        if size_bytes >= _LENGTH_BYTES:
+            length += int.from_bytes(_read(files, name, 0, _LENGTH_BYTES), "little")
+        if size_bytes < length or length - _LENGTH_BYTES > _MAX_JSON_BYTES:
+            raise ValueError(
+                f"its header ends at byte {length}, its {size_bytes} bytes (and {_MAX_JSON_BYTES} for a header) before"
+            )
+        header = _parse(_read(files, name, _LENGTH_BYTES, length - _LENGTH_BYTES))
+        metadata = validation.expect(dict, header.pop("__metadata__", {}), "__metadata__")
+        for key, value in metadata.items():
+            validation.expect(str, value, f"{key!r} in __metadata__")
+        tensors = {key: _tensor(key, entry, name, length) for key, entry in header.items()}
+        _check_places(tensors, length, size_bytes)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{folder / name}: {error}") from error
+    return DataFile(size_bytes=size_bytes, header_size_bytes=length, header_checksum=None), tensors
+
+
+def _tensor(name: str, entry: object, file: str, header_size_bytes: int) -> StoredTensor:
+    try:
+        fields = validation.expect(dict, entry, "entry")
+        missing = {"dtype", "shape", "data_offsets"} - fields.keys()
+        if missing:
+            raise ValueError(f"{' and '.join(sorted(missing))} is missing")
+        code = validation.expect(str, fields["dtype"], "dtype")
+        if code not in _DTYPE_OF_CODE:
+            raise ValueError(f"unknown dtype {code[:40]!r}; expected one of {', '.join(_DTYPE_OF_CODE)}")
+        shape, offsets = (
+            validation.shape(fields["shape"], "shape"),
+            validation.sizes(fields["data_offsets"], "data_offsets"),
+        )
+        if len(offsets) != 2:
+            raise ValueError(f"data_offsets are {len(offsets)} numbers; expected 2")
+        begin, end = offsets
+        dtype = _DTYPE_OF_CODE[code]
+        size_bytes = math.prod(shape) * DTYPES[dtype].size_bytes
+        if end - begin != size_bytes:
+            raise ValueError(f"data_offsets {begin} to {end} do not fit {code} of shape {shape}, {size_bytes} bytes")
+    except ValueError as error:
+        raise ValueError(f"tensor {name!r}: {error}") from error
+    # Without checksums to check, blocks of one byte let every read be of what is asked for and no more.
+    shard = StoredShard(
+        file=file, offset_bytes=header_size_bytes + begin, box=Box.whole(shape), block_bytes=1, checksums=None
+    )
+    return StoredTensor(dtype=dtype, shape=shape, shards=(shard,))
+
+
+def _check_places(tensors: Mapping[str, StoredTensor], header_size_bytes: int, size_bytes: int) -> None:
+    """Check that the tensors fill the file without gap or overlap, as the format demands."""
+    end = header_size_bytes
+    places = sorted((tensor.shards[0].offset_bytes, tensor.size_bytes, name) for name, tensor in tensors.items())
+    for offset_bytes, length, name in places:
+        if offset_bytes != end:
+            raise ValueError(f"tensor {name!r} begins at byte {offset_bytes}, the one before it ends at {end}")
+        end += length
+    if end != size_bytes:
+        raise ValueError(f"its tensors end at byte {end}, the file has {size_bytes}")
+
+
+def _open(files: StepFiles, folder: Path, name: str) -> int:
+    try:
+        return files.open(name)
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(f"{folder / name}: the file is missing") from error
+
+
+def _read(files: StepFiles, name: str, start: int, size_bytes: int) -> bytes:
+    data = bytearray(size_bytes)
+    if files.read_into(name, start, memoryview(data)) != size_bytes:
+        raise ValueError(f"ends before byte {start + size_bytes}")
+    return bytes(data)
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        return validation.expect(dict, json.loads(data.decode(), object_pairs_hook=_unique), "header")
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name!r} is there twice")
+    return fields

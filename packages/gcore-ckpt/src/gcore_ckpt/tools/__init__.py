@@ -1,0 +1,1 @@
+"""The `gcore-ckpt` command, and conversions from and to other libraries' formats."""

@@ -1,0 +1,281 @@
+"""Takes over a checkpoint of `torch.distributed.checkpoint`: a folder of `.metadata` and `*.distcp` files.
+
+`.metadata` is a pickle, which could run anything. Here it makes nothing but records of what it says, whatever classes
+it names; what the records say is checked before use, and values and tensors are read with `weights_only=True`.
+"""
+
+import io
+import math
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from gcore_ckpt.checkpointer import Checkpointer
+from gcore_ckpt.errors import CheckpointNotFoundError, CheckpointWriteError, CorruptCheckpointError
+from gcore_ckpt.format.boxes import Box, overlap
+from gcore_ckpt.format.tree import MAX_DEPTH, State
+
+_METADATA_FILE = ".metadata"
+_MAX_LIST = 2**20
+_METADATA = "torch.distributed.checkpoint.metadata"
+_OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"  # until torch 2.2
+_RECORDS = {
+    (_METADATA, "Metadata"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "BytesStorageMetadata"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    (_OLD_METADATA, "TensorProperties"),
+    (_OLD_METADATA, "MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+}
+
+
+def import_dcp(source: str | os.PathLike[str], path: str | os.PathLike[str], *, step: int = 0) -> None:
+    """Read a checkpoint that `torch.distributed.checkpoint.save` wrote to a folder, and save it as a step.
+
+    One process does it, with the whole state in host memory. Dicts and lists come back nested where the checkpoint
+    says how they were; torch has made strings of its dicts' integer keys. Sharded tensors are saved whole.
+
+    Args:
+        source: The folder, which holds `.metadata`.
+        path: The folder or URL of the checkpoints to save to.
+        step: Number of the step to save.
+
+    Raises:
+        CheckpointNotFoundError: `source` holds no `.metadata`.
+        CorruptCheckpointError: The checkpoint is damaged, or holds what is not read here: objects of classes that torch
+            does not load with `weights_only=True`, or files that an extension has transformed.
+        CheckpointWriteError, CheckpointLockedError: It could not be saved.
+    """
+    with Checkpointer(path, process_group=None) as checkpointer:
+        if step in checkpointer.steps():
+            raise CheckpointWriteError(f"{path} already holds step {step}; a committed step is never overwritten")
+        state = _read(Path(source))
+        try:
+            checkpointer.save(step, state).wait()
+        except TypeError as error:
+            raise CheckpointWriteError(f"{source} holds what cannot be saved: {error}") from error
+
+
+class _Record:
+    """The record of an object in a pickle: the arguments of its call, and its state."""
+
+    def __init__(self, *args: object) -> None:
+        self.args = args
+        self.fields: Mapping[str, object] = {}
+
+    def __setstate__(self, state: object) -> None:
+        self.args = ()
+        self.fields = cast("dict[str, object]", state) if isinstance(state, dict) else {"": state}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes records; knows no class but those that DCP's metadata are made of."""
+
+    def __init__(self, file: io.BufferedIOBase) -> None:
+        super().__init__(file)
+        self._classes: dict[tuple[str, str], type] = {}
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        key = module_name, global_name
+        if key in _RECORDS:
+            # Of this unpickling alone, because a pickle can set attributes of the classes that it is given.
+            return self._classes.setdefault(key, type(global_name, (_Record,), {}))
+        if key == ("torch", "Size"):
+            return torch.Size
+        if key == ("collections", "OrderedDict"):
+            return dict
+        if module_name == "torch" and isinstance(dtype := vars(torch).get(global_name), torch.dtype):
+            return dtype
+        raise ValueError(f"names {module_name}.{global_name}, which metadata of DCP do not hold")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Bytes in a file, and the box of a tensor that they hold; None for a value."""
+
+    file: str
+    offset_bytes: int
+    length_bytes: int
+    box: Box | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """A tensor, or a value: its path in the state and its places; dtype and shape are a tensor's."""
+
+    path: tuple[str | int, ...]
+    places: tuple[_Place, ...]
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+
+
+def _read(folder: Path) -> State:
+    where = folder / _METADATA_FILE
+    if not where.is_file():
+        raise CheckpointNotFoundError(f"{folder} holds no {_METADATA_FILE}, as torch.distributed.checkpoint writes it")
+    try:
+        with where.open("rb") as file:
+            entries = dict(_entries(_Unpickler(file).load()))
+    except Exception as error:  # unpickling raises anything
+        raise CorruptCheckpointError(f"{where}: {error}") from error
+    state: dict[str | int, State] = {}
+    for name, entry in entries.items():
+        try:
+            _put(state, entry.path, _value(folder, entry))
+        except (ValueError, OSError) as error:
+            raise CorruptCheckpointError(f"{folder}: {name!r}: {error}") from error
+    try:
+        return {key: _with_lists(value) for key, value in state.items()}
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{where}: {error}") from error
+
+
+def _entries(metadata: object) -> Iterator[tuple[str, _Entry]]:
+    fields = _fields(metadata, "Metadata")
+    described = _expect(dict, fields.get("state_dict_metadata"), "state_dict_metadata")
+    paths = _expect(dict, fields.get("planner_data") or {}, "planner_data")
+    places: dict[tuple[str, tuple[int, ...] | None], _Record] = {}
+    for index, info in _expect(dict, fields.get("storage_data"), "storage_data").items():
+        key = _fields(index, "MetadataIndex")
+        offset = key.get("offset")
+        places[_expect(str, key.get("fqn"), "fqn"), None if offset is None else _sizes(offset)] = info
+    for name, record in described.items():
+        path = _path(paths.get(name, (name,)))
+        if type(record).__name__ == "BytesStorageMetadata":
+            yield name, _Entry(path=path, places=(_place(name, places.get((name, None)), None),))
+            continue
+        tensor = _fields(record, "TensorStorageMetadata")
+        properties = _fields(tensor.get("properties"), "TensorProperties").get("")
+        dtype = properties[0] if isinstance(properties, tuple) and properties else None
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name!r} has a {type(dtype).__name__} for its dtype")
+        shape = _sizes(tensor.get("size"))
+        found: list[_Place] = []
+        for chunk in _expect(list, tensor.get("chunks"), "chunks"):
+            box = _fields(chunk, "ChunkStorageMetadata")
+            start, extent = _sizes(box.get("offsets")), _sizes(box.get("sizes"))
+            found.append(_place(name, places.get((name, start)), Box(start, extent)))
+        _check_whole(name, shape, dtype.itemsize, found)
+        yield name, _Entry(path=path, places=tuple(found), dtype=dtype, shape=shape)
+
+
+def _place(name: str, info: object, box: Box | None) -> _Place:
+    fields = _fields(info, "_StorageInfo")
+    if fields.get("transform_descriptors"):
+        raise ValueError(f"{name!r} was transformed by an extension of DCP; expected plain files")
+    file = _expect(str, fields.get("relative_path"), "relative_path")
+    if file in ("", ".", "..") or any(char in file for char in "/\\\0"):
+        raise ValueError(f"{name!r} is in the file {file!r}, which is not a plain name inside the folder")
+    offset, length = _sizes((fields.get("offset"), fields.get("length")))
+    return _Place(file=file, offset_bytes=offset, length_bytes=length, box=box)
+
+
+def _check_whole(name: str, shape: tuple[int, ...], itemsize: int, places: list[_Place]) -> None:
+    """Check that the chunks hold each element once and that their bytes are enough for it."""
+    boxes = [place.box for place in places if place.box is not None]
+    if any(not box.inside(shape) for box in boxes):
+        raise ValueError(f"{name!r} has a chunk outside of its shape {shape}")
+    size = Box.whole(shape).size
+    if math.prod(max(1, extent) for extent in shape) >= 2**63:
+        raise ValueError(f"{name!r} has the shape {shape}, which is too large")
+    if sum(box.size for box in boxes) != size or (len(boxes) > 1 and overlap(boxes) is not None):
+        raise ValueError(f"the chunks of {name!r} do not hold each of its {size} elements once")
+    if sum(place.length_bytes for place in places) < size * itemsize:
+        raise ValueError(f"the chunks of {name!r} have fewer bytes than its shape {shape}")
+
+
+def _value(folder: Path, entry: _Entry) -> State:
+    if entry.dtype is None:
+        return _load(folder, entry.places[0])
+    whole: torch.Tensor | None = None
+    for place in entry.places:
+        piece = _load(folder, place)
+        box = cast("Box", place.box)
+        if not isinstance(piece, torch.Tensor) or piece.dtype != entry.dtype or tuple(piece.shape) != box.shape:
+            raise ValueError(f"{place.file} holds something else at byte {place.offset_bytes} than a tensor of {box}")
+        if box == Box.whole(entry.shape):
+            return piece.detach()
+        whole = torch.empty(entry.shape, dtype=entry.dtype) if whole is None else whole
+        whole[box.slices()] = piece.detach()
+    return torch.empty(entry.shape, dtype=entry.dtype) if whole is None else whole
+
+
+def _load(folder: Path, place: _Place) -> State:
+    with (folder / place.file).open("rb") as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        if place.offset_bytes + place.length_bytes > size_bytes:
+            raise ValueError(f"{place.file} has {size_bytes} bytes; expected more: it was cut short")
+        file.seek(place.offset_bytes)
+        data = file.read(place.length_bytes)
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # of many kinds, for damaged data and for classes that it does not load
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{place.file}: torch.load(weights_only=True) refuses what is at byte {place.offset_bytes}: "
+                         f"{reason}") from error  # fmt: skip
+
+
+def _put(state: dict[str | int, State], path: tuple[str | int, ...], value: State) -> None:
+    for part in path[:-1]:
+        state = state.setdefault(part, _Children())
+        if not isinstance(state, _Children):
+            raise ValueError(f"its path {path} leads through a value")
+    if path[-1] in state:
+        raise ValueError(f"its path {path} is another's")
+    state[path[-1]] = value
+
+
+class _Children(dict[str | int, State]):
+    """A dict or list of the state, while it is put together; no value that was loaded is one."""
+
+
+def _with_lists(node: State) -> State:
+    if not isinstance(node, _Children):
+        return node
+    children = {key: _with_lists(child) for key, child in node.items()}
+    if not all(isinstance(key, int) for key in children):
+        return children
+    length = max(cast("list[int]", list(children))) + 1
+    if length > _MAX_LIST:
+        raise ValueError(f"a list has {length} items; expected at most {_MAX_LIST}")
+    return [children.get(number) for number in range(length)]  # torch leaves out what is empty
+
+
+def _path(value: object) -> tuple[str | int, ...]:
+    parts = cast("tuple[object, ...]", value) if isinstance(value, tuple) else ()
+    if not 0 < len(parts) <= MAX_DEPTH or any(type(part) not in (str, int) for part in parts):
+        raise ValueError(f"a path is a {type(value).__name__} of {len(parts)} parts; expected a tuple of str and int")
+    return cast("tuple[str | int, ...]", parts)
+
+
+def _fields(record: object, name: str) -> Mapping[str, object]:
+    if not isinstance(record, _Record) or type(record).__name__ != name:
+        raise ValueError(f"holds a {type(record).__name__} in the place of a {name}")
+    return record.fields
+
+
+def _sizes(value: object) -> tuple[int, ...]:
+    if not isinstance(value, tuple):
+        raise ValueError(f"holds a {type(value).__name__} in the place of sizes")
+    sizes = cast("tuple[int, ...]", tuple(value))
+    if any(type(size) is not int or not 0 <= size < 2**63 for size in sizes):
+        raise ValueError("holds sizes that are no numbers from 0 to 2**63 - 1")
+    return sizes
+
+
+def _expect(kind: type[Any], value: object, name: str) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{name} is a {type(value).__name__}; expected {kind.__name__}")
+    return value

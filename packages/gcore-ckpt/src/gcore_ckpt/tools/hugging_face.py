@@ -1,0 +1,250 @@
+"""Writes the weights in a step as a folder that `from_pretrained` of transformers loads."""
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from gcore_ckpt.errors import CheckpointMismatchError, CheckpointWriteError
+from gcore_ckpt.format.boxes import Box
+from gcore_ckpt.format.data_file import safetensors_header
+from gcore_ckpt.format.dtypes import DTYPES
+from gcore_ckpt.loading.listing import step_leaves
+from gcore_ckpt.loading.reader import Step, StepReader, find_step, open_step
+from gcore_ckpt.loading.restore import Request, fill
+from gcore_ckpt.ranks.leaves import TORCH_DTYPES
+from gcore_ckpt.saving.plan import HeldBox
+from gcore_ckpt.storage import STEP_NAME, open_storage
+from gcore_ckpt.storage.local import LocalStorage
+from gcore_ckpt.storage.safetensors_folder import WEIGHTS_FILE, WEIGHTS_INDEX_FILE
+from gcore_ckpt.workers import Workers
+
+_THREADS = 4
+_FLOATS = tuple(
+    name for name, dtype in DTYPES.items() if dtype.safetensors is not None and TORCH_DTYPES[name].is_floating_point
+)
+_CONFIG_FILE = "config.json"
+_CONFIG_DTYPES = ("dtype", "torch_dtype")
+_CONFIG_PATTERNS = (
+    _CONFIG_FILE,
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "*processor_config.json",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weight:
+    """A tensor to write: its name in the step, and what it is in the file."""
+
+    stored: str
+    held: HeldBox
+
+
+def export_hf(
+    path: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    step: Step = "latest",
+    prefix: str = "",
+    dtype: str | torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    config_from: str | os.PathLike[str] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Write the tensors of a step as `model.safetensors`, or as several such files and their index.
+
+    One process does it, whatever the sharding was, in host memory of the size of the largest tensor. The folder
+    appears whole or not at all. Of tensors that share their memory the first is written, as transformers expects.
+
+    Args:
+        path: The folder or URL of the checkpoints.
+        folder: Where to; it must not exist, or be empty.
+        step: Number of the step; `"latest"` is the highest committed one.
+        prefix: Dotted path of the part of the state to write, such as `"model"`; names are relative to it. What is
+            no tensor is left out.
+        dtype: What floating-point tensors become, such as `"bfloat16"`; None leaves each as it is. It replaces the
+            dtype that `config.json` states.
+        max_shard_bytes: Largest file, but for a tensor that is larger on its own.
+        config_from: Folder of which `config.json`, `generation_config.json` and the tokenizer's files are copied.
+        progress: Is called with the bytes that have been written since the last call.
+
+    Raises:
+        ValueError: An argument is out of its range.
+        CheckpointNotFoundError: The step is not committed.
+        CheckpointMismatchError: It holds no tensors there, or one that safetensors cannot hold.
+        CheckpointWriteError: `folder` holds something, or has a name that the folder of the checkpoints uses.
+        CorruptCheckpointError: The step is not what was saved.
+    """
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes is {max_shard_bytes}; expected 1 or more")
+    float_dtype = _float_name(dtype)
+    copied = {} if config_from is None else _read_configs(Path(config_from), float_dtype)
+    target = Path(folder)
+    if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
+        raise CheckpointWriteError(f"{target} is there already; expected a new folder, or an empty one")
+    storage = open_storage(path)
+    inside = isinstance(storage, LocalStorage) and target.parent.resolve() == storage.path.resolve()
+    if inside and (STEP_NAME.fullmatch(target.name) or target.name.startswith((".", "set-aside-"))):
+        raise CheckpointWriteError(f"{target} has a name that {storage} keeps for itself; expected another one")
+    with open_step(storage, find_step(storage, step)) as reader:
+        files = _split(_weights(reader, prefix, float_dtype), max_shard_bytes)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temp = target.with_name(f".export-{target.name}-{uuid.uuid4().hex[:12]}")
+        temp.mkdir()
+        try:
+            _write_all(reader, temp, files, copied, progress or (lambda _: None))
+            temp.rename(target)
+        except BaseException:
+            shutil.rmtree(temp, ignore_errors=True)
+            raise
+    _sync(target.parent)
+
+
+def _float_name(dtype: str | torch.dtype | None) -> str | None:
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
+    if name is not None and name not in _FLOATS:
+        raise ValueError(f"dtype is {dtype!r}; expected None or one of {', '.join(_FLOATS)}")
+    return name
+
+
+def _read_configs(folder: Path, float_dtype: str | None) -> dict[str, bytes]:
+    """Return the files to copy, by name."""
+    if not (folder / _CONFIG_FILE).is_file():
+        raise ValueError(f"config_from is {str(folder)!r}; expected a folder that holds {_CONFIG_FILE}")
+    paths = {path for pattern in _CONFIG_PATTERNS for path in folder.glob(pattern) if path.is_file()}
+    files = {path.name: path.read_bytes() for path in sorted(paths)}
+    if float_dtype is not None:
+        config = json.loads(files[_CONFIG_FILE])
+        if not isinstance(config, dict):
+            raise ValueError(f"config_from has a {_CONFIG_FILE} that is a {type(config).__name__}; expected a dict")
+        stated = {key: float_dtype for key in _CONFIG_DTYPES if key in config}
+        files[_CONFIG_FILE] = (json.dumps(config | stated, indent=2, ensure_ascii=False) + "\n").encode()
+    return files
+
+
+def _weights(reader: StepReader, prefix: str, float_dtype: str | None) -> list[_Weight]:
+    """Return the tensors under the prefix, each stored one once."""
+    leaves = step_leaves(reader)
+    start = f"{prefix}." if prefix else ""
+    weights: list[_Weight] = []
+    names: set[str] = set()
+    written: set[str] = set()
+    for leaf in leaves:
+        if leaf.tensor is None or not leaf.path.startswith(start):
+            continue
+        name = leaf.path.removeprefix(start)
+        if leaf.per_rank:
+            raise CheckpointMismatchError(f"{reader.where}: {leaf.path} is one rank's own; expected another prefix")
+        if name in names:
+            raise CheckpointMismatchError(f"{reader.where} holds two tensors of the name {leaf.path!r}")
+        if leaf.tensor not in written:
+            weights.append(_weight(reader, leaf.path, name, leaf.tensor, float_dtype))
+        names.add(name)
+        written.add(leaf.tensor)
+    if not weights:
+        found = dict.fromkeys(leaf.path.partition(".")[0] for leaf in leaves if leaf.tensor is not None)
+        raise CheckpointMismatchError(
+            f"{reader.where} holds no tensors under the prefix {prefix!r}; it holds some under {', '.join(found)}"
+        )
+    return weights
+
+
+def _weight(reader: StepReader, path: str, name: str, stored: str, float_dtype: str | None) -> _Weight:
+    tensor = reader.index.tensors[stored]
+    dtype = tensor.dtype
+    packed = dtype == "float4_e2m1fn_x2"  # two numbers in each element
+    if float_dtype is not None and TORCH_DTYPES[dtype].is_floating_point and not packed:
+        dtype = float_dtype
+    if DTYPES[dtype].safetensors is None:
+        remedy = "a dtype to convert it to" if TORCH_DTYPES[dtype].is_floating_point and not packed else "another type"
+        raise CheckpointMismatchError(
+            f"{reader.where}: {path} has dtype {dtype}, for which safetensors has no code; expected {remedy}"
+        )
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise CheckpointMismatchError(f"{reader.where}: {path!r} is no text; safetensors names are UTF-8") from None
+    if name == "__metadata__":
+        raise CheckpointMismatchError(f"{reader.where}: {path} has a name that safetensors keeps for itself")
+    return _Weight(stored=stored, held=HeldBox(name=name, dtype=dtype, shape=tensor.shape, box=Box.whole(tensor.shape)))
+
+
+def _split(weights: Sequence[_Weight], max_bytes: int) -> dict[str, list[_Weight]]:
+    """Return the tensors of each file by its name, the widest elements first, so that all are aligned."""
+    files: list[list[_Weight]] = [[]]
+    used_bytes = 0
+    for weight in weights:
+        if files[-1] and used_bytes + weight.held.size_bytes > max_bytes:
+            files.append([])
+            used_bytes = 0
+        files[-1].append(weight)
+        used_bytes += weight.held.size_bytes
+    for file in files:
+        file.sort(key=lambda weight: -DTYPES[weight.held.dtype].size_bytes)
+    if len(files) == 1:
+        return {WEIGHTS_FILE: files[0]}
+    return {f"model-{number:05d}-of-{len(files):05d}.safetensors": file for number, file in enumerate(files, 1)}
+
+
+def _write_all(
+    reader: StepReader,
+    folder: Path,
+    files: dict[str, list[_Weight]],
+    copied: dict[str, bytes],
+    progress: Callable[[int], None],
+) -> None:
+    workers = Workers(_THREADS, "gcore-ckpt-read")
+    try:
+        for name, weights in files.items():
+            with (folder / name).open("xb") as file:
+                file.write(safetensors_header([weight.held for weight in weights]))
+                for weight in weights:
+                    _copy(reader, weight, file, workers)
+                    progress(weight.held.size_bytes)
+                _flush(file)
+    finally:
+        workers.close()
+    if len(files) > 1:
+        total = sum(weight.held.size_bytes for weights in files.values() for weight in weights)
+        weight_map = {weight.held.name: name for name, weights in files.items() for weight in weights}
+        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        copied = {**copied, WEIGHTS_INDEX_FILE: (json.dumps(content, indent=2) + "\n").encode()}
+    for name, data in copied.items():
+        with (folder / name).open("xb") as file:
+            file.write(data)
+            _flush(file)
+    _sync(folder)
+
+
+def _copy(reader: StepReader, weight: _Weight, file: IO[bytes], workers: Workers) -> None:
+    held = weight.held
+    data = torch.empty(held.size_bytes, dtype=torch.uint8)
+    target = data.view(TORCH_DTYPES[held.dtype]).view(held.shape)
+    fill(reader, [Request(name=weight.stored, box=held.box, target=target)] if held.size_bytes else [], workers)
+    file.write(data.numpy().data)
+
+
+def _flush(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

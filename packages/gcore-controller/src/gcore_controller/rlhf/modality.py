@@ -1,0 +1,256 @@
+"""The protocol between the RLHF loop and an app: what is sampled, how it is scored, and how it is trained."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from gcore_controller.context import Context
+from gcore_controller.devices import DeviceTimers
+from gcore_controller.rlhf.config import State
+from gcore_controller.rlhf.reward_failures import FailureLog
+from gcore_controller.stages import Span
+
+HAS_SIGNAL = "training/has_signal"
+"""Metric of a step: 1 if its batch had something to learn from, 0 if all responses scored alike or none was kept."""
+
+
+class Policy(Protocol):
+    """The generation engine, as far as the loop uses it."""
+
+    @property
+    def weight_version(self) -> int: ...
+
+
+class TrainerClient(Protocol):
+    """The models in training, as far as the loop uses them; every controller makes the same calls."""
+
+    async def update_policy(self, policy: Any, *, version: int) -> None:
+        """Give every controller's ``policy`` the present weights, at least as this version."""
+        ...
+
+    async def check_policy(self, policy: Any) -> None:
+        """Compare every tensor of every controller's ``policy`` with the present weights, and raise if one differs."""
+        ...
+
+
+class RLHFRoles(Protocol):
+    """The role services that the loop needs; a modality's own roles have more."""
+
+    @property
+    def policy(self) -> Policy: ...
+
+    @property
+    def learner(self) -> TrainerClient: ...
+
+    @property
+    def devices(self) -> DeviceTimers: ...
+
+    @property
+    def owns_process(self) -> bool:
+        """Whether only this controller computes in its process."""
+        ...
+
+
+class Group(Protocol):
+    """The scored samples of one prompt."""
+
+    @property
+    def prompt_index(self) -> int:
+        """Position of the prompt in the run's global order."""
+        ...
+
+    @property
+    def oldest_version(self) -> int:
+        """Oldest weight version that generated any part of it."""
+        ...
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether there is anything to learn from it; its scores differ."""
+        ...
+
+    def state(self) -> State:
+        """Return plain arrays and numbers for a checkpoint; ``"ticket"`` is the prompt index."""
+        ...
+
+
+class UnfinishedGroup(Protocol):
+    """A group some of whose samples were cut short, to be continued in a later step."""
+
+    @property
+    def prompt_index(self) -> int: ...
+
+    @property
+    def oldest_version(self) -> int | None:
+        """None: nothing has been generated yet."""
+        ...
+
+    def restarted(self) -> "UnfinishedGroup":
+        """Return the group without any sample."""
+        ...
+
+    def state(self) -> State: ...
+
+
+RolesT = TypeVar("RolesT", bound=RLHFRoles)
+PromptT = TypeVar("PromptT")
+GroupT = TypeVar("GroupT", bound=Group)
+UpdateT = TypeVar("UpdateT")
+EvaluationT = TypeVar("EvaluationT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wave(Generic[PromptT]):
+    """One controller's prompts of one wave of sampling."""
+
+    step: int
+    """The training step that the batch is sampled for."""
+    prompts: Sequence[tuple[int, PromptT]] = ()
+    """With their prompt indices."""
+    unfinished: Sequence[tuple[Any, PromptT]] = ()
+    """Groups to continue, with partial rollout."""
+    quota: int | None = None
+    """Number of complete groups after which the others are cut short; None: all are completed."""
+    take: Callable[[int], Awaitable[Sequence[tuple[int, PromptT]]]] | None = None
+    """Returns at most so many further prompts, to be called whenever the engine has capacity; none: the wave is
+    complete. Only where `Modality.takes_prompts`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated(Generic[GroupT]):
+    """The result of a wave; prompts in neither list were dropped, because a reward gave no score."""
+
+    groups: list[GroupT]
+    unfinished: Sequence[UnfinishedGroup] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingBatch(Generic[GroupT]):
+    """What one step trains on."""
+
+    groups: list[GroupT]
+    """This controller's share of the groups, by prompt index."""
+    num_groups: int
+    """Groups over all controllers."""
+    metrics: dict[str, float]
+    state: State
+    """State of the batch producer after this batch."""
+    spans: Sequence[Span] = ()
+    """Where the time of sampling went, if it ran concurrently with training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared(Generic[UpdateT]):
+    """This controller's part of all optimizer updates of a step, in order."""
+
+    updates: Sequence[UpdateT]
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+
+
+class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
+    """What an app implements so that `RLHF` trains its kind of model; each controller has an instance of its own.
+
+    Every method that takes a context is called on all controllers, in the same order, and may use its collectives. With
+    a schedule other than sync, `generate` and `sampled_part` run concurrently with the other methods, in a context
+    with collectives and a timer of its own: use the one that is passed.
+    """
+
+    throughput_of: str = ""
+    """Metric that ``perf/throughput`` reports per second."""
+    is_always_on_policy: bool = False
+    """Whether all samples come from the present weights, and none is dropped or left unfinished: the metrics of these
+    are left out."""
+
+    @property
+    @abstractmethod
+    def prompts(self) -> Sequence[PromptT]:
+        """The prompts to train on."""
+
+    def failure_logs(self, ctx: Context[RolesT]) -> Sequence[FailureLog]:
+        """Return the logs of reward calls whose failures are dropped."""
+        del ctx
+        return ()
+
+    def takes_prompts(self, ctx: Context[RolesT]) -> bool:
+        """Return whether controllers take prompts one by one, also from others, instead of a fixed share each."""
+        del ctx
+        return False
+
+    @abstractmethod
+    async def generate(self, ctx: Context[RolesT], wave: Wave[PromptT]) -> Generated[GroupT]:
+        """Sample and score the prompts of a wave, in the stages ``gen`` and ``reward``."""
+
+    @abstractmethod
+    def group_from_state(self, state: State) -> GroupT:
+        """Return the group whose `Group.state` this is."""
+
+    def unfinished_from_state(self, state: State) -> UnfinishedGroup:
+        """Return the group whose `UnfinishedGroup.state` this is; needed only with partial rollout."""
+        raise NotImplementedError(f"{type(self).__name__} does not support partial rollout")
+
+    async def sampled_part(self, ctx: Context[RolesT], groups: Sequence[GroupT]) -> Any:
+        """Return this controller's part of `sampled_metrics`.
+
+        Args:
+            groups: everything that this controller sampled for a batch, kept or not.
+        """
+        del ctx, groups
+
+    def sampled_metrics(self, parts: Sequence[Any]) -> dict[str, float]:
+        """Return metrics of everything that was sampled for a batch, from all controllers' parts, by rank."""
+        del parts
+        return {}
+
+    def costs(self, groups: Sequence[GroupT]) -> list[float]:
+        """Return the training cost of each group, in any unit."""
+        return [1.0] * len(groups)
+
+    def balance(self, costs: list[float], num_parts: int) -> Sequence[Sequence[int]]:
+        """Divide groups among the controllers before training: by default in turn, whatever they cost.
+
+        Args:
+            costs: of the groups of all controllers, ordered by prompt index.
+            num_parts: the number of controllers.
+
+        Returns:
+            The indices of each part.
+        """
+        return [range(part, len(costs), num_parts) for part in range(num_parts)]
+
+    @abstractmethod
+    async def prepare(self, ctx: Context[RolesT], step: int, batch: TrainingBatch[GroupT]) -> Prepared[UpdateT]:
+        """Compute what the losses need, such as advantages, and divide this controller's groups into updates.
+
+        The metric `HAS_SIGNAL` is among those returned.
+        """
+
+    @abstractmethod
+    async def update(self, ctx: Context[RolesT], step: int, update: UpdateT) -> dict[str, float]:
+        """Perform one optimizer update on all controllers' parts together; the same metrics on every controller."""
+
+    def update_metrics(self, updates: Sequence[dict[str, float]]) -> dict[str, float]:
+        """Combine the metrics of a step's updates: by default, each metric's last value."""
+        return {name: value for metrics in updates for name, value in metrics.items()}
+
+    async def update_policy(self, ctx: Context[RolesT], step: int) -> None:
+        """Give the engines the weights after ``step``."""
+        await ctx.roles.learner.update_policy(ctx.roles.policy, version=step)
+
+    async def synced_metrics(self, ctx: Context[RolesT], step: int, batch: TrainingBatch[GroupT]) -> dict[str, float]:
+        """Return metrics that need the engines with the weights that they have just received."""
+        del ctx, step, batch
+        return {}
+
+    async def evaluate(self, ctx: Context[RolesT], step: int) -> EvaluationT | None:
+        """Evaluate the policy on held-out prompts; None, on every controller: there are none."""
+        del ctx, step
+        return None
+
+    def state(self) -> State:
+        """Return what a checkpoint has to hold besides models and groups; the same on every controller."""
+        return {}
+
+    def load_state(self, state: State) -> None:
+        """Restore `state`, which is part of a controller's whole state."""
+        del state

@@ -1,0 +1,1 @@
+"""Divide items evenly among parts: ranks, and micro-batches."""

@@ -1,0 +1,150 @@
+"""The page of a comparison: one HTML file without scripts, which opens from disk."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_placement.simulation.comparison import Comparison
+from gcore_placement.simulation.simulator import StrategyRun
+from gcore_placement.simulation.step_account import IDLE, WORK
+from gcore_placement.simulation.waves import WaveRuns
+
+COLOURS = {
+    "generation": "#2f6fb0",
+    "reward": "#3fa06b",
+    "preparation": "#8a6fb8",
+    "training": "#5b4a9c",
+    "weight_sync": "#8fa3b8",
+    "long_tail": "#e0a03a",
+    "waiting_for_reward": "#d9664a",
+    "waiting_for_weights": "#c9b28a",
+    "swap": "#a33b3b",
+    "imbalance": "#e8c96a",
+    "unassigned": "#b8b8b8",
+}
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1000px; padding: 0 1rem; color: #222; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #ddd; }
+th:first-child, td:first-child { text-align: left; }
+svg { display: block; width: 100%; height: auto; margin: .5rem 0 1rem; }
+svg text { font: 12px system-ui, sans-serif; fill: #333; }
+.key span { display: inline-block; margin-right: 1rem; } .key i { display: inline-block; width: .8em; height: .8em; }
+"""
+_WIDTH, _LABEL = 1000, 110
+_LINES = {"colocated": "#888888", "split": "#2f6fb0", "dynamic": "#d9664a", "clairvoyant": "#3fa06b"}
+
+
+def page(comparisons: Sequence[Comparison], *, timelines: Sequence[tuple[str, WaveRuns]] = ()) -> str:
+    """The whole page.
+
+    Args:
+        comparisons: each a table of strategies, bars of where device-seconds went, and lines over the steps.
+        timelines: a name and the runs of one wave each, drawn as the devices that are busy over time.
+    """
+    parts = [_comparison(comparison) for comparison in comparisons]
+    if timelines:
+        parts.append("<h2>Busy replicas over one wave</h2>")
+        parts += [f"<h3>{escape(name)}</h3>{_timeline(runs)}" for name, runs in timelines]
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>gcore-placement simulate</title>'
+        f"<style>{_STYLE}</style><h1>Strategies of placement, simulated</h1>{''.join(parts)}</html>\n"
+    )
+
+
+def _comparison(comparison: Comparison) -> str:
+    runs = comparison.runs
+    head = "".join(
+        f"<th>{name}</th>"
+        for name in ("strategy", "seconds a step", "against dynamic", "idle, of device-seconds", "moves")
+    )
+    rows = "".join(
+        f"<tr><td>{run.strategy}</td><td>{run.step_s:,.1f} s</td>"
+        f"<td>{run.seconds / comparison.dynamic.seconds:.2f} x</td>"
+        f"<td>{run.idle_share:.1%}</td><td>{run.num_moves}</td></tr>"
+        for run in runs
+    )
+    key = "".join(
+        f'<span><i style="background:{COLOURS[name]}"></i> {name.replace("_", " ")}</span>' for name in (*WORK, *IDLE)
+    )
+    step_lines = [(run.strategy, np.array([step.seconds for step in run.steps])) for run in runs]
+    share_lines = [
+        (run.strategy, np.array([step.partitions[0].policy_devices / run.num_devices for step in run.steps]))
+        for run in runs[1:]
+    ]
+    return (
+        f"<h2>{escape(comparison.name)}, {comparison.num_devices:,} devices, {len(runs[0].steps)} steps</h2>"
+        f"<table><tr>{head}</tr>{rows}</table><h3>Where device-seconds go</h3>{_bars(runs)}"
+        f'<p class="key">{key}</p>'
+        f"<h3>Seconds of each step</h3>{_lines(step_lines, '{:,.0f} s')}"
+        f"<h3>Share of devices that generate, in a step's first wave</h3>{_lines(share_lines, '{:.0%}', top=1.0)}"
+    )
+
+
+def _bars(runs: Iterable[StrategyRun]) -> str:
+    """One bar a strategy: its device-seconds, as long as its steps are."""
+    runs = list(runs)
+    longest = max(run.seconds for run in runs)
+    shapes: list[str] = []
+    for row, run in enumerate(runs):
+        y, x = 4 + 30 * row, float(_LABEL)
+        shapes.append(f'<text x="0" y="{y + 16}">{run.strategy}</text>')
+        for name in (*WORK, *IDLE):
+            width = run.share(name) * run.seconds / longest * (_WIDTH - _LABEL)
+            title = f"{name.replace('_', ' ')}: {run.share(name):.1%}"
+            shapes.append(
+                f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="22" fill="{COLOURS[name]}">'
+                f"<title>{title}</title></rect>"
+            )
+            x += width
+    y = 30 * len(runs) + 16
+    shapes.append(f'<text x="{_LABEL}" y="{y}">0 s</text>')
+    shapes.append(_at_end(y, f"{longest / len(runs[0].steps):,.0f} s, a step"))
+    return _svg(shapes, y + 8)
+
+
+def _lines(lines: Sequence[tuple[str, NDArray[np.float64]]], unit: str, *, top: float | None = None) -> str:
+    """Values over steps, from 0 up; `unit` formats them."""
+    height, left = 180, 80
+    most = top or max(float(values.max()) for _, values in lines)
+    shapes = [
+        f'<line x1="{left}" y1="{y}" x2="{_WIDTH}" y2="{y}" stroke="#ddd"/>'
+        f'<text x="0" y="{y + 4}">{unit.format(share * most)}</text>'
+        for share, y in ((0.0, height), (0.5, height / 2 + 5), (1.0, 10))
+    ]
+    for number, (name, values) in enumerate(lines):
+        x = left + np.arange(len(values)) * (_WIDTH - left) / max(1, len(values) - 1)
+        y = height - values / most * (height - 10)
+        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
+        shapes.append(f'<polyline points="{points}" fill="none" stroke="{_LINES[name]}" stroke-width="2"/>')
+        shapes.append(f'<text x="{left + 110 * number}" y="{height + 38}" style="fill:{_LINES[name]}">{name}</text>')
+    shapes.append(f'<text x="{left}" y="{height + 18}">step 0</text>')
+    shapes.append(_at_end(height + 18, f"step {len(lines[0][1]) - 1}"))
+    return _svg(shapes, height + 46)
+
+
+def _timeline(runs: WaveRuns) -> str:
+    """How many replicas of each role are busy, over the wave; as high as the most that are."""
+    end = float(runs.judged.finish.max())
+    shapes: list[str] = []
+    for row, (name, run) in enumerate((("generation", runs.generated), ("reward", runs.judged))):
+        moments = np.linspace(0, end, 400)
+        busy = np.searchsorted(np.sort(run.busy_from), moments, side="right")
+        busy = busy - np.searchsorted(np.sort(run.busy_to), moments, side="right")
+        base, most = 70 + 75 * row, max(1, int(busy.max()))
+        x = _LABEL + moments / end * (_WIDTH - _LABEL)
+        points = " ".join(f"{a:.1f},{base - 60 * b / most:.1f}" for a, b in zip(x, busy, strict=True))
+        shapes.append(f'<text x="0" y="{base - 36}">{name}</text><text x="0" y="{base - 20}">{most:,} replicas</text>')
+        shapes.append(f'<polygon points="{_LABEL},{base} {points} {_WIDTH},{base}" fill="{COLOURS[name]}"/>')
+    shapes.append(f'<text x="{_LABEL}" y="162">0 s</text>{_at_end(162, f"{end:,.0f} s")}')
+    return _svg(shapes, 168)
+
+
+def _at_end(y: float, text: str) -> str:
+    return f'<text x="{_WIDTH}" y="{y}" text-anchor="end">{text}</text>'
+
+
+def _svg(shapes: Iterable[str], height: float) -> str:
+    return f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img">{"".join(shapes)}</svg>'

@@ -1,0 +1,1 @@
+"""Divide the devices between policy generation and a generative reward."""

@@ -1,0 +1,203 @@
+"""Dynamic partition: devices follow the load from the role that is idle to the role that is busy."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_placement.errors import check_above_0, check_amounts, check_positive, refusal
+from gcore_placement.partition.load_history import Load, LoadHistory
+from gcore_placement.partition.role_load import RoleLoad, stage_seconds
+from gcore_placement.partition.space import Partition, PartitionSpace
+
+_MEDIAN_DEVIATION = np.sqrt(np.pi / 2)
+"""Of the median of many normal variables, over that of their mean."""
+_NODES = np.array([-np.sqrt(3), 0.0, np.sqrt(3)])
+_WEIGHTS = np.array([1, 4, 1]) / 6
+"""Gauss and Hermite's rule, for the mean over a standard normal variable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicPartitionConfig:
+    """How readily devices move.
+
+    Raises:
+        PlacementError: a field is out of its bounds.
+    """
+
+    move_s: float = 0.0
+    """Seconds that a step lasts longer for a move before it."""
+    move_within_s: float = 0.0
+    """Seconds that a step lasts longer for a move within it, which must be earned in the next round."""
+    horizon_steps: int = 20
+    """Rounds over which a move between steps must earn more than it takes."""
+    min_gain: float = 0.01
+    """Least share of generation and rewarding that the best partition must save, or nothing moves."""
+    window: int = 3
+    """Rounds whose medians count as the load; odd. A new load does after `window // 2 + 1` rounds, an outlier never."""
+    noise_floor: float = 0.05
+    """Least noise that is reckoned with, as a standard deviation of a load's logarithm."""
+    law_error: float = 0.1
+    """What a role's time by its law is off by, as a standard deviation of its logarithm: beside noise, it is hedged."""
+    near: float = 1.0
+    """Devices move as far as pays even if both medians were off by so many of their deviations."""
+    far: float = 3.0
+    """A round whose load is off the medians by so many deviations is an outlier, or the first after a jump."""
+    is_corrected: bool = True
+    """Whether measurements correct the work that a model of costs gives."""
+
+    def __post_init__(self) -> None:
+        for name in ("move_s", "move_within_s", "min_gain", "noise_floor", "law_error", "near", "far"):
+            check_amounts(name, getattr(self, name))
+        check_positive("horizon_steps", self.horizon_steps)
+        check_positive("window", self.window)
+        if self.window % 2 == 0:
+            raise refusal("window", self.window, "odd, so that the median is one of the loads")
+
+    @property
+    def jump_rounds(self) -> int:
+        """Rounds of usual size at a new load after which it counts as the load."""
+        return self.window // 2 + 1
+
+
+class DynamicPartition:
+    """Which devices generate and which judge, decided anew after every round from what it took.
+
+    The scheme of G-Core (arXiv 2507.22789): generation and reward co-exist on disjoint devices, and devices move from
+    the role that idles to the one that is busy. A round is a step, or a wave of dynamic sampling, which is a part of
+    one. Each role's time is `floor + work / devices`, corrected by what was measured; the load is the median of the
+    last rounds, with a noise that is told from their changes. The best partition is the one in which the slower role's
+    time, over that noise and what the law may be off by, is shortest in the mean. Devices move where that time falls by
+    more than a move takes, over a horizon, and only as far as it would were the medians off by their noise. So a load
+    that stays, with its noise, moves devices to the best partition and seldom after that: loads that call for a step
+    back lie beyond a band.
+
+    A last round far off the medians is an outlier or the first after a jump, and the next one tells. Until then devices
+    go where the worse of the two cases is least bad: where the time for either load, over the shortest for that load,
+    is least. After a jump, however large, the best partition is reached in `config.jump_rounds` rounds.
+
+    Pure and deterministic, and alike for both roles: policy and reward exchanged, it decides the exchanged.
+
+    Args:
+        space: the partitions that the cluster allows.
+        start: the first of them.
+        config: how readily devices move.
+
+    Raises:
+        PlacementError: `start` is not in `space`.
+    """
+
+    def __init__(self, space: PartitionSpace, start: Partition, config: DynamicPartitionConfig | None = None) -> None:
+        self.space = space
+        self.config = config or DynamicPartitionConfig()
+        self._index = space.index(start)
+        self._history = LoadHistory(
+            window=self.config.window, noise_floor=self.config.noise_floor, is_corrected=self.config.is_corrected
+        )
+
+    @property
+    def partition(self) -> Partition:
+        """The present one."""
+        return self.space.partitions[self._index]
+
+    @property
+    def corrections(self) -> tuple[float, float]:
+        """What the model's work was last found to be off by, of the policy and of the reward."""
+        policy, reward = self._history.corrections.tolist()
+        return policy, reward
+
+    def observe(
+        self, policy: RoleLoad, reward: RoleLoad, *, size: float = 1.0, is_within_step: bool = False
+    ) -> Partition:
+        """Takes in a round on the present partition; the partition of the next.
+
+        Args:
+            policy: its part of the round.
+            reward: its part.
+            size: of the round in any unit, such as prompts, where rounds differ: work grows with it, floors do not.
+            is_within_step: whether the next round belongs to the same step; a move then takes `move_within_s`.
+
+        Raises:
+            PlacementError: `size` is not above 0.
+        """
+        check_above_0("size", size)
+        self._history.add((policy, reward), (self.partition.policy_devices, self.partition.reward_devices), size)
+        self._move(is_within_step=is_within_step)
+        return self.partition
+
+    def predicted_seconds(self) -> NDArray[np.float64]:
+        """[num_partitions], mean seconds that the load, in a round of usual size, takes in each of `space`.
+
+        Raises:
+            PlacementError: no round has been observed.
+        """
+        if not self._history.rows:
+            raise refusal("observed rounds", 0, "at least 1")
+        return self._seconds(self._history.settled())
+
+    def best(self, work_device_s: tuple[float, float], floor_s: tuple[float, float] = (0.0, 0.0)) -> Partition:
+        """The partition in which policy and reward are done first with this much to do; of equals the nearest."""
+        seconds = stage_seconds(work_device_s, floor_s, self.space.role_devices)
+        return self.space.partitions[self._nearest_best(seconds)]
+
+    def state(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {"partition": asdict(self.partition), "history": [list(row) for row in self._history.rows]}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` gave.
+
+        Raises:
+            PlacementError: its partition is none of the cluster's, as after a change of size: start anew.
+        """
+        self._index = self.space.index(Partition(**state["partition"]))
+        self._history.rows = [[float(value) for value in row] for row in state["history"]]
+
+    def _seconds(self, load: Load) -> NDArray[np.float64]:
+        """[num_partitions], mean over the noise and over what the law is off by."""
+        work, floor = load
+        # [9, 1, 2] work of both roles at all pairs of nodes.
+        nodes = np.stack(np.meshgrid(_NODES, _NODES), axis=-1).reshape(-1, 1, 2)
+        deviation = np.hypot(self._history.noise(), self.config.law_error)
+        seconds = stage_seconds(work * np.exp(deviation * nodes), floor, self.space.role_devices)
+        return np.outer(_WEIGHTS, _WEIGHTS).ravel() @ seconds
+
+    def _nearest_best(self, seconds: NDArray[np.float64]) -> int:
+        fastest = np.flatnonzero(seconds <= seconds.min() * (1 + 1e-12))
+        return int(fastest[np.abs(fastest - self._index).argmin()])
+
+    def _move(self, *, is_within_step: bool) -> None:
+        config, now = self.config, self._index
+        is_far = self._history.deviation() > config.far
+        target = self._least_regret() if is_far else self._towards_best()
+        seconds = self._seconds(self._history.latest() if is_far else self._history.settled())
+        rounds = 1 if is_far or is_within_step else config.horizon_steps
+        move_s = config.move_within_s if is_within_step else config.move_s
+        if (seconds[now] - seconds[target]) * rounds > move_s:
+            self._index = target
+
+    def _towards_best(self) -> int:
+        """As far towards the best partition as pays even if the settled load were off by noise, against the move."""
+        config, now, (work, floor) = self.config, self._index, self._history.settled()
+        seconds = self._seconds((work, floor))
+        best = self._nearest_best(seconds)
+        if seconds[now] - seconds[best] <= config.min_gain * seconds[now]:
+            return now
+        direction = np.sign(best - now)
+        num_rounds = min(len(self._history.rows), config.window)
+        off = config.near * _MEDIAN_DEVIATION * self._history.noise() / np.sqrt(num_rounds)
+        # More devices for the policy are a mistake where its work is less, and the reward's more, than it seems.
+        against = work * np.exp(off * np.array([-1, 1]) * direction)
+        least = self._nearest_best(self._seconds((against, floor)))
+        return least if np.sign(least - now) == direction else now
+
+    def _least_regret(self) -> int:
+        """Where the worse of two cases, the settled load and that of the last round, is least bad."""
+        config, now = self.config, self._index
+        seconds = np.stack([self._seconds(load) for load in (self._history.settled(), self._history.latest())])
+        least = seconds.min(axis=1, keepdims=True)
+        regret = np.divide(seconds, least, out=np.ones_like(seconds), where=least > 0).max(axis=0)
+        target = self._nearest_best(regret)
+        return target if regret[now] - regret[target] > config.min_gain * regret[now] else now

@@ -1,0 +1,39 @@
+"""The placement strategies, declared once: how generation and reward share the devices of a job.
+
+A new strategy is an entry here, and a method of `gcore_placement.simulation.simulator.Simulator`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Strategy = Literal["colocated", "split", "dynamic", "auto"]
+
+LiveStrategy = Literal["colocated", "dynamic"]
+"""The strategies between which auto chooses after each step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyTraits:
+    """The properties of a strategy by which plans, predictions and runs handle it."""
+
+    is_time_shared: bool
+    """Generation and reward take turns on all devices; otherwise each has a part of them."""
+    follows_load: bool
+    """Devices move between the roles as their load changes."""
+    is_planned: bool = True
+    """Plans choose among it; otherwise a run chooses among other strategies while it runs."""
+
+
+STRATEGIES: dict[Strategy, StrategyTraits] = {
+    "colocated": StrategyTraits(is_time_shared=True, follows_load=False),
+    "split": StrategyTraits(is_time_shared=False, follows_load=False),
+    "dynamic": StrategyTraits(is_time_shared=False, follows_load=True),
+    "auto": StrategyTraits(is_time_shared=False, follows_load=True, is_planned=False),
+}
+
+PLANNED: tuple[Strategy, ...] = tuple(name for name, traits in STRATEGIES.items() if traits.is_planned)
+
+
+def strategy_traits(strategy: Strategy) -> StrategyTraits:
+    """Return the properties of a strategy."""
+    return STRATEGIES[strategy]

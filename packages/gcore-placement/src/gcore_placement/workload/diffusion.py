@@ -1,0 +1,121 @@
+"""Simulated workload of diffusion transformers: the floating-point operations that latents take."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from gcore_placement.errors import check_lengths, check_positive, refusal
+from gcore_placement.workload.transformer import FORWARD_AND_BACKWARD
+
+Architecture = Literal["dit", "mmdit"]
+
+TIMESTEP_CHANNELS = 256
+"""Sinusoids that a timestep is embedded from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionWorkload:
+    """The shape of a diffusion transformer.
+
+    `dit`: blocks over image tokens, conditioned by adaptive norms (Peebles and Xie, arXiv:2212.09748). `mmdit`: image
+    and text tokens with weights of their own, and joint attention (SD3; Esser et al., arXiv:2403.03206). Fields carry
+    the names of diffusers' configs; every number is an integer of at least 1, but for those of the text, which are 0
+    in `dit`.
+
+    Raises:
+        PlacementError: a field is out of these bounds.
+    """
+
+    architecture: Architecture
+    num_layers: int
+    num_attention_heads: int
+    attention_head_dim: int
+    in_channels: int
+    """Of the latent."""
+    out_channels: int
+    patch_size: int = 2
+    mlp_ratio: int = 4
+    joint_attention_dim: int = 0
+    """Width of a text token as the text encoders give it."""
+    pooled_projection_dim: int = 0
+    """Width of the pooled text."""
+
+    def __post_init__(self) -> None:
+        if self.architecture not in get_args(Architecture):
+            raise refusal("architecture", self.architecture, "'dit' or 'mmdit'")
+        for name in (
+            *("num_layers", "num_attention_heads", "attention_head_dim", "in_channels", "out_channels"),
+            *("patch_size", "mlp_ratio"),
+        ):
+            check_positive(name, getattr(self, name))
+        for name in ("joint_attention_dim", "pooled_projection_dim"):
+            if self.architecture == "mmdit":
+                check_positive(name, getattr(self, name))
+            elif getattr(self, name) != 0:
+                raise refusal(name, getattr(self, name), "0 in 'dit', which has no text")
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of a token."""
+        return self.num_attention_heads * self.attention_head_dim
+
+    def flops(
+        self,
+        heights: ArrayLike,
+        widths: ArrayLike,
+        *,
+        text_tokens: ArrayLike = 0,
+        num_timesteps: ArrayLike = 1,
+        classifier_free_guidance: bool = False,
+        backward: bool = False,
+    ) -> NDArray[np.float64]:
+        """Model FLOPs of the transformer over latents, of any shapes that broadcast.
+
+        With N = heights * widths image and T text tokens, h = hidden_size, m = mlp_ratio, a latent takes at each of its
+        timesteps, twice with guidance and thrice with a backward pass, in each layer
+
+            2 N h^2 (4 + 2m)  +  4 (N + T)^2 h  +  2 * 6 h^2
+
+        for the image's matrices, Q K^T and the weighted sum of V, and the adaptive norm; `mmdit` adds 2 T h^2 (4 + 2m)
+        + 12 h^2 for the text, of which the last layer leaves out what nothing reads (2 T h^2 (1 + 2m) + 8 h^2). Patches
+        in and out, the embeddings of timestep and text and the last norm are counted; norms, softmax, activations and
+        the look-up of classes, of lower order, are not, nor are text encoders and VAE.
+
+        Args:
+            heights: rows of the latent's tokens: its pixels over `patch_size`.
+            widths: columns of its tokens.
+            text_tokens: of each prompt; 0 in `dit`.
+            num_timesteps: at which the transformer is computed.
+            classifier_free_guidance: every timestep is computed with the prompt and without.
+            backward: FLOPs of training, forward and backward; else those of sampling.
+
+        Returns:
+            FLOPs, of the broadcast shape.
+
+        Raises:
+            PlacementError: a number is negative, not finite or not whole, shapes do not broadcast, or `dit` has text.
+        """
+        given = {"heights": heights, "widths": widths, "text_tokens": text_tokens, "num_timesteps": num_timesteps}
+        checked = {name: check_lengths(name, values) for name, values in given.items()}
+        try:
+            rows, columns, text, timesteps = np.broadcast_arrays(*checked.values())
+        except ValueError:
+            shapes = {name: values.shape for name, values in checked.items()}
+            raise refusal("the shapes of latents", shapes, "shapes that broadcast") from None
+        if self.architecture == "dit" and text.any():
+            raise refusal("text_tokens", float(text.max()), "0 in 'dit', which has no text")
+        passes = timesteps * (2 if classifier_free_guidance else 1) * (FORWARD_AND_BACKWARD if backward else 1)
+        return np.asarray(passes * self._forward(rows * columns, text), dtype=np.float64)
+
+    def _forward(self, image: NDArray[np.float64], text: NDArray[np.float64]) -> NDArray[np.float64]:
+        """FLOPs of one timestep: 2 for each weight and what it is applied to, and the attention."""
+        h, m, layers, patch = self.hidden_size, self.mlp_ratio, self.num_layers, self.patch_size**2
+        of_image = layers * (4 + 2 * m) * h**2 + patch * h * (self.in_channels + self.out_channels)
+        of_latent = (6 * layers + 2) * h**2 + TIMESTEP_CHANNELS * h + h**2
+        weights = image * of_image + of_latent
+        if self.architecture == "mmdit":
+            of_text = (layers * (4 + 2 * m) - (1 + 2 * m)) * h**2 + self.joint_attention_dim * h
+            weights = weights + text * of_text + (6 * layers - 4) * h**2 + self.pooled_projection_dim * h + h**2
+        return 2 * weights + 4 * layers * (image + text) ** 2 * h

@@ -1,0 +1,112 @@
+"""Traces of runs that gcore-llm or a publication recorded, from a few numbers for each step."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from gcore_placement.errors import PlacementError, check_above_0
+from gcore_placement.workload.lengths import normal_quantiles
+from gcore_placement.workload.sampled_lengths import SampledLengths, fit_lengths, step_lengths
+from gcore_placement.workload.traces import RecordedStep, Trace, recorded_trace
+
+JUDGE_SIGMA = 0.6
+"""Standard deviation of the logarithm of judgement lengths, which no run records."""
+_PROBABILITIES = np.concatenate([np.linspace(0.001, 0.99, 100), 1 - np.geomspace(0.009, 1e-6, 40)])
+
+Quantiles = Sequence[tuple[float, float]]
+
+
+def run_trace(folder: str | Path, *, n: int, judge_median: float, max_judge_length: float, seed: int = 0) -> Trace:
+    """Read the steps of a run of gcore-llm from its `metrics.jsonl`.
+
+    A step has its prompts, waves and acceptance, and responses whose sum, maximum and cut share are its own; prompts
+    have its mean length. A later wave has the prompts that the one before it did not keep. Judgements are not recorded:
+    they are drawn from a log-normal distribution.
+
+    Args:
+        folder: of the run.
+        n: responses to a prompt.
+        judge_median: tokens of a judgement; half are longer.
+        max_judge_length: most tokens of one.
+        seed: of what the record does not tell.
+
+    Raises:
+        PlacementError: the folder is no such run, or `judge_median` is not above 0.
+    """
+    check_above_0("judge_median", judge_median)
+    folder = Path(folder)
+    try:
+        complete = (folder / "metrics.jsonl").read_text().rpartition("\n")[0]
+        rows = [json.loads(line) for line in complete.splitlines()]
+    except (OSError, ValueError) as error:
+        raise PlacementError(
+            f"folder is {str(folder)!r}; expected that of a gcore-llm run, with metrics.jsonl ({error!r})"
+        ) from error
+    sampled = [row for row in rows if "response_length/mean" in row]
+    if not sampled:
+        raise PlacementError(f"{folder}/metrics.jsonl has no step with responses; expected at least one")
+    judge = _cut_log_normal(max(1.0, min(judge_median, max_judge_length)), JUDGE_SIGMA, max_judge_length)
+    limit = max(int(row["response_length/max"]) for row in sampled)
+    lengths = [SampledLengths.of_metrics(row, n=n, limit=limit) for row in sampled]
+    _, sigma = fit_lengths(lengths)
+    steps = [_step(row, n, own, sigma, judge) for row, own in zip(sampled, lengths, strict=True)]
+    return recorded_trace(folder.resolve().name, steps, n=n, seed=seed)
+
+
+def _step(row: Mapping[str, float], n: int, lengths: SampledLengths, sigma: float, judge: Quantiles) -> RecordedStep:
+    num_prompts = max(1, lengths.number // n)
+    responses = step_lengths(replace(lengths, number=num_prompts * n), sigma=sigma)
+    return RecordedStep(
+        num_prompts=num_prompts,
+        num_accepted=min(num_prompts, round(row["sampling/acceptance"] * num_prompts)),
+        num_waves=int(row["sampling/waves"]),
+        prompt_quantiles=((0.5, max(1.0, row["prompt_length/mean"])),),
+        response_quantiles=list(zip(np.linspace(0, 1, len(responses)).tolist(), responses.tolist(), strict=True)),
+        judge_quantiles=judge,
+    )
+
+
+def _cut_log_normal(median: float, sigma: float, longest: float) -> Quantiles:
+    lengths = np.clip(median * np.exp(sigma * normal_quantiles(_PROBABILITIES)), 1, longest)
+    return list(zip(_PROBABILITIES.tolist(), lengths.tolist(), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedCurve:
+    """The length of responses over a run as a publication shows it: a few points, joined by lines.
+
+    Everything else is an assumption: lengths of prompts and judgements that stay, and no group that is dropped.
+    """
+
+    name: str
+    source: str
+    points: Sequence[tuple[float, float, float]]
+    """Step, mean tokens of a response, and most that were allowed from there on."""
+    sigma: float = 0.9
+    """Of responses."""
+    prompt_length: float = 300
+    judge_median: float = 800
+    max_judge_length: float = 8192
+
+    def trace(self, *, num_steps: int, num_prompts: int, n: int = 16, seed: int = 0) -> Trace:
+        """Return a trace of `num_steps` steps, spread evenly over the run."""
+        steps, means, limits = np.array(self.points).T
+        moments = np.linspace(steps[0], steps[-1], num_steps)
+        judge = _cut_log_normal(self.judge_median, JUDGE_SIGMA, self.max_judge_length)
+        recorded = [
+            RecordedStep(
+                num_prompts=num_prompts,
+                num_accepted=num_prompts,
+                prompt_quantiles=((0.5, self.prompt_length),),
+                response_quantiles=self._responses(mean, limits[np.searchsorted(steps, moment, side="right") - 1]),
+                judge_quantiles=judge,
+            )
+            for moment, mean in zip(moments, np.interp(moments, steps, means), strict=True)
+        ]
+        return recorded_trace(self.name, recorded, n=n, seed=seed)
+
+    def _responses(self, mean: float, longest: float) -> Quantiles:
+        return _cut_log_normal(mean * float(np.exp(-(self.sigma**2) / 2)), self.sigma, longest)

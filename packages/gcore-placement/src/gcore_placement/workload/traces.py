@@ -1,0 +1,227 @@
+"""Traces: what every step of a run asks for, whatever runs it; recorded or made up, kept in one file.
+
+Shapes: G groups (a prompt and its responses), N responses to each.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from gcore_placement.errors import PlacementError, check_amounts, check_lengths, check_positive, refusal
+
+FORMAT = 1
+"""Of the file; others are refused."""
+_OF_RESPONSES = ("response_length", "judge_length")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Wave:
+    """Groups that are sampled together: generated, judged, and kept or dropped."""
+
+    prompt_length: NDArray[np.float64]
+    """[G]"""
+    response_length: NDArray[np.float64]
+    """[G, N]"""
+    judge_length: NDArray[np.float64]
+    """[G, N]"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trace:
+    """Groups of all steps, in order of step and wave. Lengths are in tokens.
+
+    A step's waves follow one another, as dynamic sampling draws again once it knows the scores; it trains on the groups
+    that were accepted.
+
+    Raises:
+        PlacementError: shapes do not fit each other, a length is below 1, or steps or waves are out of order.
+    """
+
+    name: str
+    step: NDArray[np.int64]
+    """[G] from 0, without gaps."""
+    wave: NDArray[np.int64]
+    """[G] within its step: from 0, without gaps."""
+    accepted: NDArray[np.bool_]
+    """[G] whether the step trains on the group."""
+    prompt_length: NDArray[np.float64]
+    """[G]"""
+    response_length: NDArray[np.float64]
+    """[G, N]"""
+    judge_length: NDArray[np.float64]
+    """[G, N] of the judgement of each response."""
+    payload_bytes: NDArray[np.float64]
+    """[G] of a prompt beside its tokens, such as images and video."""
+
+    def __post_init__(self) -> None:
+        num_groups = self.response_length.shape[0]
+        if self.response_length.ndim != 2 or not self.response_length.size:
+            raise refusal("response_length.shape", self.response_length.shape, "(groups, n), neither 0")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            shape = self.response_length.shape if field.name in _OF_RESPONSES else (num_groups,)
+            if field.name != "name" and value.shape != shape:
+                raise refusal(f"{field.name}.shape", value.shape, str(shape))
+        for name in ("prompt_length", "response_length", "judge_length"):
+            if check_lengths(name, getattr(self, name)).min() < 1:
+                raise refusal(name, float(getattr(self, name).min()), "at least 1 token each")
+        check_amounts("payload_bytes", self.payload_bytes)
+        step_change, wave_change = np.diff(self.step), np.diff(self.wave)
+        same_step = (step_change == 0) & np.isin(wave_change, (0, 1))
+        next_step = (step_change == 1) & (self.wave[1:] == 0)
+        if self.step[0] or self.wave[0] or not (same_step | next_step).all():
+            raise PlacementError(
+                "step and wave are out of order; expected both from 0, rising by 1, waves from 0 in each step"
+            )
+
+    @property
+    def num_steps(self) -> int:
+        return int(self.step[-1]) + 1
+
+    @cached_property
+    def _step_bounds(self) -> NDArray[np.intp]:
+        return np.searchsorted(self.step, np.arange(self.num_steps + 1))
+
+    def step_slice(self, step: int) -> slice:
+        """The groups of a step."""
+        return slice(int(self._step_bounds[step]), int(self._step_bounds[step + 1]))
+
+    def waves(self, step: int) -> Iterator[Wave]:
+        """Of a step, in their order."""
+        groups = self.step_slice(step)
+        waves = self.wave[groups]
+        bounds = groups.start + np.searchsorted(waves, np.arange(int(waves[-1]) + 2))
+        for first, end in pairwise(bounds.tolist()):
+            yield Wave(
+                prompt_length=self.prompt_length[first:end],
+                response_length=self.response_length[first:end],
+                judge_length=self.judge_length[first:end],
+            )
+
+    def training_tokens(self, step: int) -> tuple[float, float]:
+        """Tokens that the step trains on, and pairs of a query and a key token that it attends to.
+
+        See `TransformerWorkload.flops`; a prompt is computed with each of its responses.
+        """
+        groups = self.step_slice(step)
+        kept = self.accepted[groups]
+        lengths = (self.prompt_length[groups, None] + self.response_length[groups])[kept]
+        return float(lengths.sum()), float((lengths * (lengths + 1) / 2).sum())
+
+    def save(self, path: str | Path) -> None:
+        """Writes one `.npz` file: the arrays under their names, `name` and `format`."""
+        arrays = {field.name: np.asarray(getattr(self, field.name)) for field in fields(self)}
+        np.savez_compressed(Path(path), allow_pickle=False, format=np.int64(FORMAT), **arrays)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Trace":
+        """Reads what `save` wrote.
+
+        Raises:
+            PlacementError: the file is no trace, or one of another format.
+        """
+        names = {field.name for field in fields(cls)}
+        try:
+            with np.load(Path(path), allow_pickle=False) as stored:
+                arrays: dict[str, Any] = dict(stored)
+        except (BadZipFile, EOFError, ValueError, TypeError) as error:
+            raise PlacementError(
+                f"{path} is not a trace; expected an .npz file written by Trace.save ({error})"
+            ) from error
+        if set(arrays) != {*names, "format"} or int(arrays["format"]) != FORMAT:
+            raise PlacementError(f"{path} holds {sorted(arrays)}; expected a trace of format {FORMAT}")
+        del arrays["format"]
+        arrays["name"] = str(arrays["name"])
+        return cls(**arrays)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedStep:
+    """What a run tells of one step: how much it sampled, and how long that was.
+
+    `quantiles` are pairs of a probability and a length in tokens, both rising, such as ((0, 12), (0.5, 900), (1, 8192))
+    for the shortest, the median and the longest. Between them the logarithm of lengths is interpolated.
+    """
+
+    num_prompts: int
+    num_accepted: int
+    """Of these prompts."""
+    prompt_quantiles: Sequence[tuple[float, float]]
+    response_quantiles: Sequence[tuple[float, float]]
+    judge_quantiles: Sequence[tuple[float, float]]
+    payload_bytes: float = 0.0
+    """Mean of a prompt."""
+    num_waves: int = 1
+    """In which they were sampled: each has what the one before it did not keep, at least one prompt."""
+
+
+def recorded_trace(name: str, steps: Sequence[RecordedStep], *, n: int, seed: int = 0) -> Trace:
+    """A trace with the steps, waves, sizes and lengths of a run that was recorded.
+
+    Raises:
+        PlacementError: there is no step, a count is below 1, more waves than prompts, or quantiles do not rise.
+    """
+    check_positive("n", n)
+    if not steps:
+        raise refusal("steps", 0, "at least 1")
+    rng = np.random.default_rng(seed)
+    rows: list[dict[str, NDArray[Any]]] = []
+    for number, step in enumerate(steps):
+        check_positive(f"steps[{number}].num_prompts", step.num_prompts)
+        if not 0 <= step.num_accepted <= step.num_prompts:
+            raise refusal(f"steps[{number}].num_accepted", step.num_accepted, f"from 0 to {step.num_prompts}")
+        check_positive(f"steps[{number}].num_waves", step.num_waves)
+        if step.num_waves > step.num_prompts:
+            raise refusal(f"steps[{number}].num_waves", step.num_waves, f"at most num_prompts ({step.num_prompts})")
+        groups = step.num_prompts
+        rows.append(
+            {
+                "step": np.full(groups, number),
+                "wave": _waves(step),
+                "accepted": rng.permutation(groups) < step.num_accepted,
+                "prompt_length": lengths_from_quantiles(step.prompt_quantiles, groups, rng),
+                "response_length": lengths_from_quantiles(step.response_quantiles, groups * n, rng).reshape(-1, n),
+                "judge_length": lengths_from_quantiles(step.judge_quantiles, groups * n, rng).reshape(-1, n),
+                "payload_bytes": np.full(groups, step.payload_bytes),
+            }
+        )
+    return Trace(name=name, **{key: np.concatenate([row[key] for row in rows]) for key in rows[0]})
+
+
+def _waves(step: RecordedStep) -> NDArray[np.int64]:
+    """[num_prompts], the wave of each."""
+    dropped = 1 - step.num_accepted / step.num_prompts
+    sizes = np.maximum(dropped ** np.arange(step.num_waves), 1 / step.num_prompts)
+    ends = np.cumsum(sizes) / sizes.sum() * step.num_prompts
+    # Rounding leaves each wave one prompt at least.
+    waves = np.arange(step.num_waves)
+    first = np.maximum(np.round(np.concatenate([[0.0], ends[:-1]])), waves)
+    first = np.minimum(first, step.num_prompts - step.num_waves + waves)
+    return np.asarray(np.searchsorted(first, np.arange(step.num_prompts), side="right") - 1, dtype=np.int64)
+
+
+def lengths_from_quantiles(quantiles: ArrayLike, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    """[count] whole lengths, shuffled, whose quantiles are the given ones: one from each of `count` equal shares.
+
+    Raises:
+        PlacementError: probabilities do not rise within 0 and 1, or lengths do not rise from at least 1.
+    """
+    table = np.atleast_2d(np.asarray(quantiles, dtype=np.float64))
+    if table.shape[1] != 2:
+        raise refusal("quantiles.shape", table.shape, "(number, 2): a probability and a length each")
+    probabilities, lengths = table.T
+    rises = (np.diff(probabilities) > 0).all() and (np.diff(lengths) >= 0).all()
+    inside = probabilities[0] >= 0 and probabilities[-1] <= 1 and lengths[0] >= 1 and lengths[-1] < np.inf
+    if not (rises and inside):
+        accepted = "probabilities rising from 0 to 1, with rising lengths of at least 1"
+        raise refusal("quantiles", table.tolist(), accepted)
+    shares = np.linspace(0, 1, count) if count > 1 else np.array([0.5])
+    drawn = np.exp(np.interp(shares, probabilities, np.log(lengths)))
+    return np.asarray(rng.permutation(np.round(drawn)), dtype=np.float64)

@@ -1,0 +1,1 @@
+"""The engine of images: pipelines of diffusers."""

@@ -1,0 +1,375 @@
+"""An engine of images: an unmodified pipeline of diffusers, whose steps have log-probabilities."""
+
+import asyncio
+import inspect
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gcore_rollout.engines.diffusion.kernels import FlowODE
+from gcore_rollout.engines.diffusion.recording import Recorded, StepAbortedError, Tape, load_pipeline
+from gcore_rollout.engines.diffusion.samples import condition_tensors, samples_of
+from gcore_rollout.engines.diffusion.types import ImageRequest, ImageSample, ImageSampling
+from gcore_rollout.engines.protocol import EngineStats
+from gcore_rollout.engines.queueing import Call, check_weights
+from gcore_rollout.engines.sampling import sample_seeds
+from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
+from gcore_rollout.weight_sync.digests import held
+from gcore_rollout.weight_sync.report import HeldWeights
+
+_PROBED = (2, 3)
+"""Batches of these sizes tell which of the model's arguments have a row for each image."""
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """One image to be made."""
+
+    call: Call[ImageSample]
+    request: ImageRequest
+    index: int
+
+    def abort(self) -> None:
+        self.call.finished.put_nowait(self.request.aborted(self.index))
+
+
+class DiffusersEngine:
+    """Makes images by a pipeline, in batches, in a thread; made by `from_pretrained`, and bound to one event loop.
+
+    A batch is of requests with equal settings; its images start together and end together. An image depends on its
+    seed alone, up to how the machine rounds sums in batches of different sizes.
+
+    Of `Engine`'s methods, `pause`, `update_weights` and `sleep` wait for the batch that runs; `abort` ends it between
+    two steps if none of its images is wanted any more. Aborted images start anew, should somebody ask for them again.
+
+    Args:
+        pipeline: a pipeline of diffusers; its scheduler is replaced.
+        max_num_images: largest batch.
+        options: further arguments of the pipeline's call, such as max_sequence_length.
+
+    Raises:
+        UnsupportedModelError: its scheduler has no log-probability, or the pipeline makes something unknown of its
+            model's output.
+    """
+
+    def __init__(self, pipeline: Any, *, max_num_images: int = 64, options: Mapping[str, Any] | None = None) -> None:
+        if max_num_images < 1:
+            raise RolloutError(f"max_num_images is {max_num_images}; expected at least 1")
+        pipeline.set_progress_bar_config(disable=True)
+        for component in pipeline.components.values():
+            if isinstance(component, torch.nn.Module):
+                component.eval().requires_grad_(False)
+        self._recorded = Recorded(pipeline)
+        self._pipeline = pipeline
+        self._device: torch.device = pipeline.device
+        self._accepted = set(inspect.signature(pipeline.__call__).parameters)
+        self._options = dict(options or {})
+        if unknown := sorted(self._options.keys() - self._accepted):
+            raise UnsupportedModelError(
+                f"{type(pipeline).__name__} has no {unknown[0]}: it takes {sorted(self._accepted)}"
+            )
+        self._max_num_images = max_num_images
+        self._version = 0
+        self._line: deque[_Waiting] = deque()
+        self._running: tuple[Tape, list[_Waiting]] | None = None
+        self._prompts_done = 0
+        self._steps_done = 0
+        self._may_begin = asyncio.Event()
+        self._may_begin.set()
+        self._is_paused = False
+        self._is_asleep = False
+        self._closed = False
+        self._turn = asyncio.Lock()
+        """Held by the batch that runs, and by whoever changes the model."""
+        self._has_work = asyncio.Event()
+        self._worker: asyncio.Task[None] | None = None
+        self._per_image = self._probe()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        max_num_images: int = 64,
+        options: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Load a local pipeline folder.
+
+        Args:
+            path: has a model_index.json.
+            device: such as cpu or cuda:0.
+            dtype: of the weights: float32, bfloat16 or float16.
+            max_num_images: see `DiffusersEngine`, as `options`.
+
+        Raises:
+            UnsupportedModelError: see `DiffusersEngine`, or it is no pipeline's folder.
+        """
+        pipeline = load_pipeline(path, dtype=getattr(torch, dtype))
+        return cls(pipeline.to(device), max_num_images=max_num_images, options=options)
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    @property
+    def pipeline(self) -> Any:
+        """diffusers' own."""
+        return self._pipeline
+
+    async def generate(self, requests: Sequence[ImageRequest]) -> AsyncGenerator[ImageSample]:
+        """See `Engine.generate`.
+
+        Raises:
+            RequestError: the pipeline cannot serve a request.
+        """
+        self._check_open()
+        for request in requests:
+            self._check(request)
+        call: Call[ImageSample] = Call(pending=sum(len(r.sample_indices) for r in requests))
+        self._line.extend(_Waiting(call, request, i) for request in requests for i in request.sample_indices)
+        if self._worker is None:
+            self._worker = asyncio.create_task(self._work())
+        self._has_work.set()
+        async for sample in call.completions():
+            yield sample
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """See `Engine.abort`."""
+        wanted = None if request_ids is None else set(request_ids)
+        kept: deque[_Waiting] = deque()
+        for waiting in self._line:
+            if wanted is None or waiting.request.request_id in wanted:
+                waiting.abort()
+            else:
+                kept.append(waiting)
+        self._line = kept
+        if self._running is not None:
+            tape, batch = self._running
+            if wanted is None or all(w.request.request_id in wanted or w.call.abandoned for w in batch):
+                tape.is_aborted = True
+
+    async def pause(self) -> None:
+        """See `Engine.pause`; the batch that runs is finished."""
+        self._is_paused = True
+        self._may_begin.clear()
+        async with self._turn:
+            pass
+
+    async def resume(self) -> None:
+        """See `Engine.resume`."""
+        self._is_paused = False
+        self._let_begin()
+
+    async def sleep(self) -> None:
+        """See `Engine.sleep`; on a CPU there is nothing to free."""
+        self._check_open()
+        if self._line or self._running is not None:
+            raise RolloutError("images are running or waiting: abort them, or let them finish, before sleep")
+        self._is_asleep = True
+        self._may_begin.clear()
+        async with self._turn:
+            self._pipeline.to("cpu")
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+        self._check_open()
+        async with self._turn:
+            self._pipeline.to(self._device)
+        self._is_asleep = False
+        self._let_begin()
+
+    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+        """See `Engine.update_weights`; of the denoiser alone, under the names that diffusers has for them."""
+        self._check_open()
+        if version <= self._version:
+            raise ValueError(f"version is {version}; expected a version above the current {self._version}")
+        async with self._turn:
+            if self._is_asleep:
+                raise RolloutError("the engine is asleep: wake it first")
+            own = dict(self._recorded.denoiser.state_dict(keep_vars=True))
+            new = dict(weights)
+            shapes = {name: tuple(p.shape) for name, p in self._recorded.denoiser.named_parameters()}
+            check_weights(shapes, new, optional=frozenset(own.keys() - shapes.keys()))
+            with torch.no_grad():
+                for name, tensor in new.items():
+                    own[name].copy_(tensor)
+            self._version = version
+
+    async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
+        """See `ReportsWeights.held_weights`; of the denoiser."""
+        self._check_open()
+        own: dict[str, torch.Tensor] = dict(self._recorded.denoiser.named_parameters())
+        wanted = own if names is None else names
+        return HeldWeights(version=self._version, tensors=[held(name, own[name].detach) for name in wanted])
+
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`: of prompts and of denoising steps, summed over images."""
+        return EngineStats(
+            prompt_tokens=self._prompts_done,
+            completion_tokens=self._steps_done,
+            num_running=len(self._running[1]) if self._running else 0,
+            num_waiting=len(self._line),
+            weight_version=self._version,
+        )
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        self._closed = True
+        await self.abort()
+        if self._worker is not None:
+            self._worker.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._worker
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RolloutError("the engine is closed: make a new one")
+
+    def _let_begin(self) -> None:
+        if not (self._is_paused or self._is_asleep):
+            self._may_begin.set()
+
+    def _check(self, request: ImageRequest) -> None:
+        if "prompt" not in self._accepted:
+            self._class_of(request.prompt)
+        if not isinstance(request.sampling.kernel, FlowODE):
+            self._recorded.kernel(request.sampling.kernel)
+        if request.sampling.size is not None and "height" not in self._accepted:
+            raise RequestError(f"size is {request.sampling.size}: the pipeline has one size, None is needed")
+
+    def _class_of(self, prompt: str) -> int:
+        names: Mapping[str, int] = getattr(self._pipeline, "labels", None) or {}
+        if prompt in names:
+            return names[prompt]
+        if not prompt.isdecimal():
+            known = ", ".join(list(names)[:5])
+            raise RequestError(
+                f"prompt is {prompt!r}: a class's number is needed{f', or a name: {known}' if known else ''}"
+            )
+        return int(prompt)
+
+    async def _work(self) -> None:
+        while True:
+            self._has_work.clear()
+            while self._line:
+                await self._may_begin.wait()
+                async with self._turn:
+                    if self._may_begin.is_set():
+                        await self._make(self._next_batch())
+            await self._has_work.wait()
+
+    def _next_batch(self) -> list[_Waiting]:
+        """The first image in the line and those behind it that go with it; what nobody waits for is left out."""
+        batch: list[_Waiting] = []
+        others: deque[_Waiting] = deque()
+        for waiting in self._line:
+            if waiting.call.abandoned:
+                continue
+            goes_along = not batch or waiting.request.sampling == batch[0].request.sampling
+            (batch if goes_along and len(batch) < self._max_num_images else others).append(waiting)
+        self._line = others
+        return batch
+
+    async def _make(self, batch: list[_Waiting]) -> None:
+        if not batch:
+            return
+        sampling = batch[0].request.sampling
+        generators = [image_generator(waiting.request.seed, waiting.index) for waiting in batch]
+        with self._recorded.taping(sampling, generators) as tape:
+            self._running = tape, batch
+            version = self._version
+            thread = asyncio.create_task(
+                asyncio.to_thread(self._call, [w.request.prompt for w in batch], sampling, generators)
+            )
+            try:
+                images = await asyncio.shield(thread)
+            except asyncio.CancelledError:
+                tape.is_aborted = True
+                await asyncio.wait([thread])
+                raise
+            except StepAbortedError:
+                for waiting in batch:
+                    waiting.abort()
+                return
+            except Exception as error:
+                for call in {id(w.call): w.call for w in batch}.values():
+                    call.finished.put_nowait(error)
+                return
+            finally:
+                self._running = None
+        samples = samples_of(
+            tape,
+            [(waiting.request, waiting.index) for waiting in batch],
+            images,
+            latents_argument=self._recorded.latents_argument,
+            per_image=self._per_image,
+            version=version,
+        )
+        for waiting, sample in zip(batch, samples, strict=True):
+            waiting.call.finished.put_nowait(sample)
+        self._prompts_done += len({w.request.request_id for w in batch})
+        self._steps_done += len(batch) * sampling.num_inference_steps
+
+    @torch.no_grad()
+    def _call(
+        self, prompts: Sequence[str], sampling: ImageSampling, generators: Sequence[torch.Generator]
+    ) -> NDArray[np.uint8]:
+        """[B, H, W, 3]; what the tape has not."""
+        options = dict(self._options)
+        if "prompt" in self._accepted:
+            # Each prompt is encoded once.
+            unique = list(dict.fromkeys(prompts))
+            repeats = len(prompts) // len(unique)
+            is_even = [p for p in unique for _ in range(repeats)] == list(prompts)
+            if is_even and "num_images_per_prompt" in self._accepted:
+                options |= {"prompt": unique, "num_images_per_prompt": repeats}
+            else:
+                options |= {"prompt": list(prompts)}
+        else:
+            options |= {"class_labels": [self._class_of(p) for p in prompts]}
+        if sampling.size is not None:
+            options |= dict(zip(("height", "width"), sampling.size, strict=True))
+        has_decoder = getattr(self._pipeline, "vae", None) is not None
+        images = self._pipeline(
+            **options,
+            generator=list(generators),
+            num_inference_steps=sampling.num_inference_steps,
+            guidance_scale=sampling.guidance_scale,
+            output_type="pt" if has_decoder else "latent",
+        ).images
+        pixels = images.float() if has_decoder else images.float() / 2 + 0.5
+        return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+
+    def _probe(self) -> set[str]:
+        """Make a step of two batches: which arguments have a row for each image; and whether the pipeline can be used.
+
+        Raises:
+            UnsupportedModelError: it cannot.
+        """
+        sizes: dict[str, list[int]] = {}
+        prompt = "probe" if "prompt" in self._accepted else "0"
+        for count in _PROBED:
+            sampling = ImageSampling(num_inference_steps=1)
+            generators = [image_generator(0, i) for i in range(count)]
+            with self._recorded.taping(sampling, generators) as tape:
+                self._call([prompt] * count, sampling, generators)
+            if tape.call is None:
+                raise UnsupportedModelError("the pipeline makes no step: its model was never asked")
+            for name, value in condition_tensors(tape.call, self._recorded.latents_argument):
+                sizes.setdefault(name, []).append(len(value) if value.ndim else 0)
+        return {name for name, found in sizes.items() if found == list(_PROBED)}
+
+
+def image_generator(seed: int, index: int) -> torch.Generator:
+    """Of an image: the noise that it begins with, and that of its steps. On the CPU, wherever the model is."""
+    (own,) = sample_seeds(seed, np.array([index]))
+    return torch.Generator().manual_seed(int(own) >> 1)

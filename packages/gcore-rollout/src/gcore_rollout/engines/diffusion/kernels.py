@@ -1,0 +1,189 @@
+"""Transition kernels: how a sampler goes from one noise level to the next, as a Gaussian whose density is known.
+
+Shapes: latents and model outputs are [B, ...], B images; levels are [B] or scalars. All in float32.
+
+A flow-matching model (rectified flow, x_s = (1 - s) x_0 + s e, model output v = e - x_0) goes from sigma s to a lower
+one; DDIM from alpha-bar to a higher one. ``level`` and ``next_level`` are these.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from gcore_rollout.errors import RequestError
+
+PredictionType = Literal["epsilon", "v_prediction", "sample"]
+"""What a model trained for DDPM or DDIM gives."""
+
+
+class Transition(NamedTuple):
+    """A Gaussian over the next latents."""
+
+    mean: torch.Tensor
+    """[B, ...]."""
+    std: torch.Tensor
+    """[B, 1, ...], the same in all dimensions of an image; 0: the next latents are the mean."""
+
+    def log_prob(self, next_latents: torch.Tensor) -> torch.Tensor:
+        """[B] log-density of the next latents, its mean over their dimensions.
+
+        A mean, not the sum that a density has: so Flow-GRPO's and DDPO's code define the ratio that they clip. Sums
+        over 10,000s of dimensions would make every ratio 0 or infinite.
+
+        Raises:
+            ValueError: there is no noise, and so no density.
+        """
+        if not bool((self.std > 0).all()):
+            raise ValueError("std is 0: a step without noise has no log-probability")
+        exponents = (next_latents - self.mean) ** 2 / (2 * self.std**2)
+        return -(exponents + torch.log(self.std) + 0.5 * math.log(2 * math.pi)).flatten(1).mean(1)
+
+
+class Kernel(ABC):
+    """How a sampler takes a step."""
+
+    @abstractmethod
+    def __call__(
+        self, output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor
+    ) -> Transition:
+        """The next latents' distribution.
+
+        Args:
+            output: [B, ...] of the model.
+            latents: [B, ...] that it saw.
+            level: [B] of the latents.
+            next_level: [B] to go to.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowODE(Kernel):
+    """Euler's step of the probability flow: x + v dt, without noise."""
+
+    def __call__(
+        self, output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor
+    ) -> Transition:
+        s, s_next = _columns(latents, level, next_level)
+        return Transition(latents + output * (s_next - s), torch.zeros_like(s))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowSDE(Kernel):
+    """Flow-GRPO's (arXiv 2505.05470, eq. 9): the SDE with the flow's marginals, g = a sqrt(s / (1 - s)).
+
+    mean = x (1 + g^2 dt / 2s) + v (1 + g^2 (1 - s) / 2s) dt, std = g sqrt(-dt). At s = 1, where g has no value, the
+    next level stands in the denominator, as in the published code.
+    """
+
+    noise_level: float = 0.7
+    """a."""
+
+    def __post_init__(self) -> None:
+        _check_noise("noise_level", self.noise_level)
+
+    def __call__(
+        self, output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor
+    ) -> Transition:
+        s, s_next = _columns(latents, level, next_level)
+        dt = s_next - s
+        below_one = torch.where(s >= 1, s_next, s)
+        g = self.noise_level * torch.sqrt(s / (1 - below_one))
+        mean = latents * (1 + g**2 / (2 * s) * dt) + output * (1 + g**2 * (1 - s) / (2 * s)) * dt
+        return Transition(mean, g * torch.sqrt(-dt))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DanceSDE(Kernel):
+    """DanceGRPO's (arXiv 2505.07818, eq. 8): the same family of SDEs with a constant g = eta.
+
+    mean = x + v dt + eta^2 / 2 (x - (1 - s) x_0) / s^2 dt, with x_0 = x - s v; std = eta sqrt(-dt).
+    """
+
+    noise_level: float = 0.3
+    """eta."""
+
+    def __post_init__(self) -> None:
+        _check_noise("noise_level", self.noise_level)
+
+    def __call__(
+        self, output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor
+    ) -> Transition:
+        s, s_next = _columns(latents, level, next_level)
+        dt = s_next - s
+        clean = latents - s * output
+        against_score = (latents - (1 - s) * clean) / s**2
+        mean = latents + output * dt + 0.5 * self.noise_level**2 * against_score * dt
+        return Transition(mean, self.noise_level * torch.sqrt(-dt))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowCPS(Kernel):
+    """Coefficient-preserving sampling (Flow-CPS, arXiv 2509.05952): as in DDIM, the level is kept whatever the noise.
+
+    std = s' sin(eta pi / 2), mean = (1 - s') x_0 + sqrt(s'^2 - std^2) e, with x_0 = x - s v and e = x + (1 - s) v. The
+    last step, to s' = 0, has no noise.
+    """
+
+    noise_level: float = 0.7
+    """eta, in (0, 1]."""
+
+    def __post_init__(self) -> None:
+        _check_noise("noise_level", self.noise_level)
+        if self.noise_level > 1:
+            raise RequestError(f"noise_level is {self.noise_level}; expected at most 1")
+
+    def __call__(
+        self, output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor
+    ) -> Transition:
+        s, s_next = _columns(latents, level, next_level)
+        std = s_next * math.sin(self.noise_level * math.pi / 2)
+        clean, noise = latents - s * output, latents + (1 - s) * output
+        return Transition((1 - s_next) * clean + torch.sqrt(s_next**2 - std**2) * noise, std)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDIM(Kernel):
+    """DDIM's (arXiv 2010.02502, eq. 12 and 16), for models of DDPM's kind: DDPO (arXiv 2305.13301) samples by it.
+
+    With a = alpha-bar: std = eta sqrt((1 - a') / (1 - a)) sqrt(1 - a / a'), mean = sqrt(a') x_0 + sqrt(1 - a' - std^2)
+    e. To a' = 1 there is no noise.
+    """
+
+    eta: float = 1.0
+    """0: without noise; 1: as much as DDPM."""
+    prediction_type: PredictionType = "epsilon"
+    clip_sample_range: float | None = None
+    """x_0 is clipped to +-this, as the scheduler's ``clip_sample`` says; e is the model's all the same."""
+
+    def __call__(
+        self, output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor
+    ) -> Transition:
+        a, a_next = _columns(latents, level, next_level)
+        match self.prediction_type:
+            case "epsilon":
+                noise = output
+                clean = (latents - torch.sqrt(1 - a) * noise) / torch.sqrt(a)
+            case "v_prediction":
+                clean = torch.sqrt(a) * latents - torch.sqrt(1 - a) * output
+                noise = torch.sqrt(a) * output + torch.sqrt(1 - a) * latents
+            case "sample":
+                clean = output
+                noise = (latents - torch.sqrt(a) * clean) / torch.sqrt(1 - a)
+        if self.clip_sample_range is not None:
+            clean = clean.clamp(-self.clip_sample_range, self.clip_sample_range)
+        std = self.eta * torch.sqrt(((1 - a_next) / (1 - a) * (1 - a / a_next)).clamp(min=0.0))
+        return Transition(torch.sqrt(a_next) * clean + torch.sqrt(1 - a_next - std**2) * noise, std)
+
+
+def _columns(latents: torch.Tensor, *levels: torch.Tensor) -> list[torch.Tensor]:
+    """Levels [B] or scalar as [B, 1, ...]."""
+    shape = (-1,) + (1,) * (latents.ndim - 1)
+    return [level.to(latents).expand(latents.shape[0]).reshape(shape) for level in levels]
+
+
+def _check_noise(field: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise RequestError(f"{field} is {value}; expected a finite number above 0")

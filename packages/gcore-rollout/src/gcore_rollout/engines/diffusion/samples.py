@@ -1,0 +1,115 @@
+"""Image samples from the tape of a batch: trajectories, and the conditions that the model was given."""
+
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gcore_rollout.engines.diffusion.recording import ModelCall, Tape
+from gcore_rollout.engines.diffusion.types import ImageRequest, ImageSample, Trajectory
+from gcore_rollout.errors import UnsupportedModelError
+
+_LEFT_OUT = {"return_dict", "timestep", "timesteps"}
+
+
+def samples_of(
+    tape: Tape,
+    batch: Sequence[tuple[ImageRequest, int]],
+    images: NDArray[np.uint8],
+    *,
+    latents_argument: str,
+    per_image: Collection[str],
+    version: int,
+) -> Iterator[ImageSample]:
+    """Yield the samples of a batch of B images.
+
+    Args:
+        tape: of the batch.
+        batch: the request and the sample's index of each image.
+        images: [B, H, W, 3].
+        latents_argument: the model's name for its latents.
+        per_image: names of the model's arguments that have a row for each image.
+        version: of the weights.
+    """
+    assert tape.call is not None
+    assert tape.final is not None
+    final = tape.final.cpu().numpy()
+    own, shared = _conditions(tape.call, len(batch), latents_argument, per_image)
+    is_guided = len(tape.call.output) == 2 * len(batch)
+    guidance_scale = batch[0][0].sampling.guidance_scale if is_guided else None
+    for row, (trajectory, (request, index)) in enumerate(zip(_trajectories(tape, final), batch, strict=True)):
+        yield ImageSample(
+            request_id=request.request_id,
+            index=index,
+            image=images[row],
+            latents=final[row],
+            trajectory=trajectory,
+            conditions={name: value[row] for name, value in own.items()},
+            shared_conditions=shared,
+            guidance_scale=guidance_scale,
+            weight_version=version,
+            finish_reason="stop",
+        )
+
+
+def condition_tensors(call: ModelCall, latents_argument: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that the model was given besides latents and timestep, by its names for them.
+
+    Raises:
+        UnsupportedModelError: it was given something else, which training could not give it again.
+    """
+    for name, value in call.arguments.items():
+        if isinstance(value, torch.Tensor) and name not in _LEFT_OUT and name != latents_argument:
+            yield name, value
+        elif value is not None and name not in _LEFT_OUT and not isinstance(value, torch.Tensor | bool):
+            raise UnsupportedModelError(f"the pipeline gives its model {name}={value!r}; expected tensors only")
+
+
+def _conditions(
+    call: ModelCall, num_images: int, latents_argument: str, per_image: Collection[str]
+) -> tuple[dict[str, NDArray[np.generic]], dict[str, NDArray[np.generic]]]:
+    """Return conditions with a row for each image, [B, ...] or with guidance [B, 2, ...], and those shared by all."""
+    own: dict[str, NDArray[np.generic]] = {}
+    shared: dict[str, NDArray[np.generic]] = {}
+    for name, value in condition_tensors(call, latents_argument):
+        array = (value.float() if value.is_floating_point() else value).cpu().numpy()
+        if name not in per_image:
+            shared[name] = array
+        elif len(array) == 2 * num_images:
+            own[name] = np.stack([array[:num_images], array[num_images:]], axis=1)
+        else:
+            own[name] = array
+    return own, shared
+
+
+def _trajectories(tape: Tape, final: NDArray[np.float32]) -> list[Trajectory]:
+    """Return the trajectory of each image."""
+    steps = tape.steps
+    shape = (0, *final.shape)
+
+    def stacked(name: str) -> NDArray[np.float32]:
+        """Stack a tensor of all K steps: [K, B, ...]."""
+        if not steps:
+            return np.zeros(shape if name != "log_prob" else shape[:2], np.float32)
+        return torch.stack([getattr(step, name) for step in steps]).cpu().numpy()
+
+    def scalars(name: str) -> NDArray[np.float32]:
+        return np.array([getattr(step, name) for step in steps], np.float32)
+
+    latents, following, means, log_probs = (stacked(n) for n in ("latents", "next_latents", "mean", "log_prob"))
+    levels, next_levels, timesteps = (scalars(name) for name in ("level", "next_level", "timestep"))
+    indices = np.array([step.index for step in steps], np.int64)
+    return [
+        Trajectory(
+            latents=latents[:, row],
+            next_latents=following[:, row],
+            means=means[:, row],
+            log_probs=log_probs[:, row],
+            steps=indices,
+            levels=levels,
+            next_levels=next_levels,
+            timesteps=timesteps,
+        )
+        for row in range(len(final))
+    ]

@@ -1,0 +1,1 @@
+"""The `hf` engine: transformers models, continuously batched."""

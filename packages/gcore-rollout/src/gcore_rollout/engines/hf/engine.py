@@ -1,0 +1,387 @@
+"""The `hf` engine: any transformers causal LM, continuously batched over key-value slots, in this process.
+
+Of vision-language models it runs those of `images.VISION_MODELS`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from gcore_rollout.engines.hf import slot_attention
+from gcore_rollout.engines.hf.probe import check_logits, probe_prompts
+from gcore_rollout.engines.hf.rows import Rows
+from gcore_rollout.engines.hf.slot_attention import Decode, Prefill, SlotCache
+from gcore_rollout.engines.hf.vision import HFVision
+from gcore_rollout.engines.in_process import InProcessEngine
+from gcore_rollout.engines.protocol import EngineStats
+from gcore_rollout.engines.queueing import Sample, check_request, check_weights
+from gcore_rollout.engines.repetition import extend_runs, is_repetitive
+from gcore_rollout.engines.sampling import sample_tokens, uniforms
+from gcore_rollout.engines.types import FinishReason, Request, SamplingParams
+from gcore_rollout.errors import UnsupportedModelError
+from gcore_rollout.images.vision_processor import VISION_MODELS, VisionProcessor, checkpoint_name
+from gcore_rollout.weight_sync.digests import held
+from gcore_rollout.weight_sync.report import HeldTensor, HeldWeights
+
+
+class HFEngine(InProcessEngine):
+    """Runs a transformers causal LM and samples from it.
+
+    One decode step computes exactly one token for each live sample: prompts are prefilled without padding and once for
+    all samples of a request, a finished sample's slot is filled by the last live one, and waiting requests are admitted
+    between steps. Steps run on the event loop, so what is batched together depends only on the order of calls.
+
+    A sample that was aborted and goes on draws the tokens that it would have drawn. `sleep` drops the keys and values
+    and, where the device is not the CPU, moves the weights to the host's memory.
+
+    Args:
+        model: loaded with ``attn_implementation=slot_attention.ATTENTION_NAME``; use `from_pretrained`.
+        eos_token_ids: tokens that end a completion.
+        max_num_seqs: most samples alive at once.
+        vision: reads images for the model; None: it takes none.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        eos_token_ids: Sequence[int],
+        max_num_seqs: int = 256,
+        vision: VisionProcessor | None = None,
+    ) -> None:
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs is {max_num_seqs}; expected at least 1")
+        super().__init__()
+        self._model = model.eval().requires_grad_(False)
+        self._device: torch.device = model.device
+        text_config: Any = model.config.get_text_config()
+        self._max_length = slot_attention.longest_sequence(text_config)
+        self._vocab_size: int = model.get_input_embeddings().num_embeddings
+        self._eos = np.asarray(eos_token_ids, dtype=np.int64)
+        self._max_num_seqs = max_num_seqs
+        self._cache = SlotCache(num_layers=text_config.num_hidden_layers)
+        self._rows = Rows(max_num_seqs)
+        self._prompt_tokens = 0
+        self._completion_tokens = 0
+        self._vision = None if vision is None else HFVision(self._model, vision)
+        # transformers has names of its own for parameters of these models.
+        names: list[str] = [] if vision is None else list(model.state_dict())
+        self._hub_names = {name: checkpoint_name(model, name) for name in names}
+        self._sources = _sources(model)
+        # Whether the parameters are memory of somebody else, which is not to be written to.
+        self._is_borrowing = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        eos_token_ids: Sequence[int] | None = None,
+    ) -> Self:
+        """Load a local Hugging Face folder.
+
+        Args:
+            path: folder with ``config.json`` and weights.
+            max_model_len: longest prompt + completion that must be computed, in tokens; default: any.
+            eos_token_ids: default: what the model's generation config says.
+
+        Raises:
+            UnsupportedModelError: the architecture does not call transformers' attention interface, its logits in the
+                engine are not those of transformers, it computes ``max_model_len`` tokens in another way than fewer
+                (rope_type ``longrope``), or it reads images and the folder has no image processor.
+        """
+        slot_attention.register()
+        config = AutoConfig.from_pretrained(path)
+        text_config: Any = config.get_text_config()
+        vision = VisionProcessor.from_pretrained(path) if config.model_type in VISION_MODELS else None
+        attention: Any = slot_attention.ATTENTION_NAME
+        if vision is not None:
+            attention = {"text_config": attention, "vision_config": "sdpa"}
+        auto_class: Any = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
+        try:
+            model: Any = auto_class.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention)
+        except (AttributeError, KeyError, TypeError) as error:
+            # Of models that have classes of their own for every attention that they know.
+            raise UnsupportedModelError(
+                f"{config.model_type!r} does not load with an attention that is not transformers' own "
+                f"({type(error).__name__}: {error}): the vllm engine may run it"
+            ) from error
+        # transformers itself ignores an attention that the model never calls, and the samples would mix.
+        others = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if not model.is_backend_compatible() or others:
+            raise UnsupportedModelError(
+                f"{config.model_type!r} does not run all its layers through transformers' attention interface: "
+                "the hf engine cannot run it, the vllm engine may"
+            )
+        longest = slot_attention.longest_sequence(text_config)
+        if max_model_len is not None and longest < min(max_model_len, text_config.max_position_embeddings):
+            raise UnsupportedModelError(
+                f"max_model_len is {max_model_len}; expected at most {longest} for rope_type 'longrope' of "
+                f"{config.model_type!r}, whose factors change there: the vllm engine computes longer sequences"
+            )
+        if eos_token_ids is None:
+            eos = model.generation_config.eos_token_id
+            eos_token_ids = [eos] if isinstance(eos, int) else list(eos or [])
+        engine = cls(model.to(device), eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs, vision=vision)
+        prompts = probe_prompts(engine._vocab_size, engine._max_length, max_num_seqs)
+        check_logits(model, prompts, partial(engine._logits_of, prompts))
+        return engine
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            num_running=len(self._rows),
+            num_waiting=len(self._waiting),
+            weight_version=self._version,
+        )
+
+    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+        """See `Engine.update_weights`. Unknown or missing names and wrong shapes are refused before any copy."""
+        own, new = self._checked_weights(weights, version)
+        for name, tensor in new.items():
+            if self._is_borrowing:
+                own[name].data = torch.empty_like(own[name])
+            own[name].data.copy_(tensor, non_blocking=True)
+        self._is_borrowing = False
+        self._version = version
+
+    async def update_weights_in_place(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> bool:
+        """See `TakesWeightsInPlace`."""
+        own, new = self._checked_weights(weights, version)
+        if any((t.device, t.dtype) != (own[name].device, own[name].dtype) for name, t in new.items()):
+            await self.update_weights(new.items(), version=version)
+            return False
+        for name, tensor in new.items():
+            own[name].data = tensor.detach()
+        self._is_borrowing = True
+        self._version = version
+        return True
+
+    async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
+        """See `ReportsWeights.held_weights`."""
+        self._check_open()
+        names_here = {self._hub_names.get(name, name): name for name in self._sources}
+        own: dict[str, torch.Tensor] = dict(self._model.named_parameters(remove_duplicate=False))
+        tensors: list[HeldTensor] = []
+        for name in names_here if names is None else names:
+            source = self._sources[names_here[name]]
+            published = self._hub_names.get(source, source)
+            tensors.append(held(name, own[names_here[name]].detach, source=published))
+        return HeldWeights(version=self._version, tensors=tensors)
+
+    def _checked_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The model's own and the new ones, which fit."""
+        self._check_update(version)
+        own: dict[str, torch.Tensor] = self._model.state_dict(keep_vars=True)
+        own = {self._hub_names.get(name, name): tensor for name, tensor in own.items()}
+        new = dict(weights)
+        # Tied parameters are one tensor under several names, any one of which will do.
+        given = {own[name].data_ptr() for name in new.keys() & own.keys()}
+        tied = frozenset(name for name, tensor in own.items() if name not in new and tensor.data_ptr() in given)
+        check_weights({name: tuple(tensor.shape) for name, tensor in own.items()}, new, optional=tied)
+        return own, new
+
+    async def close(self) -> None:
+        """See `Engine.close`. Calls still generating get a `RolloutError`."""
+        self._stop()
+        self._rows = Rows(0)
+        self._cache.clear()
+
+    def _check_request(self, request: Request) -> None:
+        vision = None if self._vision is None else self._vision.processor
+        check_request(request, max_length=self._max_length, vocab_size=self._vocab_size, vision=vision)
+
+    def _num_running(self) -> int:
+        return len(self._rows)
+
+    def _free_memory(self) -> None:
+        self._cache.clear()
+        if self._device.type != "cpu":
+            self._model.to("cpu")
+            torch.accelerator.empty_cache()
+
+    def _allocate_memory(self) -> None:
+        self._model.to(self._device)
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        """Admit what fits, then sample one token for every live sample."""
+        num_old = len(self._rows)
+        prefill_logits = self._admit()
+        logits = [] if num_old == 0 else [self._decode(num_old)]
+        if prefill_logits is not None:
+            logits.append(prefill_logits)
+        if logits:
+            self._sample(torch.cat(logits) if len(logits) > 1 else logits[0])
+            self._retire()
+
+    def _logits_of(self, prompts: Sequence[Sequence[int]], next_tokens: Sequence[int]) -> list[torch.Tensor]:
+        """Logits [P, V] after prompts and after one more token of each, of an engine that is idle."""
+        sampling = SamplingParams(max_tokens=2)
+        self._waiting.join(
+            [Request(request_id=str(i), prompt_token_ids=tuple(p), sampling=sampling) for i, p in enumerate(prompts)]
+        )
+        try:
+            after_prompts = self._admit()
+            assert after_prompts is not None
+            self._rows.last_tokens[: len(prompts)] = next_tokens
+            self._rows.num_sampled[: len(prompts)] = 1
+            return [after_prompts, self._decode(len(prompts))]
+        finally:
+            self._rows = Rows(self._max_num_seqs)
+            self._cache.clear()
+            self._prompt_tokens = 0
+
+    def _admit(self) -> torch.Tensor | None:
+        """Prefill waiting samples into free slots; their logits [M, V], in slot order."""
+        rows = self._rows
+        first = len(rows)
+        prompts: list[Sample] = []
+        slot_prompts: list[int] = []
+        for group in self._waiting.admit(self._max_num_seqs - first):
+            rows.add(group)
+            slot_prompts.extend([len(prompts)] * len(group))
+            prompts.append(group[0])
+        if not prompts:
+            return None
+        admitted = slice(first, len(rows))
+        needed = int((rows.prompt_lengths[admitted] + rows.max_tokens[admitted]).max())
+        self._cache.reserve(_round_up(len(rows), 64, self._max_num_seqs), _round_up(needed, 64, self._max_length))
+        return self._prefill(prompts, slot_prompts, first)
+
+    def _prefill(self, samples: list[Sample], slot_prompts: list[int], first: int) -> torch.Tensor:
+        """Logits [M, V] of slots from ``first`` on; ``samples`` has one of each prompt."""
+        prompts = [sample.start_token_ids for sample in samples]
+        lengths = np.array([len(p) for p in prompts])
+        ends = np.cumsum(lengths)
+        longest = int(lengths.max())
+        positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+        padded_index = positions + np.repeat(np.arange(len(prompts)) * longest, lengths)
+        self._prompt_tokens += int(ends[-1])
+        slots = np.arange(first, first + len(slot_prompts))
+        which = self._tensor(np.array(slot_prompts))
+        plan = Prefill(
+            cache=self._cache,
+            padded_index=self._tensor(padded_index),
+            num_prompts=len(prompts),
+            max_length=longest,
+            slots=self._tensor(slots),
+            prompts=which,
+        )
+        tokens = np.fromiter((t for p in prompts for t in p), np.int64, count=int(ends[-1]))
+        keep = self._tensor(ends - 1)
+        if not any(sample.request.images for sample in samples):
+            return self._forward(positions, plan, keep=keep, input_ids=self._tensor(tokens)[None])[which]
+        assert self._vision is not None
+        seen = self._vision.see(samples, tokens, positions)
+        self._rows.rope_offsets[slots] = seen.offsets[slot_prompts]
+        return self._forward(seen.positions, plan, keep=keep, inputs_embeds=seen.embeddings)[which]
+
+    def _decode(self, batch: int) -> torch.Tensor:
+        """Logits [B, V] after the last sampled token of each of the first ``batch`` slots."""
+        rows = self._rows
+        positions = rows.prompt_lengths[:batch] + rows.num_sampled[:batch] - 1
+        position_ids = self._tensor(positions)
+        hidden = torch.arange(int(positions.max()) + 1, device=self._device) > position_ids[:, None]
+        mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=self._device)
+        mask.masked_fill_(hidden, float("-inf"))
+        plan = Decode(
+            cache=self._cache,
+            slots=torch.arange(batch, device=self._device),
+            positions=position_ids,
+            mask=mask[:, None, None],
+        )
+        tokens = self._tensor(rows.last_tokens[:batch])[None]
+        return self._forward(positions + rows.rope_offsets[:batch], plan, keep=0, input_ids=tokens)
+
+    def _forward(
+        self, positions: NDArray[np.int64], plan: Prefill | Decode, *, keep: torch.Tensor | int, **inputs: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits [K, V] of the tokens to keep, by rotary positions [T], or [3, T] where they have three axes."""
+        # A row is a batch of one, which stands before the tokens.
+        position_ids = self._tensor(positions).unsqueeze(-2)
+        output = self._model(position_ids=position_ids, use_cache=False, logits_to_keep=keep, slots=plan, **inputs)
+        return output.logits[0]
+
+    def _sample(self, logits_BV: torch.Tensor) -> None:
+        rows = self._rows
+        batch = len(rows)
+        at = rows.num_sampled[:batch].copy()
+        u = uniforms(rows.seeds[:batch], at)
+        tokens_B, log_probs_B = sample_tokens(logits_BV, rows.temperatures[:batch], u)
+        rows.last_tokens[:batch] = tokens_B.cpu().numpy()
+        every = np.arange(batch)
+        rows.tokens[every, at] = rows.last_tokens[:batch]
+        rows.log_probs[every, at] = log_probs_B.cpu().numpy()
+        rows.versions[every, at] = self._version
+        rows.num_sampled[:batch] += 1
+        extend_runs(rows.runs[:batch], rows.tokens[:batch], at)
+        self._completion_tokens += batch
+
+    def _retire(self) -> None:
+        """Hand over the samples that ended with this step and free their slots."""
+        rows = self._rows
+        batch = len(rows)
+        stopped = np.isin(rows.last_tokens[:batch], self._eos)
+        full = rows.num_sampled[:batch] >= rows.max_tokens[:batch]
+        repetitive = is_repetitive(
+            rows.runs[:batch], rows.min_pattern_sizes[:batch], rows.max_pattern_sizes[:batch], rows.min_counts[:batch]
+        )
+        finished = np.flatnonzero(stopped | full | repetitive)
+        for row in finished.tolist():
+            self._finish(row, "stop" if stopped[row] else "length" if full[row] else "repetition")
+        self._release(finished)
+
+    def _finish(self, row: int, reason: FinishReason) -> None:
+        rows, sample = self._rows, self._rows.samples[row]
+        new = slice(sample.prefix_length, int(rows.num_sampled[row]))
+        sample.finish(rows.tokens[row, new], rows.log_probs[row, new], rows.versions[row, new], reason)
+
+    @torch.inference_mode()
+    def _remove_running(self, which: Callable[[Sample], bool], *, as_aborted: bool) -> list[Sample]:
+        removed = [(row, sample) for row, sample in enumerate(self._rows.samples) if which(sample)]
+        if as_aborted:
+            for row, _ in removed:
+                self._finish(row, "abort")
+        self._release(np.array([row for row, _ in removed], np.int64))
+        return [sample for _, sample in removed]
+
+    def _release(self, slots: NDArray[np.int64]) -> None:
+        """Free ``slots``: the last live samples move into the holes."""
+        if len(slots) == 0:
+            return
+        rows = self._rows
+        left = len(rows) - len(slots)
+        tail = np.setdiff1d(np.arange(left, len(rows)), slots, assume_unique=True)
+        holes = slots[slots < left]
+        if len(tail):
+            rows.move(tail, holes)
+            length = int((rows.prompt_lengths[holes] + rows.num_sampled[holes]).max())
+            self._cache.move(self._tensor(tail), self._tensor(holes), length)
+        del rows.samples[left:]
+
+    def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+def _sources(model: Any) -> dict[str, str]:
+    """For each parameter's name the first name of the same parameter: a tied head is the embedding."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def _round_up(value: int, multiple: int, limit: int) -> int:
+    return min(-(-value // multiple) * multiple, limit)

@@ -1,0 +1,357 @@
+"""An engine in a process of its own, called over a socket, with weights handed over in shared memory."""
+
+import asyncio
+import os
+import pickle
+import socket
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Self
+
+import torch
+
+from gcore_rollout.engines.processes.child_process import ChildProcess
+from gcore_rollout.engines.processes.wire import (
+    Abandon,
+    Beat,
+    Call,
+    Channel,
+    Done,
+    Failed,
+    Finished,
+    FromEngine,
+    Generate,
+    Setup,
+    UpdateWeights,
+    exception,
+)
+from gcore_rollout.engines.protocol import Engine, EngineStats
+from gcore_rollout.engines.registry import PRELOAD_HF
+from gcore_rollout.engines.types import RequestT, SampleT
+from gcore_rollout.engines.wrappers import ForwardingEngine
+from gcore_rollout.errors import EngineDiedError, EngineStartError, RolloutError
+from gcore_rollout.weight_sync.report import HeldWeights
+from gcore_rollout.weight_sync.shared_weights import SharedWeights
+
+_BEAT_INTERVAL_S = 0.25
+_END_TIMEOUT_S = 10.0
+
+
+@dataclass(eq=False)
+class _Stream:
+    """One `generate` call: what it is owed, and what has come."""
+
+    unfinished: dict[tuple[str, int], None]
+    items: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+
+
+class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
+    """An engine that another process runs; made by `start`.
+
+    All calls of `Engine` are forwarded and may be made at the same time. Exceptions come back as they were raised
+    there, with a note that holds the traceback. `stats` and `weight_version` are what the process has last told: after
+    every call, and within 20 ms of a change, unless the engine is in the middle of a long step.
+
+    When the process dies, every call in flight raises `EngineDiedError`, after the completions that arrived; so does
+    every later one. It ends when this process does, however that ends, and leaves nothing behind. One that says nothing
+    for ``heartbeat_timeout_s`` is killed. Bound to the event loop that it was started in, and ends with it. Linux only.
+
+    Attributes:
+        pid: The process's number.
+    """
+
+    def __init__(
+        self, process: ChildProcess, channel: Channel, weights_socket: socket.socket, *, heartbeat_timeout_s: float
+    ) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._channel = channel
+        self._weights_socket = weights_socket
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._silent_s = 0.0
+        self._stats = EngineStats(prompt_tokens=0, completion_tokens=0, num_running=0, num_waiting=0, weight_version=0)
+        self._weights = SharedWeights()
+        self._weights_in_use: asyncio.Future[Any] | None = None
+        self._last_update = self._new_future()
+        self._last_update.set_result(None)
+        self._streams: dict[int, _Stream] = {}
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._last_call_id = 0
+        self._killed_because = ""
+        self._death: str | None = None
+        self._closed = False
+        self._life = asyncio.create_task(self._live())
+        # Not a part of it: a task that is cancelled before it has begun does nothing at all.
+        self._life.add_done_callback(self._part)
+        self._watcher: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        factory: Callable[[], Engine[RequestT, SampleT] | Awaitable[Engine[RequestT, SampleT]]],
+        *,
+        num_threads: int | None = None,
+        env: Mapping[str, str] | None = None,
+        preload: tuple[str, ...] = PRELOAD_HF,
+        start_timeout_s: float = 600.0,
+        heartbeat_timeout_s: float = 120.0,
+    ) -> Self:
+        """Start a process and wait until its engine is made.
+
+        Args:
+            factory: makes the engine there; picklable, such as ``partial(HFEngine.from_pretrained, path)``.
+            num_threads: of torch on CPU; default: torch's own choice.
+            env: environment variables beside those of this process, such as CUDA_VISIBLE_DEVICES. They are set before
+                the engine is made, but after the modules of ``preload`` were imported.
+            preload: modules that are imported once, in a server from which all processes with the same ``preload`` are
+                forked. None of them may start threads or touch a GPU on import.
+            heartbeat_timeout_s: how long the process may be silent. Its event loop is, during a step of the engine,
+                while a step compiles, and while weights are copied: be generous.
+
+        Raises:
+            EngineStartError: it was not ready in time.
+            EngineDiedError: the process died before it was ready.
+            Exception: what the factory raised.
+        """
+        if heartbeat_timeout_s <= 0:
+            raise ValueError(f"heartbeat_timeout_s is {heartbeat_timeout_s}; expected more than 0")
+        if num_threads is not None and num_threads < 1:
+            raise ValueError(f"num_threads is {num_threads}; expected at least 1")
+        packed = pickle.dumps(factory)
+        engine: Self | None = None
+        try:
+            async with asyncio.timeout(start_timeout_s):
+                engine = await cls._fork(preload, heartbeat_timeout_s)
+                call_id, ready = engine._new_reply()
+                setup = Setup(
+                    call_id,
+                    environment=dict(os.environ) | dict(env or {}),
+                    import_path=list(sys.path),
+                    folder=str(Path.cwd()),
+                    num_threads=num_threads,
+                    beat_interval_s=min(_BEAT_INTERVAL_S, heartbeat_timeout_s / 4),
+                    factory=packed,
+                )
+                engine._channel.send(setup)
+                await ready
+        except BaseException as error:
+            if engine is not None:
+                engine._kill("its start failed")
+                await engine.close()
+            if isinstance(error, TimeoutError):
+                raise EngineStartError(f"the engine process was not ready after {start_timeout_s} s") from error
+            raise
+        engine._watcher = asyncio.create_task(engine._watch())
+        return engine
+
+    @classmethod
+    async def _fork(cls, preload: tuple[str, ...], heartbeat_timeout_s: float) -> Self:
+        channel, their_channel = socket.socketpair()
+        weights, their_weights = socket.socketpair()
+        try:
+            process = await ChildProcess.fork(their_channel, their_weights, preload=preload)
+        except BaseException:
+            channel.close()
+            weights.close()
+            raise
+        try:
+            # The process speaks when it is spoken to, and then this is the engine.
+            opened = await Channel.open(channel, lambda message: engine._take(message))
+        except BaseException:
+            process.close()
+            weights.close()
+            raise
+        engine = cls(process, opened, weights, heartbeat_timeout_s=heartbeat_timeout_s)
+        return engine
+
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`; as of the process's last message, even if that was its last."""
+        return self._stats
+
+    async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
+        """See `Engine.generate`.
+
+        Raises:
+            EngineDiedError: with what was not finished.
+        """
+        stream = _Stream({(r.request_id, i): None for r in requests for i in r.sample_indices})
+        self._check_open(tuple(stream.unfinished))
+        call_id = self._new_call_id()
+        self._streams[call_id] = stream
+        self._channel.send(Generate(call_id, tuple(requests)))
+        try:
+            while (item := await stream.items.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            if self._streams.pop(call_id, None) and self._death is None:
+                self._channel.send(Abandon(call_id))
+
+    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+        """See `Engine.update_weights`.
+
+        Weights are copied to shared memory, unless they are a `SharedWeights`: an `HFEngine` on CPU computes with what
+        lies there, others copy it once more. When this returns they are the caller's again, a `SharedWeights` to be
+        written anew. An iterable that fails half-way leaves the engine with its old weights. If this is cancelled, the
+        update may yet happen.
+        """
+        self._check_open()
+        if isinstance(weights, SharedWeights):
+            shared = weights
+        else:
+            shared = self._weights
+            # One after the other, for each that is on its way has memory of its own.
+            while not self._last_update.done():
+                await asyncio.wait([self._last_update])
+            self._check_open()
+            shared.write(weights)
+        layout = shared.layout
+        call_id, reply = self._new_reply()
+        self._last_update = reply
+        in_use = self._new_future()
+        shared.read_until(in_use)
+        reply.add_done_callback(lambda _: self._weights_taken(reply, in_use))
+        with suppress(ConnectionError):  # it has just died: the reply will say so
+            socket.send_fds(self._weights_socket, [b"\0"], [shared.fileno()])
+        self._channel.send(UpdateWeights(call_id, layout, version))
+        await asyncio.shield(reply)
+
+    async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights | None:
+        """See `ReportsWeights.held_weights`."""
+        self._check_open()
+        return await self._reply_to("held_weights", names)
+
+    async def close(self) -> None:
+        """See `Engine.close`. Calls still generating get what the engine raises; a process that hangs is killed."""
+        if not self._closed:
+            self._closed = True
+            try:
+                async with asyncio.timeout(_END_TIMEOUT_S):
+                    await self._reply_to("close")
+            except (TimeoutError, RolloutError):
+                self._kill("it did not close")
+            finally:
+                self._channel.close()
+                self._weights.close()
+        await asyncio.wait([self._life])
+
+    async def _call(self, method: str, *arguments: Any) -> None:
+        self._check_open()
+        await self._reply_to(method, *arguments)
+
+    async def _reply_to(self, method: str, *arguments: Any) -> Any:
+        if self._death is not None:
+            return None
+        call_id, reply = self._new_reply()
+        self._channel.send(Call(call_id, method, arguments))
+        # Without the shield, whoever cancels the caller would cancel what the process answers to.
+        return await asyncio.shield(reply)
+
+    def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
+        if self._closed:
+            raise RolloutError("the engine is closed: start a new one")
+        if self._death is not None:
+            raise EngineDiedError(self._death, unfinished=unfinished)
+
+    def _new_call_id(self) -> int:
+        self._last_call_id += 1
+        return self._last_call_id
+
+    def _new_reply(self) -> "tuple[int, asyncio.Future[Any]]":
+        call_id = self._new_call_id()
+        reply = self._replies[call_id] = self._new_future()
+        return call_id, reply
+
+    def _new_future(self) -> "asyncio.Future[Any]":
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        # Whoever waits for it may be cancelled: then nobody else looks at an exception.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return future
+
+    def _weights_taken(self, reply: "asyncio.Future[Any]", in_use: "asyncio.Future[Any]") -> None:
+        """The memory of an update is free at once if it was copied; if it is used, that of the update before is."""
+        takes_over = not reply.exception() and reply.result()
+        no_more = self._weights_in_use if takes_over else in_use
+        if takes_over:
+            self._weights_in_use = in_use
+        if no_more is not None:
+            no_more.set_result(None)
+
+    def _kill(self, reason: str) -> None:
+        self._killed_because = f" because {reason}"
+        self._process.kill()
+
+    async def _live(self) -> str:
+        """Wait until the process is gone; what it died of, in words."""
+        ending = asyncio.create_task(self._process.ended())
+        ends = [self._channel.gone, ending]
+        try:
+            # Either comes first: the end of the channel, or, where a child of the process holds that open, its own.
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if self._watcher is not None:
+                self._watcher.cancel()
+            # What it had sent is still to be read; and a process without a channel is of no use.
+            await asyncio.wait(ends, timeout=_END_TIMEOUT_S)
+            if not ending.done():
+                self._kill("it closed its end of the channel")
+            return await ending
+        finally:
+            ending.cancel()
+            await asyncio.wait([ending])
+
+    def _part(self, life: "asyncio.Task[str]") -> None:
+        """Tell everybody that the process is gone; or end it with the event loop, which cancels its tasks."""
+        end = "was left by its event loop" if life.cancelled() else life.result()
+        self._death = f"engine process {self.pid} {end}{self._killed_because}"
+        self._process.close()
+        self._weights_socket.close()
+        self._channel.abort()
+        if self._closed:
+            self._fail_all(lambda _: RolloutError("the engine was closed while generating"))
+        else:
+            self._fail_all(lambda unfinished: EngineDiedError(self._death or "", unfinished=unfinished))
+        if self._weights_in_use is not None:
+            self._weights_in_use.set_result(None)
+
+    def _take(self, message: FromEngine) -> None:
+        self._silent_s = 0.0
+        match message:
+            case Finished(call_id, sample):
+                if stream := self._streams.get(call_id):
+                    stream.unfinished.pop((sample.request_id, sample.index), None)
+                    stream.items.put_nowait(sample)
+            case Done(call_id, stats, value):
+                self._stats = stats
+                self._end_call(call_id, None, value)
+            case Failed(call_id):
+                self._end_call(call_id, exception(message, self.pid))
+            case Beat(stats):
+                self._stats = stats
+
+    def _end_call(self, call_id: int, error: Exception | None, value: Any = None) -> None:
+        if stream := self._streams.pop(call_id, None):
+            stream.items.put_nowait(error)
+        # Whoever waited for it may have been cancelled.
+        elif (reply := self._replies.pop(call_id, None)) and not reply.done():
+            if error is None:
+                reply.set_result(value)
+            else:
+                reply.set_exception(error)
+
+    def _fail_all(self, error: Callable[[tuple[tuple[str, int], ...]], Exception]) -> None:
+        for call_id in (*self._streams, *self._replies):
+            unfinished = self._streams[call_id].unfinished if call_id in self._streams else ()
+            self._end_call(call_id, error(tuple(unfinished)))
+
+    async def _watch(self) -> None:
+        """Kill the process when it has been silent for too long."""
+        interval_s = min(_BEAT_INTERVAL_S, self._heartbeat_timeout_s / 4)
+        while self._silent_s < self._heartbeat_timeout_s:
+            await asyncio.sleep(interval_s)
+            # Not by the clock: after a pause of this event loop, what came in meanwhile is read before the next turn.
+            self._silent_s += interval_s
+        self._kill(f"it had been silent for {self._heartbeat_timeout_s} s")

@@ -1,0 +1,277 @@
+"""Engines that queue waiting samples: `generate` calls, the queue, and the checks of requests and weights."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, ClassVar, Generic
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gcore_rollout.engines.types import Completion, FinishReason, Request, SampleT
+from gcore_rollout.errors import EngineDiedError, RequestError, RolloutError
+
+if TYPE_CHECKING:
+    from gcore_rollout.images.vision_processor import VisionProcessor
+
+
+@dataclass(eq=False)
+class Call(Generic[SampleT]):
+    """One `generate` call: the queue of its completions, and how many are still to come."""
+
+    pending: int
+    finished: asyncio.Queue[SampleT | Exception] = field(default_factory=asyncio.Queue)
+    abandoned: bool = False
+
+    async def completions(self) -> AsyncGenerator[SampleT]:
+        """Yield each completion as it is finished; a call left early is marked as abandoned."""
+        try:
+            while self.pending:
+                item = await self.finished.get()
+                if isinstance(item, Exception):
+                    raise item
+                self.pending -= 1
+                yield item
+        finally:
+            self.abandoned = self.pending > 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sample:
+    """One of a request's samples, from the queue to its completion."""
+
+    call: Call
+    request: Request
+    index: int
+    prefix: Completion | None
+    """The completion that it continues, of at least one token."""
+    shares_prompt: bool
+    """Whether an earlier sample of the request starts from the same tokens."""
+
+    @property
+    def start_token_ids(self) -> tuple[int, ...]:
+        """The prompt and the tokens of the prefix."""
+        before = () if self.prefix is None else self.prefix.token_ids.tolist()
+        return (*self.request.prompt_token_ids, *before)
+
+    @property
+    def prefix_length(self) -> int:
+        return 0 if self.prefix is None else self.prefix.token_ids.size
+
+    def finish(
+        self,
+        token_ids: NDArray[np.int64],
+        log_probs: NDArray[np.float32],
+        weight_versions: NDArray[np.int32],
+        reason: FinishReason,
+    ) -> None:
+        """Hand over the completion: the tokens of the prefix, then those given, all of shape [T]."""
+        if self.prefix is not None:
+            token_ids = np.concatenate([self.prefix.token_ids, token_ids])
+            log_probs = np.concatenate([self.prefix.log_probs, log_probs])
+            weight_versions = np.concatenate([self.prefix.weight_versions, weight_versions])
+        self.call.finished.put_nowait(
+            Completion(
+                request_id=self.request.request_id,
+                index=self.index,
+                # Completions that come back from storage may have other types, and arrays here may be views.
+                token_ids=token_ids.astype(np.int64),
+                log_probs=log_probs.astype(np.float32),
+                weight_versions=weight_versions.astype(np.int32),
+                finish_reason=reason,
+            )
+        )
+
+
+class WaitingQueue:
+    """Samples that have not started, first come, first served."""
+
+    def __init__(self) -> None:
+        # Each entry holds samples of one request that start from the same tokens.
+        self._groups: deque[deque[Sample]] = deque()
+
+    def __len__(self) -> int:
+        return sum(len(group) for group in self._groups)
+
+    def join(self, requests: Sequence[Request]) -> Call:
+        """Append the samples of a new call; of each request, those with a prefix come first."""
+        call: Call = Call(pending=sum(len(r.sample_indices) for r in requests))
+        self._groups.extend(deque(group) for r in requests for group in _groups(call, r))
+        return call
+
+    def admit(self, capacity: int) -> Iterator[list[Sample]]:
+        """Remove up to ``capacity`` samples from the front, in lists of those that start from the same tokens."""
+        while self._groups and capacity > 0:
+            first = self._groups[0]
+            group = [first.popleft() for _ in range(min(capacity, len(first)))]
+            capacity -= len(group)
+            if not first:
+                self._groups.popleft()
+            yield group
+
+    def remove(self, which: Callable[[Sample], bool]) -> list[Sample]:
+        """Remove these samples and return them."""
+        removed = [s for s in chain(*self._groups) if which(s)]
+        if removed:
+            left = (deque(s for s in group if not which(s)) for group in self._groups)
+            self._groups = deque(group for group in left if group)
+        return removed
+
+
+def _groups(call: Call, request: Request) -> Iterator[list[Sample]]:
+    prefixes = {c.index: c for c in request.prefixes if c.token_ids.size}
+    for index, prefix in prefixes.items():
+        yield [Sample(call=call, request=request, index=index, prefix=prefix, shares_prompt=False)]
+    new = [i for i in request.sample_indices if i not in prefixes]
+    if new:
+        yield [Sample(call=call, request=request, index=i, prefix=None, shares_prompt=i != new[0]) for i in new]
+
+
+class QueueingEngine(ABC):
+    """An engine that queues its waiting samples; the running ones are the subclass's."""
+
+    _HOW_TO_OPEN: ClassVar[str]
+    """What to do once the engine is closed, for errors."""
+
+    def __init__(self) -> None:
+        self._waiting = WaitingQueue()
+        self._version = 0
+        self._is_closed = False
+        self._death: str | None = None
+        """Why it is dead."""
+        self._is_paused = False
+        self._is_asleep = False
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
+        self._check_open(tuple((r.request_id, i) for r in requests for i in r.sample_indices))
+        for request in requests:
+            self._check_request(request)
+        call = self._waiting.join(requests)
+        self._start()
+        try:
+            async with aclosing(call.completions()) as completions:
+                async for completion in completions:
+                    yield completion
+        finally:
+            if call.abandoned:
+                self._waiting.remove(lambda sample: sample.call is call)
+                self._abandon(call)
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        self._check_open()
+        ids = None if request_ids is None else frozenset(request_ids)
+
+        def is_meant(sample: Sample) -> bool:
+            return ids is None or sample.request.request_id in ids
+
+        for sample in self._waiting.remove(is_meant):
+            sample.finish(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.int32), "abort")
+        await self._abort_running(is_meant)
+
+    def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
+        """Refuse a call of a closed or dead engine; ``unfinished`` are its samples as (request id, index)."""
+        if self._is_closed:
+            raise RolloutError(f"the engine is closed: {self._HOW_TO_OPEN}")
+        if self._death is not None:
+            raise EngineDiedError(self._death, unfinished=unfinished)
+
+    def _check_idle(self) -> None:
+        running, waiting = self._num_running(), len(self._waiting)
+        if running or waiting:
+            raise RolloutError(
+                f"{running} samples are running and {waiting} are waiting: abort them or let them finish before sleep"
+            )
+
+    def _check_update(self, version: int) -> None:
+        self._check_open()
+        if self._is_asleep:
+            raise RolloutError("the engine is asleep: wake it before update_weights")
+        if version <= self._version:
+            raise ValueError(f"version is {version}; expected a version above the current {self._version}")
+
+    @abstractmethod
+    def _check_request(self, request: Request) -> None:
+        """Refuse a request that the model cannot serve."""
+
+    @abstractmethod
+    def _num_running(self) -> int: ...
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Start waiting samples if there is capacity."""
+
+    @abstractmethod
+    def _abandon(self, call: Call) -> None:
+        """Stop the running samples of an abandoned call."""
+
+    @abstractmethod
+    def _abort_running(self, which: Callable[[Sample], bool]) -> Awaitable[None]:
+        """Stop running samples, and hand over the tokens that they have."""
+
+
+def check_request(
+    request: Request, *, max_length: int, vocab_size: int, vision: "VisionProcessor | None" = None
+) -> None:
+    """Refuse a request that the model cannot serve.
+
+    Args:
+        request: to be checked.
+        max_length: largest number of tokens of prompt and completion.
+        vocab_size: number of tokens that the model knows.
+        vision: the image processor of the model; None: it takes no images.
+
+    Raises:
+        RequestError: too many tokens, a token outside the vocabulary, or images that do not fit the prompt.
+    """
+    if request.images and vision is None:
+        raise RequestError(
+            f"request {request.request_id!r} has {len(request.images)} images; expected none: only the hf and vllm "
+            "engines take images, with a vision-language model"
+        )
+    prompt, max_tokens = request.prompt_token_ids, request.sampling.max_tokens
+    need = len(prompt) + max_tokens
+    if need > max_length:
+        raise RequestError(
+            f"request {request.request_id!r} needs {len(prompt)} prompt + {max_tokens} completion tokens = {need}; "
+            f"expected at most {max_length}, which the model takes"
+        )
+    prefixes = [c.token_ids for c in request.prefixes if c.token_ids.size]
+    for name, tokens in (("prompt", np.array(prompt)), *(("prefix", t) for t in prefixes)):
+        if not 0 <= tokens.min() <= tokens.max() < vocab_size:
+            raise RequestError(
+                f"request {request.request_id!r} has {name} tokens from {tokens.min()} to {tokens.max()}; "
+                f"expected 0 to {vocab_size - 1}, which the model knows"
+            )
+    if request.images and vision is not None:
+        vision.check(request.request_id, prompt, request.images)
+
+
+def check_weights(
+    shapes: Mapping[str, tuple[int, ...]], new: Mapping[str, torch.Tensor], *, optional: frozenset[str]
+) -> None:
+    """Refuse weights that are not the model's.
+
+    Args:
+        shapes: of all parameters of the model.
+        new: weights to be checked.
+        optional: names that may be left out, because they are tied to others.
+
+    Raises:
+        ValueError: unknown or missing names, or another shape.
+    """
+    unknown = sorted(new.keys() - shapes.keys() - optional)
+    missing = sorted(shapes.keys() - new.keys() - optional)
+    if unknown or missing:
+        raise ValueError(f"weights do not match the model: unknown names {unknown[:3]}, missing names {missing[:3]}")
+    for name, tensor in new.items():
+        if name in shapes and tuple(tensor.shape) != shapes[name]:
+            raise ValueError(f"shape of weight {name!r} is {tuple(tensor.shape)}; expected {shapes[name]}")

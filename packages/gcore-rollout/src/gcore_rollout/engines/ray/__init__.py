@@ -1,0 +1,1 @@
+"""Engines in actors of a Ray cluster."""

@@ -1,0 +1,140 @@
+"""The registry of engines: the kinds that settings name, what each of them needs, and how it is made."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gcore_rollout.engines.protocol import Engine
+from gcore_rollout.errors import RequestError
+from gcore_rollout.python_file import load_function
+
+PRELOAD_HF = ("gcore_rollout.engines.hf.engine",)
+"""Modules that the process of any engine needs."""
+PRELOAD_VLLM = (
+    *PRELOAD_HF,
+    "vllm.engine.arg_utils",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.gpu_model_runner",
+)
+"""Modules that the process of a `VLLMEngine` needs; a fork server with vLLM imported then stays in memory."""
+PRELOAD_DIFFUSERS = ("gcore_rollout.engines.diffusion.engine", "diffusers.pipelines.pipeline_utils")
+"""Modules that the process of a `DiffusersEngine` needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineKind:
+    """A kind of engine for a model folder, and what it needs."""
+
+    make: str
+    """``MODULE:CLASS`` with a method ``from_pretrained(model, *, dtype, max_num_seqs, eos_token_ids, ...)``; or of a
+    server ``connect(url, *, weights_dir, model_path, max_num_seqs, eos_token_ids)``."""
+    is_server: bool = False
+    """Whether it runs already, at a URL."""
+    takes_device: bool = False
+    """Whether it is made with a ``device``; otherwise it is on the first visible one."""
+    takes_max_model_len: bool = True
+    takes_speculative_config: bool = False
+    takes_images: bool = False
+    needs_own_process: bool = False
+    """Whether two of them cannot share a process."""
+    has_rope_of_batch: bool = False
+    """Whether it computes rope_type ``longrope`` by the longest sequence of each batch."""
+    preload: tuple[str, ...] = PRELOAD_HF
+    """Modules to import before a process for it is forked."""
+    is_own: bool = False
+    """Whether it is a function of the user's, ``PATH.py:function`` in ``make``, called as ``from_pretrained``."""
+
+    def load(self) -> Any:
+        """Import the class."""
+        module, _, name = self.make.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+_KINDS = {
+    "hf": EngineKind(make="gcore_rollout.engines.hf.engine:HFEngine", takes_device=True, takes_images=True),
+    "vllm": EngineKind(
+        make="gcore_rollout.engines.vllm.engine:VLLMEngine",
+        takes_speculative_config=True,
+        takes_images=True,
+        needs_own_process=True,
+        preload=PRELOAD_VLLM,
+    ),
+    "vllm_server": EngineKind(make="gcore_rollout.engines.servers.vllm:VLLMServerEngine", is_server=True),
+    "sglang_server": EngineKind(
+        make="gcore_rollout.engines.servers.sglang:SGLangServerEngine", is_server=True, has_rope_of_batch=True
+    ),
+}
+
+
+def register_engine(name: str, kind: EngineKind) -> None:
+    """Add a kind of engine, for settings to name.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in _KINDS:
+        raise ValueError(f"name is {name!r}; expected one that is not registered yet: {', '.join(_KINDS)} are")
+    _KINDS[name] = kind
+
+
+def engine_names(which: Callable[[EngineKind], bool] = lambda _: True) -> list[str]:
+    """Return the names of the registered kinds, or of some of them."""
+    return [name for name, kind in _KINDS.items() if which(kind)]
+
+
+def engine_kind(name: str) -> EngineKind:
+    """Return the registered kind of this name, or the kind of the user's own that ``PATH.py:function`` makes.
+
+    Raises:
+        RequestError: the name is neither.
+    """
+    if name in _KINDS:
+        return _KINDS[name]
+    if ".py:" not in name:
+        raise RequestError(f"engine is {name!r}; expected {', '.join(_KINDS)} or PATH.py:function")
+    return EngineKind(make=name, is_own=True, takes_device=True, takes_max_model_len=False)
+
+
+def engine_factory(
+    name: str,
+    model: str | Path,
+    *,
+    device: str,
+    max_model_len: int | None = None,
+    speculative_config: dict[str, Any] | None = None,
+    **options: Any,
+) -> Callable[[], Engine]:
+    """Return what makes an engine with the weights of a model folder, in this process or, pickled, in another.
+
+    Args:
+        name: of the kind of engine, which is no server.
+        model: Hugging Face folder.
+        device: such as cpu or cuda:0, for kinds that take one.
+        max_model_len: longest prompt and completion in tokens, for kinds that take it; None: the kind's default.
+        speculative_config: see `VLLMEngine.from_pretrained`; None: no speculation.
+        options: for any kind, such as dtype, max_num_seqs and eos_token_ids.
+    """
+    kind = engine_kind(name)
+    if kind.takes_device:
+        options["device"] = device
+    if kind.takes_max_model_len and max_model_len is not None:
+        options["max_model_len"] = max_model_len
+    if kind.takes_speculative_config and speculative_config is not None:
+        options["speculative_config"] = speculative_config
+    if kind.is_own:
+        return partial(_engine_of_file, str(Path(name).absolute()), model, **options)
+    return partial(kind.load().from_pretrained, model, **options)
+
+
+def _engine_of_file(spec: str, model: str | Path, **options: Any) -> Engine:
+    """Make an engine of the user's; its file is imported in the process that runs the engine."""
+    return load_function(spec, setting="engine")(model, **options)
+
+
+def connect_servers(name: str, urls: Sequence[str], **options: Any) -> list[Engine]:
+    """Connect to the servers at these URLs; see `ServerEngine.connect` for the options."""
+    connect = engine_kind(name).load().connect
+    return [connect(url, **options) for url in urls]

@@ -1,0 +1,332 @@
+"""The replicas that stand for one engine: which are alive, which weights they have, and how dead ones are replaced."""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic
+
+import torch
+
+from gcore_rollout.engines.protocol import Engine, EngineStats, KeptWeights
+from gcore_rollout.engines.types import RequestT, SampleT
+from gcore_rollout.errors import EngineDiedError, RolloutError, WrongWeightsError
+from gcore_rollout.weight_sync.report import Digests, check_weights
+from gcore_rollout.weight_sync.shared_weights import SharedWeights
+
+
+@dataclass(eq=False)
+class Replica(Generic[RequestT, SampleT]):
+    """One of the engines and its outstanding work."""
+
+    engine: Engine[RequestT, SampleT]
+    is_replacement: bool = False
+    has_weights: bool = True
+    """Whether its weights are the current ones."""
+    leaves: bool = False
+    has_finished: bool = False
+    """Whether it has finished a sample."""
+    work: int = 0
+    tasks: set["asyncio.Task[None] | None"] = field(default_factory=set["asyncio.Task[None] | None"])
+    """Tasks that wait for its samples."""
+
+    def __post_init__(self) -> None:
+        self.before = self.engine.stats()
+
+    @property
+    def serves(self) -> bool:
+        return self.has_weights and not self.leaves
+
+
+class ReplicaPool(Generic[RequestT, SampleT]):
+    """Keeps replicas with the same weights; the base of `EngineReplicas`, which distributes requests over them.
+
+    Args:
+        engines: all with the same `weight_version`; closed by `close`.
+        restart: see `EngineReplicas`.
+        announce: see `EngineReplicas`.
+
+    Raises:
+        ValueError: there are no engines, or their weight versions differ.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine[RequestT, SampleT]],
+        *,
+        restart: Callable[[], Awaitable[Engine[RequestT, SampleT]]] | None,
+        announce: Callable[[str], None] | None,
+    ) -> None:
+        versions = {engine.weight_version for engine in engines}
+        if len(versions) != 1:
+            raise ValueError(f"weight versions of engines are {sorted(versions)}; expected one version of one or more")
+        (self._version,) = versions
+        self._replicas = [Replica(engine) for engine in engines]
+        self._restart = restart
+        self._announce = announce or (lambda _: None)
+        self._expected: tuple[int, Digests] | None = None
+        """Version and digests of the last `check_weights`."""
+        self._fault: WrongWeightsError | None = None
+        self._restarts: set[asyncio.Task[None]] = set()
+        self._updates: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._losses: deque[str] = deque(maxlen=4)
+        self._gone_prompt_tokens = 0
+        self._gone_completion_tokens = 0
+        self._own_weights: SharedWeights | None = None
+        self._current: tuple[KeptWeights, int] | None = None
+        self._updating = asyncio.Lock()
+        # Guards the membership and the weights of the members.
+        self._changing = asyncio.Lock()
+        self._is_paused = False
+        self._is_asleep = False
+        self._closed = False
+
+    @property
+    def engines(self) -> list[Engine[RequestT, SampleT]]:
+        """The replicas that are alive."""
+        return [replica.engine for replica in self._replicas]
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    def stats(self) -> EngineStats:
+        """Sum the counters of all replicas, dead and removed ones included, over their time in the pool."""
+        both = [(replica.before, replica.engine.stats()) for replica in self._replicas]
+        return EngineStats(
+            prompt_tokens=self._gone_prompt_tokens + sum(s.prompt_tokens - b.prompt_tokens for b, s in both),
+            completion_tokens=self._gone_completion_tokens
+            + sum(s.completion_tokens - b.completion_tokens for b, s in both),
+            num_running=sum(s.num_running for _, s in both),
+            num_waiting=sum(s.num_waiting for _, s in both),
+            weight_version=self._version,
+        )
+
+    async def pause(self) -> None:
+        self._is_paused = True
+        await self._all("pause")
+
+    async def resume(self) -> None:
+        self._is_paused = False
+        await self._all("resume")
+
+    async def sleep(self) -> None:
+        await self._all("sleep")
+        self._is_asleep = True
+
+    async def wake(self) -> None:
+        self._is_asleep = False
+        await self._all("wake")
+
+    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+        """Update all replicas. Weights other than `KeptWeights` are first written to shared memory, once for all.
+
+        A replica that refuses what another one accepts counts as dead. If all refuse, the error is raised and nothing
+        has changed. A `WrongWeightsError` of any replica is raised, because what corrupts weights is still there
+        without that replica. If all replicas are dead, the first replacement takes the update. If the caller is
+        cancelled, the update still completes in all replicas.
+        """
+        self._check_open()
+        await asyncio.shield(self._keep(self._updates, self._update_weights(weights, version)))
+
+    async def _update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        async with self._updating:
+            if version <= self._version:
+                raise ValueError(f"version is {version}; expected a version above the current {self._version}")
+            if isinstance(weights, KeptWeights):
+                kept = weights
+            else:
+                kept = self._own_weights = self._own_weights or SharedWeights()
+                kept.write(weights)
+            with kept.reading():
+                # Between two attempts replacements join, which needs the other lock.
+                while not await self._broadcast_weights(kept, version):
+                    if not self._restarts:
+                        raise EngineDiedError(self._why_none_serves())
+                    await asyncio.wait(self._restarts, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _broadcast_weights(self, kept: KeptWeights, version: int) -> bool:
+        """Update all replicas, and return whether any of them has the weights now."""
+        async with self._changing:
+            replicas = list(self._replicas)
+            updates = (replica.engine.update_weights(kept, version=version) for replica in replicas)
+            outcomes = await asyncio.gather(*updates, return_exceptions=True)
+            for outcome in outcomes:
+                if isinstance(outcome, WrongWeightsError):
+                    raise outcome
+            refusals = [e for e in outcomes if isinstance(e, Exception) and not isinstance(e, EngineDiedError)]
+            agreed = any(outcome is None for outcome in outcomes)
+            for replica, outcome in zip(replicas, outcomes, strict=True):
+                if outcome is None:
+                    replica.has_weights = True
+                elif agreed or isinstance(outcome, EngineDiedError):
+                    self._bury(replica, outcome.reason if isinstance(outcome, EngineDiedError) else str(outcome))
+            if agreed:
+                self._version = version
+                self._current = (kept, kept.num_writes)
+            elif refusals:
+                raise refusals[0]
+            return agreed
+
+    async def check_weights(self, digests: Digests) -> None:
+        """Compare the weights of all replicas, and those of replacements until the next update, with digests.
+
+        See `ChecksWeights.check_weights`.
+        """
+        self._expected = self._version, digests
+        self._check_open()
+        replicas = list(self._replicas)
+        outcomes = await asyncio.gather(
+            *(check_weights(replica.engine, digests) for replica in replicas), return_exceptions=True
+        )
+        self._settle(replicas, outcomes)
+
+    async def add(self, engine: Engine[RequestT, SampleT]) -> None:
+        """Add a replica. It serves once it has the current weights: at once if the pool still holds them.
+
+        Raises:
+            ValueError: its weights are newer than those of the others.
+        """
+        await self._add(Replica(engine))
+
+    async def remove(self, engine: Engine[RequestT, SampleT], *, drain: bool = True) -> None:
+        """Remove a replica, which stays open; return when it has no more work of this pool.
+
+        Args:
+            drain: let it finish its samples. Otherwise they are aborted, and other replicas continue them.
+
+        Raises:
+            ValueError: it is not one of the replicas, or the last one that could serve.
+            EngineDiedError: it died before that; its samples are still made by other replicas.
+        """
+        replica = next((r for r in self._replicas if r.engine is engine), None)
+        if replica is None:
+            raise ValueError("the engine to be removed is not one of the replicas")
+        if not any(r.serves for r in self._replicas if r is not replica):
+            raise ValueError("the engine to be removed is the last one that serves; add another one first")
+        replica.leaves = True
+        try:
+            if not drain and replica.tasks:
+                await engine.abort()
+            while replica.tasks:
+                await asyncio.wait([task for task in replica.tasks if task])
+        except EngineDiedError as death:
+            self._bury(replica, str(death))
+            raise
+        except BaseException:
+            replica.leaves = False
+            raise
+        if replica not in self._replicas:
+            raise EngineDiedError("the engine to be removed has died")
+        self._depart(replica)
+
+    async def close(self) -> None:
+        self._closed = True
+        for task in self._restarts:
+            task.cancel()
+        await asyncio.gather(*self._restarts, return_exceptions=True)
+        await asyncio.gather(*(engine.close() for engine in self.engines))
+        await asyncio.gather(*self._updates, *self._closing, return_exceptions=True)
+        if self._own_weights is not None:
+            self._own_weights.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RolloutError("the replicas are closed: make new ones")
+        if self._fault is not None:
+            raise self._fault
+
+    def _has_fault(self, error: WrongWeightsError) -> None:
+        """Fail all calls from now on."""
+        self._fault = error
+
+    async def _all(self, method: str, *arguments: object) -> None:
+        """Call a method of all replicas; the death of some is no error."""
+        self._check_open()
+        replicas = list(self._replicas)
+        calls = (getattr(replica.engine, method)(*arguments) for replica in replicas)
+        self._settle(replicas, await asyncio.gather(*calls, return_exceptions=True))
+
+    def _settle(self, replicas: Sequence[Replica[RequestT, SampleT]], outcomes: Sequence[object]) -> None:
+        """Bury the replicas whose call found them dead, and raise what any other call raised."""
+        for replica, outcome in zip(replicas, outcomes, strict=True):
+            if isinstance(outcome, EngineDiedError):
+                self._bury(replica, outcome.reason)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, EngineDiedError):
+                raise outcome
+
+    def _depart(self, replica: Replica[RequestT, SampleT]) -> None:
+        self._replicas.remove(replica)
+        stats = replica.engine.stats()
+        self._gone_prompt_tokens += stats.prompt_tokens - replica.before.prompt_tokens
+        self._gone_completion_tokens += stats.completion_tokens - replica.before.completion_tokens
+
+    def _bury(self, replica: Replica[RequestT, SampleT], reason: str) -> None:
+        """Remove a dead replica, and start its replacement if there is to be one. Idempotent."""
+        if replica not in self._replicas:
+            return
+        name: str = getattr(replica.engine, "name", "an engine")
+        self._losses.append(reason)
+        self._depart(replica)
+        self._keep(self._closing, replica.engine.close())
+        hopeless = replica.is_replacement and not replica.has_finished
+        is_replaced = self._restart is not None and not (self._closed or replica.leaves or hopeless)
+        if self._restart is not None and is_replaced:
+            self._keep(self._restarts, self._replace(self._restart, name))
+        if not self._closed:
+            others = f"not replaced, {len(self._replicas)} of its kind are left"
+            self._announce(f"{name} is gone: {reason}; {'a replacement is being started' if is_replaced else others}")
+
+    def _keep(self, tasks: "set[asyncio.Task[None]]", work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Run something whether or not its caller waits for it."""
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task
+
+    async def _replace(self, restart: Callable[[], Awaitable[Engine[RequestT, SampleT]]], name: str) -> None:
+        try:
+            engine = await restart()
+        except Exception as error:
+            self._losses.append(f"a replacement could not be made: {error!r}")
+            self._announce(f"no replacement of {name} could be started: {error!r}")
+            return
+        try:
+            await self._add(Replica(engine, is_replacement=True))
+        except Exception as error:
+            if isinstance(error, WrongWeightsError):
+                self._has_fault(error)
+            self._losses.append(f"a replacement could not be added: {error!r}")
+            self._announce(f"the replacement of {name} could not be used: {error}")
+            await engine.close()
+
+    async def _add(self, replica: Replica[RequestT, SampleT]) -> None:
+        self._check_open()
+        engine = replica.engine
+        async with self._changing:
+            if engine.weight_version > self._version:
+                raise ValueError(
+                    f"weight version of the engine is {engine.weight_version}; expected at most {self._version}, "
+                    "which the others have"
+                )
+            if engine.weight_version < self._version and self._current is not None:
+                kept, num_writes = self._current
+                if kept.num_writes == num_writes and kept.is_whole:
+                    with kept.reading():
+                        await engine.update_weights(kept, version=self._version)
+            if self._expected is not None and self._expected[0] == engine.weight_version:
+                await check_weights(engine, self._expected[1])
+            if self._is_paused:
+                await engine.pause()
+            if self._is_asleep:
+                await engine.sleep()
+            replica.has_weights = engine.weight_version == self._version
+            self._replicas.append(replica)
+
+    def _why_none_serves(self) -> str:
+        if self._replicas:
+            return "no replica serves: those that are left have older weights, or are leaving"
+        return f"no replica is left: {'; '.join(self._losses) or 'all were removed'}"

@@ -1,0 +1,212 @@
+"""Several engines as one: requests go to the least loaded replica, and others make what a dead one left unfinished."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Generic, cast
+
+from gcore_rollout.engines.protocol import Engine
+from gcore_rollout.engines.replica_pool import Replica, ReplicaPool
+from gcore_rollout.engines.types import AnySample, RequestT, SampleT
+from gcore_rollout.errors import EngineDiedError, WrongWeightsError
+
+
+@dataclass(eq=False)
+class _Part(Generic[RequestT]):
+    """Samples of a request that one replica makes together."""
+
+    request: RequestT
+    """For these samples alone."""
+    aborted: "asyncio.Future[None]"
+    deaths: int = 0
+    """Replicas that have died with it."""
+
+    def __post_init__(self) -> None:
+        self.unfinished = set(self.request.sample_indices)
+
+    @property
+    def work(self) -> int:
+        return len(self.unfinished) * self.request.work_per_sample
+
+    def rest(self, partial: Sequence[AnySample], *, deaths: int) -> "_Part[RequestT]":
+        """Return the unfinished samples as a part that continues from these partial ones."""
+        return _Part(self.request.continuing(partial).part(sorted(self.unfinished)), self.aborted, deaths)
+
+
+@dataclass(eq=False)
+class _Run(Generic[RequestT, SampleT]):
+    """One `generate` call."""
+
+    num_pending: int
+    parts: set[_Part[RequestT]] = field(default_factory=set[_Part[RequestT]])
+    items: asyncio.Queue[SampleT | Exception] = field(default_factory=asyncio.Queue)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+
+    async def stop(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+class EngineReplicas(ReplicaPool[RequestT, SampleT]):
+    """Engines of any kind with the same weights, used as one.
+
+    A request goes to the replica with the least outstanding work, counted as ``work_per_sample`` for every unfinished
+    sample. Its samples stay together, because their prompt is then computed once, unless they are more than a fair
+    share of all work. With engines whose samples depend on their seeds alone, results do not depend on which replica
+    made them.
+
+    A replica that raises `EngineDiedError` is gone: its unfinished samples start again on another one, each exactly
+    once. When all are gone, calls raise `EngineDiedError` with what is unfinished.
+
+    Args:
+        engines: all with the same `weight_version`; closed by `close`.
+        restart: makes a replacement for a replica that died. It serves once it has the current weights, which the pool
+            still holds if `update_weights` has been called, and which otherwise come with its next call. A replacement
+            that dies before it has finished a sample is not replaced.
+        max_deaths: how many replicas may die with the same sample before its call fails: it may be what kills them.
+        announce: called with a line when a replica has died, and when its replacement fails: which one it was (the
+            engine's ``name``, if it has one), why it died and what is done. It must not block.
+
+    Raises:
+        ValueError: there are no engines, or their weight versions differ.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine[RequestT, SampleT]],
+        *,
+        restart: Callable[[], Awaitable[Engine[RequestT, SampleT]]] | None = None,
+        max_deaths: int = 3,
+        announce: Callable[[str], None] | None = None,
+    ) -> None:
+        super().__init__(engines, restart=restart, announce=announce)
+        if max_deaths < 1:
+            raise ValueError(f"max_deaths is {max_deaths}; expected at least 1")
+        self._max_deaths = max_deaths
+        self._runs: set[_Run[RequestT, SampleT]] = set()
+
+    async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
+        """See `Engine.generate`.
+
+        Raises:
+            EngineDiedError: all replicas are dead, or too many died with one sample; with what is unfinished.
+        """
+        self._check_open()
+        run: _Run[RequestT, SampleT] = _Run(num_pending=sum(len(r.sample_indices) for r in requests))
+        self._runs.add(run)
+        for part in self._split(requests):
+            self._submit(part, run)
+        try:
+            while run.num_pending:
+                item = await run.items.get()
+                if isinstance(item, EngineDiedError):
+                    await run.stop()
+                    while not run.items.empty():
+                        if isinstance(late := run.items.get_nowait(), AnySample):
+                            yield late
+                    unfinished = tuple((p.request.request_id, i) for p in run.parts for i in sorted(p.unfinished))
+                    raise EngineDiedError(item.reason, unfinished=unfinished) from item
+                if isinstance(item, Exception):
+                    raise item
+                run.num_pending -= 1
+                yield item
+        finally:
+            self._runs.discard(run)
+            await run.stop()
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        wanted = None if request_ids is None else set(request_ids)
+        for run in self._runs:
+            for part in run.parts:
+                if (wanted is None or part.request.request_id in wanted) and not part.aborted.done():
+                    part.aborted.set_result(None)
+        await self._all("abort", request_ids)
+
+    def _has_fault(self, error: WrongWeightsError) -> None:
+        super()._has_fault(error)
+        for run in self._runs:
+            run.items.put_nowait(error)
+
+    def _split(self, requests: Sequence[RequestT]) -> Iterator[_Part[RequestT]]:
+        """Yield each request as one part, or as several if it is more than a replica's fair share of all work."""
+        num_replicas = max(1, sum(r.serves for r in self._replicas))
+        new = sum(len(r.sample_indices) * r.work_per_sample for r in requests)
+        outstanding = sum(r.work for r in self._replicas) + new
+        fair_share = outstanding / num_replicas
+        for request in requests:
+            largest = max(1, int(fair_share / request.work_per_sample))
+            indices = request.sample_indices
+            num_parts = min(num_replicas, -(-len(indices) // largest))
+            bounds = [len(indices) * i // num_parts for i in range(num_parts + 1)]
+            for start, stop in pairwise(bounds):
+                yield _Part(request.part(indices[start:stop]), asyncio.get_running_loop().create_future())
+
+    def _submit(self, part: _Part[RequestT], run: _Run[RequestT, SampleT]) -> None:
+        run.parts.add(part)
+        task = asyncio.create_task(self._serve(part, run))
+        run.tasks.add(task)
+        task.add_done_callback(run.tasks.discard)
+
+    async def _serve(self, part: _Part[RequestT], run: _Run[RequestT, SampleT]) -> None:
+        """Make a part's samples; submit those again that its replica does not finish."""
+        try:
+            replica = await self._replica_for(part)
+            if replica is None:
+                for index in sorted(part.unfinished):
+                    part.unfinished.remove(index)
+                    run.items.put_nowait(part.request.aborted(index))
+                return
+            task = asyncio.current_task()
+            replica.tasks.add(task)
+            replica.work += part.work
+            try:
+                await self._take(part, run, replica)
+            finally:
+                replica.tasks.discard(task)
+                replica.work -= part.work
+        except Exception as error:
+            run.items.put_nowait(error)
+        else:
+            run.parts.discard(part)
+
+    async def _take(
+        self, part: _Part[RequestT], run: _Run[RequestT, SampleT], replica: Replica[RequestT, SampleT]
+    ) -> None:
+        completions = replica.engine.generate([part.request])
+        cut_short: list[SampleT] = []
+        try:
+            async for completion in completions:
+                if completion.finish_reason == "abort" and replica.leaves and not part.aborted.done():
+                    cut_short.append(completion)
+                else:
+                    part.unfinished.remove(completion.index)
+                    replica.work -= part.request.work_per_sample
+                    replica.has_finished = True
+                    run.items.put_nowait(completion)
+        except Exception as error:
+            if isinstance(error, EngineDiedError):
+                self._bury(replica, error.reason)
+            if replica in self._replicas:
+                raise
+            if part.deaths + 1 >= self._max_deaths:
+                raise EngineDiedError(f"{self._max_deaths} replicas died with the same sample") from error
+        finally:
+            if hasattr(completions, "aclose"):
+                await cast(AsyncGenerator[Any], completions).aclose()
+        if part.unfinished:
+            self._submit(part.rest(cut_short, deaths=part.deaths + (replica not in self._replicas)), run)
+
+    async def _replica_for(self, part: _Part[RequestT]) -> Replica[RequestT, SampleT] | None:
+        """Wait for a replica that serves, and return the least loaded; None if the part is aborted before that."""
+        while True:
+            if part.aborted.done():
+                return None
+            ready = [r for r in self._replicas if r.serves]
+            if ready:
+                return min(ready, key=lambda r: r.work)
+            awaited = {*self._restarts, *self._updates}
+            if not awaited:
+                raise EngineDiedError(self._why_none_serves())
+            await asyncio.wait({*awaited, part.aborted}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,388 @@
+"""Engines whose server runs elsewhere: what they do alike, whichever server it is."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from gcore_rollout.engines.protocol import EngineStats
+from gcore_rollout.engines.queueing import Call, Sample, check_request, check_weights
+from gcore_rollout.engines.servers.calls import ServerCalls
+from gcore_rollout.engines.servers.client import ServerClient
+from gcore_rollout.engines.servers.model import ServedModel, ServerInfo
+from gcore_rollout.engines.servers.sample import RunningSample
+from gcore_rollout.engines.servers.weights_folder import remove_weights, write_weights
+from gcore_rollout.engines.types import Request
+from gcore_rollout.engines.vllm.process import TIED_HEAD
+from gcore_rollout.errors import EngineDiedError, RolloutError, ServerRequestError
+
+# An abort that overtakes its request on the way finds nothing to end: it is sent until the sample has come.
+_ABORT_INTERVAL_S = 0.25
+# What was sampled before a pause may still be on its way to this process: no news for this long, and it has come.
+_SETTLE_INTERVAL_S = 0.02
+
+
+class ServerEngine(ServerCalls):
+    """An engine that a server runs; this process sends it samples, one request each. Made by `connect`.
+
+    The server is this engine's alone: its weights, its pauses and the labels of its weights are set from here. It is
+    never started or stopped: `close` leaves it idle, with the weights that it has.
+
+    What the server answers with 500 or above, a broken connection, or silence ends the engine: everybody who waits gets
+    an `EngineDiedError` that names the server, and so do all later calls. Nothing is sent a second time.
+    """
+
+    def __init__(
+        self,
+        client: ServerClient,
+        info: ServerInfo,
+        model: ServedModel,
+        *,
+        max_num_seqs: int,
+        weights_dir: str | Path | None,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs is {max_num_seqs}; expected at least 1")
+        if weights_dir is not None and not Path(weights_dir).is_dir():
+            raise ValueError(f"weights_dir is {str(weights_dir)!r}: an existing folder that the server sees is needed")
+        super().__init__(client, info, model, eos_token_ids=eos_token_ids)
+        self._max_num_seqs = max_num_seqs
+        self._weights_dir = None if weights_dir is None else Path(weights_dir).absolute()
+        self._weights_folder: Path | None = None
+        self._running: dict[str, RunningSample] = {}
+        self._prompt_tokens = 0
+        self._completion_tokens = 0
+        self._is_held = False
+        self._control: asyncio.Future[None] | None = None
+        self._farewells: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    def connect(
+        cls,
+        url: str,
+        *,
+        weights_dir: str | Path | None = None,
+        model_path: str | Path | None = None,
+        max_num_seqs: int | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+        timeout_s: float = 600.0,
+        api_key: str | None = None,
+    ) -> Self:
+        """Ask a server what it runs, and take it over: awake, not paused, and with weights of version 0.
+
+        Blocks until the server has answered, which may take it some seconds the first time.
+
+        Args:
+            url: such as "http://10.0.0.7:8000".
+            weights_dir: existing folder that this machine and the server's see under the same path; `update_weights`
+                needs it. In memory (/dev/shm) if both are one machine.
+            model_path: folder of the served model here; default: where the server has it.
+            max_num_seqs: most samples asked for at once, each over a connection of its own; default: as many as the
+                server computes at once, or 256 where it does not tell.
+            eos_token_ids: tokens that end a completion; default: what the model's generation config says.
+            timeout_s: how long the server may be silent while it is to work; loading weights takes it that long.
+            api_key: what the server was started with, if it asks for one.
+
+        Raises:
+            MissingExtraError: aiohttp is not installed.
+            EngineDiedError: the server cannot be reached.
+            RolloutError: it was started without something that is needed.
+        """
+        client = ServerClient(url, timeout_s=timeout_s, api_key=api_key)
+        info = cls._ask(client)
+        path = Path(info.model_path if model_path is None else model_path)
+        model = ServedModel.from_folder(path, max_length=info.max_length)
+        engine = cls(
+            client,
+            info,
+            model,
+            max_num_seqs=info.max_num_seqs if max_num_seqs is None else max_num_seqs,
+            weights_dir=weights_dir,
+            eos_token_ids=model.eos_token_ids if eos_token_ids is None else eos_token_ids,
+        )
+        engine._take_over()
+        return engine
+
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`. As counted here; what the server has in its own line counts as running."""
+        return EngineStats(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            weight_version=self._version,
+        )
+
+    async def pause(self) -> None:
+        """See `Engine.pause`."""
+        async with self._controlling():
+            self._is_paused = True
+            await self._pause_server()
+            await self._settle()
+
+    async def resume(self) -> None:
+        """See `Engine.resume`."""
+        async with self._controlling():
+            await self._resume_server()
+            self._is_paused = False
+        self._start()
+
+    async def sleep(self) -> None:
+        """See `Engine.sleep`."""
+        async with self._controlling():
+            if self._is_asleep:
+                return
+            self._check_idle()
+            # First, so that no sample starts meanwhile.
+            self._is_asleep = True
+            try:
+                await self._sleep_server()
+            except ServerRequestError:
+                self._is_asleep = False
+                self._start()
+                raise
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+        async with self._controlling():
+            if not self._is_asleep:
+                return
+            await self._wake_server()
+            self._is_asleep = False
+        self._start()
+
+    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+        """See `Engine.update_weights`. Unknown or missing names and wrong shapes are refused before anything is sent.
+
+        They are written to a new folder under ``weights_dir``, which the server loads between two steps; it stays
+        until the next update. Samples that are running go on with the new weights, over keys and values of the old
+        ones; those that start later share no cached prefix with them.
+
+        Raises:
+            EngineDiedError: the server could not load them: what it has now is not known.
+        """
+        async with self._controlling():
+            self._check_update(version)
+            if self._weights_dir is None:
+                raise RolloutError("the engine was made without weights_dir: update_weights needs it")
+            model = self._model
+            new = dict(weights)
+            check_weights(model.shapes, new, optional=frozenset({TIED_HEAD} if model.tied else ()))
+            if model.tied:
+                new.pop(TIED_HEAD, None)
+            await self._check_update_possible()
+            await _to_its_end(self._replace_weights(new, self._weights_dir, version))
+        self._start()
+
+    async def close(self) -> None:
+        """See `Engine.close`. The server stays, awake and not paused; calls still generating get a `RolloutError`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        left = list(self._running.values())
+        self._fail(lambda _: RolloutError("the engine was closed while generating"))
+        with suppress(EngineDiedError, ServerRequestError):
+            if self._death is None:
+                await self._abort_on_server([running.server_id for running in left])
+                if self._is_paused:
+                    await self._resume_server()
+                if self._is_asleep:
+                    await self._wake_server()
+        if self._farewells:
+            await asyncio.wait(self._farewells)
+        if self._weights_folder is not None:
+            remove_weights(self._weights_folder)
+
+    @asynccontextmanager
+    async def _controlling(self) -> AsyncGenerator[None]:
+        """One at a time: what changes the state of the server. A loss of the server ends the engine."""
+        self._check_open()
+        # Not an asyncio.Lock: that stays bound to the event loop of its first user.
+        while self._control is not None:
+            await asyncio.wait([self._control])
+        self._check_open()
+        self._control = mine = asyncio.get_running_loop().create_future()
+        try:
+            yield
+        except EngineDiedError as error:
+            self._die(error.reason)
+            raise
+        finally:
+            self._control = None
+            mine.set_result(None)
+
+    def _start(self) -> None:
+        """Ask the server for waiting samples while there is room."""
+        if self._is_paused or self._is_asleep or self._is_held or self._is_closed or self._death is not None:
+            return
+        for group in self._waiting.admit(self._max_num_seqs - len(self._running)):
+            for sample in group:
+                if not sample.shares_prompt:
+                    self._prompt_tokens += len(sample.start_token_ids)
+                running = RunningSample(sample=sample, server_id=uuid.uuid4().hex, version=self._version)
+                self._running[running.server_id] = running
+                running.task = asyncio.create_task(self._run(running))
+
+    async def _run(self, running: RunningSample) -> None:
+        """Take a sample's pieces until it is finished."""
+        read = self._reader(running)
+        try:
+            events = self._client.events(
+                self._GENERATE_PATH, self._body(running), may_be_silent=lambda: self._is_paused or self._is_held
+            )
+            async with aclosing(events):
+                async for event in events:
+                    piece = read(event)
+                    running.take(piece)
+                    self._completion_tokens += len(piece.token_ids)
+                    if piece.finish_reason is not None:
+                        # At once: whoever gets the completion may ask how much is running.
+                        del self._running[running.server_id]
+                        running.finish(piece.finish_reason, piece.version_spans)
+                        if piece.ended_here:
+                            self._say_farewell([running])
+                        else:
+                            await _heard_out(events)
+                        return
+            raise EngineDiedError(f"the server at {self._client.url} ended a stream without a finish reason")
+        except EngineDiedError as error:
+            self._die(error.reason)
+        except ServerRequestError as error:
+            if error.status >= 500:
+                self._die(str(error))
+            else:
+                running.sample.call.finished.put_nowait(error)
+        except Exception as error:
+            running.sample.call.finished.put_nowait(error)
+        finally:
+            self._running.pop(running.server_id, None)
+            self._start()
+
+    def _abandon(self, call: Call) -> None:
+        self._drop([r for r in self._running.values() if r.sample.call is call])
+
+    async def _abort_running(self, which: Callable[[Sample], bool]) -> None:
+        """Have the server end samples, and wait until they have come."""
+        meant = [r for r in self._running.values() if which(r.sample)]
+        if (self._is_paused or self._is_held) and not self._ENDS_PAUSED_SAMPLES:
+            for running in meant:
+                running.finish("abort")
+            self._drop(meant)
+            return
+        tasks = {r.server_id: r.task for r in meant if r.task is not None}
+        end = asyncio.get_running_loop().time() + self._client.timeout_s
+        try:
+            while tasks := {server_id: task for server_id, task in tasks.items() if not task.done()}:
+                if asyncio.get_running_loop().time() > end:
+                    raise EngineDiedError(f"the server at {self._client.url} does not end what it is told to")
+                await self._abort_on_server(list(tasks))
+                await asyncio.wait(tasks.values(), timeout=_ABORT_INTERVAL_S)
+        except EngineDiedError as error:
+            self._die(error.reason)
+            raise
+
+    def _drop(self, meant: Sequence[RunningSample]) -> None:
+        """Forget samples: the server sees their connections end, and is told."""
+        for running in meant:
+            del self._running[running.server_id]
+            if running.task is not None:
+                running.task.cancel()
+        if meant and self._death is None:
+            self._say_farewell(meant)
+        self._start()
+
+    def _say_farewell(self, gone: Sequence[RunningSample]) -> None:
+        """Tell the server, in the background, that nobody waits for these any more."""
+        farewell = asyncio.create_task(self._forget_on_server([running.server_id for running in gone]))
+        self._farewells.add(farewell)
+        farewell.add_done_callback(self._farewells.discard)
+
+    async def _forget_on_server(self, server_ids: list[str]) -> None:
+        # If the server is lost, whoever waits for something learns it.
+        with suppress(EngineDiedError, ServerRequestError):
+            await self._abort_on_server(server_ids)
+
+    async def _replace_weights(self, tensors: Mapping[str, torch.Tensor], parent: Path, version: int) -> None:
+        model_path = self._model.path
+        folder = await asyncio.to_thread(write_weights, tensors, parent, version=version, model_path=model_path)
+        try:
+            await self._load(folder, version)
+        except BaseException:
+            remove_weights(folder)
+            raise
+        if self._weights_folder is not None:
+            remove_weights(self._weights_folder)
+        self._weights_folder = folder
+
+    async def _load(self, folder: Path, version: int) -> None:
+        """Between two steps, have the server take what is in ``folder``."""
+        self._is_held = True
+        try:
+            if not self._is_paused:
+                await self._pause_server()
+                await self._settle()
+            try:
+                await self._load_on_server(folder, version)
+            except ServerRequestError as error:
+                reason = f"the weights in {folder} could not be loaded, does the server see them? {error}"
+                raise EngineDiedError(reason) from error
+            self._version = version
+            for running in self._running.values():
+                running.updates.append((len(running.token_ids), version))
+            if not self._is_paused:
+                await self._resume_server()
+        finally:
+            self._is_held = False
+
+    async def _settle(self) -> None:
+        """Wait until what was sampled before a pause has come."""
+        before = -1
+        while before < (before := self._completion_tokens):
+            await asyncio.sleep(_SETTLE_INTERVAL_S)
+
+    def _die(self, reason: str) -> None:
+        if self._death is None and not self._is_closed:
+            self._death = reason
+            self._fail(lambda unfinished: EngineDiedError(reason, unfinished=unfinished))
+
+    def _fail(self, error: Callable[[tuple[tuple[str, int], ...]], Exception]) -> None:
+        """End all calls, each with an error made from what it is owed: (request id, index) of its samples."""
+        samples = self._waiting.remove(lambda _: True) + [running.sample for running in self._running.values()]
+        owed: dict[Call, list[tuple[str, int]]] = {}
+        for sample in samples:
+            owed.setdefault(sample.call, []).append((sample.request.request_id, sample.index))
+        for call, unfinished in owed.items():
+            call.finished.put_nowait(error(tuple(unfinished)))
+        for running in self._running.values():
+            # One of them may be who found out.
+            if running.task is not None and running.task is not asyncio.current_task():
+                running.task.cancel()
+        self._running.clear()
+
+    def _num_running(self) -> int:
+        return len(self._running)
+
+    def _check_request(self, request: Request) -> None:
+        check_request(request, max_length=self._model.max_length, vocab_size=self._model.vocab_size)
+
+
+async def _heard_out(events: AsyncIterator[Any]) -> None:
+    """Let a server say that it has no more to say, instead of hanging up on it."""
+    with suppress(EngineDiedError):
+        async for _ in events:
+            pass
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Do all of it, even if the caller is cancelled meanwhile: a server must not be left half-way."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

@@ -1,0 +1,195 @@
+"""The `sglang_server` engine: an SGLang server that runs elsewhere."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from gcore_rollout.engines.servers.client import ServerClient
+from gcore_rollout.engines.servers.engine import ServerEngine
+from gcore_rollout.engines.servers.model import ServerInfo
+from gcore_rollout.engines.servers.sample import Piece, RunningSample
+from gcore_rollout.engines.types import FinishReason, RepetitionDetection, Request
+from gcore_rollout.errors import RequestError, RolloutError
+
+# Below this SGLang takes the most probable token.
+_MIN_TEMPERATURE = 1e-6
+
+
+class SGLangServerEngine(ServerEngine):
+    """Generates on an SGLang server (0.5.23), tokens in and tokens out.
+
+    The server has to be started so::
+
+        python -m sglang.launch_server --model-path MODEL --skip-tokenizer-init --incremental-streaming-output \\
+            --disable-overlap-schedule
+
+    and for `sleep` to free memory with ``--enable-memory-saver``. With overlapped scheduling, a token sampled with old
+    weights may come out after an update, and would carry the new version. Seeds count only with
+    ``--enable-deterministic-inference``, which SGLang does not offer on CPU.
+
+    A completion ends at every token that the model's generation config names as an end, whether asked for or not.
+    SGLang detects no repetitions: this class does, and ends the sample; tokens on their way are dropped. It answers no
+    abort while it is paused: a sample aborted then has the tokens that came until `pause` returned. The version of each
+    token is the server's own record; in these two cases, it is what was seen from here.
+
+    See `ServerEngine` for what its loss means, and for what it has to itself.
+    """
+
+    _GENERATE_PATH: ClassVar[str] = "/generate"
+    _ENDS_PAUSED_SAMPLES: ClassVar[bool] = False
+
+    @classmethod
+    def _ask(cls, client: ServerClient) -> ServerInfo:
+        info = client.call_blocking("GET", "/server_info")
+        if not info["disable_overlap_schedule"]:
+            raise RolloutError(
+                f"the server at {client.url} overlaps its steps, so tokens would carry wrong versions: "
+                "start it with --disable-overlap-schedule"
+            )
+        # SGLang cuts a longer completion short without saying so.
+        return ServerInfo(model_path=info["model_path"], max_length=info["max_req_input_len"], max_num_seqs=256)
+
+    def _take_over(self) -> None:
+        missing = sorted(set(self._model.eos_token_ids) - set(self._eos))
+        if missing:
+            raise ValueError(f"eos_token_ids is {self._eos}: {missing} is needed besides, where SGLang ends anyway")
+        self._client.call_blocking("POST", "/continue_generation", body={})
+        label = {"new_version": "0", "abort_all_requests": False}
+        self._client.call_blocking("POST", "/update_weight_version", body=label)
+
+    def _check_request(self, request: Request) -> None:
+        super()._check_request(request)
+        temperature = request.sampling.temperature
+        if 0 < temperature < _MIN_TEMPERATURE:
+            raise RequestError(
+                f"request {request.request_id!r} has temperature {temperature}: "
+                f"SGLang takes 0 (greedy) or {_MIN_TEMPERATURE} and above"
+            )
+
+    def _body(self, running: RunningSample) -> dict[str, Any]:
+        sample = running.sample
+        sampling = sample.request.sampling
+        return {
+            # It ends whatever begins with an id that it is told to abort: these all have one length.
+            "rid": running.server_id,
+            "input_ids": sample.start_token_ids,
+            "stream": True,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "extra_key": self._cache_salt,
+            "sampling_params": {
+                "max_new_tokens": sampling.max_tokens - sample.prefix_length,
+                "temperature": sampling.temperature,
+                "sampling_seed": running.seed,
+                "stop_token_ids": self._eos,
+                "no_stop_trim": True,
+                "skip_special_tokens": False,
+                # The model's own generation config may hold others.
+                "top_p": 1.0,
+                "top_k": -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+            },
+        }
+
+    def _reader(self, running: RunningSample) -> Callable[[Any], Piece]:
+        detection = running.sample.request.sampling.repetition_detection
+        watch = None if detection is None else _RepetitionWatch(detection)
+        if watch is not None and running.sample.prefix is not None:
+            for token in running.sample.prefix.token_ids.tolist():
+                watch.sees(token)
+
+        def read(event: Any) -> Piece:
+            piece = self._piece(running, event)
+            if watch is None:
+                return piece
+            for end, token in enumerate(piece.token_ids, start=1):
+                if watch.sees(token) and not (end == len(piece.token_ids) and piece.finish_reason == "stop"):
+                    return Piece(
+                        token_ids=piece.token_ids[:end],
+                        log_probs=piece.log_probs[:end],
+                        finish_reason="repetition",
+                        ended_here=True,
+                    )
+            return piece
+
+        return read
+
+    def _piece(self, running: RunningSample, event: Any) -> Piece:
+        if "error" in event:
+            raise self._failure(running, status=int(event["error"]["code"]), answer=event["error"]["message"])
+        meta = event["meta_info"]
+        end: dict[str, Any] | None = meta["finish_reason"]
+        if end is not None and end["type"] == "abort" and end.get("status_code"):
+            raise self._failure(running, status=int(end["status_code"]), answer=end["message"])
+        # Only new tokens come, except with some aborts: then all do.
+        num_new = meta["completion_tokens"] - len(running.token_ids)
+        entries: list[Any] = (meta.get("output_token_logprobs") or [])[-num_new:] if num_new else []
+        spans = meta.get("weight_versions")
+        return Piece(
+            token_ids=[entry[1] for entry in entries],
+            log_probs=[entry[0] for entry in entries],
+            finish_reason=None if end is None else self._finish_reason(end["type"], running, entries),
+            version_spans=None if spans is None else [(int(s["version"]), s["start"], s["end"]) for s in spans],
+        )
+
+    def _finish_reason(self, kind: str, running: RunningSample, entries: list[Any]) -> FinishReason:
+        match kind:
+            case "stop" | "length":
+                return kind
+            case "abort":
+                # SGLang does not look at the token that it samples while it takes notice of an abort.
+                sample, num_tokens = running.sample, len(running.token_ids) + len(entries)
+                if entries and entries[-1][1] in self._eos:
+                    return "stop"
+                return "length" if sample.prefix_length + num_tokens == sample.request.sampling.max_tokens else "abort"
+            case _:
+                raise RolloutError(f"SGLang ended a sample for the reason {kind!r}: stop, length and abort are known")
+
+    async def _abort_on_server(self, server_ids: Sequence[str]) -> None:
+        calls = (self._client.call("POST", "/abort_request", body={"rid": server_id}) for server_id in server_ids)
+        await asyncio.gather(*calls)
+
+    async def _pause_server(self) -> None:
+        await self._client.call("POST", "/pause_generation", body={"mode": "in_place"})
+        # That was only passed on: the answer to this comes from behind the last step.
+        await self._client.call("GET", "/server_info")
+
+    async def _resume_server(self) -> None:
+        await self._client.call("POST", "/continue_generation", body={})
+
+    async def _sleep_server(self) -> None:
+        await self._client.call("POST", "/release_memory_occupation", body={})
+
+    async def _wake_server(self) -> None:
+        await self._client.call("POST", "/resume_memory_occupation", body={})
+
+    async def _check_update_possible(self) -> None:
+        """It always is."""
+
+    async def _load_on_server(self, folder: Path, version: int) -> None:
+        # Flushing would fail while samples run; what is cached has the older version in its key.
+        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": False}
+        await self._client.call("POST", "/update_weights_from_disk", body=body)
+
+
+class _RepetitionWatch:
+    """Tells at which token a sample ends in a pattern that is repeated often enough."""
+
+    def __init__(self, detection: RepetitionDetection) -> None:
+        self._detection = detection
+        self._tokens: list[int] = []
+        # For each pattern size from 1, how many of the last tokens in a row equal the one that far before.
+        self._runs = [0] * detection.max_pattern_size
+
+    def sees(self, token: int) -> bool:
+        """Take the next token; whether it makes the sample repetitive."""
+        self._tokens.append(token)
+        sizes = range(1, len(self._runs) + 1)
+        self._runs = [
+            run + 1 if len(self._tokens) > size and self._tokens[-1 - size] == token else 0
+            for size, run in zip(sizes, self._runs, strict=True)
+        ]
+        copies = self._detection.min_count - 1
+        return any(self._runs[size - 1] >= size * copies for size in sizes[self._detection.min_pattern_size - 1 :])

@@ -1,0 +1,165 @@
+"""The `vllm_server` engine: a `vllm serve` that runs elsewhere."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from gcore_rollout.engines.servers.client import ServerClient
+from gcore_rollout.engines.servers.engine import ServerEngine
+from gcore_rollout.engines.servers.model import ServerInfo
+from gcore_rollout.engines.servers.sample import Piece, RunningSample
+from gcore_rollout.engines.types import Request
+from gcore_rollout.engines.vllm.requests import check_temperature
+from gcore_rollout.errors import RolloutError, ServerRequestError
+
+_WORKER = "gcore_rollout.TiedHeadWorker"
+_REPACK = {"method": "repack_tied_head"}
+
+
+class VLLMServerEngine(ServerEngine):
+    """Generates on a `vllm serve` (0.32), tokens in and tokens out.
+
+    The server has to be started so, on CPU with ``--no-enable-chunked-prefill`` besides::
+
+        VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs \\
+            --generation-config vllm --skip-tokenizer-init
+
+    and for `sleep` with ``--enable-sleep-mode``; on CPU, where vLLM frees nothing, `sleep` only stops it. vLLM's build
+    for CPU starts with ``python -m vllm.entrypoints.openai.api_server --model MODEL`` instead of ``vllm serve MODEL``.
+
+    For new weights of a model with a tied head, a server on CPU also needs this package on its import path, and
+    ``--worker-extension-cls gcore_rollout.TiedHeadWorker``. vLLM alone would go on with the old
+    head, so `update_weights` is refused without it.
+
+    Temperatures, seeds and what goes on after an abort are as in `VLLMEngine`. The version of each token is the
+    server's own record. Tokens come one by one, each in a message: a higher ``--stream-interval`` costs it less.
+
+    See `ServerEngine` for what its loss means, and for what it has to itself.
+    """
+
+    _GENERATE_PATH: ClassVar[str] = "/inference/v1/generate"
+    _ENDS_PAUSED_SAMPLES: ClassVar[bool] = True
+
+    @classmethod
+    def _ask(cls, client: ServerClient) -> ServerInfo:
+        config = _config(client)
+        mode = config["model_config"]["logprobs_mode"]
+        if mode != "processed_logprobs":
+            raise RolloutError(
+                f"the server at {client.url} gives log-probs of the kind {mode!r}: "
+                "start it with --logprobs-mode processed_logprobs"
+            )
+        paths = client.call_blocking("GET", "/openapi.json")["paths"]
+        if cls._GENERATE_PATH not in paths:
+            raise RolloutError(
+                f"the server at {client.url} has no {cls._GENERATE_PATH}: start it with --enable-scale-out"
+            )
+        return ServerInfo(
+            model_path=config["model_config"]["model"],
+            max_length=config["model_config"]["max_model_len"],
+            max_num_seqs=config["scheduler_config"]["max_num_seqs"],
+            is_on_cpu=config["device_config"]["device"] == "cpu",
+        )
+
+    def _take_over(self) -> None:
+        if self._client.call_blocking("GET", "/is_sleeping")["is_sleeping"]:
+            self._client.call_blocking("POST", "/wake_up")
+        self._client.call_blocking("POST", "/update_weight_version", body={"new_version": "0"})
+
+    @property
+    def _repacks_head(self) -> bool:
+        return self._model.tied and self._info.is_on_cpu
+
+    def _check_request(self, request: Request) -> None:
+        super()._check_request(request)
+        check_temperature(request)
+
+    def _body(self, running: RunningSample) -> dict[str, Any]:
+        sample = running.sample
+        sampling = sample.request.sampling
+        detection = sampling.repetition_detection
+        return {
+            "request_id": running.server_id,
+            "token_ids": sample.start_token_ids,
+            "stream": True,
+            "cache_salt": self._cache_salt,
+            "sampling_params": {
+                "max_tokens": sampling.max_tokens - sample.prefix_length,
+                "temperature": sampling.temperature,
+                "seed": running.seed,
+                "repetition_detection": None if detection is None else asdict(detection),
+                "stop_token_ids": self._eos,
+                # What ends a completion is said here alone.
+                "ignore_eos": True,
+                "detokenize": False,
+                "logprobs": 0,
+            },
+        }
+
+    def _reader(self, running: RunningSample) -> Callable[[Any], Piece]:
+        return partial(self._piece, running)
+
+    def _piece(self, running: RunningSample, event: Any) -> Piece:
+        if "error" in event:
+            raise self._failure(running, status=int(event["error"]["code"]), answer=event["error"]["message"])
+        (choice,) = event["choices"]
+        content: list[Any] = (choice["logprobs"] or {}).get("content") or []
+        spans = choice["weight_versions"]
+        return Piece(
+            token_ids=choice["token_ids"] or [],
+            log_probs=[entry["logprob"] for entry in content],
+            finish_reason=choice["finish_reason"],
+            version_spans=None if spans is None else [(int(s["version"]), s["start"], s["end"]) for s in spans],
+        )
+
+    async def _abort_on_server(self, server_ids: Sequence[str]) -> None:
+        # Without ids vLLM would abort everything.
+        if server_ids:
+            ids = [f"generate-tokens-{server_id}" for server_id in server_ids]
+            await self._client.call("POST", "/abort_requests", body={"request_ids": ids})
+
+    async def _pause_server(self) -> None:
+        await self._client.call("POST", "/pause", params={"mode": "keep", "clear_cache": "false"})
+
+    async def _resume_server(self) -> None:
+        await self._client.call("POST", "/resume")
+
+    async def _sleep_server(self) -> None:
+        await self._client.call("POST", "/sleep", params={"level": "1"})
+
+    async def _wake_server(self) -> None:
+        await self._client.call("POST", "/wake_up")
+
+    async def _check_update_possible(self) -> None:
+        if self._repacks_head:
+            try:
+                await self._repack_head()
+            except ServerRequestError as error:
+                raise RolloutError(
+                    f"the server at {self._client.url} would keep the old weights of its tied head: "
+                    f"start it with --worker-extension-cls {_WORKER}"
+                ) from error
+
+    async def _load_on_server(self, folder: Path, version: int) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await self._client.call("POST", "/collective_rpc", body=body)
+        if self._repacks_head:
+            await self._repack_head()
+        await self._client.call("POST", "/update_weight_version", body={"new_version": str(version)})
+
+    async def _repack_head(self) -> None:
+        await self._client.call("POST", "/collective_rpc", body=_REPACK)
+
+
+def _config(client: ServerClient) -> Any:
+    """vLLM's configuration, as the server has it."""
+    try:
+        return client.call_blocking("GET", "/server_info", params={"config_format": "json"})["vllm_config"]
+    except ServerRequestError as error:
+        if error.status != 404:
+            raise
+        raise RolloutError(
+            f"the server at {client.url} does not tell what it runs: start `vllm serve` with VLLM_SERVER_DEV_MODE=1"
+        ) from error

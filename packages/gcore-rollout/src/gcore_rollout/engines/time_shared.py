@@ -1,0 +1,88 @@
+"""Engines of several models that share devices, of which one is awake at a time."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from gcore_rollout.engines.protocol import Engine
+from gcore_rollout.engines.wrappers import WrappedEngine
+from gcore_rollout.weight_sync.report import Digests
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TimeSharedEngines:
+    """Engines that share devices, such as a policy and the model that judges its responses.
+
+    A call that samples or takes weights waits until its engine is awake. When the awake engine has no more calls and
+    another one is called, the first is put to sleep, which frees its memory, and the other one is woken. Endless calls
+    from several tasks keep the other engines waiting.
+
+    Args:
+        engines: each on all the devices. All but the first are asleep.
+
+    Attributes:
+        engines: The same engines, wrapped to wait for the devices; the originals must not be called any more.
+    """
+
+    def __init__(self, engines: Sequence[Engine[Any, Any]]) -> None:
+        self.engines = [_TimeSharedEngine(engine, self) for engine in engines]
+        self._all = list(engines)
+        self._awake: Engine[Any, Any] | None = engines[0]
+        """None: a swap has failed half-way."""
+        self._num_calls = 0
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def awake(self, engine: Engine[Any, Any]) -> AsyncGenerator[None]:
+        """Keep one of the engines awake, and the others asleep, inside the block.
+
+        Raises:
+            RolloutError: an engine can neither sleep nor wake; the next call tries again.
+        """
+        async with self._changed:
+            await self._changed.wait_for(lambda: engine is self._awake or not self._num_calls)
+            if engine is not self._awake:
+                await self._swap(engine)
+            self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+            if not self._num_calls:
+                await asyncio.shield(self._notify())
+
+    async def _swap(self, engine: Engine[Any, Any]) -> None:
+        self._awake = None
+        for other in self._all:
+            if other is not engine:
+                # Abandoned samples may still be running.
+                await other.abort()
+                await other.sleep()
+        await engine.wake()
+        self._awake = engine
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+class _TimeSharedEngine(WrappedEngine[Any, Any]):
+    def __init__(self, engine: Engine, shared: TimeSharedEngines) -> None:
+        super().__init__(engine)
+        self._shared = shared
+
+    async def generate(self, requests: Sequence[Any]) -> AsyncGenerator[Any]:
+        async with self._shared.awake(self._engine), aclosing(super().generate(requests)) as completions:
+            async for completion in completions:
+                yield completion
+
+    async def update_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int) -> None:
+        async with self._shared.awake(self._engine):
+            await super().update_weights(weights, version=version)
+
+    async def check_weights(self, digests: Digests) -> None:
+        async with self._shared.awake(self._engine):
+            await super().check_weights(digests)

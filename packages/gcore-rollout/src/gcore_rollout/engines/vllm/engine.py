@@ -1,0 +1,351 @@
+"""The `vllm` engine: vLLM's scheduler and kernels, in this process and stepped by this event loop."""
+
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+
+from gcore_rollout.engines.in_process import InProcessEngine
+from gcore_rollout.engines.protocol import EngineStats
+from gcore_rollout.engines.queueing import Sample, check_request, check_weights
+from gcore_rollout.engines.types import Request
+from gcore_rollout.engines.vllm.process import (
+    TIED_HEAD,
+    check_head_size,
+    checkpoint_shapes,
+    free_kv_cache,
+    import_vllm,
+    load_vision,
+    process_state_kept,
+    repack_head,
+    set_environment,
+    shut_down,
+)
+from gcore_rollout.engines.vllm.process import (
+    eos_token_ids as declared_eos_token_ids,
+)
+from gcore_rollout.engines.vllm.requests import (
+    check_temperature,
+    finish,
+    options_for_images,
+    prompt_of,
+    sampling_params,
+)
+from gcore_rollout.engines.vllm.speculation import check_speculation, repair_rejection_sampler
+from gcore_rollout.engines.vllm.weights import held_tensors
+from gcore_rollout.errors import RolloutError, UnsupportedModelError
+from gcore_rollout.images.vision_processor import VisionProcessor
+from gcore_rollout.weight_sync.report import HeldWeights
+
+if TYPE_CHECKING:
+    from vllm import LLMEngine, RequestOutput
+    from vllm.config import VllmConfig
+
+_CPU_KV_CACHE_BYTES = 1 << 30
+
+
+class VLLMEngine(InProcessEngine):
+    """Runs a model under vLLM, one device per engine.
+
+    Samples enter vLLM in the order of calls, at most ``max_num_seqs`` at a time, each with a seed of its own. The same
+    seed gives the same tokens as long as rounding does: vLLM's kernels may add in another order in another batch.
+    A sample that was aborted and goes on draws with a generator that starts anew, from a seed of its own, and
+    repetitions are looked for in its new tokens alone.
+
+    `sleep` frees keys, values and weights on a GPU, if the engine was made for it; on CPU under Linux, keys and values.
+
+    Temperatures from 0.01 to 2, or 0, are accepted. Log-probs are of the distribution sampled from: temperature
+    applied; greedy ones at temperature 1.
+
+    What a live engine leaves in its process, beyond memory: a default process group of world size 1, unless
+    `torch.distributed` was initialised before (`close` takes it down again); vLLM's logging configuration and
+    environment variables of its own; on CPU, `torch.accelerator.synchronize` and `empty_cache` as no-ops, and memory
+    bound to its NUMA node. The generators of torch, numpy and `random`, the thread count and the garbage collector are
+    left as they were.
+
+    Args:
+        config: vLLM's; use `from_pretrained`.
+        shapes: names and shapes of the checkpoint's tensors, against which new weights are checked.
+        eos_token_ids: tokens that end a completion.
+        recompute_kv: see `from_pretrained`.
+        vision: reads images for the model; None: it takes none.
+    """
+
+    # vLLM keeps its process groups in module globals: they go with the last engine, and only if they came with one.
+    _num_live = 0
+    _made_process_group = False
+
+    def __init__(
+        self,
+        config: "VllmConfig",
+        *,
+        shapes: dict[str, tuple[int, ...]],
+        eos_token_ids: Sequence[int],
+        recompute_kv: bool = False,
+        vision: VisionProcessor | None = None,
+    ) -> None:
+        from vllm import LLMEngine
+
+        super().__init__()
+        group_existed = torch.distributed.is_initialized()
+        self._engine: LLMEngine | None = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        self._engine.engine_core.set_weight_version("0")
+        VLLMEngine._made_process_group |= not group_existed
+        VLLMEngine._num_live += 1
+        self._can_sleep = config.model_config.enable_sleep_mode
+        self._on_cpu = config.device_config.device_type == "cpu"
+        self._max_length = config.model_config.max_model_len
+        self._max_num_seqs = config.scheduler_config.max_num_seqs
+        self._vocab_size = config.model_config.get_vocab_size()
+        self._tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
+        self._shapes = {name: shape for name, shape in shapes.items() if not (self._tied and name == TIED_HEAD)}
+        self._eos = list(eos_token_ids)
+        self._recompute_kv = recompute_kv
+        self._vision = vision
+        self._running: dict[str, Sample] = {}
+        self._sample_ids = count()
+        self._prompt_tokens = 0
+        self._finished_tokens = 0
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        kv_cache_memory_bytes: int | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+        enforce_eager: bool | None = None,
+        recompute_kv: bool = False,
+        enable_sleep_mode: bool = False,
+        speculative_config: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Load a local Hugging Face folder. The device is the first one visible to this process.
+
+        Args:
+            path: folder with ``config.json`` and safetensors weights; a tokenizer is needed where images are read.
+            max_model_len: longest prompt + completion, in tokens; default: what the model was made for.
+            max_num_seqs: most samples alive at once.
+            kv_cache_memory_bytes: default: 1 GiB on CPU, what vLLM finds free on a GPU.
+            eos_token_ids: default: what the model's generation config says.
+            enforce_eager: no compilation and no CUDA graphs; default: on CPU, where compiling costs more than it saves.
+            recompute_kv: on `update_weights`, compute the keys and values of running samples again with the new
+                weights. By default those computed before stay, as in the `hf` engine: no stall, and the log-probs
+                are still those of the distribution sampled from.
+            enable_sleep_mode: on a GPU, take memory in the way that `sleep` needs; on CPU `sleep` needs nothing.
+            speculative_config: vLLM's setting of this name, such as ``{"method": "ngram", "num_speculative_tokens": 4,
+                "prompt_lookup_max": 4}`` or ``{"method": "draft_model", "model": PATH, "num_speculative_tokens": 4}``.
+                Samples are drawn from the same distribution and greedy ones are the same, but the same seed gives
+                other samples than without. A draft model keeps its weights: the further the policy goes, the fewer
+                guesses are right.
+
+        Raises:
+            MissingExtraError: vLLM is not installed.
+            UnsupportedModelError: vLLM cannot run this architecture, or there are no safetensors.
+        """
+        path = Path(path)
+        if speculative_config is not None:
+            check_speculation(speculative_config)
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs is {max_num_seqs}; expected at least 1")
+        shapes = checkpoint_shapes(path)
+        if eos_token_ids is None:
+            eos_token_ids = declared_eos_token_ids(path)
+        vision = load_vision(path)
+        on_cpu = not torch.cuda.is_available()
+        eager = on_cpu if enforce_eager is None else enforce_eager
+        if kv_cache_memory_bytes is None and on_cpu:
+            kv_cache_memory_bytes = _CPU_KV_CACHE_BYTES
+        set_environment()
+        # With compilation off while vLLM is imported, its `torch.compile`d helpers stay plain functions: on CPU the
+        # first log-probs would wait 10 to 30 s for one of them.
+        with process_state_kept(), torch._dynamo.config.patch(disable=on_cpu and eager):  # pyright: ignore[reportPrivateUsage]
+            import_vllm()
+            from vllm import EngineArgs
+
+            if speculative_config is not None and on_cpu:
+                repair_rejection_sampler()
+            args = EngineArgs(
+                model=str(path),
+                dtype=cast(Any, dtype),
+                max_model_len=cast(Any, max_model_len),
+                max_num_seqs=max_num_seqs,
+                kv_cache_memory_bytes=kv_cache_memory_bytes,
+                enforce_eager=eager,
+                enable_sleep_mode=enable_sleep_mode and not on_cpu,
+                speculative_config=None if speculative_config is None else dict(speculative_config),
+                # Of images vLLM gets what it would make of them, but its start asks for all that this takes.
+                skip_tokenizer_init=vision is None,
+                **({} if vision is None else options_for_images(on_cpu=on_cpu)),
+                # The model's own generation config may hold top-k, top-p or penalties.
+                generation_config="vllm",
+                logprobs_mode="processed_logprobs",
+                # A batch in flight while the weights change would be labelled with the new version.
+                async_scheduling=False,
+                # On CPU a seeded prompt cut in chunks ends in "CPU Generator does not use offset".
+                enable_chunked_prefill=False if on_cpu else None,
+            )
+            try:
+                config = args.create_engine_config()
+            except ValueError as error:
+                if "architectures" not in str(error):
+                    raise
+                raise UnsupportedModelError(f"vLLM cannot run {path}: {error}") from error
+            check_head_size(config)
+            return cls(config, shapes=shapes, eos_token_ids=eos_token_ids, recompute_kv=recompute_kv, vision=vision)
+
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`. A prompt counts when its first sample starts, whatever vLLM's cache then saves."""
+        return EngineStats(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._finished_tokens + self._tokens_sampled(self._running),
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            weight_version=self._version,
+        )
+
+    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+        """See `Engine.update_weights`. Unknown or missing names and wrong shapes are refused before any copy.
+
+        Samples that are running go on with the new weights, over keys and values of the old ones unless
+        ``recompute_kv`` was set; samples that start later share no cached prefix with them.
+        """
+        self._check_update(version)
+        engine = self._open()
+        new = {name: tensor.detach() for name, tensor in weights}
+        check_weights(self._shapes, new, optional=frozenset({TIED_HEAD} if self._tied else ()))
+        if self._tied:
+            new.pop(TIED_HEAD, None)
+        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": new.items()})
+        if self._tied and self._on_cpu:
+            engine.apply_model(repack_head)
+        if self._vision is not None:
+            # What the old tower made of images; of it, reloading has left the scheduler's entries alone.
+            engine.reset_encoder_cache()
+        self._version = version
+        engine.engine_core.set_weight_version(str(version))
+        if self._recompute_kv:
+            engine.reset_prefix_cache(reset_running_requests=True)
+
+    async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
+        """See `ReportsWeights.held_weights`; of a mixture of experts, all but the experts."""
+        read = partial(held_tensors, shapes=self._shapes, is_tied=self._tied, names=names)
+        (tensors,) = self._open().apply_model(read)
+        return HeldWeights(version=self._version, tensors=tensors)
+
+    async def close(self) -> None:
+        """See `Engine.close`. Calls still generating get a `RolloutError`."""
+        engine = self._engine
+        if engine is None:
+            return
+        self._stop()
+        self._engine = None
+        VLLMEngine._num_live -= 1
+        is_last = VLLMEngine._num_live == 0
+        shut_down(engine, is_last=is_last, made_process_group=VLLMEngine._made_process_group)
+        if is_last:
+            VLLMEngine._made_process_group = False
+        del engine
+        gc.collect()
+
+    def _open(self) -> "LLMEngine":
+        self._check_open()
+        assert self._engine is not None
+        return self._engine
+
+    def _check_request(self, request: Request) -> None:
+        check_request(request, max_length=self._max_length, vocab_size=self._vocab_size, vision=self._vision)
+        check_temperature(request)
+
+    def _num_running(self) -> int:
+        return len(self._running)
+
+    def _free_memory(self) -> None:
+        engine = self._open()
+        if self._on_cpu:
+            # What is left of the cache is zeros: vLLM must not look for prefixes there.
+            is_reset = engine.reset_prefix_cache()
+            assert is_reset
+            engine.collective_rpc(free_kv_cache)
+        elif self._can_sleep:
+            engine.sleep(level=1)
+        else:
+            raise RolloutError("sleep needs an engine made with from_pretrained(..., enable_sleep_mode=True)")
+
+    def _allocate_memory(self) -> None:
+        if not self._on_cpu:
+            self._open().wake_up()
+
+    def _step(self) -> None:
+        engine = self._open()
+        self._admit(engine)
+        # On CPU vLLM draws from torch's global generator at every step, even where each sample has a seed.
+        with torch.random.fork_rng(devices=(), enabled=self._on_cpu):
+            outputs = engine.step()
+        for output in outputs:
+            self._finish(cast("RequestOutput", output))
+
+    def _admit(self, engine: "LLMEngine") -> None:
+        """Hand waiting samples to vLLM while there is room."""
+        for group in self._waiting.admit(self._max_num_seqs - len(self._running)):
+            prompt = prompt_of(group[0], self._vision, version=self._version)
+            for sample in group:
+                if not sample.shares_prompt:
+                    self._prompt_tokens += len(sample.start_token_ids)
+                sample_id = str(next(self._sample_ids))
+                self._running[sample_id] = sample
+                engine.add_request(sample_id, prompt, sampling_params(sample, self._eos))
+
+    def _finish(self, output: "RequestOutput") -> None:
+        sample = self._running.pop(output.request_id)
+        result = output.outputs[0]
+        self._finished_tokens += len(result.token_ids)
+        if result.finish_reason not in ("stop", "length", "repetition"):
+            reason = f"{result.finish_reason}, {result.stop_reason}"
+            error = RolloutError(f"vLLM gave up a sample of {sample.request.request_id!r}: {reason}")
+            sample.call.finished.put_nowait(error)
+            return
+        finish(sample, result, result.finish_reason)
+
+    def _remove_running(self, which: Callable[[Sample], bool], *, as_aborted: bool) -> list[Sample]:
+        removed = {sample_id: sample for sample_id, sample in self._running.items() if which(sample)}
+        if self._engine is None or not removed:
+            return []
+        if as_aborted:
+            self._hand_over_unfinished(removed)
+        self._finished_tokens += self._tokens_sampled(removed)
+        self._engine.abort_request(list(removed))
+        for sample_id in removed:
+            del self._running[sample_id]
+        return list(removed.values())
+
+    def _hand_over_unfinished(self, samples: dict[str, Sample]) -> None:
+        from vllm.v1.engine import FinishReason as VLLMFinishReason
+
+        for state in self._states(samples):
+            # vLLM itself makes this output when it aborts, but only for an asynchronous front end.
+            output = cast(
+                "RequestOutput",
+                state.make_request_output(
+                    new_token_ids=[], pooling_output=None, finish_reason=VLLMFinishReason.ABORT, stop_reason=None
+                ),
+            )
+            finish(samples[output.request_id], output.outputs[0], "abort")
+
+    def _tokens_sampled(self, sample_ids: Iterable[str]) -> int:
+        """Tokens sampled so far by samples that are running."""
+        return sum(state.detokenizer.num_output_tokens() for state in self._states(sample_ids))
+
+    def _states(self, sample_ids: Iterable[str]) -> list[Any]:
+        """What vLLM's front end keeps of samples that are running."""
+        if self._engine is None:
+            return []
+        wanted = set(sample_ids)
+        states = cast(Iterable[Any], self._engine.output_processor.request_states.values())
+        return [state for state in states if state.external_req_id in wanted]

@@ -1,0 +1,187 @@
+"""What vLLM does to the process it runs in, and what has to be known of it before and after."""
+
+import ctypes
+import gc
+import json
+import mmap
+import os
+import random
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, GenerationConfig
+
+from gcore_rollout.errors import MissingExtraError, UnsupportedModelError
+from gcore_rollout.images.vision_processor import VISION_MODELS, VisionProcessor
+
+if TYPE_CHECKING:
+    from vllm import LLMEngine
+    from vllm.config import VllmConfig
+
+
+TIED_HEAD = "lm_head.weight"
+"""The tensor that a checkpoint may leave out if the model uses its embedding in its place."""
+
+
+def import_vllm() -> None:
+    """Import vLLM.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        # Only whether it is there is asked; what is used of it is imported where it is used.
+        import vllm  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise MissingExtraError("vllm", "vllm") from error
+
+
+def load_vision(folder: Path) -> VisionProcessor | None:
+    """What reads images for a folder's model; None: it takes none.
+
+    Raises:
+        MissingExtraError: torchvision is not installed, without which vLLM cannot load such a model.
+        UnsupportedModelError: the folder has no image processor.
+    """
+    # vLLM knows models of which transformers has no config.
+    if json.loads((folder / "config.json").read_text()).get("model_type") not in VISION_MODELS:
+        return None
+    if find_spec("torchvision") is None:
+        raise MissingExtraError("torchvision", "vllm")
+    return VisionProcessor.from_pretrained(folder)
+
+
+def set_environment() -> None:
+    """What vLLM reads from the environment alone, before it is imported."""
+    # The engine runs here, not in a child: new weights are handed over in memory, and steps follow our loop.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # No telemetry from somebody's training run.
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    # Its notes on every start are not ours to print; a level that was asked for stays.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+@contextmanager
+def process_state_kept() -> Generator[None]:
+    """Undo what starting vLLM does to the process and does not need afterwards."""
+    numpy_state = np.random.get_state()
+    random_state = random.getstate()
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    was_frozen = gc.get_freeze_count() > 0
+    # Children would inherit the preloaded libraries; a launcher's worker would take the world size for its own.
+    names = ("LD_PRELOAD", "LD_LIBRARY_PATH", "LOCAL_WORLD_SIZE")
+    variables = {name: os.environ.get(name) for name in names}
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(random_state)
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+        if not was_frozen:
+            gc.unfreeze()
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def check_head_size(config: "VllmConfig") -> None:
+    """vLLM's CPU attention would refuse other sizes, but only at the first step."""
+    model = config.model_config
+    if config.device_config.device_type != "cpu" or model.use_mla:
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if model.get_head_size() not in sizes:
+        raise UnsupportedModelError(f"head dimension is {model.get_head_size()}: vLLM on CPU takes {sizes}")
+
+
+def shut_down(engine: "LLMEngine", *, is_last: bool, made_process_group: bool) -> None:
+    """Stop an engine, and take down only what vLLM brought into the process."""
+    from vllm.distributed import parallel_state
+
+    client: Any = engine.engine_core
+    if is_last and made_process_group:
+        client.shutdown()
+        return
+    # vLLM's own shutdown, now or when collected, would destroy a default process group that others still use.
+    client._finalizer.detach()
+    client.engine_core.model_executor.shutdown()
+    client.engine_core.scheduler.shutdown()
+    if is_last:
+        # Its groups hang on the default one: a later engine must not find them when their owner has destroyed that.
+        groups: Any = parallel_state
+        groups.destroy_model_parallel()
+        groups._WORLD.destroy()
+        groups._WORLD = None
+
+
+def free_kv_cache(worker: Any) -> None:
+    """Give the pages behind a CPU worker's keys and values back to the system; they read as zeros when next used.
+
+    vLLM's own sleep does nothing on CPU. Elsewhere than under Linux this does nothing either.
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    # All layers' caches are views of one allocation, or of a few.
+    storages = {s.data_ptr(): s.nbytes() for cache in worker.model_runner.kv_caches for s in [cache.untyped_storage()]}
+    for address, size in storages.items():
+        # Whole pages only: the first and the last may hold something else.
+        first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if length > 0 and libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED):
+            code = ctypes.get_errno()
+            raise OSError(code, f"madvise of the key-value cache: {os.strerror(code)}")
+
+
+def repack_head(model: torch.nn.Module) -> None:
+    """Pack a tied head's weight again: on CPU vLLM reloads the embedding and leaves the head's packed copy stale."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a Hugging Face folder's tensors, from their headers alone."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files: list[str] = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    elif (folder / "model.safetensors").exists():
+        files = ["model.safetensors"]
+    else:
+        raise UnsupportedModelError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with safe_open(folder / file, framework="pt") as tensors:
+            # A safetensors file has keys(), but cannot be iterated.
+            shapes.update((name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
+    return shapes
+
+
+def eos_token_ids(folder: Path) -> list[int]:
+    """What the model's generation settings declare as ends of a sequence."""
+    try:
+        generation = GenerationConfig.from_pretrained(folder)
+    except OSError:
+        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))
+    eos: int | list[int] | None = generation.eos_token_id
+    return [eos] if isinstance(eos, int) else list(eos or [])

@@ -1,0 +1,113 @@
+"""Requests and samples in vLLM's own types."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from gcore_rollout.engines.queueing import Sample
+from gcore_rollout.engines.sampling import continued_seed
+from gcore_rollout.engines.types import FinishReason, Request
+from gcore_rollout.errors import RequestError
+from gcore_rollout.images.vision_processor import VisionProcessor
+
+if TYPE_CHECKING:
+    from vllm import CompletionOutput, SamplingParams
+    from vllm.inputs.engine import MultiModalInput, TokensInput
+    from vllm.logprobs import FlatLogprobs
+
+# vLLM draws from a clamped or refused temperature outside these bounds.
+_TEMPERATURES = (0.01, 2.0)
+
+
+def check_temperature(request: Request) -> None:
+    """Refuse temperatures that vLLM does not sample at.
+
+    Raises:
+        RequestError: the temperature is neither 0 nor from 0.01 to 2.
+    """
+    low, high = _TEMPERATURES
+    temperature = request.sampling.temperature
+    if temperature != 0 and not low <= temperature <= high:
+        raise RequestError(
+            f"temperature of request {request.request_id!r} is {temperature}; expected 0 (greedy) or {low} to {high}, "
+            "which vLLM takes"
+        )
+
+
+def prompt_of(sample: Sample, vision: VisionProcessor | None, *, version: int) -> "TokensInput | MultiModalInput":
+    """Return a sample's prompt; its cached prefixes are used for weights of this version alone."""
+    from vllm.inputs.engine import mm_input, tokens_input
+
+    images = sample.request.images
+    # vLLM cannot drop cached prefixes while samples run: the salt keeps those of other versions apart.
+    if vision is None or not images:
+        return tokens_input(list(sample.start_token_ids), cache_salt=str(version))
+    from transformers import BatchFeature
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+
+    pixels = vision.process(images)
+    # An image token after the prompt is text: the policy wrote it.
+    places = vision.places(sample.request.prompt_token_ids)
+    grid_thw = torch.from_numpy(pixels.grid_thw)
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grid_thw.prod(1)),
+        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    inputs = BatchFeature({"pixel_values": torch.from_numpy(pixels.pixel_values), "image_grid_thw": grid_thw})
+    return mm_input(
+        list(sample.start_token_ids),
+        MultiModalKwargsItems.from_hf_inputs(inputs, fields),
+        {"image": [sha256(image).hexdigest() for image in images]},
+        {"image": [PlaceholderRange(offset=start, length=length) for start, length in places]},
+        cache_salt=str(version),
+    )
+
+
+def options_for_images(*, on_cpu: bool) -> dict[str, Any]:
+    """Return the engine arguments with which vLLM takes images that are processed already."""
+    return {
+        "limit_mm_per_prompt": {"video": 0},
+        "mm_processor_cache_gb": 0,
+        "mm_device_do_normalize": False,
+        "skip_mm_profiling": on_cpu,
+    }
+
+
+def sampling_params(sample: Sample, eos_token_ids: Sequence[int]) -> "SamplingParams":
+    """Return vLLM's sampling parameters of a sample."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
+
+    sampling = sample.request.sampling
+    detection = sampling.repetition_detection
+    return SamplingParams(
+        max_tokens=sampling.max_tokens - sample.prefix_length,
+        temperature=sampling.temperature,
+        repetition_detection=None if detection is None else RepetitionDetectionParams(**asdict(detection)),
+        # vLLM's generators take signed 64-bit seeds, and -1 for none.
+        seed=continued_seed(sample.request.seed, sample.index, sample.prefix_length),
+        stop_token_ids=list(eos_token_ids),
+        # Without a tokenizer vLLM knows no other end-of-sequence token.
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def finish(sample: Sample, result: "CompletionOutput", reason: FinishReason) -> None:
+    """Hand over a sample's completion from vLLM's result."""
+    spans = result.weight_versions or []
+    versions = [np.full(span.end - span.start, int(span.version), np.int32) for span in spans]
+    sample.finish(
+        np.array(result.token_ids, np.int64),
+        np.array(cast("FlatLogprobs", result.logprobs).logprobs, np.float32),
+        np.concatenate([np.empty(0, np.int32), *versions]),
+        reason,
+    )

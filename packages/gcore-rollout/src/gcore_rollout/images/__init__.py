@@ -1,0 +1,1 @@
+"""Rewards of images, and the image processor of vision-language models."""

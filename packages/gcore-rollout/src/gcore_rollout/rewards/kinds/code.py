@@ -1,0 +1,112 @@
+"""Programs in completions, run against the row's tests."""
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from gcore_rollout.errors import RewardError
+from gcore_rollout.rewards.reward import Scored
+from gcore_rollout.sandbox.sandbox import Sandbox
+from gcore_rollout.sandbox.types import SandboxResult
+
+_BLOCK = re.compile(r"^[ ]{0,3}```[ ]*(\w*)[^\n]*\n(.*?)^[ ]{0,3}```[ ]*$", re.DOTALL | re.MULTILINE)
+_PYTHON = {"", "py", "python", "python3"}
+
+
+def last_code_block(completion: str) -> str | None:
+    """The last closed fenced block that is marked as Python, or not marked."""
+    blocks = [code for language, code in _BLOCK.findall(completion) if language.lower() in _PYTHON]
+    return blocks[-1] if blocks else None
+
+
+class CodeReward:
+    """1 if the program in the completion passes the row's tests, else 0.
+
+    The program is the last fenced block (see `last_code_block`); without one the score is 0. The row's tests are
+
+    - a string, or several, of Python statements that raise if the program is wrong, such as ``assert f(1) == 2``; they
+      see its variables. A program can be written to pass any of these (see `Sandbox.run`);
+    - or several ``{"input": str, "output": str}``: the program is run with each input, and must print the output and
+      exit with status 0. White space at the ends of lines and of the text is not compared. The outputs stay outside
+      the sandbox, so nothing passes but printing them.
+
+    Parts: ``passed``, the fraction of tests that passed (of the tests run, where the first failure ends it),
+    ``has_code`` and ``timed_out``.
+
+    Args:
+        sandbox: its limits hold for each run.
+        tests_key: the row's column.
+        partial: score the fraction of tests that passed; all of them are run then.
+    """
+
+    def __init__(self, sandbox: Sandbox, *, tests_key: str = "tests", partial: bool = False) -> None:
+        self._sandbox = sandbox
+        self._tests_key = tests_key
+        self._partial = partial
+
+    async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
+        """
+        Raises:
+            RewardError: the row has no tests, or other than these.
+            SandboxError: a program could not be started.
+        """
+        del prompt
+        tests = self._tests(row)
+        program = last_code_block(completion)
+        if program is None:
+            return Scored(score=0.0, parts={"passed": 0.0, "has_code": 0.0, "timed_out": 0.0})
+        if isinstance(tests[0], str):
+            result = await self._sandbox.run(program, tests=cast(list[str], tests))
+            passed, results = list(result.passed), [result]
+        else:
+            passed, results = await self._run_cases(program, cast(list[Mapping[str, str]], tests))
+        fraction = sum(passed) / len(passed)
+        return Scored(
+            score=fraction if self._partial else float(all(passed)),
+            parts={
+                "passed": fraction,
+                "has_code": 1.0,
+                "timed_out": float(any(result.outcome == "timed_out" for result in results)),
+            },
+        )
+
+    async def _run_cases(
+        self, program: str, cases: Sequence[Mapping[str, str]]
+    ) -> tuple[list[bool], list[SandboxResult]]:
+        if self._partial:
+            results = list(await asyncio.gather(*(self._sandbox.run(program, stdin=c["input"]) for c in cases)))
+            return [_is_right(r, c["output"]) for r, c in zip(results, cases, strict=True)], results
+        passed: list[bool] = []
+        results: list[SandboxResult] = []
+        for case in cases:
+            results.append(await self._sandbox.run(program, stdin=case["input"]))
+            passed.append(_is_right(results[-1], case["output"]))
+            if not passed[-1]:
+                break
+        return passed, results
+
+    def _tests(self, row: Mapping[str, Any]) -> list[str] | list[Mapping[str, str]]:
+        """The row's tests, of one kind and at least one."""
+        if self._tests_key not in row:
+            raise RewardError(f"the row has no {self._tests_key!r} for its program to pass: it has {sorted(row)}")
+        value = row[self._tests_key]
+        tests: list[Any] = [value] if isinstance(value, str) else list(value) if isinstance(value, Sequence) else []
+        if tests and (all(isinstance(test, str) for test in tests) or all(_is_case(test) for test in tests)):
+            return tests
+        raise RewardError(
+            f"the row's {self._tests_key!r} is {value!r:.200}: Python statements (a string or several), or one or more "
+            '{"input": str, "output": str} are needed'
+        )
+
+
+def _is_case(test: Any) -> bool:
+    return isinstance(test, Mapping) and all(isinstance(test.get(key), str) for key in ("input", "output"))
+
+
+def _is_right(result: SandboxResult, output: str) -> bool:
+    return result.outcome == "finished" and _lines(result.stdout) == _lines(output)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]

@@ -1,0 +1,1 @@
+"""Versions of the weights in files or an object store."""

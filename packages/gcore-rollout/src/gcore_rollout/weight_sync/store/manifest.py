@@ -1,0 +1,172 @@
+"""What a store says about a version: its tensors, and the parts that hold them.
+
+Below the URL, ``parts/VERSION-RANDOM/NUMBER.safetensors`` are the parts of a version, and
+``versions/VERSION-full`` or ``versions/VERSION-delta`` is its manifest. A version is there if its manifest is.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import torch
+
+from gcore_rollout.errors import CorruptWeightsError
+from gcore_rollout.weight_sync.delta import SparseValues, WeightDelta
+from gcore_rollout.weight_sync.layout import Layout, TensorSpec
+from gcore_rollout.weight_sync.mirror import FullWeights
+
+PARTS, VERSIONS = "parts", "versions"
+_DENSE, _INDICES, _VALUES = "dense/", "indices/", "values/"
+
+Kind = Literal["full", "delta"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """An object that is a safetensors file of flat slices."""
+
+    key: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """One version."""
+
+    version: int
+    base_version: int | None
+    """Of the version that it changes; None: it is a full one."""
+    layout: Layout
+    """Of all weights."""
+    tensors: Layout
+    """What the parts hold, in this order, each flattened and cut where a part was full."""
+    parts: tuple[Part, ...]
+
+    @property
+    def key(self) -> str:
+        return manifest_key(self.version, "full" if self.base_version is None else "delta")
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all parts."""
+        return sum(part.size_bytes for part in self.parts)
+
+    def to_bytes(self) -> bytes:
+        """A line with the checksum of the JSON that follows."""
+        body = {
+            "version": self.version,
+            "base_version": self.base_version,
+            "layout": {name: spec.plain() for name, spec in self.layout.items()},
+            "tensors": {name: spec.plain() for name, spec in self.tensors.items()},
+            "parts": [(part.key, part.size_bytes, part.sha256) for part in self.parts],
+        }
+        text = json.dumps(body).encode()
+        return sha256(text).encode() + b"\n" + text
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, key: str) -> Self:
+        """The reverse of `to_bytes`.
+
+        Raises:
+            CorruptWeightsError: the checksum is not that of the rest.
+        """
+        checksum, _, text = data.partition(b"\n")
+        if checksum.decode(errors="replace") != sha256(text):
+            raise CorruptWeightsError(f"{key} is damaged: its SHA-256 is not the one in its first line")
+        body = json.loads(text)
+        return cls(
+            version=body["version"],
+            base_version=body["base_version"],
+            layout={name: TensorSpec.from_plain(*spec) for name, spec in body["layout"].items()},
+            tensors={name: TensorSpec.from_plain(*spec) for name, spec in body["tensors"].items()},
+            parts=tuple(Part(key=k, size_bytes=size, sha256=digest) for k, size, digest in body["parts"]),
+        )
+
+    def update_of(self, tensors: Mapping[str, torch.Tensor]) -> FullWeights | WeightDelta:
+        """The update that these tensors make."""
+        dense = {name.removeprefix(_DENSE): t for name, t in tensors.items() if name.startswith(_DENSE)}
+        if self.base_version is None:
+            return FullWeights(version=self.version, tensors=dense.items())
+        changed = [name.removeprefix(_INDICES) for name in tensors if name.startswith(_INDICES)]
+        return WeightDelta(
+            base_version=self.base_version,
+            version=self.version,
+            layout=self.layout,
+            dense=dense,
+            sparse={
+                name: SparseValues(indices=tensors[_INDICES + name], values=tensors[_VALUES + name]) for name in changed
+            },
+        )
+
+
+def tensors_of(
+    dense: Mapping[str, torch.Tensor], sparse: Mapping[str, SparseValues] | None = None
+) -> dict[str, torch.Tensor]:
+    """What the parts of an update are to hold."""
+    tensors = {_DENSE + name: tensor for name, tensor in dense.items()}
+    for name, part in (sparse or {}).items():
+        tensors |= {_INDICES + name: part.indices, _VALUES + name: part.values}
+    return tensors
+
+
+def cut(tensors: Mapping[str, torch.Tensor], part_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Parts of at most ``part_bytes``, not empty: tensors one after the other, flat, cut where a part is full."""
+    part: dict[str, torch.Tensor] = {}
+    room = part_bytes
+    for name, tensor in tensors.items():
+        flat = tensor.reshape(-1)
+        start = 0
+        while start < flat.numel():
+            count = min(flat.numel() - start, room // flat.itemsize)
+            if count == 0:
+                yield part
+                part, room = {}, part_bytes
+                continue
+            part[name] = flat[start : start + count]
+            start += count
+            room -= count * flat.itemsize
+    if part:
+        yield part
+
+
+def joined(layout: Layout, parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The tensors that were cut into these parts.
+
+    Raises:
+        CorruptWeightsError: the parts do not fill the tensors.
+    """
+    tensors = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in layout.items()}
+    filled = dict.fromkeys(tensors, 0)
+    for part in parts:
+        for name, piece in part.items():
+            start = filled[name]
+            tensors[name].view(-1)[start : start + piece.numel()] = piece
+            filled[name] += piece.numel()
+    short = [name for name, count in filled.items() if count != layout[name].numel]
+    if short:
+        raise CorruptWeightsError(f"{short[0]!r} has {filled[short[0]]} of {layout[short[0]].numel} elements")
+    return tensors
+
+
+def manifest_key(version: int, kind: Kind) -> str:
+    """Of a version's manifest."""
+    return f"{VERSIONS}/{version:012d}-{kind}"
+
+
+def versions_in(keys: Iterable[str]) -> dict[int, Kind]:
+    """Versions whose manifests are among these keys, in order."""
+    found: dict[int, Kind] = {}
+    for key in sorted(keys):
+        folder, _, name = key.partition("/")
+        number, _, kind = name.partition("-")
+        if folder == VERSIONS and number.isdecimal() and kind in ("full", "delta"):
+            found[int(number)] = kind
+    return found
+
+
+def sha256(data: bytes) -> str:
+    """In hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()

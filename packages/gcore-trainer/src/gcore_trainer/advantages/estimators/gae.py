@@ -1,0 +1,55 @@
+"""GAE: temporal differences of a critic's values, whitened over the batch."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_trainer.advantages.estimator import AdvantagesAndReturns, ScoredGroup, advantage_estimator
+from gcore_trainer.checks import require_finite
+from gcore_trainer.config import AdvantageConfig
+
+
+@advantage_estimator(needs_critic=True, reads_token_rewards=True, whiten=True)
+def gae(group: ScoredGroup, config: AdvantageConfig) -> AdvantagesAndReturns:
+    """Return the `gae_advantages` of every response."""
+    assert group.values is not None
+    rows = zip(group.rewards, group.values, group.masks, strict=True)
+    pairs = [gae_advantages(r, v, m, gamma=config.gamma, lam=config.lam) for r, v, m in rows]
+    return AdvantagesAndReturns(advantages=[a for a, _ in pairs], returns=[r for _, r in pairs])
+
+
+def gae_advantages(
+    rewards: NDArray[np.floating],
+    values: NDArray[np.floating],
+    mask: NDArray[np.bool_],
+    *,
+    gamma: float,
+    lam: float,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Generalised advantage estimation along one response (arXiv 1506.02438, eq. 16), before whitening.
+
+    delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  return_t = A_t + V_t. Tokens outside the
+    mask take no part, and the value after the last token is 0.
+
+    Args:
+        rewards: [R] of one response.
+        values: [R], V of the state before each token.
+        mask: [R] tokens of the policy.
+        gamma: discount per token.
+        lam: weight of longer horizons.
+
+    Returns:
+        advantages [R] and returns [R], 0 outside the mask.
+
+    Raises:
+        BatchError: the reward or the value of a token in the mask is not finite.
+    """
+    require_finite("rewards", rewards, mask)
+    require_finite("values", values, mask)
+    advantages = np.zeros(rewards.shape, np.float64)
+    next_advantage = next_value = 0.0
+    for t in np.flatnonzero(mask)[::-1]:
+        delta = float(rewards[t]) + gamma * next_value - float(values[t])
+        next_advantage = delta + gamma * lam * next_advantage
+        next_value = float(values[t])
+        advantages[t] = next_advantage
+    return advantages, np.where(mask, advantages + values, 0.0)

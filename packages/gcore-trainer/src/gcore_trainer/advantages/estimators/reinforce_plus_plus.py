@@ -1,0 +1,39 @@
+"""REINFORCE++: discounted returns, whitened over the batch."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_trainer.advantages.estimator import ScoredGroup, advantage_estimator
+from gcore_trainer.checks import require_finite
+from gcore_trainer.config import AdvantageConfig
+
+
+@advantage_estimator(reads_token_rewards=True, whiten=True)
+def reinforce_plus_plus(group: ScoredGroup, config: AdvantageConfig) -> list[NDArray[np.float64]]:
+    """Return the `discounted_returns` of every response."""
+    return [discounted_returns(r, m, gamma=config.gamma) for r, m in zip(group.rewards, group.masks, strict=True)]
+
+
+def discounted_returns(rewards: NDArray[np.floating], mask: NDArray[np.bool_], *, gamma: float) -> NDArray[np.float64]:
+    """Return the discounted sum of the rewards from each token on: REINFORCE++ (arXiv 2501.03262), before whitening.
+
+    Tokens outside the mask (a tool's output) take no part: their rewards do not count, and time does not pass.
+
+    Args:
+        rewards: [R] of one response.
+        mask: [R] tokens of the policy.
+        gamma: discount per token.
+
+    Returns:
+        [R], 0 outside the mask.
+
+    Raises:
+        BatchError: the reward of a token in the mask is not finite.
+    """
+    require_finite("rewards", rewards, mask)
+    returns = np.zeros(rewards.shape, np.float64)
+    running = 0.0
+    for t in np.flatnonzero(mask)[::-1]:
+        running = float(rewards[t]) + gamma * running
+        returns[t] = running
+    return returns

@@ -1,0 +1,127 @@
+"""What a diffusion trainer learns from."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gcore_trainer.checks import require_finite
+from gcore_trainer.errors import BatchError
+
+Conditions = Mapping[str, NDArray[np.generic]]
+
+_PER_STEP = ("latents", "next_latents", "old_means", "old_log_probs", "ref_means")
+_OF_STEPS = ("levels", "next_levels", "timesteps")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DiffusionSample:
+    """One image. Latents have any shape [...], the same in all of a batch; K steps of its making are trained on."""
+
+    clean_latents: NDArray[np.float32]
+    """[...] of the finished image."""
+    conditions: Conditions
+    """What the model is told beside latents and timestep, by its names; with guidance [2, ...]: without, with it."""
+    shared_conditions: Conditions = field(default_factory=dict[str, NDArray[np.generic]])
+    """The same of what has no entry for each image."""
+    guidance_scale: float | None = None
+    """Of classifier-free guidance, where conditions are [2, ...]; None: the model is asked once."""
+    advantage: float | None = None
+    latents: NDArray[np.float32] | None = None
+    """[K, ...] before each step; none where steps are not trained on."""
+    next_latents: NDArray[np.float32] | None = None
+    """[K, ...] behind it."""
+    old_means: NDArray[np.float32] | None = None
+    """[K, ...] of the Gaussians that they were drawn from, by the policy before the step's first update."""
+    old_log_probs: NDArray[np.float32] | None = None
+    """[K], under that policy."""
+    ref_means: NDArray[np.float32] | None = None
+    """[K, ...] of the reference's; needed where a KL term is."""
+    levels: NDArray[np.float32] | None = None
+    """[K] the sampler's noise levels before ..."""
+    next_levels: NDArray[np.float32] | None = None
+    """... and behind each step."""
+    timesteps: NDArray[np.float32] | None = None
+    """[K] as the model is told them."""
+    noise_seed: int = 0
+    """Of what an objective draws for this image."""
+    prompt: str = ""
+    """For rewards that are differentiated."""
+
+    def __post_init__(self) -> None:
+        if self.latents is None:
+            return
+        for name in (*_PER_STEP, *_OF_STEPS):
+            value = getattr(self, name)
+            if value is not None and len(value) != len(self.latents):
+                raise BatchError(f"{name} has {len(value)} steps; expected as many as latents, {len(self.latents)}")
+
+    @property
+    def num_steps(self) -> int:
+        """K."""
+        return 0 if self.latents is None else len(self.latents)
+
+    def check_finite(self, name: str, *names: str) -> None:
+        """Refuse NaN and infinities in the named arrays and in the conditions.
+
+        Args:
+            name: of the image, for the error.
+            names: fields.
+
+        Raises:
+            BatchError: an entry is not finite; the error names the image and the field.
+        """
+        arrays = {field: getattr(self, field) for field in names}
+        arrays |= {f"conditions[{key!r}]": value for key, value in self.conditions.items()}
+        arrays |= {f"shared_conditions[{key!r}]": value for key, value in self.shared_conditions.items()}
+        for label, value in arrays.items():
+            if value is not None and np.issubdtype(np.asarray(value).dtype, np.floating):
+                require_finite(f"{name}.{label}", np.asarray(value))
+
+    def at_steps(self, steps: Sequence[int]) -> "DiffusionSample":
+        """With these steps alone, in this order."""
+        indices = list(steps)
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        chosen = {n: values[n][indices] for n in (*_PER_STEP, *_OF_STEPS) if values[n] is not None}
+        return DiffusionSample(**(values | chosen))
+
+
+DiffusionMicroBatch = list[DiffusionSample]
+"""Images computed in one forward and backward pass for each step."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Conditioned:
+    """What a model is told of B images beside latents and timesteps."""
+
+    per_image: dict[str, torch.Tensor]
+    """[B, ...], or with guidance [B, 2, ...]."""
+    shared: dict[str, torch.Tensor]
+    guidance_scale: float | None
+
+    @classmethod
+    def of(cls, samples: Sequence[DiffusionSample], device: torch.device) -> "Conditioned":
+        """Of a micro-batch, whose images were made with the same settings."""
+        first = samples[0]
+        per_image = {
+            name: torch.from_numpy(np.stack([s.conditions[name] for s in samples])).to(device)
+            for name in first.conditions
+        }
+        shared = {name: torch.from_numpy(np.asarray(v)).to(device) for name, v in first.shared_conditions.items()}
+        return cls(per_image=per_image, shared=shared, guidance_scale=first.guidance_scale)
+
+
+def stacked(samples: Sequence[DiffusionSample], name: str, device: torch.device, *, step: int | None = None) -> Any:
+    """[B, ...] of a field, at a step where it has one for each.
+
+    Raises:
+        BatchError: an image has none.
+    """
+    values = [getattr(s, name) for s in samples]
+    if any(value is None for value in values):
+        raise BatchError(f"{name} is None: the objective needs it for every image")
+    rows = values if step is None else [value[step] for value in values]
+    return torch.from_numpy(np.stack(rows).astype(np.float32)).to(device)

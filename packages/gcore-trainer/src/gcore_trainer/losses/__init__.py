@@ -1,0 +1,1 @@
+"""Losses of policies, critics and pairs of responses, as functions of tensors."""

@@ -1,0 +1,22 @@
+"""CISPO: REINFORCE weighted by a clipped ratio through which no gradient flows, so that every token keeps its own."""
+
+import torch
+
+from gcore_trainer.config import PolicyLossConfig
+from gcore_trainer.losses.policy_loss import PolicyLoss, PolicyTokens
+
+
+def cispo(tokens: PolicyTokens, config: PolicyLossConfig) -> PolicyLoss:
+    """Compute -sg[clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high)] A log_probs.
+
+    CISPO of MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5). The paper has no lower clip: ``clip_ratio_low`` 1.
+    """
+    ratio = tokens.ratio
+    weight = ratio.clamp(1.0 - config.clip_ratio_low, 1.0 + config.clip_ratio_high).detach()
+    clipped = weight != ratio
+    return PolicyLoss(
+        loss=-weight * tokens.advantages * tokens.log_probs,
+        ratio=ratio,
+        clipped=clipped,
+        clipped_lower=torch.zeros_like(clipped),
+    )

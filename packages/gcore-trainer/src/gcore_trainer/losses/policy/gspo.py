@@ -1,0 +1,25 @@
+"""GSPO: PPO's clip of a sequence's ratio, the geometric mean of its tokens' ratios."""
+
+import torch
+
+from gcore_trainer.config import PolicyLossConfig
+from gcore_trainer.losses.policy_loss import PolicyLoss, PolicyTokens, clipped_surrogate
+
+_MAX_LOG_RATIO = 10.0
+"""A sequence's log-ratio is clamped to this much from above only, as in verl."""
+
+
+def gspo(tokens: PolicyTokens, config: PolicyLossConfig) -> PolicyLoss:
+    """Compute the `clipped_surrogate` of sequences' ratios.
+
+    s_i = exp(mean_t(log_probs - old_log_probs)), and at token t the ratio is sg[s_i] pi / sg[pi], whose value is s_i
+    and whose gradient is the token's own: GSPO-token (arXiv 2507.18071, section 4.3); with one advantage for all tokens
+    of a sequence and ``seq-mean-token-mean`` it is GSPO.
+    """
+    lengths = list(tokens.lengths)
+    log_probs = tokens.log_probs
+    log_ratio = torch.where(tokens.mask, (log_probs - tokens.old_log_probs).detach(), 0.0)
+    parts = zip(log_ratio.split(lengths), tokens.mask.split(lengths), strict=True)
+    sequence = torch.cat([(part.sum() / mask.sum().clamp(min=1)).expand(part.numel()) for part, mask in parts])
+    ratio = torch.exp((sequence + (log_probs - log_probs.detach())).clamp(max=_MAX_LOG_RATIO))
+    return clipped_surrogate(ratio, tokens.advantages, config)

@@ -1,0 +1,184 @@
+"""Megatron-Core's distributed AdamW, whose state is live boxes of Hugging Face tensors."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from gcore_trainer.config import OptimizerConfig
+from gcore_trainer.errors import StateError
+from gcore_trainer.megatron.cpu import megatron_runtime
+from gcore_trainer.megatron.weights.pieces import Piece
+
+_GROUPS = ("model", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TensorPart:
+    """A box of a global tensor, of which a rank may have several."""
+
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    """First index of the box in each dimension; its extents are those of ``tensor``."""
+    tensor: torch.Tensor
+    """A view of the live data."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Shard:
+    """The range of a flattened parameter that this data-parallel rank updates."""
+
+    parameter: torch.nn.Parameter
+    start: int
+    end: int
+    main: torch.Tensor
+    """[end - start] in float32: of the parameter itself, or of its float32 original."""
+    moments: dict[str, Any]
+    """Adam's, as the optimizer has them."""
+
+    def tensor(self, group: str) -> torch.Tensor:
+        return self.main.detach() if group == "model" else self.moments[group]
+
+
+class DistributedAdamW:
+    """The optimizer of one trainer. Moments exist from the start, so that they can be loaded in place.
+
+    Args:
+        config: of the optimizer.
+        chunks: the data-parallel modules whose parameters it updates.
+        pieces: of each parameter.
+        dtype: of the parameters.
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        chunks: Sequence[DistributedDataParallel],
+        pieces: Mapping[torch.nn.Parameter, Sequence[Piece]],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._grad_clip = config.grad_clip
+        self._chunks = chunks
+        self._pieces = pieces
+        self._device = device
+        self._optimizer = _make_optimizer(config, chunks, dtype)
+        self._shards = [shard for part in self._optimizer.chained_optimizers for shard in _shards(part)]
+        self._set_step(0)
+
+    @property
+    def num_updates(self) -> int:
+        """Number of updates that the moments have seen."""
+        return self._num_updates
+
+    def update(self, lr: float) -> float:
+        """Clip the gradient and update if its norm is finite; return the norm before clipping."""
+        with megatron_runtime(self._device):
+            self._optimizer.prepare_grads()
+            grad_norm = float(self._optimizer.get_grad_norm())
+            if not np.isfinite(grad_norm):
+                return grad_norm
+            for part in self._optimizer.chained_optimizers:
+                clip_grad_by_total_norm_fp32(part.get_parameters(), self._grad_clip, grad_norm)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step_with_ready_grads()
+        self._num_updates += 1
+        return grad_norm
+
+    def tensors(self) -> dict[str, dict[str, Any]]:
+        """Return this rank's parts of ``model``, ``exp_avg`` and ``exp_avg_sq``, under Hugging Face names."""
+        return {group: dict(self._parts(group)) for group in _GROUPS}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over the tensors of a state and its ``optimizer_step``; afterwards all ranks have all parameters.
+
+        Raises:
+            StateError: the boxes differ from this rank's.
+        """
+        own = self.tensors()
+        for group in _GROUPS:
+            for name, parts in own[group].items():
+                _check_boxes(f"{group}[{name!r}]", state[group][name], parts)
+        for group in _GROUPS:
+            for name, parts in own[group].items():
+                for part, given in zip(parts, state[group][name], strict=True):
+                    part.tensor.copy_(given.tensor)
+        for shard in self._shards:
+            shard.parameter.data.view(-1)[shard.start : shard.end].copy_(shard.main)
+        with megatron_runtime(self._device):
+            for chunk in self._chunks:
+                chunk.start_param_sync(force_sync=True)
+        self._set_step(state["optimizer_step"])
+
+    def _set_step(self, step: int) -> None:
+        self._num_updates = step
+        for part in self._optimizer.chained_optimizers:
+            adam = part.optimizer
+            if isinstance(adam, torch.optim.AdamW):
+                for moments in adam.state.values():
+                    moments["step"] = torch.tensor(float(step), dtype=torch.float32)
+            else:
+                for group in adam.param_groups:
+                    group["step"] = step
+
+    def _parts(self, group: str) -> dict[str, list[TensorPart]]:
+        parts: dict[str, list[TensorPart]] = {}
+        for shard in self._shards:
+            flat = shard.tensor(group)
+            for whole in self._pieces[shard.parameter]:
+                for piece in whole.within(shard.start, shard.end):
+                    part = TensorPart(
+                        global_shape=piece.global_shape, offset=piece.offset, tensor=piece.view(flat, shard.start)
+                    )
+                    parts.setdefault(piece.name, []).append(part)
+        return parts
+
+
+def _shards(part: Any) -> list[_Shard]:
+    """Return the shards of one distributed optimizer."""
+    result: list[_Shard] = []
+    for parameters, mains in (
+        (part.model_fp32_groups, part.shard_fp32_groups),
+        (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+    ):
+        for parameter, main in zip(chain(*parameters), chain(*mains), strict=True):
+            buffer, dtype, bucket = part.model_param_gbuf_map[parameter]
+            own = part.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
+            moments = part.optimizer.state[main]
+            moments |= {"exp_avg": torch.zeros_like(main.detach()), "exp_avg_sq": torch.zeros_like(main.detach())}
+            result.append(_Shard(parameter=parameter, start=own.start, end=own.end, main=main, moments=moments))
+    return result
+
+
+def _check_boxes(name: str, given: Sequence[TensorPart], own: Sequence[TensorPart]) -> None:
+    boxes = [[(p.global_shape, p.offset, tuple(p.tensor.shape)) for p in parts] for parts in (given, own)]
+    if boxes[0] != boxes[1]:
+        raise StateError(f"{name} has parts {boxes[0]}; expected this rank's, {boxes[1]} (global shape, offset, shape)")
+
+
+def _make_optimizer(config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], dtype: torch.dtype) -> Any:
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=0.0,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
+    # No overrides: without them norms and biases would not decay, as they do in the torch backend.
+    return get_megatron_optimizer(settings, list(chunks), config_overrides={}, use_gloo_process_groups=False)

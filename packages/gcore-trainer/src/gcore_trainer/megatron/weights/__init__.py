@@ -1,0 +1,1 @@
+"""The parameters of a Megatron-Core model as tensors of a Hugging Face model."""

@@ -1,0 +1,1 @@
+"""Objectives: what a trainer of language models minimises."""

@@ -1,0 +1,1 @@
+"""Packed rows: samples end to end, without padding, and a shared prompt once."""

@@ -1,0 +1,121 @@
+"""Router replay: the experts that each token passed through, recorded in one pass and imposed on later ones.
+
+A mixture of experts whose routers choose anew in every pass makes ratios to old log-probs jump where nothing was
+learned: near a tie, rounding decides. "Routing Replay" of GSPO, arXiv 2507.18071, section 5.3; verl's ``R2`` records in
+the trainer's pass for the old log-probs.
+
+Shapes: T tokens of a rank's row, L layers with experts, K experts a token, E experts of a layer.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.overrides import TorchFunctionMode
+
+from gcore_trainer.errors import BatchError, UnsupportedModelError
+from gcore_trainer.packing.pack import PackedBatch
+from gcore_trainer.sample import MicroBatch, Sample
+
+
+class ReplayedRouter:
+    """A router whose choice can be recorded and imposed.
+
+    Every router scores all experts and takes ``torch.topk`` of the scores. Replay is the router's own computation with
+    other indices there: weights, their normalisation and their gradient are as they would be had it chosen these.
+
+    Args:
+        router: its ``forward`` is wrapped.
+        num_experts: E.
+        top_k: K.
+    """
+
+    def __init__(self, router: torch.nn.Module, *, num_experts: int, top_k: int) -> None:
+        self.imposed: torch.Tensor | None = None
+        """[T, K] what the next passes choose; None: their own."""
+        self.recorded: list[torch.Tensor] | None = None
+        """[T, K] of every pass, while it is a list."""
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self._name = type(router).__name__
+        self._forward = router.forward
+        router.forward = self._routed
+
+    def _routed(self, *args: Any, **kwargs: Any) -> Any:
+        if self.imposed is None and self.recorded is None:
+            return self._forward(*args, **kwargs)
+        with _TopK(self) as choice:
+            result = self._forward(*args, **kwargs)
+        if choice.indices is None:
+            raise UnsupportedModelError(
+                f"{self._name} did not choose {self.top_k} of {self.num_experts} experts by torch.topk: "
+                "router replay needs it to"
+            )
+        if self.recorded is not None:
+            self.recorded.append(choice.indices)
+        return result
+
+
+class _TopK(TorchFunctionMode):
+    """Inside, the top k of the experts' scores are those imposed, and are known afterwards."""
+
+    def __init__(self, router: ReplayedRouter) -> None:
+        super().__init__()
+        self._router = router
+        self.indices: torch.Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in (torch.topk, torch.Tensor.topk) or not self._is_choice(*args, **kwargs):
+            return func(*args, **kwargs)
+        imposed = self._router.imposed
+        if imposed is None:
+            result = func(*args, **kwargs)
+        else:
+            result = torch.return_types.topk((args[0].gather(-1, imposed), imposed))  # pyright: ignore[reportAttributeAccessIssue]
+        self.indices = result.indices
+        return result
+
+    def _is_choice(self, scores: torch.Tensor, k: int, *others: Any, **kwargs: Any) -> bool:
+        """Routers that choose among groups of experts first take other top k before."""
+        del others, kwargs
+        return k == self._router.top_k and scores.shape[-1] == self._router.num_experts
+
+
+def transformers_routers(model: torch.nn.Module) -> list[ReplayedRouter]:
+    """The routers of a transformers model, first to last layer; none where it has no such layers."""
+    found: list[Any] = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+    return [ReplayedRouter(r, num_experts=r.num_experts, top_k=r.top_k) for r in found]
+
+
+def routing_of_row(samples: MicroBatch, batch: PackedBatch) -> NDArray[np.int64] | None:
+    """The experts [T, L, K] of each token of a packed row; None: the samples leave the choice to the routers.
+
+    Of a prompt that samples share, it is what the first of them has.
+
+    Raises:
+        BatchError: some samples have a routing and others do not, or for other models.
+    """
+    given = [s.routed_experts for s in samples if s.routed_experts is not None]
+    if not given:
+        return None
+    if len(given) < len(samples) or len({r.shape[1:] for r in given}) > 1:
+        shapes = sorted({None if s.routed_experts is None else s.routed_experts.shape[1:] for s in samples}, key=str)
+        raise BatchError(f"routed_experts of a micro-batch have layers and experts {shapes}; expected the same")
+    # Padding passes through experts too, whichever.
+    _, num_layers, top_k = given[0].shape
+    routing = np.empty((batch.input_ids.size, num_layers, top_k), np.int64)
+    routing[...] = np.arange(top_k)
+    for experts, places in reversed(list(zip(given, input_places(samples, batch), strict=True))):
+        routing[places] = experts
+    return routing
+
+
+def input_places(samples: Sequence[Sample], batch: PackedBatch) -> list[NDArray[np.int64]]:
+    """Where each sample's [P + R - 1] input tokens stand in the row."""
+    return [
+        np.concatenate([np.arange(last - s.prompt_ids.size, last) + 1, first + np.arange(s.response_ids.size - 1)])
+        for s, last, first in zip(samples, batch.last_prompt_places, batch.first_response_places, strict=True)
+    ]

@@ -1,0 +1,139 @@
+"""Images in packed rows: the vision tower of a transformers model once for all of a row's, and positions of three axes.
+
+Shapes: T packed tokens, D hidden dimension, M merged patches of a row's images, each in the place of one token.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gcore_trainer.errors import BatchError
+from gcore_trainer.packing.pack import PackedBatch
+from gcore_trainer.packing.router_replay import input_places
+from gcore_trainer.sample import Images, MicroBatch
+
+VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
+"""Model types whose images are understood."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowImages:
+    """The images of a packed row."""
+
+    positions: torch.Tensor
+    """[3, 1, T] rotary positions in time, height and width (Qwen2-VL: arXiv 2409.12191, section 2.1)."""
+    pixel_values: torch.Tensor
+    """[patches, features]."""
+    grid_thw: torch.Tensor
+    """[images, 3]."""
+    places: torch.Tensor
+    """[M] where each merged patch stands in the row."""
+
+
+class Vision:
+    """How a transformers model of the Qwen-VL kind sees.
+
+    Args:
+        model: ``...ForConditionalGeneration``.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._image_token_id: int = model.config.image_token_id
+        self._merge: int = model.config.vision_config.spatial_merge_size
+
+    def row_images(self, samples: MicroBatch, batch: PackedBatch) -> RowImages | None:
+        """What the row's tokens need of their images; None: there are none.
+
+        Raises:
+            BatchError: a prompt's image tokens are not those of its images.
+        """
+        if all(sample.images is None for sample in samples):
+            return None
+        positions_3T = np.repeat(batch.positions[None], 3, axis=0)
+        seen: list[Images] = []
+        places: list[NDArray[np.int64]] = []
+        prompts: set[int] = set()
+        for sample, own, last in zip(samples, input_places(samples, batch), batch.last_prompt_places, strict=True):
+            if sample.images is None:
+                continue
+            prompt_length = sample.prompt_ids.size
+            # A response's image token is text: the policy wrote it.
+            is_image = sample.prompt_ids == self._image_token_id
+            self._check(is_image, sample.images)
+            positions_3P, offset = self._positions(sample.prompt_ids, is_image, sample.images.grid_thw)
+            positions_3T[:, own[:prompt_length]] = positions_3P
+            positions_3T[:, own[prompt_length:]] += offset
+            if int(last) not in prompts:
+                prompts.add(int(last))
+                seen.append(sample.images)
+                places.append(own[:prompt_length][is_image])
+        device = self._model.device
+        return RowImages(
+            positions=torch.from_numpy(positions_3T)[:, None].to(device),
+            pixel_values=torch.from_numpy(np.concatenate([i.pixel_values for i in seen])).to(device),
+            grid_thw=torch.from_numpy(np.concatenate([i.grid_thw for i in seen])).to(device),
+            places=torch.from_numpy(np.concatenate(places)).to(device),
+        )
+
+    def embed(self, input_ids: torch.Tensor, images: RowImages | None) -> torch.Tensor:
+        """Embeddings [1, T, D] of a row's tokens [1, T], with its images in them."""
+        embeddings_1TD = self._model.get_input_embeddings()(input_ids)
+        if images is None:
+            if not torch.is_grad_enabled():
+                return embeddings_1TD
+            # Ranks of a divided model must all have gradients of the tower, even if of nothing.
+            tower: torch.nn.Module = self._model.base_model.visual
+            return embeddings_1TD + 0.0 * torch.stack([p.sum() for p in tower.parameters()]).sum()
+        features = self._model.base_model.get_image_features(images.pixel_values, images.grid_thw).pooler_output
+        features_1MD = torch.cat(features)[None].to(embeddings_1TD.dtype)
+        return embeddings_1TD.index_copy(1, images.places, features_1MD)
+
+    def _positions(
+        self, prompt_ids: NDArray[np.int64], is_image: NDArray[np.bool_], grid_thw: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], int]:
+        """[3, P] of a prompt, and what those behind it have over their places: images take fewer positions."""
+        positions, offset = self._model.base_model.get_rope_index(
+            torch.from_numpy(prompt_ids)[None],
+            mm_token_type_ids=torch.from_numpy(is_image.astype(np.int64))[None],
+            image_grid_thw=torch.from_numpy(grid_thw),
+        )
+        return positions[:, 0].numpy(), int(offset)
+
+    def _check(self, is_image: NDArray[np.bool_], images: Images) -> None:
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], is_image, [False]])))
+        found = (edges[1::2] - edges[::2]).tolist()
+        needed = (images.grid_thw.prod(1) // self._merge**2).tolist()
+        if found != needed:
+            raise BatchError(
+                f"a prompt has runs of {found} image tokens ({self._image_token_id}), and images of {needed} merged "
+                "patches; expected one run for each image, of as many tokens"
+            )
+
+
+def refuse_images(samples: MicroBatch, reason: str) -> None:
+    """
+    Raises:
+        BatchError: any of the samples has images.
+    """
+    if any(sample.images is not None for sample in samples):
+        raise BatchError(f"a sample has images: {reason}")
+
+
+def checkpoint_name(model: Any, name: str) -> str:
+    """What a Hugging Face folder calls a parameter of a model: transformers renames those of vision-language models."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    [renamed] = revert_weight_conversion(model, {name: torch.empty(0)})
+    return renamed
+
+
+def copy_processor(source: Path, target: Path) -> None:
+    """Copy what a Hugging Face folder says of its images, as far as it is there."""
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"):
+        if (source / name).is_file():
+            (target / name).write_bytes((source / name).read_bytes())

@@ -1,0 +1,155 @@
+"""What a trainer learns from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_trainer.checks import require_finite
+from gcore_trainer.errors import BatchError
+
+_PER_TOKEN = (
+    "response_mask",
+    "advantages",
+    "old_log_probs",
+    "rollout_log_probs",
+    "ref_log_probs",
+    "rollout_is_weights",
+    "values",
+    "returns",
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Images:
+    """Images of a prompt, as transformers' image processors of the Qwen-VL kind give them, one after the other."""
+
+    pixel_values: NDArray[np.float32]
+    """[patches, features]."""
+    grid_thw: NDArray[np.int64]
+    """[images, 3] patches of each image in time, height and width."""
+
+    def __post_init__(self) -> None:
+        if self.grid_thw.ndim != 2 or self.grid_thw.shape[1] != 3 or not self.grid_thw.size:
+            raise BatchError(f"grid_thw has shape {self.grid_thw.shape}; expected (images, 3) and at least one image")
+        num_patches = int(self.grid_thw.prod(1).sum())
+        if self.pixel_values.ndim != 2 or self.pixel_values.shape[0] != num_patches:
+            raise BatchError(
+                f"pixel_values has shape {self.pixel_values.shape}; expected "
+                f"({num_patches}, features), the number of patches in grid_thw"
+            )
+        require_finite("pixel_values", self.pixel_values)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Equal for equal images."""
+        return blake2b(self.grid_thw.tobytes() + self.pixel_values.tobytes(), digest_size=16).digest()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sample:
+    """One prompt and one response. Every per-token array has shape [R], R the response's length.
+
+    Entries of masked-out tokens are never read: they may be NaN or infinite.
+
+    Samples with equal prompts, and equal images in them, that land in one micro-batch share the prompt's forward and
+    backward pass.
+    """
+
+    prompt_ids: NDArray[np.int64]
+    """[P], P >= 1; an image token stands once for each merged patch of an image."""
+    response_ids: NDArray[np.int64]
+    """[R], R >= 1."""
+    response_mask: NDArray[np.bool_] | None = None
+    """Tokens the policy wrote (True) against those it was given; None: all of them."""
+    advantages: NDArray[np.float32] | None = None
+    old_log_probs: NDArray[np.float32] | None = None
+    """Of the policy before the step's first update; None: this is the first update, so the ratio starts at 1."""
+    rollout_log_probs: NDArray[np.float32] | None = None
+    """As returned by the generation engine; compared with the trainer's own in the metrics."""
+    ref_log_probs: NDArray[np.float32] | None = None
+    """Of the reference policy; needed where a KL term is."""
+    rollout_is_weights: NDArray[np.float32] | None = None
+    """Weight of each token's policy loss: importance sampling against the policy that generated it. None: 1."""
+    values: NDArray[np.float32] | None = None
+    """Of the critic before the step's first update; needed to train it."""
+    returns: NDArray[np.float32] | None = None
+    """What the critic learns to predict."""
+    routed_experts: NDArray[np.int16] | None = None
+    """[P + R - 1, L, K] the K experts of the policy that every input token passes through in each of L layers (see
+    `router_replay`); None: its routers choose."""
+    images: Images | None = None
+    """Of the prompt, in the order of their places; None: there are none."""
+
+    def __post_init__(self) -> None:
+        for field in ("prompt_ids", "response_ids"):
+            value: NDArray[np.int64] = getattr(self, field)
+            if value.ndim != 1 or value.size == 0:
+                raise BatchError(f"{field} has shape {value.shape}; expected one dimension and at least one token")
+            if value.dtype != np.int64:
+                raise BatchError(f"{field} has dtype {value.dtype}; expected int64")
+        if self.response_mask is not None and self.response_mask.dtype != np.bool_:
+            raise BatchError(f"response_mask has dtype {self.response_mask.dtype}; expected bool")
+        for field in _PER_TOKEN:
+            value_or_none: NDArray[np.generic] | None = getattr(self, field)
+            if value_or_none is not None and value_or_none.shape != self.response_ids.shape:
+                raise BatchError(
+                    f"{field} has shape {value_or_none.shape}; expected that of response_ids, {self.response_ids.shape}"
+                )
+        routing = self.routed_experts
+        if routing is not None and (routing.ndim != 3 or routing.shape[0] != self.num_inputs):
+            raise BatchError(
+                f"routed_experts has shape {routing.shape}; expected ({self.num_inputs}, layers, experts), for "
+                f"{self.prompt_ids.size} prompt and {self.response_ids.size} response tokens without the last"
+            )
+
+    @property
+    def num_inputs(self) -> int:
+        """P + R - 1: the last response token predicts nothing."""
+        return self.prompt_ids.size + self.response_ids.size - 1
+
+    @property
+    def prompt_key(self) -> bytes:
+        """Equal for equal prompts with equal images."""
+        return self.prompt_ids.tobytes() + (b"" if self.images is None else self.images.digest)
+
+    @property
+    def mask(self) -> NDArray[np.bool_]:
+        """[R] response tokens that count."""
+        return np.ones(self.response_ids.size, np.bool_) if self.response_mask is None else self.response_mask
+
+    def check_finite(self, name: str, *fields: str) -> None:
+        """Refuse NaN and infinities at the tokens that count.
+
+        Args:
+            name: of the sample, for the error.
+            fields: names of per-token arrays; one that is None passes.
+
+        Raises:
+            BatchError: an entry that counts is not finite; the error names the sample, the field and the token.
+        """
+        for field in fields:
+            values: NDArray[np.float32] | None = getattr(self, field)
+            if values is not None:
+                require_finite(f"{name}.{field}", values, self.mask)
+
+
+MicroBatch = list[Sample]
+"""Samples computed in one forward and backward pass."""
+
+
+NOTHING: MicroBatch = [Sample(prompt_ids=np.zeros(1, np.int64), response_ids=np.zeros(1, np.int64))]
+"""What a rank computes, for nothing, while others still have micro-batches: a divided model's collectives need all."""
+
+
+def by_sample(
+    values: Sequence[NDArray[np.float32]], micro_batches: Sequence[MicroBatch]
+) -> list[list[NDArray[np.float32]]]:
+    """The [N] values of each micro-batch, parted into the [R] of each sample."""
+    return [
+        np.split(v, np.cumsum([s.response_ids.size for s in batch])[:-1])
+        for v, batch in zip(values, micro_batches, strict=True)
+    ]

@@ -1,0 +1,47 @@
+"""A model that only scores: a reference policy, or a reward model."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_trainer.sample import MicroBatch, by_sample
+from gcore_trainer.torch.packed_transformer import PackedTransformer
+from gcore_trainer.torch.parallel import TorchParallel
+from gcore_trainer.training.replicas import Replicas
+
+
+class FrozenModel:
+    """A `PackedModel` or `PackedValueModel` without gradients and moments, in one process or sharded over many.
+
+    Args:
+        packed: the model.
+        parallel: the ranks among which parameters and samples are divided; None: this process is alone.
+    """
+
+    def __init__(self, packed: PackedTransformer[Any], *, parallel: TorchParallel | None = None) -> None:
+        self._packed = packed
+        self._replicas = parallel.replicas if parallel else Replicas()
+        packed.model.eval().requires_grad_(False)
+        if parallel is not None:
+            parallel.shard(packed)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which replica this rank belongs to."""
+        return self._replicas.rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Replicas, each with samples of its own."""
+        return self._replicas.size
+
+    def scores(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+        """Log-probabilities or values [R] of each sample's response.
+
+        Args:
+            micro_batches: this replica's; another may have more of them, or none.
+        """
+        num_passes = max(self._replicas.gather(len(micro_batches)))
+        return by_sample(self._packed.predict(micro_batches, num_passes), micro_batches)

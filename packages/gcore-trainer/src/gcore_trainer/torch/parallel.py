@@ -1,0 +1,70 @@
+"""The ranks of a torch trainer: FSDP2 over all of them, samples over replicas, tokens within a replica."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from gcore_trainer.context_parallel.groups import ContextParallel, make_context_parallel
+from gcore_trainer.errors import ConfigError
+from gcore_trainer.parallel import ParallelConfig
+from gcore_trainer.torch.packed_transformer import PackedTransformer
+from gcore_trainer.training.replicas import Replicas
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TorchParallel:
+    """This rank's place. Rank = replica x context_parallel_size + place in the sequence."""
+
+    mesh: DeviceMesh
+    """All ranks, over which parameters and moments are sharded."""
+    replicas: Replicas
+    context: ContextParallel
+    """The ranks that divide this one's rows."""
+
+    @classmethod
+    def join(cls, config: ParallelConfig, *, device_type: str = "cpu") -> Self:
+        """Make the groups; torch.distributed is initialised, and all ranks call this together.
+
+        Raises:
+            ConfigError: the sizes do not divide the world, or are for another backend.
+        """
+        config.check_torch()
+        world_size, cp_size = dist.get_world_size(), config.context_parallel_size
+        dp_size = config.data_parallel_size(world_size)
+        grid = init_device_mesh(device_type, (dp_size, cp_size), mesh_dim_names=("dp", "cp"))
+        cp_groups = [list(range(first, first + cp_size)) for first in range(0, world_size, cp_size)]
+        return cls(
+            mesh=init_device_mesh(device_type, (world_size,), mesh_dim_names=("fsdp",)),
+            replicas=Replicas(grid["dp"].get_group()),
+            context=make_context_parallel(cp_groups, config.ulysses_sequence_parallel_size),
+        )
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.mesh.size()
+
+    def shard(self, packed: PackedTransformer[Any]) -> None:
+        """Shard the model's parameters in place, layer by layer (FSDP2, ZeRO-3: arXiv 1910.02054).
+
+        Raises:
+            ConfigError: the attention heads cannot be divided among the Ulysses ranks.
+        """
+        if packed.num_attention_heads % self.context.ulysses_size:
+            raise ConfigError(
+                f"ulysses_sequence_parallel_size is {self.context.ulysses_size}; expected a divisor of the model's "
+                f"{packed.num_attention_heads} attention heads"
+            )
+        packed.divide_tokens(self.context)
+        dtype = packed.compute_dtype
+        policy = MixedPrecisionPolicy()
+        if dtype != packed.model.dtype:
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            packed.leave_casting()
+        for layer in packed.layers():
+            fully_shard(layer, mesh=self.mesh, mp_policy=policy)
+        fully_shard(packed.root, mesh=self.mesh, mp_policy=policy)

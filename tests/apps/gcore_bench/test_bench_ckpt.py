@@ -1,0 +1,174 @@
+"""The bench of checkpoints: two quick real runs, and the bytes, the arithmetic and the table by themselves."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from gcore_bench.ckpt.figures import Run
+from gcore_bench.ckpt.machine import check_machine, scratch_folder
+from gcore_bench.ckpt.options import CkptOptions
+from gcore_bench.ckpt.parts import LIMITS, PARTS
+from gcore_bench.ckpt.state import Values, first_difference, full_state, plan_state
+from gcore_bench.ckpt.summary import summarise
+from gcore_bench.ckpt.table import table
+from gcore_bench.grpo.errors import BenchError
+
+SMALL = ["--size-gb", "0.01", "--tensors", "20", "--rounds", "1"]
+
+
+def run(contender: str, number: int, **rows: dict[str, float]) -> Run:
+    named = {row.replace("_", "-"): seconds for row, seconds in rows.items()}
+    return Run(contender=contender, round=number, load=1.0, rows=named, peak_extra_bytes=number * 2**20)
+
+
+RUNS = [
+    run(LIMITS, 1, buffered={"durable": 4.0, "load_cold": 2.0}, direct={"durable": 1.0}),
+    run("gcore", 1, gcore={"stall": 0.5, "durable": 2.0, "load_cold": 3.0}),
+    Run(contender="orbax", round=1, load=1.0, failure="ImportError: no orbax"),
+    run(LIMITS, 2, buffered={"durable": 6.0, "load_cold": 4.0}, direct={"durable": 3.0}),
+    run("gcore", 2, gcore={"stall": 1.5, "durable": 4.0, "load_cold": 6.0}),
+]
+
+
+def test_ratios_are_taken_to_the_fastest_limit() -> None:
+    summary = summarise("single", RUNS)
+    gcore, orbax = summary.lines
+    assert gcore.seconds == {"stall": 1.0, "durable": 3.0, "load_cold": 4.5}
+    assert gcore.ratios == {"durable": 1.5, "load_cold": 1.5}
+    assert gcore.peak_extra_bytes == 2 * 2**20
+    assert summary.best == {"durable": "direct", "load_cold": "buffered"}
+    assert [line.seconds["durable"] for line in summary.limits] == [5.0, 2.0]
+    assert (orbax.row, orbax.seconds, orbax.peak_extra_bytes) == ("orbax", {}, None)
+    assert summary.failures == {"orbax": "ImportError: no orbax"}
+
+
+def test_steps_are_compared_with_those_of_the_same_contender() -> None:
+    quiet_and_saving = {"matmul_quiet": 0.2, "matmul_saving": 0.3, "python_quiet": 0.2, "python_saving": 0.2}
+    (line,) = summarise("loop", [run("gcore", 1, gcore=quiet_and_saving)]).lines
+    assert line.ratios == {"matmul_saving": pytest.approx(1.5), "python_saving": 1.0}
+
+
+def test_the_table_shows_a_dash_for_what_nobody_measured() -> None:
+    console = Console(width=200, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(table(summarise("single", RUNS), CkptOptions(rounds=2)))
+    rows = [[cell.strip() for cell in line.split("│")] for line in captured.get().splitlines()]
+    cells = {row[1]: row[2:-1] for row in rows if len(row) > 2}
+    assert cells["gcore"] == ["1.000", "3.000 (1.50x)", "4.500 (1.50x)", "-", "-", "-", "2"]
+    assert cells["orbax"] == ["-"] * 7
+    assert cells["direct"][1] == "2.000 (1.00x)"
+
+
+def test_a_state_has_its_size_and_number_of_tensors() -> None:
+    plans = plan_state(10**7, 20)
+    state = full_state(plans)
+    assert 10**7 <= sum(tensor.nbytes for tensor in state.values()) < 1.1e7
+    assert len(state) == 20
+    assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16, torch.float32}
+
+
+def test_rows_are_the_rows_of_the_whole() -> None:
+    plans, values = plan_state(40_000_000, 3), Values()
+    for plan in plans:
+        start, end = plan.shape[0] // 3, plan.shape[0] - 1
+        assert torch.equal(values.rows(plan, start, end), values.full(plan)[start:end])
+
+
+def test_one_bit_is_a_difference() -> None:
+    plans = plan_state(10**6, 3)
+    state = full_state(plans)
+    assert first_difference(state, plans) == ""
+    name = plans[-1].name
+    state[name].view(-1).view(torch.uint8)[-1] ^= 1
+    assert first_difference(state, plans) == name
+    assert first_difference({}, plans) == plans[0].name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rounds": 0}, "rounds is 0: 1 or more is needed"),
+        ({"ranks": 1}, "ranks is 1: 2 or more is needed"),
+        ({"size_gb": float("nan")}, "size_gb is nan"),
+        ({"contenders": ()}, "contenders is empty"),
+        ({"contenders": ("orbax",), "part": "loop"}, "contenders is orbax: part loop measures gcore"),
+        ({"json": Path("/nowhere/figures.json")}, "json is /nowhere/figures.json: /nowhere is no folder"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BenchError, match=message):
+        CkptOptions(**options)
+
+
+def test_a_machine_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BenchError, match="GB of free disk space are needed"):
+        check_machine(tmp_path, 10**18)
+    monkeypatch.setattr("gcore_bench.ckpt.machine.shutil.disk_usage", lambda _folder: SimpleNamespace(free=10**20))
+    with pytest.raises(BenchError, match="GB of available memory are needed"):
+        check_machine(tmp_path, 10**18)
+
+
+def test_nothing_is_left_of_a_run(tmp_path: Path) -> None:
+    with scratch_folder(tmp_path / "made") as folder:
+        (folder / "files").mkdir()
+    assert not (tmp_path / "made").exists()
+    with scratch_folder(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def bench(tmp_path: Path, *options: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "gcore_bench.cli", "ckpt", *SMALL, "--dir", str(tmp_path / "files"), *options]
+    return subprocess.run(
+        command, env=os.environ.copy(), cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False
+    )
+
+
+def figures_of(tmp_path: Path, *options: str) -> dict[str, Any]:
+    done = bench(tmp_path, *options, "--json", str(tmp_path / "figures.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert not (tmp_path / "files").exists()
+    (part,) = json.loads((tmp_path / "figures.json").read_text())["parts"]
+    assert part["summary"]["failures"] == {}
+    for line in (*part["summary"]["lines"], *part["summary"]["limits"]):
+        assert all(seconds > 0 for seconds in line["seconds"].values())
+        assert f"{line['row']} " in done.stdout
+    return part
+
+
+@pytest.mark.slow
+def test_bench_measures_saves_and_loads(tmp_path: Path) -> None:
+    part = figures_of(tmp_path, "--part", "single", "--contenders", "gcore", "dcp", "torch.save")
+    metrics = {column.metric for column in PARTS["single"].columns}
+    gcore, dcp, torch_save = part["summary"]["lines"]
+    assert (gcore["row"], dcp["row"], torch_save["row"]) == ("gcore", "dcp", "torch.save")
+    assert gcore["seconds"].keys() == dcp["seconds"].keys() == metrics
+    assert torch_save["seconds"].keys() == metrics - {"in_place_cold", "in_place_warm"}
+    for line in (gcore, dcp, torch_save):
+        assert line["ratios"].keys() == line["seconds"].keys()
+
+
+@pytest.mark.slow
+def test_bench_measures_ranks(tmp_path: Path) -> None:
+    part = figures_of(tmp_path, "--part", "ranks", "--ranks", "2", "--contenders", "gcore")
+    (gcore,) = part["summary"]["lines"]
+    assert gcore["seconds"].keys() == {column.metric for column in PARTS["ranks"].columns}
+    assert gcore["ratios"].keys() == {"stall", "durable"}
+
+
+@pytest.mark.slow
+def test_wrong_options_end_with_one_message(tmp_path: Path) -> None:
+    done = bench(tmp_path, "--ranks", "0")
+    assert done.returncode == 2
+    assert done.stderr == "gcore-bench: error: ranks is 0: 2 or more is needed\n"
+    assert bench(tmp_path, "--contenders", "pickle").returncode == 2

@@ -1,0 +1,81 @@
+"""`gcore-bench diffusion`: the plain loop is Flow-GRPO, and both parts run."""
+
+import io
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from gcore_bench.diffusion import plain_loop
+from gcore_bench.diffusion.command import run
+from gcore_bench.diffusion.loop import GCORE, LIMIT, PLAIN
+from gcore_bench.diffusion.options import DiffusionBenchOptions
+from gcore_bench.diffusion.plain_loop import Loop, Spec
+from gcore_bench.grpo.errors import BenchError
+from gcore_diffusion.config import DemoConfig
+from gcore_diffusion.demo.pretraining import taught_pipeline
+from gcore_rollout import FlowSDE, load_pipeline
+from gcore_runs.display import Display
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_plain_loop_steps_as_flow_grpo_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its Gaussians are those of gcore's kernel, its loss moves weights, and its ratio begins at 1."""
+    with Display(Console(quiet=True)) as display:
+        model = taught_pipeline(DemoConfig(num_steps=2, cache_dir=str(tmp_path)), seed=0, display=display)
+    spec = Spec(model=str(model), prompts=2, n=4, steps=1, threads=1, seed=0)
+    loop = Loop(load_pipeline(model, dtype=torch.float32), spec)
+    latents, velocity = torch.randn(5, 3, 8, 8), torch.randn(5, 3, 8, 8)
+    for i in (0, 1, 4):
+        mean, std = loop.gaussian(velocity, latents, i)
+        expected = FlowSDE(noise_level=plain_loop.NOISE_LEVEL)(
+            velocity, latents, loop.sigmas[i].expand(5), loop.sigmas[i + 1].expand(5)
+        )
+        torch.testing.assert_close(mean, expected.mean)
+        torch.testing.assert_close(std.expand(5, 1, 1, 1), expected.std)
+    before = [p.detach().clone() for p in loop.model.parameters()]
+    ratios: list[float] = []
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        # Of half of the images; the model's own exponents are of other sizes.
+        if tensor.shape == (4,):
+            ratios.append(float((real(tensor.detach()) - 1).abs().max()))
+        return real(tensor)
+
+    real = torch.exp
+    monkeypatch.setattr(torch, "exp", noted)
+    seconds = loop.step()
+    assert ratios[0] < 1e-5
+    assert seconds["step"] == pytest.approx(sum(seconds[s] for s in ("gen", "reward", "train")))
+    assert any(not torch.equal(p, q) for p, q in zip(loop.model.parameters(), before, strict=True))
+
+
+def test_bench_measures_and_simulates(tmp_path: Path) -> None:
+    options = DiffusionBenchOptions(quick=True, json=tmp_path / "figures.json")
+    run(options, Console(file=io.StringIO(), width=140))
+    loop, sim = json.loads((tmp_path / "figures.json").read_text())["parts"]
+    assert [row["name"] for row in loop["rows"]] == [*PLAIN, LIMIT, *GCORE]
+    for row in loop["rows"]:
+        num_images = 32 if row["name"] == LIMIT else 16
+        assert row["images_per_s"] == pytest.approx(num_images / row["step_s"])
+        assert row["stage_s"]["gen"] > 0
+        assert row["stage_s"]["train"] > 0
+    strategies = ["colocated", "split", "dynamic", "clairvoyant"]
+    assert [row["strategy"] for row in sim["rows"]] == strategies * 3
+    assert all(0 < row["idle"] < 1 and np.isfinite(row["step_s"]) for row in sim["rows"])
+    least = [row["step_s"] for row in sim["rows"] if row["strategy"] == "clairvoyant"]
+    assert min(least) > 0
+    assert "aim: with 2 controllers at least 1.5 times" in loop["aims"][1]
+
+
+@pytest.mark.parametrize(
+    "field", [{"steps": 0}, {"n": 3}, {"prompts": 12}, {"prompts": 32}, {"parts": ()}, {"json": Path("/nowhere/file")}]
+)
+def test_bad_options_are_refused(field: dict[str, object]) -> None:
+    with pytest.raises(BenchError, match=next(iter(field))):
+        DiffusionBenchOptions(**{**asdict(DiffusionBenchOptions()), **field})  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,211 @@
+"""The bench of placement: one quick real run beside verl, and its pieces with figures made by hand."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gcore_bench.grpo.errors import BenchError
+from gcore_bench.placement.balancer import BalancerRow, run_balancer, simulated_work
+from gcore_bench.placement.options import PlacementOptions
+from gcore_bench.placement.planner.laws import fit_laws, predicted_bytes, predicted_seconds
+from gcore_bench.placement.planner.rounds import PlannerFigures, PlannerRow
+from gcore_bench.placement.planner.runs import small_runs
+from gcore_bench.placement.table import balancer_aims, planner_aims
+from gcore_placement import Efficiency
+
+ROW = BalancerRow(
+    lengths="lognormal",
+    samples=100_352,
+    ranks=8,
+    counts="free",
+    ours=1 + 1e-10,
+    ours_s=0.1,
+    verl=1.0,
+    verl_s=3.0,
+    random=1.1,
+)
+
+
+def test_lengths_have_a_long_tail() -> None:
+    for lengths in ("lognormal", "pareto"):
+        work = simulated_work(lengths, 4096, seed=0)
+        assert work.max() > 20 * np.median(work)
+        assert work.dtype == np.int64
+
+
+def test_aims_are_judged_to_the_precision_that_is_told() -> None:
+    even, fast = balancer_aims([ROW])
+    assert even.endswith("(met in all 1)")
+    assert fast.endswith("free counts: 30.0 to 30.0 times (met)")
+    even, fast = balancer_aims([ROW, replace(ROW, ours=1.01, ours_s=1.0), replace(ROW, samples=8)])
+    assert even.endswith("(not met: 100,352 over 8 (lognormal, free))")
+    assert fast.endswith("3.0 to 30.0 times (not met)")
+    close = replace(ROW, counts="close", ours=1.0009, tolerance=1e-3)
+    assert balancer_aims([close])[0].endswith("(met in all 1)")
+    assert "not met" in balancer_aims([replace(close, ours=1.0011)])[0]
+    assert balancer_aims([replace(ROW, verl=None, verl_s=None)]) == []
+    assert len(balancer_aims([replace(ROW, samples=8)])) == 1
+
+
+def test_verl_is_not_asked_for_more_than_it_may_take() -> None:
+    options = PlacementOptions(samples=(64, 512), ranks=(8,), verl_s=0, lengths=("pareto",))
+    said: list[str] = []
+    rows = run_balancer(options, say=said.append)
+    assert [row.verl for row in rows] == [None] * 6
+    assert all("verl not asked" in line for line in said)
+    assert all(1 <= row.ours <= row.random for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parts": ()}, "parts is empty"),
+        ({"ranks": (0,)}, "ranks holds 0; expected at least 1"),
+        ({"samples": (100,), "ranks": (8,)}, "samples holds 100; expected multiples of 8, a number of ranks"),
+        ({"verl_s": -1.0}, "verl_s is -1.0; expected at least 0"),
+        ({"tolerance": -0.1}, "tolerance is -0.1; expected at least 0"),
+        ({"seed": -1}, "seed is -1; expected at least 0"),
+        ({"rounds": 0}, "rounds is 0; expected at least 1"),
+        ({"steps": 0}, "steps is 0; expected at least 1"),
+        (
+            {"study_folder": Path("/nowhere/study")},
+            "study_folder is /nowhere/study; expected a path in an existing folder",
+        ),
+        ({"json": Path("/nowhere/x.json")}, "json is /nowhere/x.json; expected a file in an existing folder"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BenchError, match=message):
+        PlacementOptions(**options)
+
+
+def bench(tmp_path: Path, part: str) -> tuple[dict[str, Any], str]:
+    """Figures of a part, and what was printed."""
+    options = ["--parts", part, "--quick", "--json", "figures.json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "gcore_bench.cli", "placement", *options],
+        cwd=tmp_path,
+        env=os.environ.copy(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    figures: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["options"]["quick"] is True
+    (found,) = figures["parts"]
+    assert found["part"] == part
+    assert all(line in done.stdout for line in found["aims"])
+    return found, done.stdout
+
+
+@pytest.mark.slow
+def test_bench_measures_the_balancer(tmp_path: Path) -> None:
+    part, _ = bench(tmp_path, "balancer")
+    assert len(part["rows"]) == 24
+    for row in part["rows"]:
+        assert 1 <= row["ours"] <= max(row["verl"], 1 + row["tolerance"]) * (1 + 1e-9)
+        assert row["tolerance"] == (1e-3 if row["counts"] == "close" else 0)
+        assert row["ours"] <= row["random"]
+    assert "(met in all 24)" in part["aims"][0]
+
+
+@pytest.mark.slow
+def test_bench_measures_the_planner(tmp_path: Path) -> None:
+    part, printed = bench(tmp_path, "planner")
+    rows = {row["name"]: row for row in part["rows"]}
+    assert {(row["kind"], row["is_held_out"]) for row in rows.values()} == {
+        ("training", False),
+        ("training", True),
+        ("generation", False),
+        ("generation", True),
+        ("step", True),
+    }
+    for name, row in rows.items():
+        assert name in printed
+        assert min(row["measured_s"], row["predicted_s"]) > 0
+        assert np.isfinite(row["predicted_s"])
+        if row["kind"] == "training":
+            assert row["measured_bytes"] / 2 < row["predicted_bytes"] < 2 * row["measured_bytes"]
+        else:
+            assert row["measured_bytes"] is row["predicted_bytes"] is None
+    assert set(part["efficiencies"]) == {"1", "2"}
+    assert [line.split(" of held-out")[0] for line in part["aims"]] == [
+        "aim: foretold step time",
+        "aim: foretold peak memory",
+    ]
+
+
+@pytest.mark.slow
+def test_bench_measures_live_runs(tmp_path: Path) -> None:
+    part, printed = bench(tmp_path, "live")
+    rows = {row["strategy"]: row for row in part["rows"]}
+    assert list(rows) == ["colocated", "split 1 + 1", "dynamic"]
+    for name, row in rows.items():
+        assert name in printed
+        assert row["is_alike"]
+        assert len(row["phase_s"]) == 3
+        assert sum(row["phase_s"]) <= row["seconds"] + 1e-6
+        assert 0 < row["idle_share"] < 1
+        assert sum(row["shares"].values()) == pytest.approx(row["idle_share"])
+    assert rows["colocated"]["shares"]["swap"] > 0
+    assert "no request is lost (met" in part["aims"][0]
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_laws_are_found_from_the_runs_that_they_are_fitted_to(quick: bool) -> None:
+    """Of a machine that follows them, so that what is held out is foretold."""
+    alone = Efficiency(
+        training=0.06,
+        prefill=0.08,
+        decode=0.05,
+        memory=0.09,
+        activations=1.1,
+        decode_step_s=1e-3,
+        decode_sequence_s=3e-5,
+        micro_batch_s=0.02,
+        overlap=0.0,
+    )
+    true = {1: alone, 2: replace(alone, training=0.04, micro_batch_s=0.05, links=0.01)}
+    runs = small_runs(seed=0, quick=quick)
+    assert len({run.name for run in runs}) == len(runs)
+    fitted = [run for run in runs if not run.is_held_out]
+    laws = fit_laws(
+        fitted,
+        [predicted_seconds(run, true[run.ranks]) for run in fitted],
+        [predicted_bytes(run, alone) if run.kind == "training" else None for run in fitted],
+    )
+    for run in runs:
+        assert laws.seconds(run) == pytest.approx(predicted_seconds(run, true[run.ranks]), rel=0.02), run.name
+        peak = laws.peak_bytes(run)
+        assert peak is None or peak == pytest.approx(predicted_bytes(run, alone), rel=1e-3)
+
+
+def test_only_held_out_runs_are_judged() -> None:
+    row = PlannerRow(
+        name="a run",
+        kind="training",
+        is_held_out=True,
+        measured_s=1.0,
+        rounds_s=[1.0],
+        predicted_s=1.19,
+        measured_bytes=100.0,
+        predicted_bytes=86.0,
+    )
+    wild = replace(row, name="fitted", is_held_out=False, predicted_s=9.0, predicted_bytes=9.0)
+    seconds, memory = planner_aims(PlannerFigures(rows=[row, wild], efficiencies={}, load=0.0))
+    assert seconds == "aim: foretold step time of held-out runs within 20%: +19.0% to +19.0% (met in all 1)"
+    assert memory == "aim: foretold peak memory of held-out runs within 15%: -14.0% to -14.0% (met in all 1)"
+    slow = replace(row, name="slow", predicted_s=0.7, kind="step", measured_bytes=None, predicted_bytes=None)
+    seconds, memory = planner_aims(PlannerFigures(rows=[row, slow], efficiencies={}, load=0.0))
+    assert seconds.endswith("-30.0% to +19.0% (not met: slow -30.0%)")
+    assert memory.endswith("(met in all 1)")

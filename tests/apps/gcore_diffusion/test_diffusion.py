@@ -1,0 +1,471 @@
+"""`gcore-diffusion`: the embedded model in short, a user's own pipeline, every algorithm, resumption, wrong input."""
+
+import os
+import shutil
+import signal
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from command_line import Cli, Server, option_set, read_rows, step_rows, write_rows
+from PIL import Image
+from process_tree import descendants
+from safetensors.torch import load_file, save_file
+from tiny_pipelines import ddim_pipeline, flow_pipeline
+from tiny_vision_model import save_vision_model
+
+from gcore_ckpt import Checkpointer
+from gcore_diffusion.cli import parse_train
+from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.demo.digits import PROMPTS, DigitReward, load
+from gcore_diffusion.grids import grid
+from gcore_diffusion.recipes import RECIPES
+from gcore_runs.run_folder import RunFolder
+from gcore_runs.settings import merge, resolve, to_toml
+
+REWARD = """
+import numpy as np
+import torch
+
+
+def red(images, prompts, rows):
+    assert images.dtype == np.uint8 and len(images) == len(prompts) == len(rows)
+    means = images.astype(float).mean((1, 2)) / 255
+    return means[:, 0] - means[:, 1]
+
+
+def few(images, prompts, rows):
+    return [0.0]
+
+
+def nothing(images, prompts, rows):
+    return [float("nan")] * len(images)
+
+
+def differentiable(latents, prompts):
+    return torch.tanh(latents[:, 0].flatten(1).mean(1) - latents[:, 1].flatten(1).mean(1))
+"""
+
+
+@pytest.fixture
+def cli(diffusion_server: Server, tmp_path: Path) -> Cli:
+    return Cli(diffusion_server, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def own_args(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A job of two steps on the user's own pipeline, prompts and reward: a second or two."""
+    folder = tmp_path_factory.mktemp("own-diffusion")
+    flow_pipeline(folder)
+    (folder / "rewards.py").write_text(REWARD)
+    write_rows(folder / "train.jsonl", ({"prompt": f"{word} {i}", "i": i} for i in range(10) for word in "abc"))
+    return [
+        *("train", "--threads", "1", "--device", "cpu", "--model", str(folder / "flow")),
+        *("--data.train-files", str(folder / "train.jsonl"), "--reward.kind", f"{folder / 'rewards.py'}:red"),
+        *("--data.train-batch-size", "8", "--rollout.n", "4", "--rollout.num-inference-steps", "4"),
+        *("--rollout.eval-n", "2", "--trainer.total-training-steps", "2", "--trainer.tensorboard", "False"),
+    ]
+
+
+def reproducible(run: Path) -> list[dict[str, Any]]:
+    clocks = ("timing_s/", "perf/throughput", "ledger/")
+    return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in read_rows(run / "metrics.jsonl")]
+
+
+def assert_alike(run: Path, expected: Path, tolerance: float) -> None:
+    rows, others = reproducible(run), reproducible(expected)
+    assert len(rows) == len(others)
+    for row, other in zip(rows, others, strict=True):
+        assert row.keys() == other.keys()
+        for name, value in other.items():
+            assert row[name] == pytest.approx(value, rel=tolerance, abs=tolerance), (row["step"], name)
+
+
+EMBEDDED = [
+    *("train", "--device", "cpu", "--demo.num-steps", "6", "--demo.batch-size", "16", "--data.train-batch-size", "2"),
+    *("--rollout.n", "4", "--rollout.num-inference-steps", "4", "--rollout.eval-n", "2"),
+    *("--trainer.total-training-steps", "2", "--trainer.test-freq", "2"),
+]
+
+
+def test_embedded_run_folder(cli: Cli) -> None:
+    """And the taught model is kept for the next run."""
+    args = [*EMBEDDED, "--demo.cache-dir", str(cli.cwd / "cache")]
+    out = cli.ok(*args)
+    run = cli.cwd / "runs/default"
+    for name in ("config.toml", "metrics.jsonl", "spans.jsonl", "report.html", "export/model_index.json"):
+        assert (run / name).is_file(), name
+    assert RunFolder(run).load_config(DiffusionConfig) == resolve(parse_train(args[1:]))
+    assert "held-out images: reward" in out
+    assert "reward not trained on" in out
+    with Image.open(run / "samples/step-000002.png") as picture:
+        assert picture.size[0] > 100
+    page = (run / "report.html").read_text()
+    assert page.count("<figcaption>") == 2
+    assert "Before training" in page
+    assert "Held-out reward, trained on" in page
+    first = {row["step"]: row for row in read_rows(run / "metrics.jsonl") if "val/accuracy" in row}
+    assert set(first) == {0, 2}
+    assert {"val/score/mean", "val/held_out/mean"} <= first[0].keys()
+    (kept,) = (cli.cwd / "cache").iterdir()
+    changed = kept.stat().st_mtime_ns
+    cli.ok(*args, "--name", "again")
+    assert kept.stat().st_mtime_ns == changed
+    assert_alike(cli.cwd / "runs/again", run, 0.0)
+    cli.ok("sample", run, "red 7", "--n", "3", "--out", "three.png")
+    assert (cli.cwd / "three.png").is_file()
+    assert cli.ok("report", run).strip().endswith("report.html")
+    assert "gcore_diffusion" in cli.ok("logs", run, "--lines", "50")
+
+
+ALGORITHMS: dict[str, list[str]] = {
+    "flow_grpo": ["--actor.loss.kl-loss-coef", "0.1", "--actor.ema-decay", "0.9"],
+    "flow_grpo_fast": ["--rollout.window-size", "1"],
+    "mix_grpo": ["--rollout.window-size", "1", "--rollout.window-schedule", "sliding", "--rollout.window-steps", "1"],
+    "ddpo": ["--algorithm.name", "ddpo", "--rollout.kernel", "dance_sde", "--algorithm.timestep-fraction", "0.5"],
+    "grpo_guard": ["--algorithm.name", "grpo_guard", "--actor.lora-rank", "2"],
+    "cps": ["--rollout.kernel", "cps", "--rollout.guidance-scale", "2.0"],
+    "nft": ["--algorithm.name", "nft", "--rollout.kernel", "ode"],
+    "dpo": ["--algorithm.name", "dpo", "--rollout.kernel", "ode"],
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_runs(cli: Cli, own_args: list[str], name: str) -> None:
+    cli.ok(*own_args, *ALGORITHMS[name])
+    steps = step_rows(cli.cwd / "runs/default")
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert row["actor/grad_norm"] > 0
+        assert all(np.isfinite(value) for value in row.values())
+
+
+def test_gradient_of_a_reward_itself(cli: Cli, own_args: list[str]) -> None:
+    args = option_set(
+        own_args, "--reward.kind", own_args[own_args.index("--reward.kind") + 1].replace(":red", ":differentiable")
+    )
+    args = option_set(args, "--trainer.total-training-steps", "6")
+    cli.ok(*args, "--algorithm.name", "reward_gradient", "--rollout.kernel", "ode", "--actor.optim.lr", "3e-3")
+    rows = [
+        row["val/score/mean"] for row in read_rows(cli.cwd / "runs/default/metrics.jsonl") if "val/score/mean" in row
+    ]
+    assert rows[-1] > rows[0]
+
+
+def test_ddim_pipelines_and_classes(cli: Cli, own_args: list[str], tmp_path: Path) -> None:
+    (tmp_path / "classes.txt").write_text("zero\n1\n2\n3\n")
+    args = option_set(own_args, "--model", str(ddim_pipeline(tmp_path)))
+    args = option_set(args, "--data.train-files", str(tmp_path / "classes.txt"))
+    cli.ok(*args, "--algorithm.name", "ddpo", "--rollout.kernel", "ddim", "--reward.held-out", "jpeg_incompressibility")
+    row = step_rows(cli.cwd / "runs/default")[-1]
+    assert row["actor/ratio_dev"] < 1
+    assert row["training/rollout_ratio_dev"] < 1e-3
+    assert row["held_out/score/mean"] > 0
+
+
+@pytest.mark.slow
+def test_controllers_and_engines_elsewhere_make_the_same_images(cli: Cli, own_args: list[str]) -> None:
+    """To what sums round to in batches of other sizes."""
+    cli.ok(*own_args, "--name", "one")
+    cli.ok(*own_args, "--controllers", "4", "--name", "four")
+    cli.ok(*own_args, "--controllers", "2", "--rollout.num-processes", "2", "--name", "processes")
+    for name in ("four", "processes"):
+        assert_alike(cli.cwd / "runs" / name, cli.cwd / "runs/one", 2e-3)
+    assert (cli.cwd / "runs/processes/logs/engine-1.log").is_file()
+
+
+@pytest.mark.slow
+def test_a_cluster_trains_alike_whatever_dies(cli: Cli, own_args: list[str]) -> None:
+    """Two controllers, engines and ranks are actors; one of each is killed on the way."""
+    args = option_set([*own_args, "--actor.loss.kl-loss-coef", "0.1"], "--trainer.total-training-steps", "6")
+    args = [*args, "--trainer.save-freq", "1", "--trainer.test-freq", "100", "--actor.optim.lr", "1e-4"]
+    cli.ok(*args, "--name", "one")
+    command = cli.start(*args, "--runtime", "ray", "--controllers", "2", "--trainer.num-processes", "2")
+    run = cli.cwd / "runs/default"
+    for number, title in enumerate(("ray::EngineActor", "ray::TrainingRank", "ray::ControllerActor"), start=1):
+        while not command.has_ended() and not ((run / "metrics.jsonl").exists() and len(step_rows(run)) >= number):
+            time.sleep(0.02)
+        os.kill(descendants(command.pid, title)[0], signal.SIGKILL)
+    finished = command.wait()
+    assert finished.code == 0, finished
+    assert finished.out.count("going on after step") == 2
+    rows, others = (
+        [{k: v for k, v in row.items() if not k.startswith("perf/generated")} for row in reproducible(path)]
+        for path in (run, cli.cwd / "runs/one")
+    )
+    assert len(rows) == len(others)
+    for row, other in zip(rows, others, strict=True):
+        assert row == pytest.approx(other, rel=2e-3, abs=2e-3)
+    logs = {path.name for path in (run / "logs").iterdir()}
+    assert {"controller-1.log", "engine-1.log", "trainer-1.log"} <= logs
+
+
+@pytest.fixture(scope="session")
+def judged(own_args: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The job with a vision-language model for a reward, which says little that is to the point."""
+    folder = save_vision_model(tmp_path_factory.mktemp("judge") / "model")
+    args = option_set(option_set(own_args, "--reward.kind", "judge"), "--trainer.total-training-steps", "5")
+    return [
+        *(*args, "--reward.path", str(folder), "--reward.judge.pattern", r"(\d)", "--reward.judge.n", "2"),
+        *("--reward.judge.max-response-length", "48", "--reward.judge.temperature", "1.0"),
+        *("--reward.judge.max-num-seqs", "8", "--trainer.test-freq", "100", "--algorithm.filter-groups", "False"),
+    ]
+
+
+@pytest.mark.slow
+def test_engines_go_to_a_judge_that_is_busy(cli: Cli, judged: list[str]) -> None:
+    cli.ok(*judged, "--name", "inline")
+    ray = ["--runtime", "ray", "--rollout.num-processes", "2", "--placement.strategy", "dynamic"]
+    out = cli.ok(*judged, *ray, "--placement.horizon-steps", "1000")
+    assert "1 engine moved from the policy to the judge: 1 generate and 2 judge now; going on after step" in out
+    rows = step_rows(cli.cwd / "runs/default")
+    assert (rows[0]["placement/judges"], rows[-1]["placement/judges"]) == (1, 2)
+    for row, other in zip(rows, step_rows(cli.cwd / "runs/inline"), strict=True):
+        # A pixel that rounds otherwise in another batch may change what this judge says.
+        assert row["critic/score/mean"] == pytest.approx(other["critic/score/mean"], abs=0.05)
+        assert row["perf/generated/gen"] == row["perf/num_images"] == other["perf/num_images"]
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(cli: Cli, own_args: list[str]) -> None:
+    four = option_set(own_args, "--trainer.total-training-steps", "4")
+    cli.ok(*four, "--name", "whole")
+    # The rate is to fall as in the whole run.
+    cli.ok(*own_args, "--name", "parts")
+    out = cli.ok(*four, "--name", "parts")
+    assert "resuming after step 2 of 4" in out
+    last, expected = (step_rows(cli.cwd / "runs" / name)[-1] for name in ("parts", "whole"))
+    for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm"):
+        assert last[name] == expected[name]
+    exports = [
+        cli.cwd / "runs" / name / "export/transformer/diffusion_pytorch_model.safetensors"
+        for name in ("parts", "whole")
+    ]
+    assert exports[0].read_bytes() == exports[1].read_bytes()
+
+
+@pytest.mark.slow
+def test_an_interrupt_saves_the_last_step(cli: Cli, own_args: list[str]) -> None:
+    many = option_set(own_args, "--trainer.total-training-steps", "1000")
+    command = cli.start(*many)
+    run = cli.cwd / "runs/default"
+    while not command.has_ended() and not ((run / "metrics.jsonl").exists() and len(step_rows(run)) >= 2):
+        time.sleep(0.02)
+    command.send(signal.SIGINT)
+    assert command.wait().code == 130
+    assert Checkpointer(run / "checkpoints").steps() == [len(step_rows(run))]
+
+
+BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
+    "group of one": (lambda _: ["--rollout.n", "1"], "rollout.n is 1: at least 2 is needed"),
+    "kernel without noise": (lambda _: ["--rollout.kernel", "ode"], "rollout.kernel is 'ode' and algorithm.name is"),
+    "kernel of another kind": (lambda _: ["--rollout.kernel", "ddim"], "kernel is DDIM: the model is of flow matching"),
+    "noise where none is": (
+        lambda _: ["--algorithm.name", "nft"],
+        "rollout.kernel is 'flow_sde' and",
+    ),
+    "window": (lambda _: ["--rollout.window-size", "9"], "rollout.window_size is 9: at most"),
+    "unknown reward": (lambda _: ["--reward.kind", "pretty"], "reward.kind is 'pretty': jpeg_compressibility"),
+    "no such function": (lambda file: ["--reward.kind", f"{file}:blue"], "has no function 'blue'"),
+    "too few scores": (lambda file: ["--reward.kind", f"{file}:few"], "returned 1 scores of 2 images"),
+    "no number": (lambda file: ["--reward.kind", f"{file}:nothing"], "returned nan for an image"),
+    "size for a reward": (
+        lambda _: ["--reward.held-out", "digit", "--rollout.size", "32", "32"],
+        "digit scores 8 x 8 pixels",
+    ),
+    "clip without weights": (lambda _: ["--reward.kind", "clip"], "reward.path is not set: clip needs"),
+    "judge without a model": (lambda _: ["--reward.kind", "judge"], "reward.path is not set: judge needs"),
+    "a judge that sees nothing": (
+        lambda file: ["--reward.kind", "judge", "--reward.path", str(Path(file).parent / "flow/transformer")],
+        "reward.path is",
+    ),
+    "ranks in one process": (
+        lambda _: ["--trainer.num-processes", "2"],
+        "trainer.num_processes is 2 and runtime is 'inline': 'ray' is needed",
+    ),
+    "judges without devices": (
+        lambda _: [
+            *("--runtime", "ray", "--rollout.num-processes", "2", "--reward.kind", "judge", "--reward.path", "x"),
+            *("--placement.strategy", "colocated", "--reward.judge.num-processes", "3"),
+        ],
+        "reward.judge.num_processes is 3: rollout.num_processes = 2 is needed",
+    ),
+    "nobody to share devices with": (
+        lambda _: ["--placement.strategy", "dynamic"],
+        "placement.strategy is 'dynamic', runtime is 'inline' and reward.kind is",
+    ),
+    "model": (lambda _: ["--model", "nowhere"], "model is 'nowhere': a folder of a diffusers pipeline"),
+    "ranks by another name": (lambda _: ["--n-gpus-per-node", "2"], "did you mean --trainer.num-processes?"),
+    "one side": (lambda _: ["--rollout.size", "8"], "rollout.size is ['8']; expected more values"),
+    "guidance below none": (lambda _: ["--rollout.guidance-scale", "-1"], "rollout.guidance_scale is -1.0: 0 or more"),
+    "size": (lambda _: ["--rollout.size", "7", "7"], "the pipeline makes no image of 'a 0' with these settings"),
+    "layers to adapt": (lambda _: ["--actor.lora-rank", "2", "--actor.target-modules", "zzz"], "zzz"),
+    "a server that does not answer": (lambda _: ["--reward.kind", "http://127.0.0.1:9"], "127.0.0.1:9"),
+    "a folder of prompts": (lambda _: ["--data.train-files", "."], "data file .: Is a directory"),
+    "prompts of memory": (lambda _: ["--data.train-files", "/proc/self/mem"], "data file /proc/self/mem: "),
+    "column": (
+        lambda _: ["--data.prompt-key", "text"],
+        "line 1 has no column 'text' (data.prompt_key); it has",
+    ),
+    "run folder": (lambda file: ["--runs-dir", file], "cannot be made: "),
+    "gradient of a number": (
+        lambda _: [
+            "--algorithm.name",
+            "reward_gradient",
+            "--rollout.kernel",
+            "ode",
+            "--reward.kind",
+            "jpeg_compressibility",
+        ],
+        "algorithm.name is 'reward_gradient'; expected a differentiable function",
+    ),
+}
+
+
+@pytest.mark.parametrize("filters", [True, False])
+def test_a_reward_that_says_nothing(cli: Cli, own_args: list[str], filters: bool) -> None:
+    (cli.cwd / "constant.py").write_text("def half(images, prompts, rows):\n    return [0.5] * len(images)\n")
+    options = ["--reward.kind", "constant.py:half", "--algorithm.filter-groups", str(filters)]
+    finished = cli(*own_args, *options, "--data.train-batch-size", "1", "--algorithm.max-num-gen-batches", "1")
+    assert (finished.code, finished.err) == (3, "")
+    expected = "no step had anything to learn from: every response scored 0.5"
+    assert expected in " ".join(finished.out.split())
+    assert "nan" not in finished.out
+    assert expected in (cli.cwd / "runs/default/report.html").read_text()
+
+
+def test_batches_of_any_size(cli: Cli, own_args: list[str]) -> None:
+    """A batch is by the present weights, and the same for any number of controllers."""
+    args = [*own_args, "--data.train-batch-size", "3", "--trainer.total-training-steps", "3"]
+    cli.ok(*args, "--name", "one")
+    cli.ok(*args, "--name", "four", "--controllers", "4")
+    rows = [row for row in read_rows(cli.cwd / "runs/one/metrics.jsonl") if "sampling/waves" in row]
+    assert [row["perf/num_images"] for row in rows] == [12, 12, 12]
+    assert all((row["sampling/waves"], row["sampling/stale_groups"]) == (1, 0) for row in rows)
+    assert all("critic/score/mean" in row for row in rows)
+    for row, other in zip(reproducible(cli.cwd / "runs/four"), reproducible(cli.cwd / "runs/one"), strict=True):
+        for name in ("critic/score/mean", "sampling/epoch", "val/score/mean"):
+            assert row.get(name, 0.0) == pytest.approx(other.get(name, 0.0), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_one_ctrl_c_ends_a_reward_that_blocks(cli: Cli, own_args: list[str]) -> None:
+    """And one that leaves is named."""
+    (cli.cwd / "odd.py").write_text("""
+import sys
+import time
+from pathlib import Path
+
+
+def blocking(images, prompts, rows):
+    Path("blocked").touch()
+    time.sleep(600)
+
+
+def leaving(images, prompts, rows):
+    sys.exit(3)
+""")
+    command = cli.start(*own_args, "--reward.kind", "odd.py:blocking")
+    while not (cli.cwd / "blocked").exists():
+        assert not command.has_ended(timeout_s=0.05), command.wait()
+    command.send(signal.SIGINT)
+    finished = command.wait()
+    assert finished.code == 130
+    assert "trying the pipeline and the reward" in finished.out
+    message = cli.refused(*own_args, "--reward.kind", "odd.py:leaving")
+    assert "reward 'leaving' tried to end the process: SystemExit(3)" in " ".join(message.split())
+
+
+def broken_index(model: Path) -> None:
+    (model / "model_index.json").write_text("{")
+
+
+def lost_tokenizer(model: Path) -> None:
+    shutil.rmtree(next(model.glob("tokenizer*")))
+
+
+def truncated(model: Path) -> None:
+    weights = next(model.glob("transformer/*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def lost_tensor(model: Path) -> None:
+    weights = next(model.glob("transformer/*.safetensors"))
+    tensors = load_file(weights)
+    del tensors["norm_out.linear.weight"]
+    save_file(tensors, weights, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (broken_index, "model/model_index.json is not JSON: "),
+        (lost_tokenizer, "model folder model lacks the folder tokenizer"),
+        (truncated, "model/transformer/diffusion_pytorch_model.safetensors is damaged, or was not copied to its end: "),
+        (lost_tensor, "lack 1 of the model's tensors, such as norm_out.linear.weight"),
+    ],
+)
+def test_damaged_pipeline(cli: Cli, own_args: list[str], damage: Callable[[Path], None], expected: str) -> None:
+    shutil.copytree(own_args[own_args.index("--model") + 1], cli.cwd / "model")
+    damage(cli.cwd / "model")
+    assert expected in cli.refused(*own_args, "--model", "model")
+
+
+def test_wrong_arguments_of_sample_and_report(cli: Cli, own_args: list[str]) -> None:
+    cli.ok(*own_args)
+    for options, expected in (
+        (["--n", "0"], "n is 0: 1 or more is needed"),
+        (["--n", "x"], "n is 'x'; expected a valid integer"),
+        (["--guidance-scale", "nan"], "guidance_scale is nan; expected a finite number"),
+        (["--seed", "-1"], "seed is -1: 0 or more is needed"),
+        (["--out", "x.quux"], "out is 'x.quux'; expected a file that ends in .png"),
+        (["--out", "nowhere/x.png"], "out is 'nowhere/x.png'; expected a file in an existing folder"),
+        (["--num-images", "4"], "unknown option --num-images; known here: "),
+    ):
+        assert expected in cli.refused("sample", "runs/default", "a", *options)
+    assert "PROMPT is missing; expected gcore-diffusion sample RUN PROMPT" in cli.refused("sample", "runs/default")
+    (cli.cwd / "runs/default/report.html").unlink()
+    (cli.cwd / "runs/default/report.html").mkdir()
+    assert "runs/default/report.html: Is a directory" in cli.refused("report", "runs/default")
+    (cli.cwd / "runs/default/config.toml").write_text("[")
+    assert "config.toml: not TOML" in cli.refused("sample", "runs/default", "a")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused(cli: Cli, own_args: list[str], name: str) -> None:
+    options, expected = BAD[name]
+    file = own_args[own_args.index("--reward.kind") + 1].rpartition(":")[0]
+    # An option that comes again is the last one's.
+    assert expected in cli.refused(*own_args, *options(file))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_what_a_file_can_hold(name: str, tmp_path: Path) -> None:
+    config = RECIPES[name]()
+    assert merge(DiffusionConfig(), tomllib.loads(to_toml(config)), source="test") == config
+
+
+@pytest.mark.slow
+def test_digits_are_scored_by_two_classifiers() -> None:
+    """Of digits that neither was taught on, each reads most."""
+    reward, digits = DigitReward(), load()
+    for half, score in ((digits.half(1), "trained on"), (digits.half(0), "held out")):
+        images = np.repeat((half.images * 255).round().astype(np.uint8)[..., None], 3, axis=-1)
+        prompts = [f"red {label}" for label in half.labels]
+        if score == "trained on":
+            assert reward(images, prompts, [{}] * len(prompts)).mean() > 0.85
+        else:
+            assert reward.accuracy(images, prompts).mean() > 0.9
+    assert len(PROMPTS) == 30
+
+
+def test_grids_show_every_prompt_until_there_are_too_many() -> None:
+    images = np.zeros((40 * 3, 8, 8, 3), np.uint8)
+    prompts = [f"prompt {i // 3}" for i in range(120)]
+    small, large = grid(images[:12], prompts[:12], per_prompt=3), grid(images, prompts, per_prompt=3)
+    assert large.size[1] < 5 * small.size[1]
+    wide = grid(np.zeros((2, 512, 256, 3), np.uint8), ["a", "a"], per_prompt=2)
+    assert wide.size[1] < 200

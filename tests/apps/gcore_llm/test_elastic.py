@@ -1,0 +1,155 @@
+"""Runs on clusters whose nodes come and go: several Ray nodes on this machine."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from command_line import Cli, Command, assert_same_metrics, option_set, step_rows
+from hypothesis import given
+from hypothesis import strategies as st
+from ray.cluster_utils import Cluster
+
+from gcore_controller.errors import ClusterError
+from gcore_controller.runtimes.ray.capacity import has_capacity, largest
+from gcore_llm.config import TrainConfig
+from gcore_llm.reward_config import JudgeConfig, RewardModelConfig
+from gcore_llm.rollout_config import RolloutConfig
+from gcore_llm.trainer_config import TrainerConfig
+from gcore_runs.ray_config import RayConfig
+from gcore_runs.sizes import Sizes
+from gcore_trainer import ParallelConfig
+
+# Scores wait while there is a file of this name.
+REWARD = """
+import asyncio
+from pathlib import Path
+
+
+async def reward(prompt, completion, row):
+    while Path("hold").exists():
+        await asyncio.sleep(0.02)
+    return sum(ord(c) % 2 == 0 for c in completion) / max(len(completion), 1)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """One node with room for one process of each role, and one more."""
+    cluster = Cluster()
+    cluster.add_node(num_cpus=4, object_store_memory=100 << 20, include_dashboard=False)
+    try:
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def wait_for(command: Command, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 600
+    while not condition():
+        assert not command.has_ended(), command.wait()
+        assert time.monotonic() < deadline, command.out
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_run_grows_and_shrinks_with_its_cluster(cli: Cli, own_args: list[str], cluster: Cluster) -> None:
+    """The samples and the training are those of a run that nothing happened to."""
+    (cli.cwd / "holding.py").write_text(REWARD)
+    args = option_set(own_args, "--reward", "holding.py:reward")
+    args = option_set(args, "--trainer.total-training-steps", "10")
+    args = [*args, "--trainer.save-freq", "1", "--trainer.test-freq", "1000", "--trainer.tensorboard", "False"]
+    cli.ok(*args, "--name", "undisturbed")
+
+    sizes = ["--controllers", "2", "--trainer.num-processes", "2"]
+    command = cli.start(*args, "--runtime", "ray", "--ray.address", cluster.address, *sizes)
+    run, hold = cli.cwd / "runs/default", cli.cwd / "hold"
+
+    def num_steps() -> int:
+        return len(step_rows(run)) if (run / "metrics.jsonl").exists() else 0
+
+    wait_for(command, lambda: num_steps() >= 2)
+    hold.touch()
+    second = cluster.add_node(num_cpus=4, object_store_memory=100 << 20)
+    time.sleep(6)  # nodes that join are waited for, in case there are more
+    hold.unlink()
+    whole, half = "2 controllers, 2 engines and 2 training ranks", "1 controller, 1 engine and 1 training rank"
+    wait_for(command, lambda: f"has joined; the run has {whole} now" in command.out)
+    before = num_steps()
+    wait_for(command, lambda: num_steps() >= before + 2)
+    hold.touch()
+    cluster.remove_node(second, allow_graceful=False)
+    wait_for(command, lambda: f"; the run has {half} now, of {whole}" in command.out)
+    hold.unlink()
+    finished = command.wait()
+    assert finished.code == 0, finished
+    assert f"the cluster has capacity for {half}, of {whole}" in finished.out
+    assert before + 2 < 10
+    assert_same_metrics(run, cli.cwd / "runs/undisturbed")
+
+
+@pytest.mark.slow
+def test_a_run_may_ask_for_all_of_its_room(cli: Cli, own_args: list[str], cluster: Cluster) -> None:
+    options = ["--ray.address", cluster.address, "--controllers", "5", "--ray.elastic", "False"]
+    refused = cli(*own_args, "--runtime", "ray", *options)
+    assert refused.code == 2
+    assert "gcore-llm: error: 5 controllers need 5 CPU: the cluster has 4" in refused.err
+
+
+CONFIG = TrainConfig(
+    device="cuda",
+    controllers=2,
+    rollout=RolloutConfig(num_processes=4),
+    trainer=TrainerConfig(num_processes=8, parallel=ParallelConfig(context_parallel_size=2)),
+    ray=RayConfig(gpus_per_engine=1.0, gpus_per_rank=0.5),
+)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        ([8], Sizes(controllers=2, engines=4, ranks=8)),
+        ([4, 4], Sizes(controllers=2, engines=4, ranks=8)),
+        ([4], Sizes(controllers=1, engines=2, ranks=4)),
+        ([4, 1], Sizes(controllers=1, engines=2, ranks=4)),
+        ([4, 2], Sizes(controllers=1, engines=3, ranks=6)),
+        ([2], Sizes(controllers=1, engines=1, ranks=2)),
+    ],
+)
+def test_ranks_go_by_whole_replicas(gpus: list[int], expected: Sizes) -> None:
+    """Two ranks share a sequence, and a GPU."""
+    assert largest([{"CPU": 32.0, "GPU": float(count)} for count in gpus], CONFIG) == expected
+
+
+def test_a_judge_needs_room_too() -> None:
+    judge = RewardModelConfig(kind="judge", path="somewhere", judge=JudgeConfig(num_processes=2))
+    config = replace(CONFIG, reward_model=judge)
+    assert largest([{"CPU": 32.0, "GPU": 10.0}], config) == Sizes(controllers=2, engines=4, judges=2, ranks=8)
+    smaller = largest([{"CPU": 32.0, "GPU": 9.0}], config)
+    assert smaller == Sizes(controllers=1, engines=3, judges=1, ranks=6)
+    assert str(smaller) == "1 controller, 3 engines, 1 judge and 6 training ranks"
+    assert config.with_sizes(smaller).sizes == smaller
+
+
+def test_no_room_at_all() -> None:
+    with pytest.raises(ClusterError, match="1 controller, 1 engine and 2 training ranks need 4 CPU and 2 GPU: the"):
+        largest([{"CPU": 32.0, "GPU": 1.0}], CONFIG)
+
+
+@given(nodes=st.lists(st.integers(0, 6), min_size=1, max_size=5), more=st.integers(1, 6))
+def test_more_nodes_make_no_run_smaller(nodes: list[int], more: int) -> None:
+    def size(cpus: list[int]) -> Sizes | None:
+        try:
+            return largest([{"CPU": float(count)} for count in cpus], config)
+        except ClusterError:
+            return None
+
+    config = replace(CONFIG, device="cpu")
+    before, after = size(nodes), size([*nodes, more])
+    if before is None:
+        return
+    assert has_capacity([{"CPU": float(count)} for count in nodes], config, before)
+    assert after is not None
+    assert before.controllers <= before.engines
+    assert before.ranks % 2 == 0
+    assert (after.controllers, after.engines, after.ranks) >= (before.controllers, before.engines, before.ranks)

@@ -1,0 +1,80 @@
+"""What is foretold of a run's steps, and what is learned from them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import Cli, option_set, step_rows
+
+from gcore_llm.config import TrainConfig
+from gcore_llm.forecast import Forecast
+from gcore_placement import Correction, PlacementError
+
+
+def config(tiny: Path, **fields: str) -> TrainConfig:
+    return TrainConfig(model=str(tiny), device="cpu", **fields)  # pyright: ignore[reportArgumentType]
+
+
+def metrics(mean: float, *, longest: float, times: float = 1.0) -> dict[str, float]:
+    """Of a step whose stages take a second for a mean of 100 tokens, and in proportion."""
+    seconds = dict.fromkeys(("gen", "train", "sync"), times * mean / 100)
+    return {
+        "sampling/groups": 32.0,
+        "sampling/acceptance": 1.0,
+        "prompt_length/mean": 20.0,
+        "response_length/mean": mean,
+        "response_length/max": longest,
+        **{f"timing_s/{stage}": value for stage, value in seconds.items()},
+    }
+
+
+def test_what_is_measured_corrects_what_is_foretold(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "placement.json"
+    forecast = Forecast(config(tiny), tiny, path)
+    first = forecast.stepped(metrics(100.0, longest=200.0))
+    found: dict[str, float] = {}
+    for _ in range(6):
+        found = forecast.stepped(metrics(100.0, longest=200.0))
+    assert abs(first["forecast/error"]) > 0.05
+    assert found["forecast/error"] == pytest.approx(0.0, abs=1e-9)
+    assert found["forecast/stages_s"] == pytest.approx(3.0)
+    # The law carries over to other lengths, but for the seconds that do not depend on them.
+    longer = forecast.stepped(metrics(150.0, longest=300.0))
+    assert -0.5 < longer["forecast/error"] < 0.05
+    # And what was learned to the next process of the run, and to a plan.
+    again = Forecast(config(tiny), tiny, path)
+    assert again.stepped(metrics(100.0, longest=200.0))["forecast/error"] == pytest.approx(0.0, abs=1e-9)
+    assert Correction.load(path).factor("training") > 0
+    assert again.stepped({"sampling/groups": 0.0}) == {}
+
+
+def test_drawn_lengths_are_those_of_the_law(tiny: Path, tmp_path: Path) -> None:
+    """Log-normal lengths by their mean and their longest alone: tokens are foretold to a tenth."""
+    del tiny, tmp_path
+    from gcore_llm.forecast import _lengths  # pyright: ignore[reportPrivateUsage]
+
+    drawn = np.random.default_rng(0).lognormal(5.0, 0.7, 4096)
+    law = _lengths(float(drawn.mean()), float(drawn.max()), count=4096)
+    assert law.mean == pytest.approx(drawn.mean(), rel=0.05)
+    assert law.mean_square == pytest.approx((drawn**2).mean(), rel=0.25)
+    assert law.expected_longest(4096) == pytest.approx(drawn.max(), rel=0.1)
+
+
+def test_models_that_the_planner_does_not_know(tiny: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(PlacementError, match=r"model_type is .*; expected one of"):
+        Forecast(config(tiny), other, tmp_path / "placement.json")
+
+
+def test_a_run_keeps_what_it_learned(cli: Cli, own_args: list[str]) -> None:
+    cli.ok(*option_set(own_args, "--trainer.total-training-steps", "6"))
+    run = cli.cwd / "runs/default"
+    rows = step_rows(run)
+    assert all(row["forecast/stages_s"] > 0 for row in rows)
+    for row in rows[3:]:
+        stages = sum(row.get(f"timing_s/{stage}", 0.0) for stage in ("gen", "train", "sync"))
+        assert row["forecast/stages_s"] == pytest.approx(stages * (1 + row["forecast/error"]))
+    assert Correction.load(run).factor("generation") != 1.0

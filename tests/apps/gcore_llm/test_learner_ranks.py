@@ -1,0 +1,113 @@
+"""Training on ranks of their own, over gloo: the same run as in one process, and what happens when a rank dies."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from command_line import Cli, option_set, read_rows, step_rows
+
+pytestmark = pytest.mark.slow
+
+RANKS = ["--trainer.num-processes", "2"]
+SAME = {"actor/pg_loss", "actor/grad_norm", "actor/entropy", "actor/kl_loss", "critic/score/mean", "critic/vf_loss"}
+
+
+def assert_same_training(run: Path, expected: Path) -> None:
+    rows, others = step_rows(run), step_rows(expected)
+    assert len(rows) == len(others)
+    for row, other in zip(rows, others, strict=True):
+        for name in SAME & other.keys():
+            assert row[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), name
+
+
+def test_fsdp_trains_as_one_process_and_each_resumes_the_other(cli: Cli, own_args: list[str]) -> None:
+    """With a critic and a reference; three ranks go on from one process's checkpoint, and one from theirs."""
+    options = ["--algorithm.adv-estimator", "gae", "--actor.loss.kl-loss-coef", "0.1", "--trainer.save-freq", "1"]
+    four = option_set(own_args, "--trainer.total-training-steps", "4")
+    cli.ok(*four, *options, "--name", "alone")
+    cli.ok(*own_args, *options, "--name", "moved", *RANKS)
+    three = option_set(own_args, "--trainer.total-training-steps", "3")
+    cli.ok(*three, *options, "--name", "moved")
+    cli.ok(*four, *options, "--name", "moved", "--trainer.num-processes", "3")
+    assert_same_training(cli.cwd / "runs/moved", cli.cwd / "runs/alone")
+
+
+MEGATRON = [
+    *("--trainer.num-processes", "4", "--trainer.backend", "megatron"),
+    *("--trainer.parallel.tensor-model-parallel-size", "2", "--trainer.parallel.pipeline-model-parallel-size", "2"),
+]
+FSDP = ["--trainer.num-processes", "3"]
+
+
+@pytest.fixture(scope="module")
+def twelve_steps(own_args: list[str]) -> list[str]:
+    """With a reference, a warm-up of the rate and its decay, which go on across a change of the backend."""
+    return [
+        *option_set(own_args, "--trainer.total-training-steps", "12"),
+        *("--actor.loss.kl-loss-coef", "0.1", "--actor.optim.lr-warmup-steps", "3"),
+        *("--actor.optim.lr-scheduler-type", "cosine", "--actor.optim.total-training-steps", "12"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "options"),
+    [(MEGATRON, FSDP, ["--actor.lora-rank", "4"]), (FSDP, MEGATRON, [])],
+    ids=["megatron first, adapters alone", "fsdp first"],
+)
+def test_what_one_backend_saved_the_other_resumes(
+    cli: Cli, twelve_steps: list[str], before: list[str], after: list[str], options: list[str]
+) -> None:
+    """Two steps on TP2 x PP2 and ten on FSDP2 over three ranks, or the other way round."""
+    cli.ok(*twelve_steps, *options, "--name", "alone")
+    two = option_set(twelve_steps, "--trainer.total-training-steps", "2")
+    assert cli(*two, *options, *before).code == 0
+    assert cli(*twelve_steps, *options, *after).code == 0
+    assert_same_training(cli.cwd / "runs/default", cli.cwd / "runs/alone")
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Training ranks of a command: the children of its fork server."""
+    children = {child: int(parent) for child, parent in _parents()}
+    servers = {child for child, parent in children.items() if parent == pid}
+    return sorted(child for child, parent in children.items() if parent in servers)
+
+
+def _parents() -> list[tuple[int, str]]:
+    stats = [(int(p.name), p / "stat") for p in Path("/proc").iterdir() if p.name.isdigit()]
+    found: list[tuple[int, str]] = []
+    for pid, stat in stats:
+        try:
+            found.append((pid, stat.read_text().rpartition(")")[2].split()[1]))
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def test_a_killed_rank_is_named_and_the_run_goes_on(cli: Cli, own_args: list[str]) -> None:
+    many = option_set(own_args, "--trainer.total-training-steps", "500")
+    command = cli.start(*many, "--trainer.save-freq", "1", *RANKS)
+    metrics = cli.cwd / "runs/default/metrics.jsonl"
+    deadline = time.monotonic() + 600
+    while len(read_rows(metrics) if metrics.exists() else []) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    ranks = ranks_of(command.pid)
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    finished = command.wait()
+    assert finished.code == 2
+    assert f"training rank 1 (process {ranks[1]}) was killed by SIGKILL" in finished.err
+    assert "Traceback" not in finished.err
+    assert not any(is_running(pid) for pid in ranks)
+    done = max(row["step"] for row in step_rows(cli.cwd / "runs/default"))
+    out = cli.ok(*option_set(many, "--trainer.total-training-steps", str(int(done) + 1)), "--trainer.save-freq", "1")
+    assert "resuming after step" in out

@@ -1,0 +1,147 @@
+"""Engines that move between the policy and the judge while a run goes on, or are both in turns."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+from command_line import Cli, assert_same_metrics, option_set, read_rows
+
+from gcore_controller import Span
+from gcore_runs.on_ray.live_placement import LivePlacement
+from gcore_runs.placement_config import PlacementConfig
+from gcore_runs.sizes import Sizes
+
+DYNAMIC = PlacementConfig(strategy="dynamic")
+
+
+def span(stage: str, start_s: float, end_s: float) -> Span:
+    return Span(stage=stage, start_s=start_s, end_s=end_s)
+
+
+def step_of(placement: LivePlacement, *, gen_s: float, reward_s: float) -> None:
+    """A step in which all generation takes so many engine-seconds, and all verdicts so many judge-seconds."""
+    sizes = placement.sizes
+    gen_end_s = gen_s / sizes.engines
+    # Verdicts begin as responses end, and the last comes soon after the last response at the earliest.
+    reward_end_s = max(reward_s / sizes.judges, gen_end_s * 1.01)
+    devices = {f"engine {i}": [span("sync", 0.0, 0.1), span("gen", 1.0, 1.0 + gen_end_s)] for i in range(sizes.engines)}
+    for i in range(sizes.judges):
+        busy_s = reward_s / sizes.judges
+        devices[f"judge {i}"] = [span("reward", 1.0 + reward_end_s - busy_s, 1.0 + reward_end_s)]
+    placement.observe({"timing_s/step": reward_end_s}, devices)
+
+
+@pytest.mark.parametrize(
+    ("gen_s", "reward_s", "engines", "judges"),
+    [(100.0, 100.0, 4, 4), (700.0, 100.0, 7, 1), (100.0, 700.0, 2, 6), (300.0, 100.0, 6, 2)],
+)
+def test_engines_follow_the_load(gen_s: float, reward_s: float, engines: int, judges: int) -> None:
+    """Two controllers keep two engines of the policy."""
+    placement = LivePlacement(Sizes(controllers=2, engines=4, judges=4, ranks=3), DYNAMIC)
+    for _ in range(12):
+        step_of(placement, gen_s=gen_s, reward_s=reward_s)
+    assert placement.sizes == Sizes(controllers=2, engines=engines, judges=judges, ranks=3)
+    # And back.
+    for _ in range(12):
+        step_of(placement, gen_s=400.0, reward_s=400.0)
+    assert placement.sizes.engines == 4
+
+
+def test_an_engine_that_is_hardly_full_does_little() -> None:
+    """A judge that serves one verdict of four is busy all the time, and still one of two is enough."""
+    placement = LivePlacement(Sizes(controllers=1, engines=2, judges=2, ranks=1), DYNAMIC)
+    stages = {"engine": "gen", "judge": "reward"}
+    full = {f"{role} {i}": [span(stage, 0.0, 10.0)] for role, stage in stages.items() for i in range(2)}
+
+    def told(*, gen: float, reward: float) -> dict[str, float]:
+        return {"timing_s/step": 20.0, "perf/generated/gen": gen, "perf/generated/reward": reward}
+
+    placement.observe(told(gen=4000.0, reward=1000.0), full)
+    for _ in range(8):
+        sizes = placement.sizes
+        gen_s = 40.0 / sizes.engines
+        devices = {f"engine {i}": [span("gen", 0.0, gen_s)] for i in range(sizes.engines)}
+        devices |= {f"judge {i}": [span("reward", 0.5, gen_s + 0.3)] for i in range(sizes.judges)}
+        placement.observe(told(gen=8000.0, reward=500.0), devices)
+    assert placement.sizes == Sizes(controllers=1, engines=3, judges=1, ranks=1)
+
+
+def test_a_step_without_verdicts_tells_nothing() -> None:
+    placement = LivePlacement(Sizes(controllers=1, engines=2, judges=2, ranks=1), DYNAMIC)
+    for _ in range(5):
+        devices = {"engine 0": [span("gen", 0.0, 1.0)], "trainer 0": [span("train", 1.0, 2.0)]}
+        placement.observe({"timing_s/step": 1.0}, devices)
+    assert placement.sizes.engines == 2
+
+
+def turns_of(placement: LivePlacement, *, gen_s: float, reward_s: float, swap_s: float) -> None:
+    """A step in which all devices generate, then all judge."""
+    count = placement.sizes.engines
+    times_s = [1.0, 1.0 + gen_s / count, 1.0 + gen_s / count + swap_s, 1.0 + (gen_s + reward_s) / count + swap_s]
+    row = [span("gen", *times_s[:2]), span("swap", *times_s[1:3]), span("reward", *times_s[2:])]
+    devices = {f"engine {i}": row for i in range(count)}
+    placement.observe({"timing_s/step": times_s[3], "sampling/waves": 1.0}, devices)
+
+
+def test_two_devices_take_turns_where_one_role_has_most_to_do() -> None:
+    placement = LivePlacement(Sizes(controllers=1, engines=1, judges=1, ranks=1), PlacementConfig(strategy="auto"))
+    placement.swap_s = 2.0
+    for _ in range(3):
+        assert not placement.sizes.in_turns
+        step_of(placement, gen_s=90.0, reward_s=10.0)
+    assert placement.sizes == Sizes(controllers=1, engines=2, judges=2, ranks=1, in_turns=True)
+    # The law was right, and while swaps are short, it stays; when they take longer, it does not.
+    for _ in range(6):
+        turns_of(placement, gen_s=90.0, reward_s=10.0, swap_s=2.0)
+    assert placement.sizes.in_turns
+    for _ in range(3):
+        turns_of(placement, gen_s=90.0, reward_s=10.0, swap_s=70.0)
+    assert placement.sizes == Sizes(controllers=1, engines=1, judges=1, ranks=1)
+    assert placement.swap_s == pytest.approx(70.0)
+
+
+@pytest.fixture
+def judged(own_args: list[str], tiny: Path) -> list[str]:
+    """Verdicts that take much longer than responses."""
+    judge = ["--reward-model.kind", "judge", "--reward-model.path", str(tiny), "--reward-model.judge.pattern", r"(\d)"]
+    options = ["--reward-model.judge.max-response-length", "96", "--reward-model.judge.unparsable-score", "0.25"]
+    args = [*own_args, *judge, *options, "--reward-model.judge.n", "4", "--trainer.tensorboard", "False"]
+    return option_set([*args, "--trainer.test-freq", "1000"], "--trainer.total-training-steps", "6")
+
+
+@pytest.mark.slow
+def test_engines_of_a_run_go_where_they_are_needed(cli: Cli, judged: list[str]) -> None:
+    """To the judge, or to both roles in turns; samples and training are those of a run in one process."""
+    cli.ok(*judged, "--name", "inline")
+    ray = [*judged, "--runtime", "ray", "--rollout.num-processes", "2"]
+    dynamic = ["--placement.strategy", "dynamic", "--placement.horizon-steps", "1000"]
+    finished = cli(*ray, *dynamic, "--reward-model.judge.num-processes", "1")
+    assert finished.code == 0, finished
+    assert (
+        "1 engine moved from the policy to the judge: 1 generate and 2 judge now; going on after step" in finished.out
+    )
+    assert_same_metrics(cli.cwd / "runs/default", cli.cwd / "runs/inline")
+    rows = [row for row in read_rows(cli.cwd / "runs/default/metrics.jsonl") if "placement/judges" in row]
+    assert (rows[0]["placement/engines"], rows[0]["placement/judges"]) == (2, 1)
+    assert (rows[-1]["placement/engines"], rows[-1]["placement/judges"]) == (1, 2)
+    assert rows[-1]["placement/move_s"] > 0
+    spans = read_rows(cli.cwd / "runs/default/spans.jsonl")
+    # The time of the move is told of the step behind it.
+    assert [row[0][0][0] for row in (step["controllers"] for step in spans)].count("swap") == 1
+    last = spans[-1]["devices"]
+    assert {"engine 0", "judge 0", "judge 1"} == {name for name in last if not name.startswith("trainer")}
+
+    # Of two devices one would idle, so both soon do both.
+    auto = ["--placement.strategy", "auto", "--placement.horizon-steps", "1000"]
+    finished = cli(*option_set(ray, "--rollout.num-processes", "1"), *auto, "--name", "turns")
+    assert finished.code == 0, finished
+    assert "2 devices generate and judge in turns now; going on after step 3" in finished.out
+    assert_same_metrics(cli.cwd / "runs/turns", cli.cwd / "runs/inline")
+    for row in read_rows(cli.cwd / "runs/turns/spans.jsonl")[3:]:
+        engines = {name: spans for name, spans in row["devices"].items() if not name.startswith("trainer")}
+        assert engines.keys() == {"engine 0", "engine 1"}
+        for spans in engines.values():
+            assert {"gen", "reward", "swap"} <= {stage for stage, _, _ in spans}
+            # Nothing else goes on in a turn.
+            ends = [(start, stop) for _, start, stop in sorted(spans, key=lambda span: span[1])]
+            assert all(stop <= start + 1e-6 for (_, stop), (start, _) in itertools.pairwise(ends))

@@ -1,0 +1,291 @@
+"""`gcore-llm train` whose policy generates in processes of its own, on a server, or by speculation."""
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import Cli, assert_same_metrics, metrics_of, option_set, read_rows, step_rows, val_rows
+from process_tree import left_after
+
+# The servers of gcore_rollout's tests are started in the same way.
+sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
+from server_processes import free_port, served  # pyright: ignore[reportMissingImports]
+
+from gcore_llm.engine_config import SpeculativeConfig
+
+# What happens at the n-th call of the reward, which is in the middle of generation; the run knows by nothing else.
+REWARD = """
+import os
+import signal
+from pathlib import Path
+
+from process_tree import grandchildren
+
+calls = 0
+
+
+def reward(prompt, completion, row):
+    global calls
+    calls += 1
+    # Not at every call: the engines would be done before this process had looked at what they made.
+    if calls % 20 == 0:
+        engines = grandchildren(os.getpid())
+        with Path("engines").open("a") as file:
+            print(*engines, file=file)
+        if calls in {calls} and not Path("done").exists():
+            {action}
+    return sum(ord(c) % 2 == 0 for c in completion) / max(len(completion), 1)
+"""
+
+
+def args_of(cli: Cli, own_args: list[str], action: str, *, calls: list[int], num_processes: int = 2) -> list[str]:
+    """A run in engine processes, whose reward does something at these calls."""
+    (cli.cwd / "acting.py").write_text(REWARD.replace("{calls}", repr(calls)).replace("{action}", action))
+    return [*option_set(own_args, "--reward", "acting.py:reward"), "--rollout.num-processes", str(num_processes)]
+
+
+OWN_ENGINE = """
+import json
+from pathlib import Path
+
+from gcore_rollout import HFEngine
+
+
+def make(model, *, dtype, **options):
+    with Path("made.jsonl").open("a") as file:
+        print(json.dumps(options), file=file)
+    return HFEngine.from_pretrained(model, dtype=dtype, **options)
+"""
+
+
+def engines_of(cli: Cli) -> set[int]:
+    """Every engine process that the runs have had."""
+    return {int(pid) for line in (cli.cwd / "engines").read_text().splitlines() for pid in line.split()}
+
+
+@pytest.mark.slow
+def test_engine_processes_that_are_killed(cli: Cli, own_args: list[str]) -> None:
+    """Before the first weights came and after: the run has every sample once, and is the same as with none killed."""
+    # So long that the second one's replacement is there before the end.
+    base = option_set(own_args, "--trainer.total-training-steps", "4")
+    cli.ok(*base, "--name", "undisturbed")
+    args = args_of(cli, base, "os.kill(engines[0], signal.SIGKILL)", calls=[20, 60], num_processes=3)
+    out = cli.ok(*args, "--name", "killed")
+    expected, found = metrics_of(cli.cwd / "runs/undisturbed"), metrics_of(cli.cwd / "runs/killed")
+    for row, other in zip(found, expected, strict=True):
+        assert row == pytest.approx(other, rel=1e-4, abs=1e-6)
+    seen = [line.split() for line in (cli.cwd / "engines").read_text().splitlines()]
+    killed = {seen[0][0], seen[2][0]}
+    assert len(killed) == 2
+    # Each was announced, once, by the name that its row in the timeline has.
+    said = [re.fullmatch(r"(engine \d) is gone: (.*)", line) for line in out.splitlines()]
+    assert {match[2] for match in said if match} == {
+        f"engine process {pid} was killed by SIGKILL; a replacement is being started" for pid in killed
+    }
+    assert sum(match is not None for match in said) == 2
+    assert not killed & set(seen[-1])
+    stages: dict[str, set[str]] = {}
+    for row in read_rows(cli.cwd / "runs/killed/spans.jsonl"):
+        for name, spans in row["devices"].items():
+            stages.setdefault(name, set()).update(stage for stage, *_ in spans)
+    assert stages == {f"engine {i}": {"gen", "sync"} for i in range(3)} | {"trainer 0": {"prepare", "train", "sync"}}
+    logs = cli.cwd / "runs/killed/logs"
+    assert {path.name for path in logs.iterdir()} == {"main.log", *(f"engine-{i}.log" for i in range(3))}
+    assert sum(path.read_text().count(" begins\n") for path in logs.glob("engine-*.log")) == 5
+    engines = engines_of(cli)
+    assert len(engines) == 5
+    assert not left_after(engines, 5.0)
+
+
+@pytest.mark.slow
+def test_resumption_with_engine_processes(cli: Cli, own_args: list[str]) -> None:
+    """A run of partial rollouts that is killed takes its engines with it, and goes on with what was begun."""
+    base = option_set(option_set(own_args, "--data.max-response-length", "192"), "--trainer.total-training-steps", "3")
+    base += ["--rollout.partial-rollout", "True", "--rollout.over-sample-rate", "1", "--trainer.save-freq", "1"]
+    args = args_of(cli, base, 'Path("done").touch(); os.kill(os.getpid(), signal.SIGKILL)', calls=[80])
+    assert cli(*args).code == -9
+    num_steps = len(step_rows(cli.cwd / "runs/default"))
+    assert num_steps in (1, 2)
+    assert not left_after(engines_of(cli), 5.0)
+    assert f"resuming after step {num_steps} of 3" in cli.ok(*args)
+    rows = step_rows(cli.cwd / "runs/default")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["sampling/groups"] == 8 for row in rows)
+    assert any(row["sampling/unfinished_groups"] > 0 for row in rows)
+    # A step that has enough of what the one before sampled too much samples nothing.
+    lengths = [row["response_length/max"] for row in rows if "response_length/max" in row]
+    assert lengths
+    assert max(lengths) <= 192
+    assert rows[0]["training/rollout_probs_diff_mean"] < 1e-5
+    assert len(engines_of(cli)) == 4
+    assert not left_after(engines_of(cli), 5.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("action", "code"), [("raise ValueError('enough')", 2), ("os.kill(os.getpid(), signal.SIGINT)", 130)]
+)
+def test_no_engine_process_outlives_a_run(cli: Cli, own_args: list[str], action: str, code: int) -> None:
+    assert cli(*args_of(cli, own_args, action, calls=[60])).code == code
+    engines = engines_of(cli)
+    assert len(engines) == 2
+    assert not left_after(engines, 5.0)
+
+
+def test_an_engine_of_ones_own(cli: Cli, own_args: list[str]) -> None:
+    """Made by a function in a file, here and in processes of its own."""
+    (cli.cwd / "engine.py").write_text(OWN_ENGINE)
+    cli.ok(*own_args, "--name", "hf")
+    for name, options in {"here": [], "apart": ["--rollout.num-processes", "2"]}.items():
+        cli.ok(*own_args, "--rollout.engine", "engine.py:make", *options, "--name", name)
+        assert_same_metrics(cli.cwd / "runs" / name, cli.cwd / "runs/hf")
+    made = [json.loads(line) for line in (cli.cwd / "made.jsonl").read_text().splitlines()]
+    assert len(made) == 3
+    assert all(options == {"max_num_seqs": 256, "eos_token_ids": [1], "device": "cpu"} for options in made)
+
+
+@pytest.mark.slow
+def test_speculation_in_a_process(cli: Cli, own_args: list[str]) -> None:
+    """vLLM, with guesses from the text itself: greedy responses stay, and log-probs are the trainer's."""
+    args = option_set(own_args, "--data.max-response-length", "32")
+    cli.ok(*args, "--name", "plain", "--trainer.total-training-steps", "1")
+    options = ["--rollout.engine", "vllm", "--rollout.num-processes", "1"]
+    options += ["--rollout.speculative.num-speculative-tokens", "3", "--rollout.speculative.prompt-lookup-min", "1"]
+    # vLLM says one thing and another as it starts.
+    assert cli(*args, *options, "--name", "guessed").code == 0
+    rows = step_rows(cli.cwd / "runs/guessed")
+    assert [row["sampling/oldest_version"] for row in rows] == [0, 1]
+    assert all(row["training/rollout_probs_diff_mean"] < 1e-5 for row in rows)
+    plain, guessed = (read_rows(cli.cwd / f"runs/{name}/samples/before.jsonl") for name in ("plain", "guessed"))
+    assert [row["completion"] for row in guessed] == [row["completion"] for row in plain]
+
+
+def test_what_vllm_is_told_of_speculation() -> None:
+    assert SpeculativeConfig().as_vllm_takes_it() is None
+    assert SpeculativeConfig(num_speculative_tokens=2, model="small").as_vllm_takes_it() == {
+        "method": "draft_model",
+        "model": "small",
+        "num_speculative_tokens": 2,
+    }
+
+
+@pytest.fixture(scope="module")
+def url(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    port = free_port()
+    command = [
+        # The `vllm` command asks for a distribution of that name, which vLLM's build for CPU is not.
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny)),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+        *("--skip-tokenizer-init", "--no-enable-chunked-prefill", "--max-num-seqs", "64"),
+        *("--worker-extension-cls", "gcore_rollout.TiedHeadWorker"),
+        *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),
+    ]
+    env = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        # One process less to start.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Else the first log-probs wait for a compiler.
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    with served(command, port=port, env=env, log=log, timeout_s=1800) as address:
+        yield address
+
+
+@pytest.fixture
+def server_args(cli: Cli, own_args: list[str], url: str) -> list[str]:
+    (cli.cwd / "weights").mkdir()
+    return [*own_args, "--rollout.engine", "vllm_server", "--rollout.urls", url, "--rollout.weights-dir", "weights"]
+
+
+@pytest.mark.slow
+def test_a_server(cli: Cli, own_args: list[str], server_args: list[str], url: str) -> None:
+    cli.ok(*own_args, "--name", "here")
+    (expected, *_) = val_rows(cli.cwd / "runs/here")
+    # The second run finds the last weights of the first one on the server.
+    for name in ("first", "second"):
+        cli.ok(*server_args, "--name", name)
+        rows = step_rows(cli.cwd / f"runs/{name}")
+        assert [row["sampling/oldest_version"] for row in rows] == [0, 1]
+        assert all(row["training/rollout_probs_diff_mean"] < 1e-5 for row in rows)
+        assert all(row["actor/grad_norm"] > 0 for row in rows)
+        assert val_rows(cli.cwd / f"runs/{name}")[0]["val/greedy/score/mean"] == expected["val/greedy/score/mean"]
+    assert list((cli.cwd / "weights").iterdir()) == []
+    # Looking at a run leaves its servers alone: without them it works, too.
+    config = cli.cwd / "runs/second/config.toml"
+    config.write_text(config.read_text().replace(url, "http://127.0.0.1:1"))
+    assert "step 2: held-out score" in cli.ok("eval", "runs/second")
+
+
+@pytest.mark.slow
+def test_a_judge_on_a_server(cli: Cli, own_args: list[str], tiny: Path, url: str) -> None:
+    judge = ["--reward-model.kind", "judge", "--reward-model.path", str(tiny)]
+    for name, value in {"engine": "vllm_server", "urls": url, "pattern": r"(\d)", "high": "9"}.items():
+        judge += [f"--reward-model.judge.{name}", value]
+    cli.ok(
+        *own_args, *judge, "--reward-model.judge.unparsable-score", "0", "--reward-model.judge.max-response-length", "8"
+    )
+    assert all(0 < row["reward/model/parsed/mean"] < 1 for row in step_rows(cli.cwd / "runs/default"))
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path, url: str) -> None:
+    other = cli.cwd / "other"
+    shutil.copytree(tiny, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    wrong = {
+        "another model than": option_set(server_args, "--model", str(other)),
+        "takes 512 tokens: data.max_prompt_length": option_set(server_args, "--data.max-response-length", "500"),
+        "no vllm_server answers at": option_set(server_args, "--rollout.urls", f"http://127.0.0.1:{free_port()}"),
+        "rollout.weights_dir is 'nowhere': an existing folder": option_set(
+            server_args, "--rollout.weights-dir", "nowhere"
+        ),
+    }
+    for expected, args in wrong.items():
+        assert expected in " ".join(cli.refused(*args).split())
+    assert not (cli.cwd / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--rollout.num-processes", "-1"], "rollout.num_processes is -1: 0 or more is needed"),
+        (["--rollout.urls", "http://h:1"], "rollout.engine is 'hf' and rollout.urls is ['http://h:1']"),
+        (["--rollout.engine", "vllm_server"], "rollout.engine is 'vllm_server' and rollout.urls is []"),
+        (["--rollout.engine", "vllm_server", "--rollout.urls", "h:1"], "rollout.urls has 'h:1': http://HOST:PORT"),
+        (
+            ["--rollout.engine", "vllm_server", "--rollout.urls", "http://h:1", "http://h:1"],
+            "each server may come once",
+        ),
+        (
+            ["--rollout.engine", "sglang_server", "--rollout.urls", "http://h:1"],
+            "rollout.engine is 'sglang_server' and rollout.weights_dir is ''",
+        ),
+        (["--rollout.weights-dir", "x"], "rollout.engine is 'hf' and rollout.weights_dir is 'x'"),
+        (
+            ["--rollout.engine", "vllm_server", "--rollout.urls", "http://h:1", "--rollout.num-processes", "2"],
+            "rollout.num_processes is 2 and rollout.engine is 'vllm_server': 0 is needed",
+        ),
+        (["--rollout.speculative.num-speculative-tokens", "2"], "rollout.engine is 'hf': 'vllm' is needed"),
+        (["--rollout.speculative.num-speculative-tokens", "-1"], "num_speculative_tokens is -1: 0 or more is needed"),
+        (["--rollout.speculative.model", "x"], "rollout.speculative.num_speculative_tokens is 0: 1 or more is needed"),
+        (["--rollout.speculative.prompt-lookup-max", "1"], "prompt_lookup_max is 1: 2 or more is needed"),
+        (
+            ["--reward-model.judge.urls", "http://h:1"],
+            "reward_model.judge.engine is 'hf' and reward_model.judge.urls is ['http://h:1']",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_settings(cli: Cli, own_args: list[str], options: list[str], expected: str) -> None:
+    assert expected in " ".join(cli.refused(*own_args, *options).split())
+    assert list(cli.cwd.iterdir()) == []

@@ -1,0 +1,123 @@
+"""From scored groups to advantages: what is masked out is never read, and what is not finite is named."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gcore_controller.runtimes.inline import run_inline
+from gcore_llm.config import AlgorithmConfig, KLControlConfig
+from gcore_llm.groups import Group, Response
+from gcore_llm.preparation import kl_controller, prepare
+from gcore_trainer import BatchError, RolloutCorrectionConfig, Sample, advantage_estimators
+
+ESTIMATORS = advantage_estimators()
+Masks = list[list[bool]]
+MASKS: Masks = [[True, True, False, True, False], [False, True, True], [False, False]]
+"""Of three responses to a prompt; the first ends in a token that the policy did not write."""
+
+
+def prepared(
+    algorithm: AlgorithmConfig, samples: list[Sample], scores: list[float]
+) -> tuple[list[Sample], dict[str, float]]:
+    """The samples of one group, by one controller."""
+    responses = [
+        Response(
+            token_ids=s.response_ids,
+            log_probs=np.zeros(s.response_ids.size, np.float32),
+            weight_versions=np.zeros(s.response_ids.size, np.int32),
+            truncated=False,
+            score=score,
+        )
+        for s, score in zip(samples, scores, strict=True)
+    ]
+    group = Group(prompt_index=7, prompt_ids=np.arange(3), responses=responses, greedy_score=0.25)
+
+    async def program(context: Any) -> tuple[list[list[Sample]], dict[str, float]]:
+        kl = kl_controller(algorithm.kl_ctrl)
+        return await prepare([group], [samples], algorithm, kl=kl, max_response_length=8, group=context.group)
+
+    [([found], metrics)] = asyncio.run(run_inline(program, roles=None))
+    return found, metrics
+
+
+def make_samples(masks: Masks = MASKS, *, poison: float | None = None) -> list[Sample]:
+    """Samples with all that an estimator reads; at masked-out tokens it is ``poison``."""
+    rng = np.random.default_rng(0)
+
+    def drawn(mask: NDArray[np.bool_]) -> NDArray[np.float32]:
+        values = -np.abs(rng.normal(size=mask.size)).astype(np.float32)
+        return values if poison is None else np.where(mask, values, np.float32(poison))
+
+    def arrays_of(mask: NDArray[np.bool_]) -> dict[str, Any]:
+        return {f: drawn(mask) for f in ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values")}
+
+    return [
+        Sample(
+            prompt_ids=np.arange(3),
+            response_ids=np.arange(len(mask)),
+            response_mask=np.array(mask),
+            **arrays_of(np.array(mask)),
+        )
+        for mask in masks
+    ]
+
+
+def algorithm_of(estimator: str) -> AlgorithmConfig:
+    has_rewards = ESTIMATORS[estimator].reads_token_rewards
+    return AlgorithmConfig(
+        adv_estimator=estimator,
+        old_log_probs="trainer",
+        kl_ctrl=KLControlConfig(kl_coef=0.1 if has_rewards else 0.0),
+        rollout_correction=RolloutCorrectionConfig(
+            rollout_is="token", rollout_is_batch_normalize=True, rollout_rs="token_k2", rollout_rs_threshold=0.5
+        ),
+    )
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_masked_out_tokens_are_never_read(estimator: str, poison: float) -> None:
+    algorithm = algorithm_of(estimator)
+    clean, metrics = prepared(algorithm, make_samples(), [1.0, 0.0, 0.5])
+    dirty, found = prepared(algorithm, make_samples(poison=poison), [1.0, 0.0, 0.5])
+    assert found == metrics
+    assert all(np.isfinite(list(metrics.values())))
+    for one, other in zip(clean, dirty, strict=True):
+        for field in ("response_mask", "advantages", "returns", "rollout_is_weights"):
+            np.testing.assert_array_equal(getattr(one, field), getattr(other, field))
+
+
+@pytest.mark.parametrize("field", ["old_log_probs", "rollout_log_probs", "ref_log_probs", "values"])
+def test_what_is_not_finite_is_named(field: str) -> None:
+    samples = make_samples()
+    values = getattr(samples[1], field).copy()
+    values[2] = np.nan
+    samples[1] = replace(samples[1], **{field: values})
+    with pytest.raises(BatchError, match=rf"^response 1 to prompt 7\.{field}\[2\] is nan; expected a finite float32"):
+        prepared(algorithm_of("grpo"), samples, [1.0, 0.0, 0.5])
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
+@pytest.mark.parametrize("kl_coef", [0.0, 1e-9])
+def test_a_score_counts_where_a_response_ends_in_tokens_of_others(estimator: str, kl_coef: float) -> None:
+    """The estimators along tokens read no reward of a masked-out token: the score is on the last one that counts."""
+    algorithm = AlgorithmConfig(adv_estimator=estimator, kl_ctrl=KLControlConfig(kl_coef=kl_coef))
+    samples = make_samples([[True, True, False], [True, True, True]])
+    high, _ = prepared(algorithm, samples, [1.0, 0.0])
+    low, _ = prepared(algorithm, samples, [-1.0, 0.0])
+    assert high[0].advantages is not None
+    assert low[0].advantages is not None
+    assert high[0].advantages[1] > low[0].advantages[1]
+
+
+def test_a_response_without_a_token_has_no_part_in_the_divergence() -> None:
+    """verl takes its divergence to be 0, and counts it in the mean and in the controller's steps."""
+    control = KLControlConfig(kl_coef=0.1)
+    algorithm = AlgorithmConfig(adv_estimator="reinforce_plus_plus", kl_ctrl=control)
+    _, metrics = prepared(algorithm, make_samples(MASKS), [1.0, 0.0, 0.5])
+    _, without = prepared(algorithm, make_samples(MASKS[:2]), [1.0, 0.0])
+    assert metrics["actor/reward_kl_penalty"] == without["actor/reward_kl_penalty"] != 0

@@ -1,0 +1,159 @@
+"""A cluster that `ray start` has made, with token authentication: who is accepted, and the error that others get."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+TOKEN = "0123456789abcdef" * 4
+BIN = Path(sys.executable).parent
+
+PROGRAM = """
+import asyncio, sys
+from gcore_controller.errors import ClusterError
+from gcore_controller.runtimes.ray import run_ray
+
+async def program(ctx):
+    return await ctx.group.all_gather(ctx.rank)
+
+try:
+    address = sys.argv[1] or None
+    print(asyncio.run(run_ray(program, roles=None, world_size=2, num_cpus=0.5, address=address)))
+except ClusterError as error:
+    print("refused:", error)
+"""
+
+
+@dataclass(frozen=True)
+class Head:
+    address: str
+    home: Path
+    """With the token in .ray/auth_token."""
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Head]:
+    with started() as head:
+        yield head
+
+
+@contextmanager
+def started(**changes: str) -> Generator[Head]:
+    """The head of a cluster, with changes of its environment; without any it requires the token."""
+    # Ray's sockets have long names, of which the system takes 107 characters.
+    with tempfile.TemporaryDirectory(prefix="gcore", ignore_cleanup_errors=True) as folder:
+        home = Path(folder, "home")
+        (home / ".ray").mkdir(parents=True)
+        (home / ".ray/auth_token").write_text(TOKEN)
+        port, client_port = free_ports(2)
+        command = [BIN / "ray", "start", "--head", "--block", f"--port={port}", f"--temp-dir={folder}/ray"]
+        options = [f"--ray-client-server-port={client_port}", "--object-store-memory=80000000", "--disable-usage-stats"]
+        with subprocess.Popen(
+            [*command, *options, "--num-cpus=2"],
+            env=environment(HOME=str(home), **changes),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            assert process.stdout is not None
+            seen: list[str] = []
+            for line in process.stdout:
+                seen.append(line)
+                if "Ray runtime started" in line:
+                    break
+            else:
+                raise AssertionError("".join(seen))
+            yield Head(f"127.0.0.1:{port}", home)
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This process's, without what it says of a cluster."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_AUTH", "RAY_ADDRESS"))}
+    return kept | changes
+
+
+def run(address: str, **changes: str) -> str:
+    """The last line that a program of two controllers prints."""
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, address]
+    done = subprocess.run(command, env=environment(**changes), capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().rpartition("\n")[2]
+
+
+EXPECTED = (
+    "; expected the token that the cluster was started with (`ray get-auth-token` on its head prints it) in "
+    "RAY_AUTH_TOKEN, in the file that RAY_AUTH_TOKEN_PATH names, or in ~/.ray/auth_token, with RAY_AUTH_MODE unset or "
+    "'token'"
+)
+
+
+@pytest.mark.parametrize("source", ["file", "variable", "path", "RAY_ADDRESS"])
+def test_a_token_is_found(head: Head, tmp_path: Path, source: str) -> None:
+    """With the address given, as with that of RAY_ADDRESS, and without RAY_AUTH_MODE."""
+    changes = {
+        "file": {"HOME": str(head.home)},
+        "variable": {"HOME": str(tmp_path), "RAY_AUTH_TOKEN": TOKEN},
+        "path": {"HOME": str(tmp_path), "RAY_AUTH_TOKEN_PATH": str(head.home / ".ray/auth_token")},
+        "RAY_ADDRESS": {"HOME": str(head.home), "RAY_ADDRESS": head.address},
+    }
+    assert run("" if source == "RAY_ADDRESS" else head.address, **changes[source]) == "[[0, 1], [0, 1]]"
+
+
+def test_a_token_is_left_aside_where_none_is_required() -> None:
+    """The processes of such a cluster do not send one, and a driver that expects it would count as dead."""
+    with started(RAY_AUTH_MODE="disabled") as head:
+        assert run(head.address, HOME=str(head.home)) == "[[0, 1], [0, 1]]"
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({}, "it has no token"),
+        ({"RAY_AUTH_MODE": "token"}, "it has no token"),
+        ({"RAY_AUTH_TOKEN": "f" * 64}, "the token in RAY_AUTH_TOKEN is not the cluster's"),
+        ({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": TOKEN}, "RAY_AUTH_MODE is 'disabled', so no token was sent"),
+        (
+            {"RAY_AUTH_TOKEN_PATH": "/nowhere/token"},
+            "RAY_AUTH_TOKEN_PATH is set but file cannot be opened or is empty: /nowhere/token",
+        ),
+    ],
+    ids=["none", "none in mode token", "wrong", "disabled", "no file"],
+)
+def test_a_missing_or_wrong_token_is_one_error(head: Head, tmp_path: Path, changes: dict[str, str], found: str) -> None:
+    refused = run(head.address, HOME=str(tmp_path), **changes)
+    assert refused == f"refused: the Ray cluster at {head.address!r} does not accept this process: {found}{EXPECTED}"
+
+
+def test_a_run_is_refused_before_anything_is_made(head: Head, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [BIN / "gcore-llm", "train", "--runtime", "ray", "--ray.address", head.address],
+        cwd=tmp_path,
+        env=environment(HOME=str(tmp_path), RAY_AUTH_TOKEN="f" * 64),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert f"ray.address: the Ray cluster at {head.address!r} does not accept this process: the token" in done.stderr
+    assert not (tmp_path / "runs").exists()

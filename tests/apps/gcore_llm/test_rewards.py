@@ -1,0 +1,244 @@
+"""`gcore-llm train` with every kind of reward: judges, classifiers, servers, programs in a sandbox."""
+
+import asyncio
+import json
+import math
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import Cli, option_set, step_rows, val_rows, write_rows
+from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+from gcore_llm.cli import parse_train
+from gcore_llm.rewards import Rewards
+from gcore_llm.tiny_model import tiny_tokenizer
+from gcore_rollout import Scored
+from gcore_runs.settings import resolve
+
+# A random model writes any character: its last digit is its verdict, and if it writes none, that is one, too.
+JUDGE = [
+    *("--reward-model.kind", "judge", "--reward-model.judge.pattern", r"(\d)", "--reward-model.judge.high", "9"),
+    *("--reward-model.judge.max-response-length", "24", "--reward-model.judge.n", "2"),
+]
+
+
+def rows_of(cli: Cli, own_args: list[str], *options: str) -> list[dict[str, float]]:
+    cli.ok(*own_args, *options)
+    rows = step_rows(cli.cwd / "runs/default")
+    assert len(rows) == 2
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", ["0", "1"])
+def test_a_judge_beside_a_function(cli: Cli, own_args: list[str], tiny: Path, num_processes: str) -> None:
+    """A tiny policy learns from a rule and, half as much, from a tiny judge, in its process or in another."""
+    options = ["--reward-model.path", str(tiny), "--reward-model.weight", "0.5"]
+    options += ["--reward-model.judge.unparsable-score", "0.25", "--reward-model.judge.num-processes", num_processes]
+    rows = rows_of(cli, own_args, *JUDGE, *options)
+    for row in rows:
+        total = row["reward/function/mean"] + 0.5 * row["reward/model/mean"]
+        assert row["critic/score/mean"] == pytest.approx(total)
+        assert 0 < row["reward/model/parsed/mean"] < 1
+        assert row["sampling/dropped_groups"] == 0
+        assert row["actor/grad_norm"] > 0
+
+
+def test_groups_without_a_verdict_are_not_trained_on(cli: Cli, own_args: list[str], tiny: Path) -> None:
+    """By the judge's own question, which it fills in with the row."""
+    (cli.cwd / "question.txt").write_text("{prompt}{completion} of {answer}?")
+    options = ["--reward-model.path", str(tiny), "--reward-model.judge.template", "question.txt", "--reward", ""]
+    rows = rows_of(cli, own_args, *JUDGE, *options)
+    assert any(row["sampling/dropped_groups"] > 0 for row in rows)
+    for row in rows:
+        assert row["reward/model/parsed/mean"] <= 1
+        assert row["critic/score/mean"] == pytest.approx(row["reward/model/mean"])
+
+
+# As for a score, a random model's last a or b is its verdict; most have none, and are ties.
+PAIRWISE = [
+    *(
+        "--reward-model.kind",
+        "judge",
+        "--reward-model.judge.pairwise",
+        "True",
+        "--reward-model.judge.pattern",
+        "([ab])",
+    ),
+    *("--reward-model.judge.max-response-length", "12", "--reward-model.judge.unparsable-score", "0.5"),
+]
+
+
+@pytest.mark.parametrize("has_function", [True, False])
+def test_a_judge_that_compares(cli: Cli, own_args: list[str], tiny: Path, has_function: bool) -> None:
+    """Each group's shares of wins have the mean of a tie; groups of ties alone have nothing to learn from."""
+    args = own_args if has_function else option_set(own_args, "--reward", "")
+    (cli.cwd / "question.txt").write_text("{answer}: {prompt}{completion_a}, or {completion_b}?")
+    options = [*PAIRWISE, "--reward-model.path", str(tiny), "--reward-model.judge.template", "question.txt"]
+    for row in rows_of(cli, args, *options, "--reward-model.weight", "2"):
+        assert row["reward/model/mean"] == pytest.approx(0.5)
+        assert 0 < row["reward/model/parsed/mean"] < 1
+        assert row["critic/score/mean"] == pytest.approx(row.get("reward/function/mean", 0.0) + 1.0)
+        assert row["critic/score/max"] > row["critic/score/min"]
+        assert ("reward/function/mean" in row) == has_function
+        assert row["actor/grad_norm"] > 0
+    # Held out, the greedy and the sampled answer are compared with each other.
+    if not has_function:
+        for row in val_rows(cli.cwd / "runs/default"):
+            assert row["val/greedy/score/mean"] + row["val/sampled/score/mean"] == pytest.approx(2.0)
+
+
+@pytest.mark.slow
+def test_comparison_of_responses_that_took_several_steps(
+    cli: Cli, own_args: list[str], chatty: Path, tiny: Path
+) -> None:
+    """A group is compared once all of it is there, whichever steps that took."""
+    args = option_set(option_set(own_args, "--model", str(chatty)), "--data.max-response-length", "48")
+    partial = ["--rollout.partial-rollout", "True", "--rollout.over-sample-rate", "1"]
+    rows = rows_of(cli, args, *PAIRWISE, *partial, "--reward-model.path", str(tiny))
+    assert all(row["sampling/unfinished_groups"] > 0 for row in rows)
+    assert all(row["reward/model/mean"] == pytest.approx(0.5) for row in rows)
+
+
+def test_groups_that_cannot_be_compared(cli: Cli, own_args: list[str], tiny: Path) -> None:
+    """A random model never says who wins: no group is left."""
+    options = ["--reward-model.path", str(tiny), "--algorithm.max-num-gen-batches", "1"]
+    finished = cli(*own_args, *PAIRWISE[:4], *PAIRWISE[6:8], *options)
+    assert (finished.code, finished.err) == (3, "")
+    assert "the run trained nothing" in finished.out
+    for row in step_rows(cli.cwd / "runs/default"):
+        assert row["sampling/groups"] == 0
+        assert row["sampling/dropped_groups"] > 0
+
+
+def test_a_classifier(cli: Cli, own_args: list[str], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    others: dict[str, Any] = {"num_labels": 1, "pad_token_id": 0, "bos_token_id": None}
+    config = Qwen3Config(vocab_size=128, **sizes, **heads, **others)
+    Qwen3ForSequenceClassification(config).save_pretrained(tmp_path / "scorer")
+    tiny_tokenizer().save_pretrained(tmp_path / "scorer")
+    options = ["--reward-model.kind", "classifier", "--reward-model.path", str(tmp_path / "scorer"), "--reward", ""]
+    rows = rows_of(cli, own_args, *options)
+
+    async def score() -> float:
+        rewards = await Rewards.start(resolve(parse_train([*own_args[1:], *options])))
+        scored = await rewards.runner.score(prompt="1+1=", completion="2", row={})
+        await rewards.close()
+        assert isinstance(scored, Scored)
+        return scored.score
+
+    model = Qwen3ForSequenceClassification.from_pretrained(tmp_path / "scorer")
+    ids = tiny_tokenizer()("1+1=2<eos>", return_tensors="pt")["input_ids"]
+    assert asyncio.run(score()) == pytest.approx(model(input_ids=ids).logits.item(), abs=1e-5)
+    assert all(row["critic/score/mean"] == pytest.approx(row["reward/model/mean"]) for row in rows)
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+
+
+class _Scorer(BaseHTTPRequestHandler):
+    """Scores by length; answers that begin with a digit are refused."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        refuses = asked["completion"][:1].isdigit()
+        body = b"no digits" if refuses else json.dumps({"score": len(asked["completion"]) / 8}).encode()
+        self.send_response(400 if refuses else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        del format, args
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Scorer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_server_whose_failures_drop_groups(cli: Cli, own_args: list[str], url: str) -> None:
+    options = ["--reward-model.kind", "server", "--reward-model.path", url, "--reward", ""]
+    rows = rows_of(cli, own_args, *options, "--reward-calls.on-error", "drop")
+    assert any(row["sampling/dropped_groups"] > 0 for row in rows)
+
+
+def test_a_server_whose_failure_ends_the_run(cli: Cli, own_args: list[str], url: str) -> None:
+    finished = cli(*own_args, "--reward-model.kind", "server", "--reward-model.path", url, "--reward", "")
+    assert finished.code == 2
+    assert "answered 400 Bad Request: 'no digits'" in " ".join(finished.err.split())
+
+
+@pytest.mark.slow
+def test_programs_are_run(cli: Cli, own_args: list[str]) -> None:
+    """A model that writes no programs scores 0, and no step finds anything to learn."""
+    data = write_rows(cli.cwd / "code.jsonl", ({"prompt": f"{i}", "tests": ["assert True"]} for i in range(20)))
+    args = option_set(option_set(own_args, "--data.train-files", str(data)), "--reward", "code")
+    finished = cli(*args, "--algorithm.max-num-gen-batches", "1")
+    assert (finished.code, finished.err) == (3, "")
+    for row in step_rows(cli.cwd / "runs/default"):
+        assert row["critic/score/mean"] == row["reward/has_code/mean"] == 0
+        assert row["sampling/groups"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            ["--reward-model.kind", "judge"],
+            "reward_model.kind is 'judge' and reward_model.path is '': a kind with a path",
+        ),
+        (
+            ["--reward-model.kind", "judge", "--reward-model.path", "nowhere"],
+            "reward_model.path is 'nowhere': a Hugging",
+        ),
+        (
+            ["--reward-model.kind", "server", "--reward-model.path", "x"],
+            "url is 'x': http://... or https://... is needed",
+        ),
+        (["--reward-model.weight", "0"], "reward_model.weight is 0.0: a finite number other than 0 is needed"),
+        (
+            ["--reward-model.judge.engine", "vllm"],
+            "reward_model.judge.num_processes is 0 and reward_model.judge.engine",
+        ),
+        (["--reward-model.judge.n", "0"], "reward_model.judge.n is 0: 1 or more is needed"),
+        (
+            [*PAIRWISE[:-1], "0.25"],
+            "reward_model.judge.pairwise is true and reward_model.judge.unparsable_score is 0.25: 0.5, a tie",
+        ),
+        ([*PAIRWISE, "--reward-model.judge.high", "9"], "they are of scores, comparisons have winners"),
+        (
+            [*PAIRWISE, "--reward-model.path", "x", "--rollout.multi-turn.max-revisions", "1"],
+            "reward_model.judge.pairwise is true and rollout.multi_turn makes several turns",
+        ),
+        (
+            [*PAIRWISE, "--reward-model.path", "x", "--algorithm.adv-estimator", "remax"],
+            "reward_model.judge.pairwise is true and algorithm.adv_estimator is 'remax'",
+        ),
+        (["--reward-calls.timeout-s", "0"], "reward_calls.timeout_s is 0.0: above 0 is needed"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_settings(cli: Cli, own_args: list[str], options: list[str], expected: str) -> None:
+    assert expected in " ".join(cli.refused(*own_args, *options).split())
+    assert list(cli.cwd.iterdir()) == []
+
+
+def test_a_bad_template_is_found_before_the_run_begins(cli: Cli, own_args: list[str], tiny: Path) -> None:
+    for text, expected in {
+        "{prompt}": "{completion} is needed in it",
+        "{completion} {nothing}": "the row has no 'nothing' for the judge's template: it has ['answer', 'prompt']",
+    }.items():
+        (cli.cwd / "question.txt").write_text(text)
+        options = [*JUDGE, "--reward-model.path", str(tiny), "--reward-model.judge.template", "question.txt"]
+        assert expected in " ".join(cli.refused(*own_args, *options).split())
+    assert [path.name for path in cli.cwd.iterdir()] == ["question.txt"]

@@ -1,0 +1,56 @@
+"""A long run holds as much memory at its end as near its start, in every process."""
+
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+from command_line import Cli, step_rows
+from process_tree import grandchildren
+
+pytestmark = pytest.mark.slow
+
+REWARD = """
+def reward(prompt, completion, row):
+    return float(sum(map(ord, completion)) % 3 == 0)
+"""
+NUM_STEPS = 300
+SETTLED, LAST = range(60, 120), range(240, NUM_STEPS + 1)
+"""Steps over which the memory is taken: the first checkpoints, evaluations and longest rows are behind them."""
+ARGS = [
+    *("train", "--threads", "1", "--device", "cpu", "--name", "soak"),
+    *("--warmup.max-steps", "8", "--warmup.batch-size", "64", "--warmup.test-freq", "4"),
+    *("--task.num-train", "500", "--task.num-val", "8", "--task.params.max-terms", "2"),
+    *("--data.train-batch-size", "4", "--rollout.n", "4", "--data.max-response-length", "8"),
+    *("--trainer.total-training-steps", str(NUM_STEPS), "--trainer.save-freq", "20", "--trainer.test-freq", "50"),
+]
+
+
+def resident_bytes(pids: list[int]) -> int:
+    """Memory that is resident and not shared with others, of all of these processes."""
+    total = 0
+    for pid in pids:
+        _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
+        total += (int(resident) - int(shared)) * 4096
+    return total
+
+
+@pytest.mark.parametrize("num_processes", [0, 1])
+def test_memory_does_not_grow(cli: Cli, num_processes: int) -> None:
+    """Over 300 steps, with the engine in the run's process and in one of its own."""
+    (cli.cwd / "thirds.py").write_text(REWARD)
+    run = cli.cwd / "runs" / "soak"
+    command = cli.start(*ARGS, "--reward", "thirds.py:reward", "--rollout.num-processes", num_processes)
+    found: dict[int, int] = {}
+    while not command.has_ended():
+        time.sleep(0.02)
+        step = len(step_rows(run)) if (run / "metrics.jsonl").exists() else 0
+        if step not in found and (step in SETTLED or step in LAST):
+            try:
+                found[step] = resident_bytes([command.pid, *grandchildren(command.pid)])
+            except FileNotFoundError:
+                break  # it has just ended
+    assert command.wait().code == 0
+    settled, last = (statistics.median(found[s] for s in steps if s in found) for steps in (SETTLED, LAST))
+    assert len(found) > 40
+    assert last < 1.01 * settled, f"{settled / 1e6:.1f} MB, then {last / 1e6:.1f} MB"

@@ -1,0 +1,186 @@
+"""The RLHF loop with a small modality: the same training for any number of controllers, resumption, schedules."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from tones import NUM_TONES, Roles, Synthesizer, Take, Tones, Trainer
+
+from gcore_controller import RLHF, Context, Generated, RLHFConfig, Span, State, Wave, run_inline, run_simulated
+from gcore_controller.errors import RewardFailuresError
+from gcore_controller.rlhf.exchange import exchange
+
+CONFIG = RLHFConfig(total_steps=12, train_batch_size=6, test_freq=4, filter_groups=True, max_num_gen_batches=8)
+CLOCKS = ("timing_s/", "perf/throughput")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    first_step: int = 0
+    is_evaluated: bool = False
+    controllers: list[State] | None = None
+    is_policy_behind: bool = False
+
+
+@dataclass
+class Notebook:
+    """A recorder that keeps everything."""
+
+    metrics: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    states: list[list[State]] = field(default_factory=list[list[State]])
+    weights: list[Any] = field(default_factory=list[Any])
+    evaluations: dict[int, float] = field(default_factory=dict[int, float])
+    num_updating: int = 0
+    first_step: int = 0
+    logits: Any = None
+
+    async def evaluated(self, step: int, evaluation: float) -> None:
+        self.evaluations[step] = evaluation
+
+    async def updating(self) -> None:
+        self.num_updating += 1
+
+    async def stepped(
+        self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
+    ) -> None:
+        del devices
+        assert step == self.num_updating + self.first_step
+        assert all(spans)
+        self.metrics.append({name: value for name, value in metrics.items() if not name.startswith(CLOCKS)})
+
+    async def rewards_failed(self, step: int, failures: list[Any]) -> None: ...
+
+    async def reached(self, step: int, controllers: list[State]) -> None:
+        assert step == self.num_updating + self.first_step
+        self.states.append(controllers)
+        self.weights.append(self.logits.copy())
+
+
+def run(
+    config: RLHFConfig,
+    start: Start | None = None,
+    *,
+    world_size: int = 1,
+    logits: Any = None,
+    seconds: float = 0.01,
+    modality: type[Tones] = Tones,
+) -> Notebook:
+    """Run a job in simulated time."""
+    logits = np.zeros(NUM_TONES) if logits is None else logits.copy()
+    start = start or Start()
+    recorder = Notebook(logits=logits, first_step=start.first_step)
+    policy = Synthesizer(seconds=seconds)
+
+    async def program(ctx: Context[Synthesizer]) -> None:
+        roles = Roles(policy=ctx.roles, learner=Trainer(logits, ctx.group))
+        await RLHF(ctx.with_roles(roles), modality([5] * 30), config, start, recorder).run()
+
+    run_simulated(program, roles=policy, world_size=world_size)
+    return recorder
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_same_training_with_any_number_of_controllers(world_size: int) -> None:
+    alone, together = run(CONFIG), run(CONFIG, world_size=world_size)
+    assert together.metrics == alone.metrics
+    assert together.evaluations == alone.evaluations
+    assert alone.evaluations.keys() == {0, 4, 8, 12}
+    assert alone.evaluations[12] > alone.evaluations[0] + 0.5
+    assert alone.num_updating == len(alone.metrics) == 12
+    for version, row in enumerate(alone.metrics):
+        assert row["sampling/groups"] == 6
+        assert row["sampling/oldest_version"] == version
+        assert row["training/has_signal"] == 1
+
+
+@pytest.mark.parametrize("schedule", ["sync", "one_step_off", "async"])
+@pytest.mark.parametrize("partial_rollout", [False, True])
+def test_resumption_with_another_number_of_controllers(schedule: Any, *, partial_rollout: bool) -> None:
+    """Groups that wait in the surplus, and unfinished ones, have one owner each again."""
+    config = replace(CONFIG, schedule=schedule, max_staleness=3, partial_rollout=partial_rollout, over_sample_rate=0.5)
+    first = run(replace(config, total_steps=6), world_size=2)
+    if partial_rollout:
+        assert any(state["unfinished"] for state in first.states[-1])
+    assert sum(len(state["sampler"]["surplus"]) for states in first.states for state in states) or schedule == "sync"
+    waiting = sorted(
+        group["ticket"] for state in first.states[-1] for group in (*state["sampler"]["surplus"], *state["unfinished"])
+    )
+    assert len(set(waiting)) == len(waiting)
+    start = Start(first_step=6, controllers=first.states[-1], is_policy_behind=True, is_evaluated=True)
+    resumed = run(config, start, world_size=3, logits=first.weights[-1])
+    assert [row["sampling/groups"] for row in resumed.metrics] == [6] * 6
+    if schedule == "sync" and not partial_rollout:
+        whole = run(config)
+        assert resumed.metrics == whole.metrics[6:]
+        assert resumed.weights[-1].tolist() == whole.weights[-1].tolist()
+
+
+def test_staleness_of_schedules() -> None:
+    """An engine as slow as this one is a step behind, or as far as it may be."""
+    config = replace(CONFIG, filter_groups=False, max_staleness=3)
+    rows = run(replace(config, schedule="one_step_off"), world_size=2, seconds=1.0).metrics
+    assert [row["sampling/oldest_version"] for row in rows] == [max(0, step - 2) for step in range(1, 13)]
+    rows = run(replace(config, schedule="async"), world_size=2, seconds=1.0).metrics
+    staleness = [step - row["sampling/oldest_version"] for step, row in enumerate(rows)]
+    assert 1 <= max(staleness) <= 3
+
+
+class _Stale(Tones):
+    async def generate(self, ctx: Context[Roles], wave: Wave[int]) -> Generated[Take]:
+        generated = await super().generate(ctx, wave)
+        return Generated(
+            groups=[replace(g, oldest_version=g.oldest_version - g.prompt_index) for g in generated.groups]
+        )
+
+
+def test_a_sample_of_other_weights_is_an_error() -> None:
+    message = "a sample of prompt 1 was generated by weights of version -1; expected only version 0, the present one"
+    config = replace(CONFIG, filter_groups=False)
+    with pytest.raises(RuntimeError, match=message):
+        run(config, modality=_Stale)
+    run(replace(config, schedule="one_step_off"), modality=_Stale)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    kind: str
+    message: str
+    count: int
+
+
+class _Failing(Tones):
+    """Every third call of its reward fails."""
+
+    def failure_logs(self, ctx: Context[Roles]) -> Any:
+        del ctx
+        return [self]
+
+    def drain(self) -> tuple[int, list[_Failure]]:
+        return 12, [_Failure("ValueError at reward.py:3", "no tone", 4)]
+
+
+def test_too_many_failed_rewards_end_the_run() -> None:
+    rows = run(replace(CONFIG, max_failed_share=0.5), world_size=2, modality=_Failing).metrics
+    assert {row["reward/failed_fraction"] for row in rows} == {1 / 3}
+    message = r"of the last \d+ rewards failed.*max_failed_share = 0.25.*ValueError at reward.py:3: no tone"
+    with pytest.raises(RewardFailuresError, match=message):
+        run(replace(CONFIG, max_failed_share=0.25), modality=_Failing)
+
+
+async def test_exchange_gives_every_controller_its_part() -> None:
+    """Parts are those of ``balance`` over all groups by prompt index, computed by the first controller alone."""
+
+    def heaviest_first(costs: list[float], num_parts: int) -> list[list[int]]:
+        order = sorted(range(len(costs)), key=lambda i: -costs[i])
+        return [order[part::num_parts] for part in range(num_parts)]
+
+    async def program(ctx: Context[None]) -> list[int]:
+        mine = range(ctx.rank * 3, ctx.rank * 3 + 3)
+        groups = [Take(i, np.zeros(1, np.int64), np.zeros(1), 0) for i in mine]
+        costs = [float(i * i % 7) for i in mine]
+        return [g.prompt_index for g in await exchange(groups, costs, balance=heaviest_first, group=ctx.group)]
+
+    parts = await run_inline(program, roles=None, world_size=3)
+    all_costs = [float(i * i % 7) for i in range(9)]
+    assert parts == [sorted(part) for part in heaviest_first(all_costs, 3)]

@@ -1,0 +1,174 @@
+"""A third app in small: a policy that plays tones, trained by the RLHF loop through a `Modality` of its own."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_controller import (
+    HAS_SIGNAL,
+    Collectives,
+    Context,
+    DeviceTimers,
+    Generated,
+    Modality,
+    Prepared,
+    State,
+    TrainingBatch,
+    Wave,
+)
+
+NUM_TONES = 8
+
+
+def probabilities(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+@dataclass
+class Synthesizer:
+    """The engine: it draws tones from a softmax of its weights."""
+
+    logits: NDArray[np.float64] = field(default_factory=lambda: np.zeros(NUM_TONES))
+    weight_version: int = 0
+    seconds: float = 0.01
+    """Of one take."""
+
+    async def play(self, indices: Sequence[int], n: int) -> AsyncIterator[tuple[int, NDArray[np.int64], int]]:
+        """Yield the prompt index, [n] tones and the weight version of each take."""
+        for index in indices:
+            tones = np.random.default_rng(index).choice(NUM_TONES, size=n, p=probabilities(self.logits))
+            version = self.weight_version
+            await asyncio.sleep(self.seconds)
+            yield index, tones, version
+
+
+@dataclass
+class Trainer:
+    """One controller's end of the weights in training, which all controllers share."""
+
+    logits: NDArray[np.float64]
+    group: Collectives
+
+    async def train_step(self, samples: Sequence[tuple[int, int, float]]) -> dict[str, float]:
+        """Perform an update of REINFORCE on (prompt index, tone, advantage) of all controllers."""
+        everyones = sorted(s for part in await self.group.all_gather(samples) for s in part)
+        await asyncio.sleep(0.01)
+        if self.group.rank == 0:
+            gradient = np.zeros(NUM_TONES)
+            for _, tone, advantage in everyones:
+                gradient += advantage * (np.eye(NUM_TONES)[tone] - probabilities(self.logits))
+            self.logits += 0.5 * gradient / max(len(everyones), 1)
+        await self.group.barrier()
+        return {"actor/samples": float(len(everyones))}
+
+    async def update_policy(self, policy: Synthesizer, *, version: int) -> None:
+        if self.group.rank == 0:
+            policy.logits, policy.weight_version = self.logits.copy(), version
+        await self.group.barrier()
+
+    async def check_policy(self, policy: Synthesizer) -> None:
+        assert np.array_equal(policy.logits, self.logits)
+        await self.group.barrier()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    policy: Synthesizer
+    learner: Trainer
+    devices: DeviceTimers = field(default_factory=DeviceTimers)
+    owns_process: bool = False
+
+
+@dataclass(frozen=True)
+class Take:
+    """A group: the tones played for one prompt, which asks for a tone."""
+
+    prompt_index: int
+    tones: NDArray[np.int64]
+    scores: NDArray[np.float64]
+    oldest_version: int
+
+    @property
+    def has_signal(self) -> bool:
+        return bool(np.ptp(self.scores) > 0)
+
+    def state(self) -> State:
+        return {"ticket": self.prompt_index, **{k: v for k, v in vars(self).items() if k != "prompt_index"}}
+
+
+@dataclass(frozen=True)
+class UnfinishedTake:
+    """A group that was cut short before its first tone."""
+
+    prompt_index: int
+    oldest_version: int | None = None
+
+    def restarted(self) -> "UnfinishedTake":
+        return UnfinishedTake(self.prompt_index)
+
+    def state(self) -> State:
+        return {"ticket": self.prompt_index, "version": self.oldest_version}
+
+
+class Tones(Modality[Roles, int, Take, list[tuple[int, int, float]], float]):
+    """Prompts are tones; the closer a tone is to its prompt, in whole steps, the higher is its score."""
+
+    throughput_of = "perf/num_tones"
+    n = 3
+
+    def __init__(self, prompts: Sequence[int]) -> None:
+        self._prompts = prompts
+
+    @property
+    def prompts(self) -> Sequence[int]:
+        return self._prompts
+
+    async def generate(self, ctx: Context[Roles], wave: Wave[int]) -> Generated[Take]:
+        asked = dict(wave.prompts) | {u.prompt_index: tone for u, tone in wave.unfinished}
+        played = sorted(asked)[: wave.quota]
+        takes: list[Take] = []
+        with ctx.timer.stage("gen"):
+            async for index, tones, version in ctx.roles.policy.play(played, self.n):
+                scores = -(np.abs(tones - asked[index]) // 2).astype(np.float64)
+                takes.append(Take(index, tones, scores, version))
+        version = ctx.roles.policy.weight_version
+        unfinished = [UnfinishedTake(index, version) for index in sorted(asked)[len(played) :]]
+        return Generated(groups=takes, unfinished=unfinished)
+
+    def group_from_state(self, state: State) -> Take:
+        return Take(state["ticket"], state["tones"], state["scores"], state["oldest_version"])
+
+    def unfinished_from_state(self, state: State) -> UnfinishedTake:
+        return UnfinishedTake(state["ticket"], state["version"])
+
+    async def sampled_part(self, ctx: Context[Roles], groups: Sequence[Take]) -> list[float]:
+        del ctx
+        return [float(score) for g in groups for score in g.scores]
+
+    def sampled_metrics(self, parts: Sequence[list[float]]) -> dict[str, float]:
+        scores = sorted(score for part in parts for score in part)
+        return {"critic/score/mean": float(np.mean(scores)), "perf/num_tones": float(len(scores))}
+
+    async def prepare(self, ctx: Context[Roles], step: int, batch: TrainingBatch[Take]) -> Prepared[Any]:
+        del step
+        samples = [
+            (g.prompt_index, int(tone), float(score - g.scores.mean()))
+            for g in batch.groups
+            for tone, score in zip(g.tones, g.scores, strict=True)
+        ]
+        num_signals = await ctx.group.all_reduce(sum(g.has_signal for g in batch.groups))
+        halves = [[s for s in samples if s[0] % 2 == half] for half in range(2)]
+        return Prepared(updates=halves, metrics={HAS_SIGNAL: float(num_signals > 0)})
+
+    async def update(self, ctx: Context[Roles], step: int, update: list[tuple[int, int, float]]) -> dict[str, float]:
+        del step
+        return await ctx.roles.learner.train_step("actor", update)
+
+    async def evaluate(self, ctx: Context[Roles], step: int) -> float:
+        del step
+        return float(probabilities(ctx.roles.policy.logits) @ -np.abs(np.arange(NUM_TONES) - self._prompts[0]))
