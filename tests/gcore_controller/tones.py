@@ -167,7 +167,7 @@ class Tones(Modality[Roles, int, Take, list[tuple[int, int, float]], float]):
 
     async def update(self, ctx: Context[Roles], step: int, update: list[tuple[int, int, float]]) -> dict[str, float]:
         del step
-        return await ctx.roles.learner.train_step("actor", update)
+        return await ctx.roles.learner.train_step(update)
 
     async def evaluate(self, ctx: Context[Roles], step: int) -> float:
         del step
