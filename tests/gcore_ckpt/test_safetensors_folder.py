@@ -149,6 +149,7 @@ ENTRIES = st.fixed_dictionaries(
 HEADERS = st.dictionaries(st.sampled_from(["a", "b", "__metadata__", ""]), ENTRIES | st.none()).map(json.dumps)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(header=HEADERS.map(str.encode) | st.binary(max_size=40), size=st.integers(0, 40), cut=st.integers(0, 3))
 def test_no_header_does_more_than_load_or_be_refused(

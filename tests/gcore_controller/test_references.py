@@ -56,6 +56,7 @@ def test_references_are_exchanged_in_simulated_time() -> None:
     assert run_simulated(exchange, roles=list[str](), world_size=2) == exchanged(2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 async def test_references_are_exchanged_on_ray() -> None:
     assert await on_ray(exchange, 3) == exchanged(3)
@@ -129,6 +130,7 @@ def consumer(cluster: Cluster) -> Iterator[Any]:
     ray.kill(actor)
 
 
+@pytest.mark.slow
 async def test_bytes_move_only_to_who_gets_them(producer: Any, consumer: Any) -> None:
     """Controllers hand on what one service made to another one on their own node."""
 
@@ -159,6 +161,7 @@ async def places_of(reference: Any) -> set[str]:
     return set(found["node_ids"])
 
 
+@pytest.mark.slow
 async def test_a_handle_is_small(producer: Any) -> None:
     [reference] = await producer.make.remote(1)
     assert len(cloudpickle.dumps(reference)) < 2000  # pyright: ignore[reportPrivateImportUsage]
@@ -166,6 +169,7 @@ async def test_a_handle_is_small(producer: Any) -> None:
     assert not value.flags.writeable
 
 
+@pytest.mark.slow
 async def test_a_value_is_lost_with_who_put_it(producer: Any) -> None:
     [reference] = await producer.make.remote(1)
     os.kill(await producer.pid.remote(), signal.SIGKILL)

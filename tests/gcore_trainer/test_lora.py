@@ -75,6 +75,7 @@ def test_bfloat16_weights_are_merged_to_the_nearest(qwen2: Path) -> None:
     assert nearest_merge_share(exported, base, trainer.state()["model"], LORA.alpha / LORA.rank) > 0.999
 
 
+@pytest.mark.slow
 def test_adapters_are_sharded_too(rank_server: RankServer, llama: Path) -> None:
     samples = make_samples(GROUPS, seed=0)
     alone = make_trainer(llama)

@@ -217,6 +217,7 @@ def test_preferences_and_supervision(
         assert all(torch.equal(dirty[1][name], tensor) for name, tensor in clean[1].items())
 
 
+@pytest.mark.slow
 def test_megatron(rank_server: RankServer, tmp_path: Path) -> None:
     path = save_megatron_model("qwen3_tied", tmp_path)
     rng = np.random.default_rng(0)

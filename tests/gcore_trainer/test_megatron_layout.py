@@ -89,6 +89,7 @@ def test_llama3_rotary_embeddings_are_accepted() -> None:
     Architecture.of(LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE))
 
 
+@pytest.mark.slow
 def test_a_process_has_one_layout(ranks: RankPool, tmp_path: Path) -> None:
     path = save_megatron_model("qwen3_tied", tmp_path)
     [error, *_] = ranks.errors("megatron_is_made", str(path), {TP: 2}, {TP: 2}, {PP: 2}, size=4)
@@ -96,6 +97,7 @@ def test_a_process_has_one_layout(ranks: RankPool, tmp_path: Path) -> None:
     assert "Megatron-Core has one layout in a process, and it is ParallelConfig(tensor_model_parallel_size=2" in error
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_tensor_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     path = save_megatron_model("qwen3_tied", tmp_path)
     (path / "config.json").write_text(
@@ -105,6 +107,7 @@ def test_a_folder_without_a_tensor_is_refused(ranks: RankPool, tmp_path: Path) -
     assert error == f"UnsupportedModelError: {path} has no tensor 'lm_head.weight'"
 
 
+@pytest.mark.slow
 def test_a_folder_with_tensors_that_are_not_converted_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     path = save_megatron_model("qwen3_tied", tmp_path)
     weights = load_file(path / "model.safetensors")

@@ -88,6 +88,7 @@ def test_bfloat16_sums_in_float32() -> None:
     torch.testing.assert_close(actual, wanted, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("softcap", [None, 4.0])
 def test_a_vocabulary_divided_among_ranks(ranks: RankPool, softcap: float | None) -> None:
     """Four ranks of ten rows each: the last three rows are padding, and hold rubbish."""

@@ -2,23 +2,22 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
-from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
-from diffusers.pipelines.dit.pipeline_dit import DiTPipeline
-from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
-from diffusers.schedulers.scheduling_ddim import DDIMScheduler
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
-from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
+if TYPE_CHECKING:
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+    from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
 SIZE = 8
 
 
 def flow_pipeline(path: Path, *, with_vae: bool = False) -> Path:
     """Stable Diffusion 3's, of RGB images of 8 x 8 pixels or, with a VAE, of latents of so many; a saved folder."""
+    import torch
+    from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+    from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
+    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+
     torch.manual_seed(0)
     tokenizer = word_tokenizer(path / "words")
     transformer = SD3Transformer2DModel(
@@ -52,6 +51,11 @@ def flow_pipeline(path: Path, *, with_vae: bool = False) -> Path:
 
 def ddim_pipeline(path: Path) -> Path:
     """DiT's, of ten classes, with a VAE and a learned variance; a saved folder."""
+    import torch
+    from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
+    from diffusers.pipelines.dit.pipeline_dit import DiTPipeline
+    from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+
     torch.manual_seed(0)
     transformer = DiTTransformer2DModel(
         sample_size=SIZE,
@@ -77,7 +81,9 @@ def ddim_pipeline(path: Path) -> Path:
     return path / "ddim"
 
 
-def _vae() -> AutoencoderKL:
+def _vae() -> "AutoencoderKL":
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
     return AutoencoderKL(
         in_channels=3,
         out_channels=3,
@@ -92,7 +98,9 @@ def _vae() -> AutoencoderKL:
     )
 
 
-def word_tokenizer(path: Path) -> CLIPTokenizer:
+def word_tokenizer(path: Path) -> "CLIPTokenizer":
+    from transformers import CLIPTokenizer
+
     path.mkdir(parents=True)
     letters = sorted("abcdefghijklmnopqrstuvwxyz0123456789")
     tokens = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
@@ -101,7 +109,10 @@ def word_tokenizer(path: Path) -> CLIPTokenizer:
     return CLIPTokenizer.from_pretrained(path, model_max_length=8)
 
 
-def _text_encoder(vocab_size: int, *, seed: int) -> CLIPTextModelWithProjection:
+def _text_encoder(vocab_size: int, *, seed: int) -> "CLIPTextModelWithProjection":
+    import torch
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
     torch.manual_seed(seed)
     config = CLIPTextConfig(
         vocab_size=vocab_size,

@@ -21,20 +21,20 @@ APPS_MAY_IMPORT = {
 ADAPTERS = {
     "vllm": [
         "packages/gcore-rollout/src/gcore_rollout/engines/vllm/",
-        "apps/gcore-bench/src/gcore_bench/rollout/vllm_contender.py",
-        "apps/gcore-bench/src/gcore_bench/grpo/trl_weight_sync.py",
+        "apps/gcore-bench/src/gcore_bench/rollout/contenders/vllm.py",
+        "apps/gcore-bench/src/gcore_bench/grpo/contenders/trl.py",
     ],
     "reasoning_gym": ["packages/gcore-rollout/src/gcore_rollout/rewards/kinds/reasoning_gym.py"],
     "math_verify": ["packages/gcore-rollout/src/gcore_rollout/rewards/kinds/math_verify.py"],
     "trl": [
         "apps/gcore-bench/src/gcore_bench/grpo/",
-        "apps/gcore-bench/src/gcore_bench/trainer/trl_contender.py",
+        "apps/gcore-bench/src/gcore_bench/trainer/contenders/trl.py",
     ],
     "verl": [
-        "apps/gcore-bench/src/gcore_bench/trainer/verl_import.py",
-        "apps/gcore-bench/src/gcore_bench/controller/verl_driver.py",
+        "apps/gcore-bench/src/gcore_bench/trainer/contenders/verl.py",
+        "apps/gcore-bench/src/gcore_bench/controller/contenders/verl.py",
     ],
-    "orbax": ["apps/gcore-bench/src/gcore_bench/ckpt/orbax_contender.py"],
+    "orbax": ["apps/gcore-bench/src/gcore_bench/ckpt/contenders/orbax.py"],
     "sglang": [],
     "diffusers": [
         "packages/gcore-rollout/src/gcore_rollout/engines/diffusion/",

@@ -15,17 +15,15 @@ import pytest
 from process_tree import left_after
 from rich.console import Console
 
-from gcore_bench.grpo import verl_contender
-from gcore_bench.grpo.aims import aims
-from gcore_bench.grpo.errors import BenchError
+from gcore_bench.grpo.contenders import verl as verl_contender
 from gcore_bench.grpo.measure import StepFigures, TimedReward
 from gcore_bench.grpo.options import GrpoOptions
-from gcore_bench.grpo.processes import Footprint, Program, run_program
-from gcore_bench.grpo.rounds import FLOOR, Run
+from gcore_bench.grpo.report import StepRun, Summary, aims, notes, summarise_steps, table
 from gcore_bench.grpo.settings import load_train_prompts, train_config
-from gcore_bench.grpo.summary import Summary, summarise
-from gcore_bench.grpo.table import notes, table
-from gcore_bench.grpo.workload import WORKLOADS
+from gcore_bench.grpo.work import FLOOR
+from gcore_bench.grpo.workload import WORKLOADS, Task
+from gcore_bench.harness.errors import BenchError
+from gcore_bench.harness.processes import Footprint, Program, run_program
 from gcore_llm.rewards import reward_function
 from gcore_llm.roles import build_tokenizer
 from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
@@ -46,9 +44,9 @@ def run(
     pss_bytes: int = 2**30,
     num_processes: int = 1,
     load: float = 1.0,
-) -> Run:
+) -> StepRun:
     footprint = Footprint(pss_bytes=pss_bytes, num_processes=num_processes)
-    return Run(contender=contender, round=number, load=load, footprint=footprint, steps=list(steps))
+    return StepRun(part="short", contender=contender, round=number, load=load, footprint=footprint, steps=list(steps))
 
 
 RUNS = [
@@ -60,7 +58,7 @@ RUNS = [
 
 
 def test_seconds_are_medians_over_all_rounds() -> None:
-    gcore, trl = summarise(RUNS).lines
+    gcore, trl = summarise_steps(RUNS).lines
     assert (gcore.contender, gcore.num_steps, gcore.step_s, gcore.samples_per_s) == ("gcore", 6, 2.0, 1.0)
     assert (trl.contender, trl.num_steps, trl.step_s, trl.cpu_s) == ("trl", 3, 8.0, 5.0)
     assert (gcore.gen_s, gcore.reward_s, gcore.train_s, gcore.other_s) == (0.25, 0.125, 0.5, 2.0 - 0.875)
@@ -68,7 +66,7 @@ def test_seconds_are_medians_over_all_rounds() -> None:
 
 
 def test_ratios_are_gcores_speed_over_the_peers() -> None:
-    summary = summarise(RUNS)
+    summary = summarise_steps(RUNS)
     assert summary.speed_ratios == {"gcore": {"trl": 4.0}}
     assert summary.cpu_ratios == {"gcore": {"trl": 5.0}}
     assert summary.floor is not None
@@ -77,7 +75,7 @@ def test_ratios_are_gcores_speed_over_the_peers() -> None:
 
 
 def test_a_contender_alone_has_no_ratio() -> None:
-    summary = summarise([run("trl", step(1.0))])
+    summary = summarise_steps([run("trl", step(1.0))])
     assert (summary.speed_ratios, summary.cpu_ratios, summary.floor) == ({}, {}, None)
 
 
@@ -94,7 +92,7 @@ def cells_of(summary: Summary) -> dict[str, list[str]]:
 
 
 def test_the_table_shows_every_contender_and_ratio() -> None:
-    cells = cells_of(summarise(RUNS))
+    cells = cells_of(summarise_steps(RUNS))
     assert cells["gcore"][:2] == ["1", "2.000"]
     assert cells["trl"][6:8] == ["5.000", "1,024"]
     assert cells["gcore / trl"][0] == "4.00x"
@@ -122,9 +120,9 @@ def test_a_timed_reward_hands_over_what_it_noted_once() -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(BenchError, match="rounds is 0: 1 or more is needed"):
+    with pytest.raises(BenchError, match="rounds is 0; expected at least 1"):
         GrpoOptions(rounds=0)
-    with pytest.raises(BenchError, match="steps is -1: 0 or more is needed"):
+    with pytest.raises(BenchError, match="steps is -1; expected at least 0"):
         GrpoOptions(steps=-1)
 
 
@@ -138,9 +136,9 @@ def test_a_peer_brings_its_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_verl_without_its_environment_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("GCORE_VERL_PYTHON", raising=False)
-    with pytest.raises(BenchError, match=r"GCORE_VERL_PYTHON is not set: .* scripts/verl-cpu/setup FOLDER makes"):
+    with pytest.raises(BenchError, match=r"GCORE_VERL_PYTHON is not set; .* scripts/verl-cpu/setup FOLDER makes"):
         GrpoOptions(peer="verl")
-    with pytest.raises(BenchError, match=r"verl_python is '.*': .* scripts/verl-cpu/setup FOLDER makes"):
+    with pytest.raises(BenchError, match=r"verl_python is '.*'; .* scripts/verl-cpu/setup FOLDER makes"):
         GrpoOptions(contenders=("verl",), verl_python=tmp_path)
     assert os.access(VERL_SCRIPTS / "setup", os.X_OK)
     # Who does not run verl needs none.
@@ -159,19 +157,18 @@ BESIDE_VERL = [
 
 
 def test_aims_beside_verl_are_met_or_not() -> None:
-    inline, on_ray = aims(summarise(BESIDE_VERL).lines)
-    assert (inline.contender, inline.speed, inline.memory) == ("gcore", pytest.approx(21.0), pytest.approx(1 / 6))
-    assert str(inline) == (
+    inline, on_ray = aims(summarise_steps(BESIDE_VERL).lines)
+    assert inline == (
         "gcore / verl: 21.0x the speed (aim: at least 20x, met), 0.17 of the memory (aim: at most 0.33, met)"
     )
-    assert str(on_ray) == (
+    assert on_ray == (
         "gcore-ray / verl: 4.2x the speed (aim: at least 5x, not met), 0.50 of the memory (aim: at most 0.33, not met)"
     )
-    assert aims(summarise(RUNS).lines) == []
+    assert aims(summarise_steps(RUNS).lines) == []
 
 
 def test_contenders_of_several_processes_have_no_cpu_seconds() -> None:
-    summary = summarise(BESIDE_VERL)
+    summary = summarise_steps(BESIDE_VERL)
     assert [line.cpu_s for line in summary.lines] == [1.0, None, None]
     assert summary.cpu_ratios == {"gcore": {}}
     assert summary.speed_ratios["gcore-ray"]["verl"] == pytest.approx(4.2)
@@ -184,9 +181,8 @@ def test_verl_is_given_the_job_of_all(tmp_path: Path) -> None:
     """What `train_config` says stands in verl's command line, and its prompts are those of the others."""
     workload = WORKLOADS["long"]
     make_tiny_model(tmp_path / "model", seed=0)
-    verl = verl_contender.program(
-        workload, tmp_path / "model", python=Path("python"), folder=tmp_path, steps=200, threads=1, seed=3
-    )
+    task = Task(workload=workload, model=tmp_path / "model", steps=200, threads=1, seed=3)
+    verl = verl_contender.program(task, python=Path("python"), folder=tmp_path)
     settings = dict(a.split("=", 1) for a in verl.command if "=" in a)
     config = train_config(workload, seed=3)
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -13,34 +13,35 @@ import pytest
 import torch
 from rich.console import Console
 
-from gcore_bench.ckpt.figures import Run
 from gcore_bench.ckpt.machine import check_machine, scratch_folder
 from gcore_bench.ckpt.options import CkptOptions
 from gcore_bench.ckpt.parts import LIMITS, PARTS
-from gcore_bench.ckpt.state import Values, first_difference, full_state, plan_state
-from gcore_bench.ckpt.summary import summarise
-from gcore_bench.ckpt.table import table
-from gcore_bench.grpo.errors import BenchError
+from gcore_bench.ckpt.report import part_table, summarise_part
+from gcore_bench.ckpt.workload import Values, first_difference, full_state, plan_state
+from gcore_bench.harness.errors import BenchError
+from gcore_bench.harness.rounds import Run
 
 SMALL = ["--size-gb", "0.01", "--tensors", "20", "--rounds", "1"]
 
 
 def run(contender: str, number: int, **rows: dict[str, float]) -> Run:
     named = {row.replace("_", "-"): seconds for row, seconds in rows.items()}
-    return Run(contender=contender, round=number, load=1.0, rows=named, peak_extra_bytes=number * 2**20)
+    if contender in named:
+        named[contender]["peak_bytes"] = number * 2.0**20
+    return Run(part="single", contender=contender, round=number, load=1.0, rows=named)
 
 
 RUNS = [
     run(LIMITS, 1, buffered={"durable": 4.0, "load_cold": 2.0}, direct={"durable": 1.0}),
     run("gcore", 1, gcore={"stall": 0.5, "durable": 2.0, "load_cold": 3.0}),
-    Run(contender="orbax", round=1, load=1.0, failure="ImportError: no orbax"),
+    Run(part="single", contender="orbax", round=1, load=1.0, failure="ImportError: no orbax"),
     run(LIMITS, 2, buffered={"durable": 6.0, "load_cold": 4.0}, direct={"durable": 3.0}),
     run("gcore", 2, gcore={"stall": 1.5, "durable": 4.0, "load_cold": 6.0}),
 ]
 
 
 def test_ratios_are_taken_to_the_fastest_limit() -> None:
-    summary = summarise("single", RUNS)
+    summary = summarise_part("single", RUNS)
     gcore, orbax = summary.lines
     assert gcore.seconds == {"stall": 1.0, "durable": 3.0, "load_cold": 4.5}
     assert gcore.ratios == {"durable": 1.5, "load_cold": 1.5}
@@ -53,14 +54,14 @@ def test_ratios_are_taken_to_the_fastest_limit() -> None:
 
 def test_steps_are_compared_with_those_of_the_same_contender() -> None:
     quiet_and_saving = {"matmul_quiet": 0.2, "matmul_saving": 0.3, "python_quiet": 0.2, "python_saving": 0.2}
-    (line,) = summarise("loop", [run("gcore", 1, gcore=quiet_and_saving)]).lines
+    (line,) = summarise_part("loop", [run("gcore", 1, gcore=quiet_and_saving)]).lines
     assert line.ratios == {"matmul_saving": pytest.approx(1.5), "python_saving": 1.0}
 
 
 def test_the_table_shows_a_dash_for_what_nobody_measured() -> None:
     console = Console(width=200, file=io.StringIO())
     with console.capture() as captured:
-        console.print(table(summarise("single", RUNS), CkptOptions(rounds=2)))
+        console.print(part_table(summarise_part("single", RUNS), CkptOptions(rounds=2)))
     rows = [[cell.strip() for cell in line.split("│")] for line in captured.get().splitlines()]
     cells = {row[1]: row[2:-1] for row in rows if len(row) > 2}
     assert cells["gcore"] == ["1.000", "3.000 (1.50x)", "4.500 (1.50x)", "-", "-", "-", "2"]
@@ -96,12 +97,18 @@ def test_one_bit_is_a_difference() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rounds": 0}, "rounds is 0: 1 or more is needed"),
-        ({"ranks": 1}, "ranks is 1: 2 or more is needed"),
+        ({"rounds": 0}, "rounds is 0; expected at least 1"),
+        ({"ranks": 1}, "ranks is 1; expected at least 2"),
         ({"size_gb": float("nan")}, "size_gb is nan"),
         ({"contenders": ()}, "contenders is empty"),
-        ({"contenders": ("orbax",), "part": "loop"}, "contenders is orbax: part loop measures gcore"),
-        ({"json": Path("/nowhere/figures.json")}, "json is /nowhere/figures.json: /nowhere is no folder"),
+        (
+            {"contenders": ("orbax",), "part": "loop"},
+            "contenders is orbax; expected gcore, dcp-async-thread, dcp-async-process in part loop",
+        ),
+        (
+            {"json": Path("/nowhere/figures.json")},
+            "json is /nowhere/figures.json; expected a file in a folder that exists",
+        ),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -110,10 +117,10 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_machine_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BenchError, match="GB of free disk space are needed"):
+    with pytest.raises(BenchError, match="GB of free disk space there, found"):
         check_machine(tmp_path, 10**18)
     monkeypatch.setattr("gcore_bench.ckpt.machine.shutil.disk_usage", lambda _folder: SimpleNamespace(free=10**20))
-    with pytest.raises(BenchError, match="GB of available memory are needed"):
+    with pytest.raises(BenchError, match="GB of available memory for it, found"):
         check_machine(tmp_path, 10**18)
 
 
@@ -149,7 +156,7 @@ def figures_of(tmp_path: Path, *options: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_bench_measures_saves_and_loads(tmp_path: Path) -> None:
     part = figures_of(tmp_path, "--part", "single", "--contenders", "gcore", "dcp", "torch.save")
-    metrics = {column.metric for column in PARTS["single"].columns}
+    metrics = set(PARTS["single"].columns)
     gcore, dcp, torch_save = part["summary"]["lines"]
     assert (gcore["row"], dcp["row"], torch_save["row"]) == ("gcore", "dcp", "torch.save")
     assert gcore["seconds"].keys() == dcp["seconds"].keys() == metrics
@@ -162,7 +169,7 @@ def test_bench_measures_saves_and_loads(tmp_path: Path) -> None:
 def test_bench_measures_ranks(tmp_path: Path) -> None:
     part = figures_of(tmp_path, "--part", "ranks", "--ranks", "2", "--contenders", "gcore")
     (gcore,) = part["summary"]["lines"]
-    assert gcore["seconds"].keys() == {column.metric for column in PARTS["ranks"].columns}
+    assert gcore["seconds"].keys() == PARTS["ranks"].columns.keys()
     assert gcore["ratios"].keys() == {"stall", "durable"}
 
 
@@ -170,5 +177,5 @@ def test_bench_measures_ranks(tmp_path: Path) -> None:
 def test_wrong_options_end_with_one_message(tmp_path: Path) -> None:
     done = bench(tmp_path, "--ranks", "0")
     assert done.returncode == 2
-    assert done.stderr == "gcore-bench: error: ranks is 0: 2 or more is needed\n"
+    assert done.stderr == "gcore-bench: error: ranks is 0; expected at least 2\n"
     assert bench(tmp_path, "--contenders", "pickle").returncode == 2

@@ -17,18 +17,17 @@ import psutil
 import pytest
 from rich.console import Console
 
-from gcore_bench.controller import cluster, memory, services
+from gcore_bench.controller import cluster, figures
+from gcore_bench.controller.contenders import gcore
+from gcore_bench.controller.contenders.gcore import BenchWorker, Sample, dispatch_program
 from gcore_bench.controller.figures import WARMUP_STEPS, ControlFigures, step_row
-from gcore_bench.controller.gcore_contender import dispatch_program
 from gcore_bench.controller.options import ControllerOptions
 from gcore_bench.controller.page import write_page
+from gcore_bench.controller.report import aims, dispatch_rows, dispatch_table
 from gcore_bench.controller.scaling import ScalingRow, run_sizes
-from gcore_bench.controller.services import BenchWorker, Sample
-from gcore_bench.controller.summary import aims, dispatch_rows
-from gcore_bench.controller.table import dispatch_table
 from gcore_bench.controller.workload import FeatureMaker, Features, Payload, by_index, check_read, checksum
-from gcore_bench.grpo.errors import BenchError
-from gcore_bench.trainer.figures import Run
+from gcore_bench.harness.errors import BenchError
+from gcore_bench.harness.rounds import Run
 from gcore_controller import run_inline
 from gcore_controller.references import hold
 
@@ -63,12 +62,12 @@ def test_any_byte_that_differs_changes_the_sum(place: int) -> None:
 
 def test_samples_that_did_not_arrive_are_found() -> None:
     check_read({1: 10, 2: 20}, {2: 20, 1: 10})
-    with pytest.raises(BenchError, match="1 samples, 2 among them, did not arrive as they were made"):
+    with pytest.raises(BenchError, match="1 samples, 2 among them, were read with other bytes than were made"):
         check_read({1: 10, 2: 20}, {1: 10, 2: 21})
     with pytest.raises(BenchError, match="2 samples, 1 among them"):
         check_read({1: 10}, {3: 30})
     assert by_index([(1, 10), (2, 20)]) == {1: 10, 2: 20}
-    with pytest.raises(BenchError, match="2 samples were read: 1 of them are different"):
+    with pytest.raises(BenchError, match="2 samples were read; only 1 of them are distinct"):
         by_index([(1, 10), (1, 10)])
 
 
@@ -105,7 +104,7 @@ class Recorder(BenchWorker):
 
 @pytest.fixture
 def workers_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "put", hold)
+    monkeypatch.setattr(gcore, "put", hold)
 
 
 @pytest.mark.usefixtures("workers_here")
@@ -113,21 +112,21 @@ def workers_here(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_every_sample_is_made_and_read_once(num_controllers: int) -> None:
     workers = [Recorder() for _ in range(4)]
     program = partial(dispatch_program, payload=PAYLOAD, num_steps=2)
-    figures = await run_inline(program, roles=[Handle(w) for w in workers], world_size=num_controllers)
+    found = await run_inline(program, roles=[Handle(w) for w in workers], world_size=num_controllers)
     everyone = list(range(PAYLOAD.num_samples))
     for lists in ([w.made for w in workers], [w.seen for w in workers]):
         assert {len(indices) for indices in lists} == {2 * 4}
         assert sorted({index for indices in lists for index in indices}) == everyone
     # Balancing has moved samples to other workers.
     assert [sorted(set(w.made)) for w in workers] != [sorted(set(w.seen)) for w in workers]
-    assert len(figures) == num_controllers
-    assert all(len(found.steps) == 2 and found.peak_bytes >= found.idle_bytes > 0 for found in figures)
+    assert len(found) == num_controllers
+    assert all(len(one.steps) == 2 and one.peak_bytes >= one.idle_bytes > 0 for one in found)
 
 
 @pytest.mark.usefixtures("workers_here")
 async def test_bytes_that_changed_on_the_way_end_the_run() -> None:
     workers = [Handle(Recorder(spoilt=5)) for _ in range(2)]
-    with pytest.raises(BenchError, match="1 samples, 5 among them, did not arrive as they were made"):
+    with pytest.raises(BenchError, match="1 samples, 5 among them, were read with other bytes than were made"):
         await run_inline(partial(dispatch_program, payload=PAYLOAD, num_steps=1), roles=workers, world_size=2)
 
 
@@ -139,7 +138,7 @@ def test_a_step_lasts_from_the_first_to_the_last() -> None:
 
 
 def test_the_peak_is_seen() -> None:
-    with memory.anonymous_peak() as peak:
+    with figures.anonymous_peak() as peak:
         before = peak.nbytes
         large = np.ones(64 << 20, np.uint8)
         # The watcher needs a moment: until it has looked.
@@ -153,10 +152,10 @@ def test_memory_that_is_shared_does_not_count() -> None:
 
     shared = SharedMemory(create=True, size=64 << 20)
     try:
-        before = memory.anonymous_bytes()
+        before = figures.anonymous_bytes()
         assert shared.buf is not None
         shared.buf[:] = bytes(64 << 20)
-        assert memory.anonymous_bytes() < before + (32 << 20)
+        assert figures.anonymous_bytes() < before + (32 << 20)
     finally:
         shared.close()
         shared.unlink()
@@ -164,12 +163,12 @@ def test_memory_that_is_shared_does_not_count() -> None:
 
 @pytest.mark.slow
 def test_copies_of_more_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "MOST_COPIED_BYTES", 1 << 20)
-    assert memory.copy_seconds(1 << 30) > memory.copy_seconds(1 << 10) > 0
+    monkeypatch.setattr(figures, "MOST_COPIED_BYTES", 1 << 20)
+    assert figures.copy_seconds(1 << 30) > figures.copy_seconds(1 << 10) > 0
 
 
-def run(part: str, name: str, number: int, **figures: float) -> Run:
-    return Run(part=part, contender=name, round=number, load=1.0, rows={name: figures})
+def run(part: str, name: str, number: int, **row: float) -> Run:
+    return Run(part=part, contender=name, round=number, load=1.0, rows={name: row})
 
 
 def a_round(payload_mb: int, number: int, **seconds: float) -> list[Run]:
@@ -180,8 +179,8 @@ def a_round(payload_mb: int, number: int, **seconds: float) -> list[Run]:
         run(part, "work alone", number, step_s=seconds["alone"]),
     ]
     for name, peak_mb in (("gcore-1", 60.0), ("gcore-8", 63.0), ("verl", 400.0 + 4 * payload_mb)):
-        figures = {"peak_bytes": peak_mb * MB, "idle_bytes": (60.0 if name != "verl" else 400.0) * MB}
-        runs.append(run(part, name, number, step_s=seconds[name.replace("-", "_")], **figures))
+        memory = {"peak_bytes": peak_mb * MB, "idle_bytes": (60.0 if name != "verl" else 400.0) * MB}
+        runs.append(run(part, name, number, step_s=seconds[name.replace("-", "_")], **memory))
     return runs
 
 
@@ -251,13 +250,13 @@ def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rounds": 0}, "rounds is 0: 1 or more is needed"),
+        ({"rounds": 0}, "rounds is 0; expected at least 1"),
         ({"parts": ()}, "parts is empty"),
-        ({"payload_mb": (64, 0)}, "payload_mb holds 0: 1 or more is needed"),
-        ({"controllers": (1, 3)}, "samples is 64: a multiple of 3 is needed"),
-        ({"workers": 5}, "samples is 64: a multiple of 5 is needed"),
-        ({"devices": (8, 12)}, "devices holds 12: multiples of 8"),
-        ({"html": Path("/nowhere/x.html")}, "html is /nowhere/x.html: /nowhere is no folder"),
+        ({"payload_mb": (64, 0)}, "payload_mb holds 0; expected at least 1"),
+        ({"controllers": (1, 3)}, "samples is 64; expected a multiple of 3"),
+        ({"workers": 5}, "samples is 64; expected a multiple of 5"),
+        ({"devices": (8, 12)}, "devices holds 12; expected a multiple of 8"),
+        ({"html": Path("/nowhere/x.html")}, "html is /nowhere/x.html; expected a file in a folder that exists"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -309,10 +308,10 @@ def test_bench_measures_controllers(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
 
-    figures: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
-    dispatch, sim = figures["parts"]
-    assert [part["part"] for part in figures["parts"]] == ["dispatch", "sim"]
-    assert figures["options"]["quick"] is True
+    found: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
+    dispatch, sim = found["parts"]
+    assert [part["part"] for part in found["parts"]] == ["dispatch", "sim"]
+    assert found["options"]["quick"] is True
     assert (tmp_path / "page.html").stat().st_size > 1_000_000
 
     rows: list[dict[str, Any]] = dispatch["rows"]
@@ -341,4 +340,4 @@ def test_wrong_options_end_with_one_message(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gcore_bench.cli", "controller", "--workers", "0"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2
-    assert done.stderr == "gcore-bench: error: workers is 0: 1 or more is needed\n"
+    assert done.stderr == "gcore-bench: error: workers is 0; expected at least 1\n"

@@ -11,11 +11,11 @@ import torch
 from rich.console import Console
 
 from gcore_bench.diffusion import plain_loop
-from gcore_bench.diffusion.command import run
-from gcore_bench.diffusion.loop import GCORE, LIMIT, PLAIN
+from gcore_bench.diffusion.bench import run
 from gcore_bench.diffusion.options import DiffusionBenchOptions
-from gcore_bench.diffusion.plain_loop import Loop, Spec
-from gcore_bench.grpo.errors import BenchError
+from gcore_bench.diffusion.plain_loop import Loop, LoopConfig
+from gcore_bench.diffusion.report import GCORE, LIMIT, PLAIN
+from gcore_bench.harness.errors import BenchError
 from gcore_diffusion.config import DemoConfig
 from gcore_diffusion.demo.pretraining import taught_pipeline
 from gcore_rollout import FlowSDE, load_pipeline
@@ -28,8 +28,8 @@ def test_the_plain_loop_steps_as_flow_grpo_does(tmp_path: Path, monkeypatch: pyt
     """Its Gaussians are those of gcore's kernel, its loss moves weights, and its ratio begins at 1."""
     with Display(Console(quiet=True)) as display:
         model = taught_pipeline(DemoConfig(num_steps=2, cache_dir=str(tmp_path)), seed=0, display=display)
-    spec = Spec(model=str(model), prompts=2, n=4, steps=1, threads=1, seed=0)
-    loop = Loop(load_pipeline(model, dtype=torch.float32), spec)
+    config = LoopConfig(model=str(model), prompts=2, n=4, steps=1, seed=0)
+    loop = Loop(load_pipeline(model, dtype=torch.float32), config)
     latents, velocity = torch.randn(5, 3, 8, 8), torch.randn(5, 3, 8, 8)
     for i in (0, 1, 4):
         mean, std = loop.gaussian(velocity, latents, i)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gcore_bench.grpo.errors import BenchError
+from gcore_bench.harness.errors import BenchError
 from gcore_bench.placement.balancer import BalancerRow, run_balancer, simulated_work
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.planner.laws import fit_laws, predicted_bytes, predicted_seconds

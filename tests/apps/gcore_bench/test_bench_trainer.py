@@ -12,17 +12,22 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gcore_bench.grpo.errors import BenchError
-from gcore_bench.trainer.command import check_agreement
-from gcore_bench.trainer.figures import Run
-from gcore_bench.trainer.layouts import kinds
+from gcore_bench.harness.errors import BenchError
+from gcore_bench.harness.rounds import Run
+from gcore_bench.harness.summary import summarise
+from gcore_bench.trainer.bench import check_agreement
 from gcore_bench.trainer.options import TrainerOptions
-from gcore_bench.trainer.rounds import deals, step_batches
-from gcore_bench.trainer.shapes import step_workload
-from gcore_bench.trainer.summary import summarise
-from gcore_bench.trainer.table import part_table
-from gcore_bench.trainer.tokens import token_rows
-from gcore_bench.trainer.workload import make_samples, packed_batches, shared_batches
+from gcore_bench.trainer.report import part_table
+from gcore_bench.trainer.workload import (
+    context_layouts,
+    deals,
+    make_samples,
+    packed_batches,
+    shared_batches,
+    step_batches,
+    step_workload,
+    token_rows,
+)
 
 QUICK = {
     "prompts": 3,
@@ -94,7 +99,7 @@ def test_packing_and_sharing_leave_the_needed_tokens() -> None:
 
 
 def test_contenders_of_long_sequences() -> None:
-    assert kinds([1, 4]) == {"alone": (1, 1), "ulysses-4": (4, 4), "ring-4": (4, 1)}
+    assert context_layouts([1, 4]) == {"alone": (1, 1), "ulysses-4": (4, 4), "ring-4": (4, 1)}
 
 
 def test_seconds_are_medians_and_peaks_the_highest() -> None:
@@ -132,19 +137,19 @@ def test_the_table_shows_ratios_to_gcore() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rounds": 0}, "rounds is 0: 1 or more is needed"),
-        ({"n": 1}, "n is 1: 2 or more is needed"),
+        ({"rounds": 0}, "rounds is 0; expected at least 1"),
+        ({"n": 1}, "n is 1; expected at least 2"),
         ({"parts": ()}, "parts is empty"),
-        ({"hidden_size": 100}, "hidden_size is 100: a multiple of 32 is needed"),
-        ({"max_tokens": 100}, "max_tokens is 100: the longest sample needs 480"),
-        ({"context_sizes": (3,)}, "context_sizes holds 3: 1, 2, 4 or 8 is needed"),
-        ({"parts": ("mfu",)}, "parts holds mfu: device cpu has step, tokens, balance, log-probs, context"),
-        ({"device": "cuda"}, "parts holds step: device cuda has log-probs, mfu"),
-        ({"padded_micro_batches": 33}, "padded_micro_batches is 33: there are 32 responses"),
-        ({"lengths": (8,)}, "lengths holds 8: 32 or more is needed"),
-        ({"logits_mb": 0.0}, "logits_mb is 0.0: above 0 is needed"),
+        ({"hidden_size": 100}, "hidden_size is 100; expected a multiple of 32"),
+        ({"max_tokens": 100}, "max_tokens is 100; expected at least 480, the longest sample"),
+        ({"context_sizes": (3,)}, "context_sizes holds 3; expected 1, 2, 4 or 8"),
+        ({"parts": ("mfu",)}, "parts holds mfu; expected step, tokens, balance, log-probs, context on device cpu"),
+        ({"device": "cuda"}, "parts holds step; expected log-probs, mfu on device cuda"),
+        ({"padded_micro_batches": 33}, "padded_micro_batches is 33; expected at most 32"),
+        ({"lengths": (8,)}, "lengths holds 8; expected at least 32"),
+        ({"logits_mb": 0.0}, "logits_mb is 0.0; expected a number above 0"),
         ({"sigma": -1.0}, "sigma is -1.0"),
-        ({"json": Path("/nowhere/x.json")}, "json is /nowhere/x.json: /nowhere is no folder"),
+        ({"json": Path("/nowhere/x.json")}, "json is /nowhere/x.json; expected a file in a folder that exists"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -57,6 +57,7 @@ def measured(lengths: tuple[list[int], list[list[int]]]) -> list[float]:
     return [json.loads(line) for line in output.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_peak_memory_is_predicted(
     number: int, measured: list[float], lengths: tuple[list[int], list[list[int]]]

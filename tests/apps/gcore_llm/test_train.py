@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from command_line import Cli, metrics_of, option_set, read_rows, step_rows, val_rows
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gcore_ckpt import Checkpointer
@@ -101,6 +100,8 @@ def test_metrics_have_the_names_of_the_field(trained: Path) -> None:
 
 
 def test_tensorboard_holds_the_same_numbers(trained: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(trained / "tensorboard")).Reload()
     for name in ("critic/score/mean", "actor/pg_loss"):
         expected = [(row["step"], pytest.approx(row[name])) for row in step_rows(trained)]

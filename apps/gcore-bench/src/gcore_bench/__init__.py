@@ -1,1 +1,1 @@
-"""Every claim gcore makes, measured beside a peer or a physical limit."""
+"""Every claim gcore makes, measured against a peer or a physical limit."""

@@ -1,1 +1,1 @@
-"""Saves and loads of one state under gcore-ckpt and its peers, beside what the memory and the disk can do."""
+"""Benchmark of gcore-ckpt against its peers and against the speed of memory and disk."""

@@ -1,26 +1,25 @@
-"""Physical limits: the same bytes through memory and through one file, with nothing around them."""
+"""Physical limits: the same bytes copied in memory, written to one file and read from it, without any library."""
 
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from gcore_bench.ckpt.files import drop_cache, sync_paths, warm_cache
+from gcore_bench.ckpt.timing import PIECE_BYTES, drop_cache, seconds_of, sync_paths, warm_cache
+from gcore_bench.harness.rounds import Figures
 
 MEMCPY, RAW_WRITE, RAW_READ = "memcpy", "raw-write", "raw-read"
 
 _Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
-_PIECE_BYTES = 16 << 20
 _BLOCK_BYTES = 4096
-"""What direct reads and writes are aligned to."""
+"""Alignment of direct reads and writes."""
 _COPIES = 3
 
 
@@ -36,33 +35,33 @@ class Arena:
 
     @classmethod
     def of(cls, parts: Sequence[torch.Tensor]) -> "Arena":
-        """A copy of ``parts``, side by side."""
+        """Return a copy of ``parts``, one after the other."""
         arena = cls(sum(part.numel() for part in parts))
         _copy(_pairs(arena, parts))
         return arena
 
     @classmethod
     def warm(cls, size_bytes: int) -> "Arena":
-        """Memory whose pages are there."""
+        """Return memory whose pages are allocated."""
         arena = cls(size_bytes)
         arena.array.fill(0)
         return arena
 
 
-def copy_rows(parts: Sequence[torch.Tensor], *, max_threads: int) -> dict[str, dict[str, float]]:
-    """Seconds to copy ``parts`` into warm memory, for each number of threads; the best of a few."""
+def copy_rows(parts: Sequence[torch.Tensor], *, max_threads: int) -> dict[str, Figures]:
+    """Measure copies of ``parts`` into warm memory, for each number of threads; the best of a few."""
     pairs = _pairs(Arena.of(parts), parts)
-    rows: dict[str, dict[str, float]] = {}
+    rows: dict[str, Figures] = {}
     for threads in sorted({min(2**i, max_threads) for i in range(max_threads.bit_length() + 1)}):
         with ThreadPoolExecutor(threads) as executor:
             copy_all = partial(_copy_all, executor, [pairs[i::threads] for i in range(threads)])
-            seconds = min(_timed(copy_all) for _ in range(_COPIES))
+            seconds = min(seconds_of(copy_all) for _ in range(_COPIES))
         rows[f"{MEMCPY}, {threads} thread{'s' * (threads > 1)}"] = {"stall": seconds}
     return rows
 
 
 def file_modes(root: Path, *, probe: str = "probe") -> list[tuple[str, bool]]:
-    """The ways to reach a file below ``root``, and whether they go past the page cache."""
+    """Return the ways to access a file below ``root``, and whether each bypasses the page cache."""
     try:
         descriptor = os.open(root / probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
     except OSError:
@@ -73,22 +72,22 @@ def file_modes(root: Path, *, probe: str = "probe") -> list[tuple[str, bool]]:
 
 
 def write_seconds(arena: Arena, path: Path, *, direct: bool) -> float:
-    """Seconds to write a new file from one end to the other and to sync it."""
-    return _timed(lambda: write_file(arena, path, direct=direct))
+    """Measure how long it takes to write a new file and to sync it."""
+    return seconds_of(lambda: write_file(arena, path, direct=direct))
 
 
 def write_file(arena: Arena, path: Path, *, direct: bool) -> None:
-    """Write the arena in pieces, past the page cache if ``direct``.
+    """Write the arena in pieces, bypassing the page cache if ``direct``.
 
     Raises:
-        OSError: the file system has no direct writes.
+        OSError: the file system does not support direct writes.
     """
     end = arena.aligned_bytes if direct else arena.size_bytes
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0), 0o644)
     try:
         at = 0
         while at < end:
-            at += os.pwrite(descriptor, arena.array.data[at : min(at + _PIECE_BYTES, end)], at)
+            at += os.pwrite(descriptor, arena.array.data[at : min(at + PIECE_BYTES, end)], at)
         os.ftruncate(descriptor, arena.size_bytes)
         os.fsync(descriptor)
     finally:
@@ -96,10 +95,10 @@ def write_file(arena: Arena, path: Path, *, direct: bool) -> None:
     sync_paths(path.parent)
 
 
-def read_rows(path: Path) -> dict[str, dict[str, float]]:
-    """Seconds to read a file from one end to the other, by where it lies, where it goes, and how."""
-    there = Arena.warm(path.stat().st_size)
-    rows: dict[str, dict[str, float]] = {}
+def read_rows(path: Path) -> dict[str, Figures]:
+    """Measure reads of a whole file, cold and warm, into new and existing memory, with and without the page cache."""
+    existing = Arena.warm(path.stat().st_size)
+    rows: dict[str, Figures] = {}
     for mode, direct in file_modes(path.parent):
         row = f"{RAW_READ}, {mode}"
         rows |= {row: {}, f"{row}, huge": {}}
@@ -107,11 +106,11 @@ def read_rows(path: Path) -> dict[str, dict[str, float]]:
             if direct and temperature == "warm":
                 continue
             prepare(path.parent)
-            rows[row][f"in_place_{temperature}"] = _timed(partial(_read, path, there, direct=direct))
+            rows[row][f"in_place_{temperature}"] = seconds_of(partial(_read, path, existing, direct=direct))
             for name, huge_pages in ((row, False), (f"{row}, huge", True)):
                 prepare(path.parent)
                 read = partial(_read_fresh, path, huge_pages=huge_pages, direct=direct)
-                rows[name][f"load_{temperature}"] = _timed(read)
+                rows[name][f"load_{temperature}"] = seconds_of(read)
     return rows
 
 
@@ -124,7 +123,7 @@ def _read(path: Path, arena: Arena, *, direct: bool) -> None:
     try:
         at = 0
         while at < arena.size_bytes:
-            got = os.preadv(descriptor, [arena.array.data[at : at + _PIECE_BYTES]], at)
+            got = os.preadv(descriptor, [arena.array.data[at : at + PIECE_BYTES]], at)
             if not got:
                 raise EOFError(f"{path} ended after {at} of {arena.size_bytes} bytes")
             at += got
@@ -133,28 +132,22 @@ def _read(path: Path, arena: Arena, *, direct: bool) -> None:
 
 
 def _pairs(arena: Arena, parts: Sequence[torch.Tensor]) -> list[tuple[_Array, _Array]]:
-    """Where each piece goes, and where it comes from."""
+    """Return target and source of each piece."""
     pairs: list[tuple[_Array, _Array]] = []
     at = 0
     for part in parts:
-        for start in range(0, part.numel(), _PIECE_BYTES):
-            source = part[start : start + _PIECE_BYTES].numpy()
+        for start in range(0, part.numel(), PIECE_BYTES):
+            source = part[start : start + PIECE_BYTES].numpy()
             pairs.append((arena.array[at : at + source.size], source))
             at += source.size
     return pairs
 
 
-def _copy_all(executor: ThreadPoolExecutor, shares: Sequence[Sequence[tuple[_Array, _Array]]]) -> None:
-    for _ in executor.map(_copy, shares):
+def _copy_all(executor: ThreadPoolExecutor, parts: Sequence[Sequence[tuple[_Array, _Array]]]) -> None:
+    for _ in executor.map(_copy, parts):
         pass
 
 
 def _copy(pairs: Sequence[tuple[_Array, _Array]]) -> None:
     for target, source in pairs:
         np.copyto(target, source)
-
-
-def _timed(work: Callable[[], object]) -> float:
-    start_s = perf_counter()
-    work()
-    return perf_counter() - start_s

@@ -1,17 +1,19 @@
-"""A training loop: how long its steps take while a save is in flight, against none."""
+"""The part loop: seconds of training steps while a save is in flight, and while none is."""
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from time import perf_counter
+from typing import Any
 
 import torch
 
-from gcore_bench.ckpt.contender import Contender, make_contender
-from gcore_bench.ckpt.figures import Figures, Spec
-from gcore_bench.ckpt.state import State, full_state, plan_state
-from gcore_bench.ckpt.timing import save_once, seconds_of, settle
+from gcore_bench.ckpt.contenders import make_contender
+from gcore_bench.ckpt.contenders.base import Contender
+from gcore_bench.ckpt.timing import root_of, rows_only, save_once, seconds_of
+from gcore_bench.ckpt.workload import State, full_state, plan_state
+from gcore_bench.harness.child import Spec
+from gcore_bench.harness.measure import settle
 
 _STEP_S = 0.2
 _QUIET_STEPS = 10
@@ -19,10 +21,10 @@ _WIDTH = 512
 _ADDITIONS = 10_000
 
 
-def run(spec: Spec) -> Figures:
-    """Steps of matrix products, which leave Python to others, and steps that are nothing but Python."""
-    state = full_state(plan_state(spec.size_bytes, spec.tensors))
-    contender = make_contender(spec.contender, Path(spec.root))
+def run(spec: Spec) -> dict[str, Any]:
+    """Measure steps of matrix products, which release the interpreter lock, and steps of pure Python."""
+    state = full_state(plan_state(spec.options["size_bytes"], spec.options["tensors"]))
+    contender = make_contender(spec.contender, root_of(spec))
     save_once(contender, 0, state)
     seconds: dict[str, float] = {}
     for number, (name, work) in enumerate((("matmul", _matmul()), ("python", _add)), start=1):
@@ -31,7 +33,7 @@ def run(spec: Spec) -> Figures:
             seconds |= {"stall": found.pop("stall"), "save": found.pop("save")}
         seconds |= {f"{name}_quiet": found["quiet"], f"{name}_saving": found["saving"]}
     contender.close()
-    return Figures(rows={spec.contender: seconds})
+    return rows_only({spec.contender: seconds})
 
 
 def _steps(contender: Contender, number: int, state: State, step: Callable[[], None]) -> dict[str, float]:
@@ -46,12 +48,12 @@ def _steps(contender: Contender, number: int, state: State, step: Callable[[], N
     pending.wait()
     save_s = perf_counter() - start_s
     quiet += [seconds_of(step) for _ in range(_QUIET_STEPS - len(quiet))]
-    # The save ended somewhere within the last step.
+    # The save ended during the last step, which is therefore left out.
     return {"stall": stall_s, "save": save_s, "quiet": fmean(quiet), "saving": fmean(saving[:-1] or saving)}
 
 
 def _step_of(work: Callable[[], None]) -> Callable[[], None]:
-    """As much of ``work`` as makes a step."""
+    """Return a step that repeats ``work`` for the length of a step."""
     work()
     repeats = 1
     while (spent_s := seconds_of(partial(_repeat, work, repeats))) < _STEP_S / 2:

@@ -1,16 +1,10 @@
-"""The three parts of the bench: who takes part, and what is measured."""
+"""The three parts of the bench: their contenders and figures."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True, kw_only=True)
-class Column:
-    """One figure of a part."""
-
-    metric: str
-    title: str
-    ratio_to: str = ""
-    """Another metric of the same row that the ratio is taken to; empty: the best limit that has this metric."""
+LIMITS = "limits"
+"""The contender that measures memory and disk alone, in a process of its own too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,53 +12,54 @@ class Part:
     """One table."""
 
     title: str
-    contenders: tuple[str, ...]
-    """Who can take part; empty: everyone."""
-    has_limits: bool
-    columns: tuple[Column, ...]
+    columns: Mapping[str, str]
+    """Titles by metric."""
+    contenders: tuple[str, ...] = ()
+    """Contenders that can take part; empty: all."""
+    ratio_to: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Metric of the same row that a metric's ratio is taken to; for others it is the best limit with that metric."""
+
+    @property
+    def has_limits(self) -> bool:
+        """True if limits are measured in the part."""
+        return not self.ratio_to
 
 
-LIMITS = "limits"
-"""What runs beside the contenders, in a process of its own too."""
+_SAVE = {"stall": "stall s", "durable": "durable s"}
 
 PARTS = {
     "single": Part(
         title="one process",
-        contenders=(),
-        has_limits=True,
-        columns=(
-            Column(metric="stall", title="stall s"),
-            Column(metric="durable", title="durable s"),
-            Column(metric="load_cold", title="load cold s"),
-            Column(metric="load_warm", title="load warm s"),
-            Column(metric="in_place_cold", title="in place cold s"),
-            Column(metric="in_place_warm", title="in place warm s"),
-        ),
+        columns=_SAVE
+        | {
+            "load_cold": "load cold s",
+            "load_warm": "load warm s",
+            "in_place_cold": "in place cold s",
+            "in_place_warm": "in place warm s",
+        },
     ),
     "ranks": Part(
         title="several ranks",
         contenders=("gcore", "dcp", "dcp-async-thread"),
-        has_limits=True,
-        columns=(
-            Column(metric="stall", title="stall s"),
-            Column(metric="durable", title="durable s"),
-            Column(metric="rows_cold", title="rows cold s"),
-            Column(metric="rows_warm", title="rows warm s"),
-            Column(metric="columns_cold", title="columns cold s"),
-            Column(metric="columns_warm", title="columns warm s"),
-        ),
+        columns=_SAVE
+        | {
+            "rows_cold": "rows cold s",
+            "rows_warm": "rows warm s",
+            "columns_cold": "columns cold s",
+            "columns_warm": "columns warm s",
+        },
     ),
     "loop": Part(
         title="training steps",
         contenders=("gcore", "dcp-async-thread", "dcp-async-process"),
-        has_limits=False,
-        columns=(
-            Column(metric="stall", title="stall s"),
-            Column(metric="save", title="save s"),
-            Column(metric="matmul_quiet", title="matmul step s"),
-            Column(metric="matmul_saving", title="matmul, saving s", ratio_to="matmul_quiet"),
-            Column(metric="python_quiet", title="Python step s"),
-            Column(metric="python_saving", title="Python, saving s", ratio_to="python_quiet"),
-        ),
+        columns={
+            "stall": "stall s",
+            "save": "save s",
+            "matmul_quiet": "matmul step s",
+            "matmul_saving": "matmul, saving s",
+            "python_quiet": "Python step s",
+            "python_saving": "Python, saving s",
+        },
+        ratio_to={"matmul_saving": "matmul_quiet", "python_saving": "python_quiet"},
     ),
 }

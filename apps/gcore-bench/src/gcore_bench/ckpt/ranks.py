@@ -1,53 +1,51 @@
-"""Several processes: each saves its shards, and half as many load them, split by rows and by columns."""
+"""The part ranks: several processes save their shards, and half as many load them, split by rows and by columns."""
 
 import os
-import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from gcore_bench.ckpt.contender import InPlaceContender, make_contender
-from gcore_bench.ckpt.figures import Figures, Spec
-from gcore_bench.ckpt.files import drop_cache, warm_cache
+from gcore_bench.ckpt.contenders import make_contender
+from gcore_bench.ckpt.contenders.base import InPlaceContender
 from gcore_bench.ckpt.limits import RAW_WRITE, Arena, copy_rows, file_modes, write_seconds
 from gcore_bench.ckpt.parts import LIMITS
 from gcore_bench.ckpt.shards import empty_shards, first_local_difference, local_bytes, row_shards
-from gcore_bench.ckpt.state import State, TensorPlan, plan_state
-from gcore_bench.ckpt.timing import resident_bytes, save_once, save_seconds, seconds_of, settle
+from gcore_bench.ckpt.timing import drop_cache, measured_saves, root_of, rows_only, seconds_of, warm_cache
+from gcore_bench.ckpt.workload import State, TensorPlan, plan_state
+from gcore_bench.harness.child import Spec, joined_world
+from gcore_bench.harness.measure import settle
+from gcore_bench.harness.rounds import Figures
 
 
-def run(spec: Spec) -> Figures:
-    """The part of one rank; its seconds are its own, the slowest rank's count.
+def run(spec: Spec) -> dict[str, Any]:
+    """Measure one rank; of all ranks' seconds the highest count.
 
     Raises:
-        ValueError: what was loaded is not what was saved.
+        ValueError: the loaded state differs from the saved one.
     """
-    dist.init_process_group("gloo", init_method=f"file://{spec.store}", rank=spec.rank, world_size=spec.world_size)
-    mesh = init_device_mesh("cpu", (spec.world_size,))
-    plans = plan_state(spec.size_bytes, spec.tensors)
-    figures = _load(spec, plans, mesh) if spec.phase == "load" else _save(spec, row_shards(plans, mesh))
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined_world(spec):
+        mesh = init_device_mesh("cpu", (spec.world_size,))
+        plans = plan_state(spec.options["size_bytes"], spec.options["tensors"])
+        if spec.options["phase"] == "load":
+            return _load(spec, plans, mesh)
+        return _save(spec, row_shards(plans, mesh))
+
+
+def _save(spec: Spec, state: State) -> dict[str, Any]:
+    if spec.contender == LIMITS:
+        return rows_only(_limits(local_bytes(state), root_of(spec), spec.rank))
+    contender = make_contender(spec.contender, root_of(spec))
+    figures = measured_saves(spec.contender, contender, state, rank=spec.rank, barrier=dist.barrier)
+    contender.close()
     return figures
 
 
-def _save(spec: Spec, state: State) -> Figures:
-    if spec.contender == LIMITS:
-        return Figures(rows=_limits(local_bytes(state), Path(spec.root), spec.rank))
-    contender = make_contender(spec.contender, Path(spec.root))
-    before_bytes, start_s = resident_bytes(), time.monotonic()
-    save_once(contender, 0, state)
-    seconds = save_seconds(contender, 1, state, rank=spec.rank, meet=dist.barrier)
-    end_s = time.monotonic()
-    contender.close()
-    return Figures(rows={spec.contender: seconds}, before_bytes=before_bytes, saving_s=(start_s, end_s))
-
-
-def _limits(parts: list[torch.Tensor], root: Path, rank: int) -> dict[str, dict[str, float]]:
-    """All ranks at the same time: each a copy of its own part and a file of its own."""
+def _limits(parts: list[torch.Tensor], root: Path, rank: int) -> dict[str, Figures]:
+    """Measure all ranks at the same time, each with a copy of its own shards and a file of its own."""
     dist.barrier()
     rows = copy_rows(parts, max_threads=1)
     arena = Arena.of(parts)
@@ -62,10 +60,10 @@ def _limits(parts: list[torch.Tensor], root: Path, rank: int) -> dict[str, dict[
     return rows
 
 
-def _load(spec: Spec, plans: list[TensorPlan], mesh: DeviceMesh) -> Figures:
-    contender = make_contender(spec.contender, Path(spec.root))
+def _load(spec: Spec, plans: list[TensorPlan], mesh: DeviceMesh) -> dict[str, Any]:
+    contender = make_contender(spec.contender, root_of(spec))
     assert isinstance(contender, InPlaceContender)
-    seconds: dict[str, float] = {}
+    seconds: Figures = {}
     for layout, dim in (("rows", 0), ("columns", 1)):
         for temperature, prepare in (("cold", drop_cache), ("warm", warm_cache)):
             template = empty_shards(plans, mesh, dim=dim)
@@ -76,6 +74,6 @@ def _load(spec: Spec, plans: list[TensorPlan], mesh: DeviceMesh) -> Figures:
             seconds[f"{layout}_{temperature}"] = seconds_of(partial(contender.load_into, 1, template))
             dist.barrier()
             if name := first_local_difference(template, plans, mesh, dim=dim):
-                raise ValueError(f"what was loaded is not what was saved: tensor {name}, split by {layout}")
+                raise ValueError(f"tensor {name}, split by {layout}, was loaded with other bytes than were saved")
     contender.close()
-    return Figures(rows={spec.contender: seconds})
+    return rows_only({spec.contender: seconds})

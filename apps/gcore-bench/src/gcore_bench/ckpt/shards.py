@@ -1,4 +1,4 @@
-"""The state as the ranks of fully sharded training hold it. Apart, since importing DTensor takes seconds."""
+"""The state as DTensors of fully sharded training. This module is separate because importing DTensor takes seconds."""
 
 import math
 
@@ -6,25 +6,25 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from gcore_bench.ckpt.state import State, TensorPlan, Values, byte_view, is_same
+from gcore_bench.ckpt.workload import State, TensorPlan, Values, byte_view, is_same
 
 
 def row_shards(plans: list[TensorPlan], mesh: DeviceMesh) -> State:
-    """Every tensor split along dimension 0."""
+    """Return every tensor, split along dimension 0."""
     values = Values()
     state: State = {}
     for plan in plans:
-        start, end = _share(plan.shape[0], mesh)
+        start, end = _range(plan.shape[0], mesh)
         state[plan.name] = _dtensor(values.rows(plan, start, end), plan, mesh, dim=0)
     return state
 
 
 def empty_shards(plans: list[TensorPlan], mesh: DeviceMesh, *, dim: int) -> State:
-    """Zeros, their pages made, to load into, split along ``dim``; tensors with fewer dimensions along dimension 0."""
+    """Return zeros to load into, split along ``dim``, or along the last dimension of tensors that have fewer."""
     state: State = {}
     for plan in plans:
         split = _split(plan, dim)
-        start, end = _share(plan.shape[split], mesh)
+        start, end = _range(plan.shape[split], mesh)
         local = torch.empty([end - start if i == split else n for i, n in enumerate(plan.shape)], dtype=plan.dtype)
         local.zero_()
         state[plan.name] = _dtensor(local, plan, mesh, dim=split)
@@ -32,23 +32,23 @@ def empty_shards(plans: list[TensorPlan], mesh: DeviceMesh, *, dim: int) -> Stat
 
 
 def first_local_difference(state: State, plans: list[TensorPlan], mesh: DeviceMesh, *, dim: int) -> str:
-    """Compare this rank's shards to the bit with what was saved: the first tensor that differs; empty if none does."""
+    """Compare this rank's shards bitwise with the saved state; return the first that differs, or an empty string."""
     values = Values()
     for plan, local in zip(plans, local_tensors(state), strict=True):
         split = _split(plan, dim)
-        start, end = _share(plan.shape[split], mesh)
+        start, end = _range(plan.shape[split], mesh)
         if not is_same(local, values.full(plan).narrow(split, start, end - start)):
             return plan.name
     return ""
 
 
 def local_tensors(state: State) -> list[torch.Tensor]:
-    """What of each tensor this rank holds."""
+    """Return this rank's shard of each tensor."""
     return [tensor.to_local() for tensor in state.values() if isinstance(tensor, DTensor)]
 
 
 def local_bytes(state: State) -> list[torch.Tensor]:
-    """The same as bytes."""
+    """Return them as bytes."""
     return [byte_view(tensor) for tensor in local_tensors(state)]
 
 
@@ -62,8 +62,8 @@ def _dtensor(local: torch.Tensor, plan: TensorPlan, mesh: DeviceMesh, *, dim: in
     )
 
 
-def _share(length: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """As `torch.chunk` splits: all but the last shares are equally long."""
-    share = math.ceil(length / mesh.size())
-    start = min(mesh.get_rank() * share, length)
-    return start, min(start + share, length)
+def _range(length: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """Return start and end of this rank's indices, split as by `torch.chunk`."""
+    size = math.ceil(length / mesh.size())
+    start = min(mesh.get_rank() * size, length)
+    return start, min(start + size, length)

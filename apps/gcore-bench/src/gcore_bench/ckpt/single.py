@@ -1,42 +1,41 @@
-"""One process: the save and the loads of a contender, or the limits."""
+"""The part single: the save and the loads of a contender in one process, or the limits."""
 
 import os
-import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from gcore_bench.ckpt.contender import Contender, InPlaceContender, make_contender
-from gcore_bench.ckpt.figures import Figures, Spec
-from gcore_bench.ckpt.files import drop_cache, warm_cache
+from gcore_bench.ckpt.contenders import make_contender
+from gcore_bench.ckpt.contenders.base import Contender, InPlaceContender
 from gcore_bench.ckpt.limits import RAW_WRITE, Arena, copy_rows, file_modes, read_rows, write_file, write_seconds
 from gcore_bench.ckpt.parts import LIMITS
-from gcore_bench.ckpt.state import State, TensorPlan, byte_view, first_difference, full_state, plan_state
-from gcore_bench.ckpt.timing import resident_bytes, save_once, save_seconds, seconds_of, settle
+from gcore_bench.ckpt.timing import drop_cache, measured_saves, root_of, rows_only, seconds_of, warm_cache
+from gcore_bench.ckpt.workload import State, TensorPlan, byte_view, first_difference, full_state, plan_state
+from gcore_bench.harness.child import Spec
+from gcore_bench.harness.measure import settle
+from gcore_bench.harness.rounds import Figures
 
 
-def run(spec: Spec) -> Figures:
+def run(spec: Spec) -> dict[str, Any]:
     """Measure ``spec.contender``.
 
     Raises:
-        ValueError: what it loaded is not what was saved.
+        ValueError: the loaded state differs from the saved one.
     """
-    plans = plan_state(spec.size_bytes, spec.tensors)
-    state, root = full_state(plans), Path(spec.root)
+    plans = plan_state(spec.options["size_bytes"], spec.options["tensors"])
+    state, root = full_state(plans), root_of(spec)
     if spec.contender == LIMITS:
-        return Figures(rows=_limits([byte_view(tensor) for tensor in state.values()], root))
+        return rows_only(_limits([byte_view(tensor) for tensor in state.values()], root))
     contender = make_contender(spec.contender, root)
-    before_bytes, start_s = resident_bytes(), time.monotonic()
-    save_once(contender, 0, state)
-    seconds = save_seconds(contender, 1, state)
-    end_s = time.monotonic()
-    seconds |= _load_seconds(contender, state, plans)
+    figures = measured_saves(spec.contender, contender, state)
+    figures["rows"][spec.contender] |= _load_seconds(contender, state, plans)
     contender.close()
-    return Figures(rows={spec.contender: seconds}, before_bytes=before_bytes, saving_s=(start_s, end_s))
+    return figures
 
 
-def _load_seconds(contender: Contender, state: State, plans: list[TensorPlan]) -> dict[str, float]:
-    seconds: dict[str, float] = {}
+def _load_seconds(contender: Contender, state: State, plans: list[TensorPlan]) -> Figures:
+    seconds: Figures = {}
     loaded: State = {}
 
     def load() -> None:
@@ -62,10 +61,10 @@ def _load_seconds(contender: Contender, state: State, plans: list[TensorPlan]) -
 
 def _require_equal(loaded: State, plans: list[TensorPlan]) -> None:
     if name := first_difference(loaded, plans):
-        raise ValueError(f"what was loaded is not what was saved: tensor {name}")
+        raise ValueError(f"tensor {name} was loaded with other bytes than were saved")
 
 
-def _limits(parts: list[torch.Tensor], root: Path) -> dict[str, dict[str, float]]:
+def _limits(parts: list[torch.Tensor], root: Path) -> dict[str, Figures]:
     rows = copy_rows(parts, max_threads=os.cpu_count() or 1)
     arena = Arena.of(parts)
     for name, direct in file_modes(root):

@@ -1,1 +1,1 @@
-"""`gcore-bench controller`: what controllers cost as the payload and the cluster grow."""
+"""Benchmark of gcore-controller against verl's single driver, and its load in simulated clusters."""

@@ -1,19 +1,17 @@
 """The part dispatch: steps of every payload under every contender, in turn."""
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
 from gcore_bench.controller.cluster import lack, local_cluster, object_store_bytes
-from gcore_bench.controller.figures import WARMUP_STEPS, ControlFigures, step_row
-from gcore_bench.controller.memory import copy_seconds
-from gcore_bench.controller.options import Contender, ControllerOptions
+from gcore_bench.controller.figures import WARMUP_STEPS, ControlFigures, copy_seconds, step_row
+from gcore_bench.controller.options import ContenderName, ControllerOptions
 from gcore_bench.controller.workload import Payload
-from gcore_bench.grpo.errors import BenchError
-from gcore_bench.trainer.figures import Run
+from gcore_bench.harness.errors import BenchError
+from gcore_bench.harness.rounds import Figures, Rounds, Run
 
 MEMCPY, ALONE = "memcpy", "work alone"
 
@@ -21,20 +19,20 @@ _VERL_ENVIRONMENT = {"verl": {}, "verl-numpy": {"VERL_DATAPROTO_SERIALIZATION_ME
 
 
 def part_name(payload_mb: int) -> str:
-    """Of the runs of one payload."""
+    """Return the name of the part that measures one payload."""
     return f"dispatch {payload_mb} MB"
 
 
 async def run_rounds(options: ControllerOptions, *, say: Callable[[str], object]) -> list[Run]:
-    """All payloads, smallest first; what does not fit into memory is said and left out.
+    """Measure all payloads, smallest first; those that do not fit into memory are reported and left out.
 
     Raises:
-        BenchError: a contender failed, or its features did not arrive as they were made.
+        BenchError: a contender failed, or its features arrived with other bytes.
     """
     runs: list[Run] = []
     for payload_mb in sorted(set(options.payload_mb)):
         store_bytes = object_store_bytes(options, payload_mb)
-        # A store keeps every page that it has ever used.
+        # A new cluster each time, because a store keeps every page that it has used.
         with local_cluster(store_bytes):
             runs += await _rounds_of(payload_mb, options, store_bytes, say=say)
     return runs
@@ -45,29 +43,26 @@ async def _rounds_of(
 ) -> list[Run]:
     payload = Payload.of(nbytes=payload_mb << 20, num_samples=options.samples, seed=options.seed)
     part = part_name(payload_mb)
-    fitting: list[Contender] = []
+    fitting: list[ContenderName] = []
     for contender in options.contenders:
         if missing := lack(contender, payload.nbytes, store_bytes):
-            say(f"{part}: {contender} is left out: it needs {missing}")
+            say(f"{part}: {contender} is left out; it needs {missing}")
         else:
             fitting.append(contender)
-    runs: list[Run] = []
+    rounds = Rounds(part, options.rounds, say=say)
     if not fitting:
-        return runs
+        return []
     contenders = _Contenders(options, fitting)
     names = [MEMCPY, ALONE, *(name for contender in fitting for name in contenders.rows(contender))]
-    for number in range(1, options.rounds + 1):
-        for name in tuple(names):
-            load = os.getloadavg()[0]
-            try:
-                row = await contenders.measure(name, payload)
-            except _OutOfMemoryError:
-                say(f"{part}, round {number} of {options.rounds}: {name} is left out from here on: it had no memory")
-                names.remove(name)
-                continue
-            runs.append(Run(part=part, contender=name, round=number, load=load, rows={name: row}))
-            say(f"{part}, round {number} of {options.rounds}: {name} {row['step_s']:.3f} s, load {load:.1f}")
-    return runs
+    for turn in rounds.turns(names):
+        try:
+            row = await contenders.measure(turn.contender, payload)
+        except _OutOfMemoryError:
+            say(f"{turn.where} is left out from now on; it ran out of memory")
+            names.remove(turn.contender)
+            continue
+        turn.done({turn.contender: row}, f"{row['step_s']:.3f} s")
+    return rounds.runs
 
 
 class _OutOfMemoryError(Exception):
@@ -75,10 +70,10 @@ class _OutOfMemoryError(Exception):
 
 
 class _Contenders:
-    """The actors of contenders; but for gcore's controllers, which come and go."""
+    """The actors of contenders, except gcore's controllers, which exist only while they are measured."""
 
-    def __init__(self, options: ControllerOptions, names: Sequence[Contender]) -> None:
-        from gcore_bench.controller.services import start_workers
+    def __init__(self, options: ControllerOptions, names: Sequence[ContenderName]) -> None:
+        from gcore_bench.controller.contenders.gcore import start_workers
 
         self._options = options
         self._workers = start_workers(options.workers)
@@ -89,12 +84,13 @@ class _Contenders:
         }
 
     def rows(self, contender: str) -> list[str]:
-        """Names of the rows of a contender."""
+        """Return the names of the rows of a contender."""
         if contender == "gcore":
             return [f"gcore-{count}" for count in self._options.controllers]
         return [contender]
 
-    async def measure(self, name: str, payload: Payload) -> dict[str, float]:
+    async def measure(self, name: str, payload: Payload) -> Figures:
+        """Return the figures of one turn."""
         if name == MEMCPY:
             return {"step_s": copy_seconds(payload.nbytes)}
         if name == ALONE:
@@ -106,7 +102,7 @@ class _Contenders:
         except Exception as error:
             if "running low on memory" in str(error):
                 raise _OutOfMemoryError from error
-            # Ray says how all processes of the machine were in hundreds of lines.
+            # The rest of Ray's message is hundreds of lines about all processes of the machine.
             reason = str(error).strip().partition("\n")[0]
             raise BenchError(f"{name} failed at {payload.nbytes / 2**20:,.0f} MB: {reason}") from error
 
@@ -114,13 +110,13 @@ class _Contenders:
         steps = self._options.steps
         if name in self._drivers:
             return [await _result(self._drivers[name].run.remote(payload, steps))]
-        from gcore_bench.controller.gcore_contender import run_controllers
+        from gcore_bench.controller.contenders.gcore import run_controllers
 
         count = int(name.rpartition("-")[2])
         return await run_controllers(self._workers, payload, num_controllers=count, num_steps=steps)
 
     async def _alone(self, payload: Payload) -> float:
-        """Seconds of making the features and reading them where they are: the median of all steps that count."""
+        """Return the median seconds of a step that makes the features and reads them where they are."""
         parts = payload.parts(len(self._workers))
         seconds: list[float] = []
         for _ in range(WARMUP_STEPS + self._options.steps):
@@ -134,10 +130,10 @@ class _Contenders:
 
 
 class _DriverProcess:
-    """The actor of verl's driver, the one process here that imports verl, beside its workers."""
+    """The actor of verl's driver; this process and its workers are the only ones that import verl."""
 
     def __init__(self, num_workers: int) -> None:
-        from gcore_bench.controller.verl_driver import VerlDriver
+        from gcore_bench.controller.contenders.verl import VerlDriver
 
         self._driver = VerlDriver(num_workers)
 
@@ -153,7 +149,7 @@ def _start_driver(environment: dict[str, str], num_workers: int) -> Any:
 
 
 async def _result(call: Any) -> Any:
-    """With the error that was raised over there."""
+    """Await a call; raise the error that the actor raised."""
     from ray.exceptions import RayTaskError
 
     try:

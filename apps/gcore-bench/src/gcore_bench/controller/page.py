@@ -1,4 +1,4 @@
-"""The curves of part sim on a page that opens without a network."""
+"""The curves of the part sim on a page that needs no network."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ _TITLES = ("busiest controller, share of a core", "simulated step, s")
 
 
 def write_page(path: Path, rows: Sequence[ScalingRow]) -> None:
-    """Draw load and step time over the number of devices, a line for each number of controllers."""
+    """Draw load and step time over the number of devices, with a line for each number of controllers."""
     figure = make_subplots(rows=1, cols=2, subplot_titles=_TITLES)
     for color, most in zip(_colors(), dict.fromkeys(row.most_controllers for row in rows), strict=False):
         line = [row for row in rows if row.most_controllers == most]

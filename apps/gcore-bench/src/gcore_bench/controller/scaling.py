@@ -1,4 +1,4 @@
-"""The part sim: the load of controllers, and the step, of simulated clusters of every size."""
+"""The part sim: load of the controllers and seconds of a step in simulated clusters of several sizes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from gcore_bench.controller.options import ControllerOptions
-from gcore_bench.grpo.errors import BenchError
+from gcore_bench.harness.errors import BenchError
 from gcore_llm.simulate.config import SimulateConfig
 from gcore_llm.simulate.run import Simulation, simulate
 from gcore_runs.errors import UserError
 
 _DEVICE_STEPS = 8192
-"""Of one simulation, but for one of a single step."""
+"""Devices times steps of one simulation, at most, unless it has a single step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,19 +21,19 @@ class ScalingRow:
 
     devices: int
     most_controllers: int
-    """As asked for."""
+    """Number in the options."""
     controllers: int
-    """As simulated: at most one for each prompt of a step."""
+    """Number in the simulation: at most one for each prompt of a step."""
     steps: int
     step_s: float
-    """Mean, in simulated seconds."""
+    """Mean step, in simulated seconds."""
     load: float
-    """Share of a core that the busiest controller's own code takes."""
+    """Fraction of a core that the busiest controller's own code uses."""
     wall_s: float
 
 
 def run_sizes(options: ControllerOptions, *, say: Callable[[str], object]) -> list[ScalingRow]:
-    """All sizes, with each number of controllers.
+    """Simulate all sizes, each with every number of controllers.
 
     Raises:
         BenchError: a size cannot be simulated.

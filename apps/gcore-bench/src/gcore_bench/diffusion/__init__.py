@@ -1,1 +1,1 @@
-"""gcore-diffusion beside a plain loop on diffusers, and its placement on a simulated cluster."""
+"""Benchmark of gcore-diffusion against a plain loop on diffusers, and its placement on a simulated cluster."""

@@ -1,19 +1,18 @@
-"""Flow-GRPO-Fast (arXiv 2505.05470) written straight on diffusers, in one process.
+"""Flow-GRPO-Fast (arXiv 2505.05470) written directly on diffusers, in one process.
 
-The same model, prompts, reward, window of noisy steps, loss and optimizer as gcore-diffusion's embedded run; nothing
-else: no evaluation, no checkpoints, no recovery.
+It has the model, prompts, reward, window of noisy steps, loss and optimizer of gcore-diffusion's embedded run, and no
+evaluation, checkpoints or recovery.
 """
 
-import json
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from gcore_bench.harness.child import Spec
+from gcore_bench.harness.rounds import Figures
 from gcore_diffusion.demo.digits import PROMPTS, DigitReward
 from gcore_diffusion.recipes import embedded
 from gcore_rollout import load_pipeline
@@ -29,35 +28,33 @@ ADV_CLIP_MAX = _RECIPE.algorithm.adv_clip_max
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec:
-    """What the process is to do."""
+class LoopConfig:
+    """Model, batch and number of steps."""
 
     model: str
     prompts: int
     n: int
     steps: int
-    threads: int
     seed: int
 
 
-def main() -> None:
-    """Make the steps of ``argv[1]``; seconds of each, by stage, go to the file ``argv[2]``."""
-    spec = Spec(**json.loads(sys.argv[1]))
-    torch.set_num_threads(spec.threads)
-    torch.manual_seed(spec.seed)
-    pipeline: Any = load_pipeline(spec.model, dtype=torch.float32)
-    loop = Loop(pipeline, spec)
-    Path(sys.argv[2]).write_text(json.dumps([loop.step() for _ in range(spec.steps)]))
+def run(spec: Spec) -> list[Figures]:
+    """Make all steps; return the seconds of each by stage."""
+    config = LoopConfig(**spec.options)
+    torch.manual_seed(config.seed)
+    pipeline: Any = load_pipeline(config.model, dtype=torch.float32)
+    loop = Loop(pipeline, config)
+    return [loop.step() for _ in range(config.steps)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Images:
-    """A batch and the noisy steps that it was made by."""
+    """A batch of images, and the noisy steps that made it."""
 
     pixels: np.ndarray[Any, np.dtype[np.uint8]]
-    told: tuple[torch.Tensor, torch.Tensor]
+    conditions: tuple[torch.Tensor, torch.Tensor]
     steps: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]
-    """Number of the step, latents before and behind it, log-probabilities."""
+    """Index of the step, latents before and after it, log-probabilities."""
 
 
 class Loop:
@@ -65,11 +62,11 @@ class Loop:
 
     Args:
         pipeline: a Stable Diffusion 3 of diffusers.
-        spec: batch and seed.
+        config: batch and seed.
     """
 
-    def __init__(self, pipeline: Any, spec: Spec) -> None:
-        self._spec = spec
+    def __init__(self, pipeline: Any, config: LoopConfig) -> None:
+        self._config = config
         self._pipeline = pipeline
         self.model = pipeline.transformer
         pipeline.scheduler.set_timesteps(NUM_INFERENCE_STEPS)
@@ -78,46 +75,46 @@ class Loop:
         self._reward = DigitReward()
         optim = _RECIPE.actor.optim
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=optim.lr, weight_decay=optim.weight_decay)
-        self._rng = np.random.default_rng(spec.seed)
+        self._rng = np.random.default_rng(config.seed)
 
-    def step(self) -> dict[str, float]:
-        """One step; seconds by stage."""
-        spec, began_s = self._spec, time.perf_counter()
-        chosen = [PROMPTS[i] for i in self._rng.permutation(len(PROMPTS))[: spec.prompts]]
-        prompts = [prompt for prompt in chosen for _ in range(spec.n)]
+    def step(self) -> Figures:
+        """Make one step; return seconds by stage."""
+        config, start_s = self._config, time.perf_counter()
+        chosen = [PROMPTS[i] for i in self._rng.permutation(len(PROMPTS))[: config.prompts]]
+        prompts = [prompt for prompt in chosen for _ in range(config.n)]
         with torch.no_grad():
             images = self._sampled(prompts)
         sampled_s = time.perf_counter()
         scores = torch.from_numpy(self._reward(images.pixels, prompts, [{}] * len(prompts))).float()
         scored_s = time.perf_counter()
-        groups = scores.view(spec.prompts, spec.n)
+        groups = scores.view(config.prompts, config.n)
         advantages = ((groups - groups.mean(1, keepdim=True)) / (scores.std() + 1e-4)).flatten()
         self._update(images, advantages.clamp(-ADV_CLIP_MAX, ADV_CLIP_MAX))
-        ended_s = time.perf_counter()
+        end_s = time.perf_counter()
         return {
-            "step": ended_s - began_s,
-            "gen": sampled_s - began_s,
+            "step": end_s - start_s,
+            "gen": sampled_s - start_s,
             "reward": scored_s - sampled_s,
-            "train": ended_s - scored_s,
+            "train": end_s - scored_s,
         }
 
     def _sampled(self, prompts: list[str]) -> _Images:
-        # A prompt's embedding is that of all its images.
-        told, _, pooled, _ = self._pipeline.encode_prompt(
-            prompt=prompts[:: self._spec.n],
+        # All images of a prompt have its embedding.
+        text, _, pooled, _ = self._pipeline.encode_prompt(
+            prompt=prompts[:: self._config.n],
             prompt_2=None,
             prompt_3=None,
             do_classifier_free_guidance=False,
             max_sequence_length=1,
         )
-        told, pooled = (tensor.repeat_interleave(self._spec.n, 0) for tensor in (told, pooled))
-        config = self.model.config
-        latents = torch.randn(len(prompts), config.in_channels, config.sample_size, config.sample_size)
+        conditions = text.repeat_interleave(self._config.n, 0), pooled.repeat_interleave(self._config.n, 0)
+        sizes = self.model.config
+        latents = torch.randn(len(prompts), sizes.in_channels, sizes.sample_size, sizes.sample_size)
         # A window for each prompt would need a batch for each.
         first = int(self._rng.integers(NUM_INFERENCE_STEPS // 2 - WINDOW_SIZE + 1))
         steps: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         for i in range(NUM_INFERENCE_STEPS):
-            velocity = self._velocity(latents, i, (told, pooled))
+            velocity = self._velocity(latents, i, conditions)
             if not first <= i < first + WINDOW_SIZE:
                 latents = latents + velocity * (self.sigmas[i + 1] - self.sigmas[i])
                 continue
@@ -126,34 +123,34 @@ class Loop:
             steps.append((i, latents, drawn, _log_prob(drawn, mean, std)))
             latents = drawn
         pixels = ((latents / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
-        return _Images(pixels=pixels, told=(told, pooled), steps=steps)
+        return _Images(pixels=pixels, conditions=conditions, steps=steps)
 
     def _update(self, images: _Images, advantages: torch.Tensor) -> None:
-        for share in torch.randperm(len(advantages)).chunk(NUM_UPDATES):
+        for indices in torch.randperm(len(advantages)).chunk(NUM_UPDATES):
             self._optimizer.zero_grad()
-            for rows in share.split(MICRO_BATCH_SIZE):
-                told = images.told[0][rows], images.told[1][rows]
+            for rows in indices.split(MICRO_BATCH_SIZE):
+                conditions = images.conditions[0][rows], images.conditions[1][rows]
                 for i, latents, drawn, old in images.steps:
-                    mean, std = self.gaussian(self._velocity(latents[rows], i, told), latents[rows], i)
+                    mean, std = self.gaussian(self._velocity(latents[rows], i, conditions), latents[rows], i)
                     ratio = torch.exp(_log_prob(drawn[rows], mean, std) - old[rows])
-                    gained = -advantages[rows] * ratio
+                    unclipped = -advantages[rows] * ratio
                     clipped = -advantages[rows] * ratio.clamp(1 - CLIP_RATIO, 1 + CLIP_RATIO)
-                    loss = torch.maximum(gained, clipped).sum() / (len(share) * WINDOW_SIZE)
+                    loss = torch.maximum(unclipped, clipped).sum() / (len(indices) * WINDOW_SIZE)
                     torch.autograd.backward(loss)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self._optimizer.step()
 
-    def _velocity(self, latents: torch.Tensor, i: int, told: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def _velocity(self, latents: torch.Tensor, i: int, conditions: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return self.model(
             hidden_states=latents,
             timestep=self._timesteps[i].expand(len(latents)),
-            encoder_hidden_states=told[0],
-            pooled_projections=told[1],
+            encoder_hidden_states=conditions[0],
+            pooled_projections=conditions[1],
             return_dict=False,
         )[0]
 
     def gaussian(self, velocity: torch.Tensor, latents: torch.Tensor, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean [B, ...] and standard deviation of the latents behind a step (Flow-GRPO, eq. 9)."""
+        """Return mean, [B, ...], and standard deviation of the latents after a step (Flow-GRPO, eq. 9)."""
         sigma, after = self.sigmas[i], self.sigmas[i + 1]
         dt = after - sigma
         spread = NOISE_LEVEL * torch.sqrt(sigma / (1 - torch.where(sigma == 1, after, sigma)))
@@ -165,7 +162,3 @@ class Loop:
 def _log_prob(drawn: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
     density = -((drawn - mean) ** 2) / (2 * std**2) - torch.log(std) - 0.5 * np.log(2 * np.pi)
     return density.flatten(1).mean(1)
-
-
-if __name__ == "__main__":
-    main()

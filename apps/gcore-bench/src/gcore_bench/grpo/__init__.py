@@ -1,1 +1,1 @@
-"""GRPO steps under gcore and under TRL or verl, on the same workloads."""
+"""Benchmark of GRPO steps under gcore, TRL and verl on the same workloads."""

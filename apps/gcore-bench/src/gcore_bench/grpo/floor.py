@@ -1,33 +1,31 @@
 """A physical limit: a step's matrix products alone, at their real shapes, on this machine and under its present load.
 
-No attention, no norms, no sampling, no optimizer, no bookkeeping; no padding, and a group's prompt computed once.
-Whoever multiplies the same weights with the same tokens in the same number of passes cannot be faster.
+There are no attention, norms, sampling, optimizer or bookkeeping; no padding, and a group's prompt is computed once.
+No program that multiplies the same weights with the same tokens in the same number of passes can be faster.
 """
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
 from gcore_bench.grpo.measure import StepClock, StepFigures
-from gcore_bench.grpo.workload import PROMPT_LENGTH, Workload
+from gcore_bench.grpo.workload import PROMPT_LENGTH, Task
 
 
-def run(workload: Workload, model: Path, *, lengths: Sequence[int], steps: int, threads: int) -> list[StepFigures]:
-    """Make the matrix products of ``steps`` steps whose responses have these ``lengths``."""
-    torch.set_num_threads(threads)
-    weights = _Weights.random(json.loads((model / "config.json").read_text()))
+def run(task: Task, *, lengths: Sequence[int]) -> list[StepFigures]:
+    """Make the matrix products of steps whose responses have these ``lengths``."""
+    weights = _Weights.random(json.loads((task.model / "config.json").read_text()))
     figures: list[StepFigures] = []
     clock = StepClock()
-    for _ in range(steps):
+    for _ in range(task.steps):
         clock.lap()
-        _generate(weights, lengths, num_prompts=workload.train_batch_size)
+        _generate(weights, lengths, num_prompts=task.workload.train_batch_size)
         gen_s, gen_cpu_s = clock.lap()
-        _train(weights, lengths, num_prompts=workload.train_batch_size)
+        _train(weights, lengths, num_prompts=task.workload.train_batch_size)
         train_s, train_cpu_s = clock.lap()
         figures.append(
             StepFigures.of(
@@ -46,7 +44,7 @@ def run(workload: Workload, model: Path, *, lengths: Sequence[int], steps: int, 
 @dataclass(frozen=True, kw_only=True)
 class _Weights:
     layers: list[torch.Tensor]
-    """[out, in] of every matrix of every layer."""
+    """Every matrix of every layer, [out, in]."""
     head: torch.Tensor
 
     @classmethod
@@ -63,7 +61,7 @@ class _Weights:
 
 @torch.inference_mode()
 def _generate(weights: _Weights, lengths: Sequence[int], *, num_prompts: int) -> None:
-    """Prompts once, then one pass for every further token of the responses still alive."""
+    """Compute prompts once, then one pass for every further token of the responses that have not ended."""
     passes = [(num_prompts * PROMPT_LENGTH, num_prompts)]
     passes += [(alive, alive) for t in range(1, max(lengths)) if (alive := sum(n > t for n in lengths))]
     for num_tokens, num_logits in passes:
@@ -74,7 +72,7 @@ def _generate(weights: _Weights, lengths: Sequence[int], *, num_prompts: int) ->
 
 @torch.inference_mode()
 def _train(weights: _Weights, lengths: Sequence[int], *, num_prompts: int) -> None:
-    """Forward, and both products of the backward pass."""
+    """Compute the forward product and both products of the backward pass."""
     num_inner = sum(n - 1 for n in lengths)
     passes = [(num_prompts * PROMPT_LENGTH + num_inner, w) for w in weights.layers]
     passes.append((num_prompts + num_inner, weights.head))

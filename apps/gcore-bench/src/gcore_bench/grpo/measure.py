@@ -1,4 +1,4 @@
-"""What a contender's process notes about its steps."""
+"""Figures of a step, and the means to take them inside a contender's process."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -12,29 +12,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """One step, from the end of the one before to its own end."""
+    """Figures of one step, from the end of the previous one to its own end."""
 
     wall_s: float
     cpu_s: float | None
-    """Of all threads; None where a contender computes in several processes."""
+    """CPU seconds of all threads; None for a contender of several processes."""
     gen_s: float
-    """Generation, with tokenizing, detokenizing and the transfer of new weights to the engine."""
+    """Generation, including tokenizing, detokenizing and the transfer of new weights to the engine."""
     reward_s: float
-    """Inside the reward function."""
+    """Time inside the reward function."""
     train_s: float
     """Forward, backward and optimizer."""
     score: float
-    """Mean of all completions."""
+    """Mean score of all completions."""
     num_samples: int
     mean_length: float
-    """Of all completions, in tokens, end of sequence included."""
+    """Mean length of completions in tokens, end of sequence included."""
     max_length: int
     lengths: tuple[int, ...] = ()
-    """Of each; empty where a contender tells only the above."""
+    """Length of each completion; empty if a contender reports no more than mean and maximum."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], **figures: float) -> Self:
-        """A step whose completions have these lengths, and its other figures."""
+        """Make the figures of a step whose completions have these lengths."""
         return cls(
             num_samples=len(lengths),
             mean_length=fmean(lengths),
@@ -45,17 +45,18 @@ class StepFigures:
 
     @property
     def other_s(self) -> float:
-        """Advantages, batches, bookkeeping."""
+        """Time for advantages, batches and bookkeeping."""
         return self.wall_s - self.gen_s - self.reward_s - self.train_s
 
 
 class StepClock:
-    """Wall and CPU seconds between one call of `lap` and the next."""
+    """Measures wall and CPU seconds between one call of `lap` and the next."""
 
     def __init__(self) -> None:
         self._wall_s, self._cpu_s = self._now()
 
     def lap(self) -> tuple[float, float]:
+        """Return wall and CPU seconds since the last call."""
         before_wall_s, before_cpu_s = self._wall_s, self._cpu_s
         self._wall_s, self._cpu_s = self._now()
         return self._wall_s - before_wall_s, self._cpu_s - before_cpu_s
@@ -65,7 +66,7 @@ class StepClock:
 
 
 class TimedReward:
-    """A reward that notes the seconds spent inside it and the scores it gave."""
+    """Wraps a reward function and records the seconds spent inside it and its scores."""
 
     def __init__(self, reward: "RewardFunction") -> None:
         self._reward = reward
@@ -81,7 +82,7 @@ class TimedReward:
         return value
 
     def drain(self) -> tuple[float, float]:
-        """Seconds and mean score since the last call."""
+        """Return seconds and mean score since the last call."""
         seconds, scores = self._seconds, self._scores
         self._seconds, self._scores = 0.0, []
         return seconds, sum(scores) / max(len(scores), 1)

@@ -1,4 +1,4 @@
-"""The models that contenders train: made once, from the app's own pieces, and kept."""
+"""The models that contenders train, made once from gcore-llm's parts and kept."""
 
 import asyncio
 import math
@@ -22,7 +22,7 @@ from gcore_runs.run_folder import RunFolder, write_atomically
 from gcore_runs.settings import resolve
 
 MEAN_LENGTH = 50
-"""Of the long-tailed model's answers, if nothing cut them."""
+"""Mean length of the long-tailed model's answers without a limit."""
 _NUM_JUDGED = 256
 
 
@@ -35,7 +35,7 @@ def make_model(workload: Workload, folder: Path, *, threads: int) -> None:
 
 
 def _make_warmed_up(workload: Workload, folder: Path, threads: int) -> None:
-    """The app's tiny model, supervised until about four of ten sampled sums are right."""
+    """Fine-tune gcore-llm's tiny model until about four of ten sampled sums are correct."""
     warmup = WarmupConfig(max_steps=400, target_accuracy=0.4, test_freq=10)
     config = replace(resolve(train_config(workload, threads=threads)), warmup=warmup)
     run = RunFolder(folder.with_name(f"{folder.name}-run"))
@@ -52,11 +52,11 @@ def _make_warmed_up(workload: Workload, folder: Path, threads: int) -> None:
 
 
 def _make_long_tailed(workload: Workload, folder: Path, _threads: int) -> None:
-    """The app's tiny model, untrained, but made to end after every token with the same probability.
+    """Make gcore-llm's tiny model, untrained, end after every token with the same probability.
 
-    Channel 0 of the embedding, which is tied to the head, is given to a constant: whatever the text, it dominates that
-    channel of the last hidden state, so what a token has there acts as a bias of its logit. The end of the sequence
-    gets the bias that makes its probability 1 / MEAN_LENGTH; tokens that are no printable character are ruled out.
+    Channel 0 of the embedding, which is tied to the head, is a constant: for any text it dominates that channel of the
+    last hidden state, so that a token's value in it acts as a bias of its logit. The end of the sequence has the bias
+    that makes its probability 1 / MEAN_LENGTH; tokens that are not printable characters are excluded.
     """
 
     def write(partial: Path) -> None:

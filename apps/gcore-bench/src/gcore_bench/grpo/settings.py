@@ -1,16 +1,10 @@
-"""The settings that a workload has under gcore; the peer's are derived from the same ones."""
+"""The settings of a workload under gcore, from which those of its peers are derived."""
 
 from dataclasses import replace
 from typing import Any, Literal
 
 from gcore_bench.grpo.workload import PROMPT_LENGTH, Workload
-from gcore_llm.config import (
-    ActorConfig,
-    AlgorithmConfig,
-    DataConfig,
-    TaskConfig,
-    TrainConfig,
-)
+from gcore_llm.config import ActorConfig, AlgorithmConfig, DataConfig, TaskConfig, TrainConfig
 from gcore_llm.prompts import PromptSets
 from gcore_llm.rollout_config import RolloutConfig
 from gcore_llm.tasks import load_task
@@ -21,7 +15,7 @@ from gcore_trainer import OptimizerConfig, PolicyLossConfig
 def train_config(
     workload: Workload, *, engine: Literal["hf", "vllm"] = "hf", steps: int = 1, threads: int = 1, seed: int = 0
 ) -> TrainConfig:
-    """The app's settings for a workload: plain GRPO, no dynamic sampling, one update a step."""
+    """Return gcore-llm's settings for a workload: plain GRPO, no dynamic sampling, one update a step."""
     return TrainConfig(
         reward=workload.reward,
         seed=seed,
@@ -31,7 +25,7 @@ def train_config(
             name="chain_sum",
             params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
             num_train=4096,
-            # There are some two hundred such sums, and those held out are not trained on.
+            # There are about two hundred such sums; those held out are not trained on.
             num_val=8,
         ),
         data=DataConfig(
@@ -49,5 +43,5 @@ def train_config(
 
 
 def load_train_prompts(config: TrainConfig, tokenizer: Any) -> PromptSets:
-    """The workload's prompts, none held out, so that nothing is evaluated."""
+    """Return the workload's prompts without validation prompts, so that no step evaluates."""
     return replace(load_task(config.task, config.data, tokenizer, seed=config.seed), val=[])

@@ -1,12 +1,13 @@
-"""The two workloads: what every contender has to do in a step."""
+"""The two workloads: the steps that every contender has to make."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from gcore_bench.grpo import digit_reward
 
 PROMPT_LENGTH = 4
-"""Of every prompt, in tokens, which are characters: ``7+8=``."""
+"""Length of every prompt, in tokens, which are characters: ``7+8=``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,7 @@ class Workload:
     description: str
     model: Literal["warmed_up", "long_tailed"]
     reward: str
-    """As in the app's `TrainConfig.reward`; empty: the task's verifier."""
+    """Reward as in `gcore_llm`'s `TrainConfig.reward`; empty: the task's verifier."""
     max_response_length: int
     steps: int
     """Measured steps of a run."""
@@ -26,14 +27,26 @@ class Workload:
     n: int = 8
     """Responses a prompt."""
     lr: float = 1e-5
-    """So low that response lengths stay what they are throughout a run."""
+    """So low that response lengths stay the same throughout a run."""
     max_grad_norm: float = 1.0
     trl_micro_batches: int = 1
-    """In how many parts TRL trains on a step's completions: what was fastest for it. gcore packs by tokens."""
+    """Micro-batches into which TRL divides a step: the number that was fastest for it. gcore packs by tokens."""
 
     @property
     def samples_per_step(self) -> int:
+        """Completions of a step."""
         return self.train_batch_size * self.n
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """The steps that a contender makes in one run."""
+
+    workload: Workload
+    model: Path
+    steps: int
+    threads: int
+    seed: int
 
 
 WORKLOADS = {

@@ -5,7 +5,7 @@ from functools import partial
 
 from rich.console import Console
 
-from gcore_bench.figures_file import write_figures
+from gcore_bench.harness.session import write_figures
 from gcore_bench.placement.balancer import run_balancer
 from gcore_bench.placement.live.runs import run_live
 from gcore_bench.placement.live.table import live_aims, live_table

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self, get_args
 
-from gcore_bench.grpo.errors import BenchError
+from gcore_bench.harness.errors import BenchError
 
 PartName = Literal["balancer", "planner", "live", "study"]
 Counts = Literal["free", "equal", "close"]

@@ -5,10 +5,10 @@ from typing import get_args
 
 from rich.table import Table
 
+from gcore_bench.harness.tables import figures_table
 from gcore_bench.placement.balancer import PRECISION, BalancerRow
 from gcore_bench.placement.options import Counts
 from gcore_bench.placement.planner.rounds import PlannerFigures
-from gcore_bench.tables import figures_table
 
 JUDGED_SAMPLES = 100_000
 """Sequences from which the speed is judged."""

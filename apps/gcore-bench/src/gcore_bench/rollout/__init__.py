@@ -1,1 +1,1 @@
-"""Generation, new weights and sandboxed programs under gcore-rollout, beside bare vLLM and transformers."""
+"""Benchmark of generation, weight updates and sandboxes of gcore-rollout against bare vLLM, transformers and Python."""

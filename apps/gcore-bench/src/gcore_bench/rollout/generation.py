@@ -1,7 +1,6 @@
 """The part generation: the same samples under every engine, in turn."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -10,13 +9,13 @@ from pathlib import Path
 
 import psutil
 
-from gcore_bench.grpo.errors import BenchError
-from gcore_bench.rollout import gcore_contender
+from gcore_bench.harness.errors import BenchError
+from gcore_bench.harness.rounds import Figures, Rounds, Run
+from gcore_bench.rollout.contenders import gcore
 from gcore_bench.rollout.local import generation_figures
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.processes import Processes
 from gcore_bench.rollout.workload import make_requests, num_tokens, warmup_requests
-from gcore_bench.trainer.figures import Run
 from gcore_rollout import Engine, EngineProcess, Request
 
 BASES = {
@@ -25,38 +24,31 @@ BASES = {
     "gcore-hf": "transformers",
     "gcore-hf-process": "transformers",
 }
-"""Whom each is compared with."""
+"""The contender that each of ours is compared with."""
 
 
 async def run_rounds(
     options: RolloutOptions, folder: Path, processes: Processes, *, say: Callable[[str], object]
 ) -> list[Run]:
-    """All contenders are started and warmed up; then they take turns, ``options.rounds`` times.
+    """Start and warm up all contenders; then let them take turns.
 
     Raises:
-        BenchError: one failed, or made another number of tokens.
+        BenchError: a contender failed, or made another number of tokens.
     """
-    contenders = list(dict.fromkeys(options.contenders))
     requests, expected = make_requests(options), num_tokens(options)
-    runs: list[Run] = []
+    rounds = Rounds("generation", options.rounds, say=say)
     async with AsyncExitStack() as stack:
         engines: dict[str, EngineProcess] = {}
-        for name in contenders:
+        for name in dict.fromkeys(options.contenders):
             engines[name] = await processes.start(name, _factory(name, folder, options))
             stack.push_async_callback(engines[name].close)
             await _measured(name, engines[name], warmup_requests(options), folder)
-        for number in range(1, options.rounds + 1):
-            for name in contenders:
-                load = os.getloadavg()[0]
-                row = await _measured(name, engines[name], requests, folder)
-                if row["tokens"] != expected:
-                    raise BenchError(f"{name} made {row['tokens']:.0f} tokens: the samples have {expected}")
-                runs.append(Run(part="generation", contender=name, round=number, load=load, rows={name: row}))
-                say(
-                    f"generation, round {number} of {options.rounds}: {name} {row['tokens_per_s']:,.0f} tokens/s, "
-                    f"load {load:.1f}"
-                )
-    return runs
+        for turn in rounds.turns(engines):
+            row = await _measured(turn.contender, engines[turn.contender], requests, folder)
+            if row["tokens"] != expected:
+                raise BenchError(f"{turn.contender} made {row['tokens']:.0f} tokens; the samples have {expected}")
+            turn.done({turn.contender: row}, f"{row['tokens_per_s']:,.0f} tokens/s")
+    return rounds.runs
 
 
 def _factory(name: str, folder: Path, options: RolloutOptions) -> Callable[[], Engine]:
@@ -68,44 +60,44 @@ def _factory(name: str, folder: Path, options: RolloutOptions) -> Callable[[], E
             return partial(_make_transformers, model, output)
         case "gcore-vllm" | "gcore-hf":
             kind = name.removeprefix("gcore-")
-            return partial(gcore_contender.make_local, kind, model, output, max_num_seqs=max_num_seqs)
+            return partial(gcore.make_local, kind, model, output, max_num_seqs=max_num_seqs)
         case _:
             kind = name.removeprefix("gcore-").removesuffix("-process")
-            return partial(gcore_contender.make_engine, kind, model, max_num_seqs=max_num_seqs)
+            return partial(gcore.make_engine, kind, model, max_num_seqs=max_num_seqs)
 
 
 def _make_vllm(model: Path, output: Path, max_num_seqs: int) -> Engine:
-    from gcore_bench.rollout import vllm_contender
+    from gcore_bench.rollout.contenders import vllm
 
-    return vllm_contender.make_local(model, output, max_num_seqs=max_num_seqs)
+    return vllm.make_local(model, output, max_num_seqs=max_num_seqs)
 
 
 def _make_transformers(model: Path, output: Path) -> Engine:
-    from gcore_bench.rollout import transformers_contender
+    from gcore_bench.rollout.contenders import transformers
 
-    return transformers_contender.make_local(model, output)
+    return transformers.make_local(model, output)
 
 
 def _output(folder: Path, name: str) -> Path:
     return folder / f"figures-{name}.json"
 
 
-async def _measured(name: str, engine: EngineProcess, requests: Sequence[Request], folder: Path) -> dict[str, float]:
-    """Figures of one turn: of the process itself, or, of what generates for this process, of both."""
+async def _measured(name: str, engine: EngineProcess, requests: Sequence[Request], folder: Path) -> Figures:
+    """Return the figures of one turn, taken in the engine's process or, for ``-process``, over both processes."""
     try:
         if name.endswith("-process"):
             wall_s, cpu_s = time.perf_counter(), _cpu_s(engine.pid)
-            tokens, log_prob_sum = await gcore_contender.collect(engine, requests)
+            tokens, log_prob_sum = await gcore.collect(engine, requests)
             wall_s, cpu_s = time.perf_counter() - wall_s, _cpu_s(engine.pid) - cpu_s
             return generation_figures(wall_s, cpu_s, tokens, log_prob_sum)
         _output(folder, name).unlink(missing_ok=True)
-        await gcore_contender.collect(engine, requests)
+        await gcore.collect(engine, requests)
     except Exception as error:
         raise BenchError(f"{name} failed: {error}") from error
     return json.loads(_output(folder, name).read_text())
 
 
 def _cpu_s(pid: int) -> float:
-    """Of that process and this one."""
+    """Return CPU seconds of that process and this one together."""
     times = psutil.Process(pid).cpu_times()
     return time.process_time() + times.user + times.system

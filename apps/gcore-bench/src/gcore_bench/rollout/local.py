@@ -1,4 +1,4 @@
-"""Work that is measured in the process that does it."""
+"""Generation that is measured in the process that generates."""
 
 import json
 import time
@@ -6,19 +6,20 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
+from gcore_bench.harness.rounds import Figures
 from gcore_rollout import Completion, Engine, EngineStats, Request
 
 
 class Generator(Protocol):
-    """Generates, and keeps what it made."""
+    """Generates completions and does not return them."""
 
     async def generate(self, requests: Sequence[Request]) -> tuple[int, float]:
-        """Number of tokens, and the sum of their log-probabilities."""
+        """Return the number of tokens, and the sum of their log-probabilities."""
         ...
 
 
 class _Local:
-    """What an engine process needs of an engine that generates here only: no completion leaves it."""
+    """The part of an engine that `EngineProcess` needs; it yields no completions, but writes its figures to a file."""
 
     def __init__(self, generator: Generator, output: Path) -> None:
         self._generator = generator
@@ -37,17 +38,17 @@ class _Local:
             yield completion
 
     async def close(self) -> None:
-        """The process ends with it."""
+        """Do nothing, because the process ends next."""
 
 
 def as_engine(generator: Generator, output: Path) -> Engine:
-    """For an `EngineProcess`, whose `generate` then leaves its figures in ``output``."""
+    """Wrap a generator for an `EngineProcess`; each `generate` writes its figures to ``output``."""
     # The other methods of an engine are never called.
     return cast(Engine, _Local(generator, output))
 
 
-def generation_figures(wall_s: float, cpu_s: float, tokens: int, log_prob_sum: float) -> dict[str, float]:
-    """By the names that tables use."""
+def generation_figures(wall_s: float, cpu_s: float, tokens: int, log_prob_sum: float) -> Figures:
+    """Return the figures by the names that tables use."""
     return {
         "wall_s": wall_s,
         "cpu_s": cpu_s,

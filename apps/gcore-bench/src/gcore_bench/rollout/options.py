@@ -1,10 +1,10 @@
 """Options of `gcore-bench rollout`."""
 
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal, Self, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from gcore_bench.grpo.errors import BenchError
+from gcore_bench.harness.options import Count, NonNegative, QuickOptions, Sigma, at_least, multiple_of
 
 PartName = Literal["generation", "sync", "forms", "sandbox"]
 GenerationContender = Literal[
@@ -13,78 +13,49 @@ GenerationContender = Literal[
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutOptions:
-    """Measure gcore-rollout beside bare vLLM, transformers' own generate, memcpy, files and a bare interpreter."""
+class RolloutOptions(QuickOptions):
+    """Measure gcore-rollout against bare vLLM, transformers' own generate, memcpy, files and a bare interpreter."""
 
     parts: tuple[PartName, ...] = get_args(PartName)
-    """generation: tokens a second; sync: new weights, and the first token that they make; forms: what is sent of new
-    weights in every form; sandbox: short programs."""
+    """generation: tokens a second; sync: new weights, and the first token that they make; forms: bytes and seconds of
+    new weights in every form; sandbox: short programs."""
     contenders: tuple[GenerationContender, ...] = get_args(GenerationContender)
-    """Who generates, in this order, in every round."""
-    rounds: int = 3
-    """How often everything is measured, in turn."""
-    prompts: int = 8
+    """Contenders of the part generation, in the order in which they run in every round."""
+    prompts: Count = 8
     """Prompts of the generation."""
-    n: int = 4
-    """Samples a prompt, all of one length."""
-    median_length: int = 48
-    """Of the samples, in tokens; lengths are lognormal."""
-    sigma: float = 1.0
-    """Standard deviation of the logarithm of lengths: the tail."""
-    max_response_length: int = 256
-    """Where samples are cut."""
-    max_prompt_length: int = 96
-    """Prompts have a third of it at least."""
-    hidden_size: int = 256
-    """Of the model that generates, which has four layers."""
-    vocab_size: int = 4096
-    """Of both models."""
-    sync_mb: int = 256
-    """About the size of the weights that are handed over, in MiB; one layer, of 34, is the least."""
-    calls: int = 10
-    """Sandboxed programs of a round, one after the other, and as many side by side."""
-    threads: int = 1
-    """Of torch, in each process."""
-    seed: int = 0
-    """Of lengths, prompts, samples and weights."""
-    quick: bool = False
-    """Everything once, at sizes that take no time: to see that it runs. The figures say nothing."""
-    json: Path | None = None
-    """File to write every figure to."""
+    n: Count = 4
+    """Samples of each prompt, all of one length."""
+    median_length: Count = 48
+    """Median length of the samples, in tokens; lengths are lognormal."""
+    sigma: Sigma = 1.0
+    """Standard deviation of the logarithm of lengths."""
+    max_response_length: Count = 256
+    """Length at which samples are truncated."""
+    max_prompt_length: Annotated[int, at_least(3)] = 96
+    """Length of the longest prompts; the shortest have a third of it."""
+    # Four heads, whose dimension vLLM's CPU attention takes in multiples of 32.
+    hidden_size: Annotated[int, at_least(128), multiple_of(128)] = 256
+    """Hidden size of the model that generates, which has four layers."""
+    vocab_size: Annotated[int, at_least(16)] = 4096
+    """Vocabulary of both models."""
+    sync_mb: Count = 256
+    """Approximate size of the weights that are updated, in MiB; the least is one layer, of 34."""
+    calls: Count = 10
+    """Sandboxed programs of a round, one after the other, and as many concurrently."""
+    threads: Count = 1
+    """Threads of torch in each process."""
+    seed: NonNegative = 0
+    """Seed of lengths, prompts, samples and weights."""
 
-    def __post_init__(self) -> None:
-        lowest = dict.fromkeys(
-            ("rounds", "prompts", "n", "median_length", "max_response_length", "sync_mb", "calls", "threads"), 1
-        )
-        lowest |= {"max_prompt_length": 3, "hidden_size": 128, "vocab_size": 16, "seed": 0}
-        for name, least in lowest.items():
-            if getattr(self, name) < least:
-                raise BenchError(f"{name} is {getattr(self, name)}: {least} or more is needed")
-        for name in ("parts", "contenders"):
-            if not getattr(self, name):
-                raise BenchError(f"{name} is empty: at least one is needed")
-        if not 0 <= self.sigma < 10:
-            raise BenchError(f"sigma is {self.sigma}: a number in [0, 10) is needed")
-        if self.hidden_size % 128:
-            # Four heads, whose dimension vLLM's CPU attention takes in multiples of 32.
-            raise BenchError(f"hidden_size is {self.hidden_size}: a multiple of 128 is needed")
-        if self.json is not None and not self.json.absolute().parent.is_dir():
-            raise BenchError(f"json is {self.json}: {self.json.absolute().parent} is no folder")
-
-    def sized(self) -> Self:
-        """With the sizes of ``quick``, if that was asked for."""
-        if not self.quick:
-            return self
-        return replace(
-            self,
-            rounds=1,
-            prompts=3,
-            n=2,
-            median_length=8,
-            max_response_length=16,
-            max_prompt_length=12,
-            hidden_size=128,
-            vocab_size=256,
-            sync_mb=1,
-            calls=2,
-        )
+    QUICK: ClassVar[Mapping[str, Any]] = {
+        "rounds": 1,
+        "prompts": 3,
+        "n": 2,
+        "median_length": 8,
+        "max_response_length": 16,
+        "max_prompt_length": 12,
+        "hidden_size": 128,
+        "vocab_size": 256,
+        "sync_mb": 1,
+        "calls": 2,
+    }

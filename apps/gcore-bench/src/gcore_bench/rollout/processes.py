@@ -1,17 +1,20 @@
-"""Processes of contenders, all forked from one server that has imported vLLM and transformers once."""
+"""Processes of engines, all forked from one server that has imported vLLM and transformers once."""
 
-import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from gcore_bench.environment import QUIET
-from gcore_bench.grpo.errors import BenchError
-from gcore_rollout import PRELOAD_HF, PRELOAD_VLLM, Engine, EngineProcess
+from gcore_bench.harness.environment import environment, stderr_to
+from gcore_bench.harness.errors import BenchError
+from gcore_bench.harness.models import make_model
+from gcore_bench.rollout.local import as_engine
+from gcore_bench.rollout.options import RolloutOptions
+from gcore_bench.rollout.workload import SYNC_MAX_LENGTH, generation_shape, max_length, sync_shape
+from gcore_rollout import Engine, Request
+from gcore_rollout.engines.processes.engine_process import PRELOAD_HF, PRELOAD_VLLM, EngineProcess
 
 _ENVIRONMENT = {
-    **QUIET,
-    # What VLLMEngine sets for itself, for bare vLLM too: in this process, without telemetry, eager on a CPU.
+    # Settings of VLLMEngine, for bare vLLM too: one process, no telemetry, eager on a CPU.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -21,17 +24,17 @@ _QWEN2 = "transformers.models.qwen2.modeling_qwen2"
 
 
 class Processes:
-    """Starts processes, each of which makes one engine."""
+    """Starts processes with one engine each."""
 
     def __init__(self, *, threads: int, with_vllm: bool) -> None:
         self._threads = threads
         self._preload = (*PRELOAD_VLLM, "vllm.entrypoints.llm", _QWEN2) if with_vllm else (*PRELOAD_HF, _QWEN2)
 
     async def start(self, name: str, factory: Callable[[], Engine]) -> EngineProcess:
-        """A process whose engine is made by ``factory``.
+        """Start a process whose engine ``factory`` makes.
 
         Raises:
-            BenchError: it could not be made.
+            BenchError: the engine could not be made.
         """
         try:
             return await EngineProcess.start(factory, num_threads=self._threads, preload=self._preload)
@@ -41,17 +44,20 @@ class Processes:
 
 @contextmanager
 def quiet_surroundings(log: Path, *, threads: int) -> Generator[None]:
-    """The environment of all processes; what they say on stderr goes to ``log``, with what is said here."""
-    before = os.environ.copy()
-    os.environ.update(_ENVIRONMENT, OMP_NUM_THREADS=str(threads))
-    stderr = os.dup(2)
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 2)
-    try:
+    """Set the environment of all processes, and send their stderr and that of this process to ``log``."""
+    with environment(**_ENVIRONMENT, OMP_NUM_THREADS=str(threads)), stderr_to(log):
         yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(file)
-        os.environ.clear()
-        os.environ.update(before)
+
+
+class _NoGenerator:
+    async def generate(self, requests: Sequence[Request]) -> tuple[int, float]:
+        raise AssertionError(f"{len(requests)} requests for the process that makes models")
+
+
+def make_models(folder: Path, options: RolloutOptions) -> Engine:
+    """Write ``model`` and ``sync-model`` to ``folder``, in an engine's process; the engine generates nothing."""
+    if "generation" in options.parts:
+        make_model(folder / "model", generation_shape(options), max_length=max_length(options), seed=options.seed)
+    if "sync" in options.parts:
+        make_model(folder / "sync-model", sync_shape(options), max_length=SYNC_MAX_LENGTH, seed=options.seed)
+    return as_engine(_NoGenerator(), folder / "nothing.json")

@@ -1,4 +1,4 @@
-"""The part sandbox: the shortest program, in a sandbox and in a bare interpreter, in turn."""
+"""The part sandbox: a program that does nothing, in a sandbox and in a bare interpreter, in turn."""
 
 import asyncio
 import os
@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from gcore_bench.grpo.errors import BenchError
+from gcore_bench.harness.errors import BenchError
+from gcore_bench.harness.rounds import Figures, Rounds, Run
 from gcore_bench.rollout.options import RolloutOptions
-from gcore_bench.trainer.figures import Run
 from gcore_rollout import Isolation, Sandbox, SandboxError
 
 BARE = "bare"
@@ -23,13 +23,13 @@ Call = Callable[[], Awaitable[object]]
 
 
 async def run_rounds(options: RolloutOptions, *, say: Callable[[str], object]) -> list[Run]:
-    """Every way in turn, ``options.rounds`` times; an isolation that this machine does not give is left out.
+    """Measure every isolation in turn; one that this machine does not support is left out.
 
     Raises:
-        BenchError: a program did not end as it should.
+        BenchError: a program did not finish.
     """
     cores = os.cpu_count() or 1
-    runs: list[Run] = []
+    rounds = Rounds("sandbox", options.rounds, say=say)
     with ThreadPoolExecutor(cores) as pool:
         ways: dict[str, tuple[Call, Call]] = {BARE: (_bare, partial(_bare_in, pool))}
         for isolation in _ISOLATIONS:
@@ -42,16 +42,13 @@ async def run_rounds(options: RolloutOptions, *, say: Callable[[str], object]) -
         for alone, together in ways.values():
             await alone()
             await asyncio.gather(*(together() for _ in range(cores)))
-        for number in range(1, options.rounds + 1):
-            for name, (alone, together) in ways.items():
-                load = os.getloadavg()[0]
-                row = await _figures(alone, together, options.calls)
-                runs.append(Run(part="sandbox", contender=name, round=number, load=load, rows={name: row}))
-                say(f"sandbox, round {number} of {options.rounds}: {name} {row['alone_ms']:.1f} ms, load {load:.1f}")
-    return runs
+        for turn in rounds.turns(ways):
+            row = await _figures(*ways[turn.contender], options.calls)
+            turn.done({turn.contender: row}, f"{row['alone_ms']:.1f} ms")
+    return rounds.runs
 
 
-async def _figures(alone: Call, together: Call, calls: int) -> dict[str, float]:
+async def _figures(alone: Call, together: Call, calls: int) -> Figures:
     start_s, start_cpu_s = time.perf_counter(), _cpu_s()
     for _ in range(calls):
         await alone()
@@ -82,6 +79,6 @@ async def _sandboxed(sandbox: Sandbox) -> None:
 
 
 def _cpu_s() -> float:
-    """Of this process and of those that it has waited for, with those that they have waited for."""
+    """Return CPU seconds of this process and of all its descendants that have ended."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)

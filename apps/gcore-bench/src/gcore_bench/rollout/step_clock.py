@@ -1,4 +1,4 @@
-"""When an engine's steps and its last update were, in a file that other processes see too.
+"""Times of an engine's steps and of its last update, in a file that several processes map.
 
 `time.perf_counter` is the same clock in all processes of a Linux machine.
 """
@@ -17,7 +17,7 @@ class StepClock:
     """Times of forward passes since `reset`, and of the start and the end of an update.
 
     Args:
-        path: made if it is not there; all clocks of one path are one.
+        path: created if it does not exist; clocks with the same path share their times.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,35 +26,40 @@ class StepClock:
         self._values = np.memmap(path, np.float64, "r+", shape=(_TIMES + _CAPACITY,))
 
     def reset(self) -> None:
-        """Forget the passes."""
+        """Delete the recorded passes."""
         self._values[_PASSES] = 0
 
     def note_pass(self) -> None:
-        """One has ended."""
+        """Record that a forward pass has ended."""
         number = int(self._values[_PASSES])
         if number < _CAPACITY:
             self._values[_TIMES + number] = time.perf_counter()
             self._values[_PASSES] = number + 1
 
     def note_update_start(self) -> None:
+        """Record that an update starts."""
         self._values[_START] = time.perf_counter()
 
     def note_update_end(self) -> None:
+        """Record that an update has ended."""
         self._values[_END] = time.perf_counter()
 
     @property
     def num_passes(self) -> int:
+        """Number of recorded passes."""
         return int(self._values[_PASSES])
 
     @property
     def passes_s(self) -> NDArray[np.float64]:
-        """[P] when each ended."""
+        """End times of the passes, [P]."""
         return self._values[_TIMES : _TIMES + self.num_passes].copy()
 
     @property
     def update_start_s(self) -> float:
+        """Start of the last update."""
         return float(self._values[_START])
 
     @property
     def update_end_s(self) -> float:
+        """End of the last update."""
         return float(self._values[_END])

@@ -1,7 +1,6 @@
-"""The part sync: new weights into engines at rest and into engines with samples running, in turn with a memcpy."""
+"""The part sync: updates of weights in idle engines and in engines with running samples, in turn with a memcpy."""
 
 import asyncio
-import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -10,19 +9,22 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from gcore_bench.grpo.errors import BenchError
-from gcore_bench.rollout import clocked_process
+from gcore_bench.harness.errors import BenchError
+from gcore_bench.harness.rounds import Figures, Rounds, Run
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.processes import Processes
 from gcore_bench.rollout.step_clock import StepClock
 from gcore_bench.rollout.workload import sync_request
-from gcore_bench.trainer.figures import Run
 from gcore_rollout import Completion, Engine, EngineReplicas, Request
+
+if TYPE_CHECKING:
+    from gcore_bench.rollout.clocked_engine import Source
 
 MEMCPY = "memcpy"
 _MEMCPY_TIMES = 3
@@ -36,49 +38,55 @@ State = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way for weights to reach an engine."""
+    """One way to update the weights of an engine."""
 
     engine: Engine
     clocks: list[StepClock]
-    """Of each process."""
+    """The clock of each process."""
     update: Callable[[int], Awaitable[object]]
-    """To this version."""
+    """Updates the weights to the given version."""
     starts_inside: bool = False
-    """The call that counts is made in the engine's process."""
+    """True if the measured call is made in the engine's process."""
 
 
 async def run_rounds(
     options: RolloutOptions, folder: Path, processes: Processes, *, say: Callable[[str], object]
 ) -> list[Run]:
-    """The copy, and every way, in turn, ``options.rounds`` times.
+    """Measure the copy and every way in turn.
 
     Raises:
-        BenchError: one failed, or its tokens carry other versions than their times say.
+        BenchError: a way failed, or the versions of its tokens contradict their times.
     """
-    # What is copied in this process is copied with as many threads as in the others.
+    # Copies in this process use as many threads as those in the others.
     torch.set_num_threads(options.threads)
     state = {name: tensor.clone() for name, tensor in load_file(folder / "sync-model" / "model.safetensors").items()}
-    runs: list[Run] = []
+    rounds = Rounds("sync", options.rounds, say=say)
     async with AsyncExitStack() as stack:
         ways = await _ways(state, options, folder, processes, stack)
         versions = count(1)
         for way in ways.values():
             await way.update(next(versions))
         copy = {name: tensor.clone() for name, tensor in state.items()}
-        for number in range(1, options.rounds + 1):
-            for name in (MEMCPY, *ways):
-                load = os.getloadavg()[0]
-                if name == MEMCPY:
-                    row = _memcpy(copy, state)
-                else:
-                    try:
-                        row = await _idle(ways[name], next(versions))
-                        row |= await busy_figures(ways[name], next(versions), sync_request(options))
-                    except Exception as error:
-                        raise BenchError(f"{name} failed: {error}") from error
-                runs.append(Run(part="sync", contender=name, round=number, load=load, rows={name: row}))
-                say(f"sync, round {number} of {options.rounds}: {name} {row['wall_s']:.3f} s, load {load:.1f}")
-    return runs
+        for turn in rounds.turns((MEMCPY, *ways)):
+            name = turn.contender
+            if name == MEMCPY:
+                size_bytes = float(sum(tensor.nbytes for tensor in state.values()))
+                row = {"wall_s": memcpy_seconds(copy, state), "size_bytes": size_bytes}
+            else:
+                try:
+                    row = await _idle(ways[name], next(versions))
+                    row |= await busy_figures(ways[name], next(versions), sync_request(options))
+                except Exception as error:
+                    raise BenchError(f"{name} failed: {error}") from error
+            turn.done({name: row}, f"{row['wall_s']:.3f} s")
+    return rounds.runs
+
+
+def _make_engine(model: Path, clock: Path, source: "Source", file: Path, *, max_num_seqs: int) -> Engine:
+    """Make a clocked engine in its process, which alone imports transformers."""
+    from gcore_bench.rollout.clocked_engine import make_engine
+
+    return make_engine(model, clock, source, file, max_num_seqs=max_num_seqs)
 
 
 async def _ways(
@@ -87,10 +95,10 @@ async def _ways(
     file = folder / "weights.safetensors"
     max_num_seqs = sync_request(options).n
 
-    async def start(name: str, source: clocked_process.Source) -> tuple[Engine, StepClock]:
+    async def start(name: str, source: "Source") -> tuple[Engine, StepClock]:
         clock = folder / f"clock-{name}"
         made = StepClock(clock)
-        factory = partial(clocked_process.make, folder / "sync-model", clock, source, file, max_num_seqs=max_num_seqs)
+        factory = partial(_make_engine, folder / "sync-model", clock, source, file, max_num_seqs=max_num_seqs)
         engine = await processes.start(name, factory)
         stack.push_async_callback(engine.close)
         return engine, made
@@ -127,18 +135,18 @@ async def _ways(
     }
 
 
-def _memcpy(copy: State, state: State) -> dict[str, float]:
-    """Tensor by tensor, into memory that is there."""
+def memcpy_seconds(copy: State, state: State) -> float:
+    """Copy tensor by tensor into existing memory; return the median of a few times."""
     walls: list[float] = []
     for _ in range(_MEMCPY_TIMES):
         start_s = time.perf_counter()
         for name, tensor in state.items():
             copy[name].copy_(tensor)
         walls.append(time.perf_counter() - start_s)
-    return {"wall_s": median(walls), "size_bytes": float(sum(tensor.nbytes for tensor in state.values()))}
+    return median(walls)
 
 
-async def _idle(way: Way, version: int) -> dict[str, float]:
+async def _idle(way: Way, version: int) -> Figures:
     start_s, end_s = await _timed_update(way, version)
     return {
         "wall_s": end_s - start_s,
@@ -155,8 +163,8 @@ async def _timed_update(way: Way, version: int) -> tuple[float, float]:
     return (clock.update_start_s, clock.update_end_s) if way.starts_inside else (start_s, end_s)
 
 
-async def busy_figures(way: Way, version: int, request: Request) -> dict[str, float]:
-    """An update while samples run, which are aborted some steps later."""
+async def busy_figures(way: Way, version: int, request: Request) -> Figures:
+    """Measure an update while samples run, which are aborted some steps later."""
     for clock in way.clocks:
         clock.reset()
     running = asyncio.create_task(_collect(way.engine, request))
@@ -168,7 +176,7 @@ async def busy_figures(way: Way, version: int, request: Request) -> dict[str, fl
     firsts = [int(np.searchsorted(clock.passes_s, clock.update_end_s)) for clock in way.clocks]
     found = {int(np.argmax(c.weight_versions == version)) for c in completions}
     if found != set(firsts):
-        raise BenchError(f"tokens {sorted(found)} are the first of version {version}: by their times {firsts} are")
+        raise BenchError(f"tokens {sorted(found)} carry version {version} first, but by their times {firsts} do")
     pairs = list(zip(way.clocks, firsts, strict=True))
     gaps: list[float] = []
     steps: list[float] = []
@@ -192,9 +200,9 @@ async def _collect(engine: Engine, request: Request) -> list[Completion]:
 async def _until_passes(
     clocks: Sequence[StepClock], num_passes: int, running: "asyncio.Task[list[Completion]]"
 ) -> None:
-    """Until every engine has made so many steps."""
+    """Wait until every engine has made so many steps."""
     async with asyncio.timeout(_TIMEOUT_S):
         while any(clock.num_passes < num_passes for clock in clocks):
             if running.done():
-                raise BenchError(f"all {len(running.result())} samples ended before their weights were changed")
+                raise BenchError(f"all {len(running.result())} samples ended before the weights changed")
             await asyncio.sleep(_POLL_S)

@@ -1,8 +1,7 @@
-"""The part forms: new bfloat16 weights in every form in which they can travel, beside a copy of all of them."""
+"""The part forms: new bfloat16 weights in every form of weight sync, in turn with a copy of all of them."""
 
 import asyncio
 import multiprocessing
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterable
@@ -10,15 +9,15 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from gcore_bench.grpo.errors import BenchError
+from gcore_bench.harness.errors import BenchError
+from gcore_bench.harness.rounds import Figures, Rounds, Run
 from gcore_bench.rollout.options import RolloutOptions
-from gcore_bench.trainer.figures import Run
+from gcore_bench.rollout.sync import MEMCPY, memcpy_seconds
 from gcore_rollout import (
     Engine,
     FullWeights,
@@ -31,11 +30,9 @@ from gcore_rollout import (
 )
 from gcore_rollout.weight_sync.adapters import A_OF, B_OF, AdapterWeights, merged
 
-MEMCPY = "memcpy"
-_MEMCPY_TIMES = 3
 _ROWS, _COLUMNS, _RANK = 1024, 512, 16
-_SHARES = {"delta 0.1 %": 0.001, "delta 1 %": 0.01, "delta 10 %": 0.1, "delta 100 %": 1.0}
-_STORE_SHARE = 0.01
+_FRACTIONS = {"delta 0.1 %": 0.001, "delta 1 %": 0.01, "delta 10 %": 0.1, "delta 100 %": 1.0}
+_STORE_FRACTION = 0.01
 _BUCKET_BYTES = 32 << 20
 _TIMEOUT_S = 120
 
@@ -43,7 +40,7 @@ State = dict[str, torch.Tensor]
 
 
 class _Sink:
-    """Of an engine, what an update needs: it copies the weights into its own."""
+    """The part of an engine that an update needs: it copies the weights into its own."""
 
     def __init__(self, state: State) -> None:
         self.weight_version = 0
@@ -64,7 +61,7 @@ class _Side:
 
 
 async def run_rounds(options: RolloutOptions, folder: Path, *, say: Callable[[str], object]) -> list[Run]:
-    """The copy, and every form, in turn, ``options.rounds`` times.
+    """Measure the copy and every form in turn.
 
     Raises:
         BenchError: an engine has other weights than those that were sent.
@@ -73,18 +70,16 @@ async def run_rounds(options: RolloutOptions, folder: Path, *, say: Callable[[st
     generator = torch.Generator().manual_seed(options.seed)
     state = {f"layers.{i}.weight": _random(_ROWS, _COLUMNS, generator) for i in range(options.sync_mb)}
     forms = _Forms(state, folder, generator)
-    runs: list[Run] = []
+    rounds = Rounds("forms", options.rounds, say=say)
+    names = (MEMCPY, "full", *_FRACTIONS, "adapters", "store full", "store delta 1 %", "broadcast")
     try:
-        for number in range(1, options.rounds + 1):
-            for name in (MEMCPY, "full", *_SHARES, "adapters", "store full", "store delta 1 %", "broadcast"):
-                load = os.getloadavg()[0]
-                row = await forms.measured(name)
-                row["wall_s"] = row["encode_s"] + row["apply_s"]
-                runs.append(Run(part="forms", contender=name, round=number, load=load, rows={name: row}))
-                say(f"forms, round {number} of {options.rounds}: {name} {row['wall_s']:.3f} s, load {load:.1f}")
+        for turn in rounds.turns(names):
+            row = await forms.measured(turn.contender)
+            row["wall_s"] = row["encode_s"] + row["apply_s"]
+            turn.done({turn.contender: row}, f"{row['wall_s']:.3f} s")
     finally:
         forms.close()
-    return runs
+    return rounds.runs
 
 
 class _Forms:
@@ -102,12 +97,13 @@ class _Forms:
         self._publisher: WeightPublisher | None = None
         self._peer: _Peer | None = None
 
-    async def measured(self, name: str) -> dict[str, float]:
-        """Bytes sent, seconds to make them, and seconds from there until the engine has them."""
+    async def measured(self, name: str) -> Figures:
+        """Return bytes sent, seconds to encode them, and seconds from then until the engine has them."""
         self._version += 1
         match name:
             case "memcpy":
-                return self._memcpy()
+                apply_s = memcpy_seconds(self._far.sink.own, self._state)
+                return {"sent_bytes": _size_bytes(self._state), "encode_s": 0.0, "apply_s": apply_s}
             case "full":
                 return await self._full()
             case "adapters":
@@ -117,30 +113,21 @@ class _Forms:
             case "broadcast":
                 return self._broadcast()
             case _:
-                return await self._delta(_SHARES[name])
+                return await self._delta(_FRACTIONS[name])
 
     def close(self) -> None:
         if self._peer is not None:
             self._peer.close()
 
-    def _memcpy(self) -> dict[str, float]:
-        walls: list[float] = []
-        for _ in range(_MEMCPY_TIMES):
-            start_s = time.perf_counter()
-            for name, tensor in self._state.items():
-                self._far.sink.own[name].copy_(tensor)
-            walls.append(time.perf_counter() - start_s)
-        return {"sent_bytes": _size_bytes(self._state), "encode_s": 0.0, "apply_s": median(walls)}
-
-    async def _full(self) -> dict[str, float]:
+    async def _full(self) -> Figures:
         start_s = time.perf_counter()
         await self._direct.mirror.apply(FullWeights(version=self._version, tensors=self._state.items()))
         end_s = time.perf_counter()
         _check(self._direct.sink, self._state)
         return {"sent_bytes": _size_bytes(self._state), "encode_s": 0.0, "apply_s": end_s - start_s}
 
-    async def _delta(self, share: float) -> dict[str, float]:
-        new, base_version = self._changed(share), self._direct.mirror.version
+    async def _delta(self, fraction: float) -> Figures:
+        new, base_version = self._changed(fraction), self._direct.mirror.version
         assert base_version is not None
         start_s = time.perf_counter()
         delta = make_delta(self._state, new.items(), base_version=base_version, version=self._version)
@@ -151,7 +138,7 @@ class _Forms:
         _check(self._direct.sink, new)
         return {"sent_bytes": delta.size_bytes, "encode_s": made_s - start_s, "apply_s": end_s - made_s}
 
-    async def _adapters(self) -> dict[str, float]:
+    async def _adapters(self) -> Figures:
         base_version = self._direct.mirror.version
         assert base_version is not None
         tensors: State = {}
@@ -166,14 +153,14 @@ class _Forms:
         _check(self._direct.sink, dict(merged(self._state, update)))
         return {"sent_bytes": update.size_bytes, "encode_s": 0.0, "apply_s": end_s - start_s}
 
-    async def _store(self, *, is_full: bool) -> dict[str, float]:
-        """A delta is to the version that was published before it, in the same round."""
+    async def _store(self, *, is_full: bool) -> Figures:
+        """Publish a version and load it; a delta is to the version published before it in the same round."""
         if is_full:
             self._num_stores += 1
             self._url = f"file://{self._folder}/store-{self._num_stores}"
             self._publisher = WeightPublisher(self._url)
         else:
-            self._state = self._changed(_STORE_SHARE)
+            self._state = self._changed(_STORE_FRACTION)
         assert self._publisher is not None
         start_s = time.perf_counter()
         manifest = self._publisher.publish(self._state.items(), version=self._version)
@@ -185,7 +172,7 @@ class _Forms:
             shutil.rmtree(self._url.removeprefix("file://"))
         return {"sent_bytes": manifest.size_bytes, "encode_s": made_s - start_s, "apply_s": end_s - made_s}
 
-    def _broadcast(self) -> dict[str, float]:
+    def _broadcast(self) -> Figures:
         if self._peer is None:
             self._peer = _Peer(self._state, self._folder)
             self._peer.send(self._state, self._version)
@@ -198,11 +185,11 @@ class _Forms:
             "apply_s": max(0.0, end_s - sent_s),
         }
 
-    def _changed(self, share: float) -> State:
-        """New weights of which this share of elements differs."""
+    def _changed(self, fraction: float) -> State:
+        """Return new weights in which this fraction of elements differs."""
         new: State = {}
         for name, tensor in self._state.items():
-            changed = torch.rand(tensor.shape, generator=self._generator) < share
+            changed = torch.rand(tensor.shape, generator=self._generator) < fraction
             new[name] = torch.where(changed, -tensor, tensor)
         return new
 
@@ -220,7 +207,7 @@ class _Peer:
         self._sender = WeightSender(_world(), bucket_bytes=_BUCKET_BYTES)
 
     def send(self, state: State, version: int) -> tuple[float, float]:
-        """When all was sent, and when the other process had it in its engine."""
+        """Return when all was sent, and when the other process had it in its engine."""
         self._connection.send(None)
         self._sender.send(state.items(), version=version)
         sent_s = time.perf_counter()
@@ -238,12 +225,12 @@ class _Peer:
 
 
 def _follow(connection: Connection, file: str, shapes: dict[str, tuple[int, ...]]) -> None:
-    """The other process."""
+    """Receive and apply weights in the other process until the connection closes."""
     torch.set_num_threads(1)
     _join(file, rank=1)
     sink = _Sink({name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()})
     receiver = WeightReceiver(_world(), src=0, reuse_buffer=True)
-    with suppress(EOFError):  # there are no more
+    with suppress(EOFError):  # the connection was closed
         while True:
             connection.recv()
             incoming = receiver.receive()

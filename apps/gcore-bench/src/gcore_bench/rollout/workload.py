@@ -1,11 +1,11 @@
-"""What every engine generates, and the shapes of the models; known before torch is imported."""
+"""Requests that every engine generates for, and the shapes of the models. Importing this module imports no torch."""
 
 from dataclasses import replace
 
 import numpy as np
 
+from gcore_bench.harness.models import small_shape
 from gcore_bench.rollout.options import RolloutOptions
-from gcore_bench.shapes import small_shape
 from gcore_placement import TransformerWorkload
 from gcore_rollout import Request, SamplingParams
 
@@ -13,13 +13,13 @@ _LAYERS = 4
 _HEADS = 4
 _SYNC_HIDDEN_SIZE = 768
 _SYNC_HEADS = 12
-_SYNC_MAX_LENGTH = 1024
+SYNC_MAX_LENGTH = 1024
 _WARMUP_TOKENS = 4
 _FLOAT32_BYTES = 4
 
 
 def make_requests(options: RolloutOptions) -> list[Request]:
-    """Prompts with a length each, long-tailed, that their samples reach: there is no end-of-sequence token."""
+    """Make prompts with long-tailed lengths of samples, which all samples reach: there is no end-of-sequence token."""
     rng = np.random.default_rng(options.seed)
     requests: list[Request] = []
     for number in range(options.prompts):
@@ -39,7 +39,7 @@ def make_requests(options: RolloutOptions) -> list[Request]:
 
 
 def warmup_requests(options: RolloutOptions) -> list[Request]:
-    """The same with a few tokens each."""
+    """Make the same requests with a few tokens each."""
     return [
         replace(r, sampling=SamplingParams(max_tokens=min(r.sampling.max_tokens, _WARMUP_TOKENS)))
         for r in make_requests(options)
@@ -47,39 +47,34 @@ def warmup_requests(options: RolloutOptions) -> list[Request]:
 
 
 def num_tokens(options: RolloutOptions) -> int:
-    """Tokens that all samples have."""
+    """Return the number of tokens of all samples."""
     return sum(r.n * r.sampling.max_tokens for r in make_requests(options))
 
 
 def max_length(options: RolloutOptions) -> int:
-    """Longest prompt with its longest sample."""
+    """Return the length of the longest prompt with the longest sample."""
     return options.max_prompt_length + options.max_response_length
 
 
 def sync_request(options: RolloutOptions) -> Request:
-    """Samples that run while weights change, until they are aborted."""
+    """Make the request whose samples run during an update of weights, until they are aborted."""
     return Request(
         request_id="running",
         prompt_token_ids=(1, 2, 3, 4),
-        sampling=SamplingParams(max_tokens=_SYNC_MAX_LENGTH - 4),
-        # Two engines share them.
+        sampling=SamplingParams(max_tokens=SYNC_MAX_LENGTH - 4),
+        # Two engines divide them.
         n=max(2, options.n),
         seed=options.seed,
     )
 
 
-def sync_max_length() -> int:
-    """Of the model whose weights are handed over."""
-    return _SYNC_MAX_LENGTH
-
-
 def generation_shape(options: RolloutOptions) -> TransformerWorkload:
-    """The model that generates."""
+    """Return the shape of the model that generates."""
     return small_shape(options.hidden_size, layers=_LAYERS, heads=_HEADS, vocab_size=options.vocab_size)
 
 
 def sync_shape(options: RolloutOptions) -> TransformerWorkload:
-    """The model whose weights are handed over: as many layers as come closest to ``sync_mb``."""
+    """Return the shape of the model whose weights are updated, with the layers that come closest to ``sync_mb``."""
     hidden = _SYNC_HIDDEN_SIZE
     # Queries and outputs; keys and values of half as many heads; three matrices of three times the hidden size.
     layer_bytes = (2 + 1 + 9) * hidden**2 * _FLOAT32_BYTES

@@ -1,1 +1,1 @@
-"""Training steps, log-probabilities and long sequences under gcore-trainer, beside TRL, verl and the plain forms."""
+"""Benchmark of gcore-trainer against TRL's and verl's losses and against plain implementations of its parts."""

@@ -1,26 +1,25 @@
-"""Training steps on one long sequence, which context-parallel ranks divide."""
+"""The part context: training steps on one long sequence that context-parallel ranks divide."""
 
 from pathlib import Path
 
 import numpy as np
 
-from gcore_bench.trainer.figures import Spec
-from gcore_bench.trainer.layouts import kinds
-from gcore_bench.trainer.measure import measured
-from gcore_bench.trainer.models import OPTIMIZER
-from gcore_bench.trainer.ranks import joined_world
-from gcore_bench.trainer.shapes import LONG_VOCAB_SIZE
+from gcore_bench.harness.child import Spec, joined_world
+from gcore_bench.harness.measure import measured
+from gcore_bench.harness.rounds import Figures
+from gcore_bench.trainer.updates import OPTIMIZER
+from gcore_bench.trainer.workload import LONG_VOCAB_SIZE, context_layouts
 from gcore_trainer import PackedModel, ParallelConfig, Sample, SFTObjective, TorchParallel, TorchTrainer
 
 
-def run(spec: Spec) -> dict[str, dict[str, float]]:
-    """A row a length: seconds of a step, of this rank's processor too, and the loss that all layouts must agree on."""
+def run(spec: Spec) -> dict[str, Figures]:
+    """Return a row for each length: seconds of a step, and the loss, which all layouts must agree on."""
     with joined_world(spec):
         return _run(spec)
 
 
-def _run(spec: Spec) -> dict[str, dict[str, float]]:
-    size, ulysses = kinds(spec.options["context_sizes"])[spec.contender]
+def _run(spec: Spec) -> dict[str, Figures]:
+    size, ulysses = context_layouts(spec.options["context_sizes"])[spec.contender]
     config = ParallelConfig(context_parallel_size=size, ulysses_sequence_parallel_size=ulysses)
     trainer = TorchTrainer(
         PackedModel.from_pretrained(Path(spec.folder) / "long-model"),
@@ -28,7 +27,7 @@ def _run(spec: Spec) -> dict[str, dict[str, float]]:
         objective=SFTObjective(),
         parallel=TorchParallel.join(config) if size > 1 else None,
     )
-    rows: dict[str, dict[str, float]] = {}
+    rows: dict[str, Figures] = {}
     trainer.train_step([[_sample(32, spec)]])
     for length in spec.options["lengths"]:
         batches = [[_sample(length, spec)]]
@@ -37,13 +36,8 @@ def _run(spec: Spec) -> dict[str, dict[str, float]]:
             lambda batches=batches, losses=losses: losses.append(trainer.train_step(batches)["sft/loss"]),
             times=spec.options["steps"],
         )
-        rows[row_name(length, spec.contender)] = times.figures() | {"loss": losses[0], "tokens": float(length)}
+        rows[f"{length:,} {spec.contender}"] = times.figures() | {"loss": losses[0], "tokens": float(length)}
     return rows
-
-
-def row_name(length: int, contender: str) -> str:
-    """Of the table."""
-    return f"{length:,} {contender}"
 
 
 def _sample(length: int, spec: Spec) -> Sample:

@@ -1,25 +1,27 @@
-"""Log-probabilities of N tokens from hidden states, forward and backward: a chunk of logits at a time, and all at once.
+"""The part log-probs: log-probabilities from hidden states, forward and backward, in chunks of logits and all at once.
 
 Shapes: N tokens, D hidden size, V vocabulary.
 """
 
 import torch
 
-from gcore_bench.trainer.figures import Spec
-from gcore_bench.trainer.measure import measured
+from gcore_bench.harness.child import Spec
+from gcore_bench.harness.measure import measured
+from gcore_bench.harness.rounds import Figures
 from gcore_trainer import token_scores
 
 
-def run(spec: Spec) -> dict[str, dict[str, float]]:
-    """A row a vocabulary: seconds and memory of ``chunked`` or ``naive``, and the mean log-prob both must give."""
-    return {row_name(size, spec.contender): _figures(spec, size) for size in spec.options["vocab_sizes"]}
+def run(spec: Spec) -> dict[str, Figures]:
+    """Return a row for each vocabulary: seconds and memory of ``chunked`` or ``naive``, and the mean log-prob."""
+    return {f"{size:,} {spec.contender}": _figures(spec, size) for size in spec.options["vocab_sizes"]}
 
 
-def _figures(spec: Spec, vocab_size: int) -> dict[str, float]:
+def _figures(spec: Spec, vocab_size: int) -> Figures:
     options = spec.options
     device, hidden_size = options["device"], options["hidden_size"]
     work = {"chunked": _chunked, "naive": _naive}[spec.contender]
-    num_tokens = tokens_of(options["logits_mb"], vocab_size)
+    # Logits in float32 of so many tokens have the size that was asked for.
+    num_tokens = max(2, int(options["logits_mb"] * 2**18) // vocab_size)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     generator = torch.Generator().manual_seed(options["seed"])
 
@@ -30,7 +32,7 @@ def _figures(spec: Spec, vocab_size: int) -> dict[str, float]:
 
     hidden_ND, weight_VD = leaf(num_tokens, 1.0), leaf(vocab_size, hidden_size**-0.5)
     targets_N = torch.randint(0, vocab_size, (num_tokens,), generator=generator).to(device)
-    # Threads and kernels are made at first use, which is not what is measured.
+    # Threads start and kernels load at first use, which is not measured.
     work(hidden_ND, weight_VD, targets_N, rows=2)
     sums: list[float] = []
     times = measured(lambda: sums.append(work(hidden_ND, weight_VD, targets_N)), times=options["steps"], device=device)
@@ -39,16 +41,6 @@ def _figures(spec: Spec, vocab_size: int) -> dict[str, float]:
         "logits_bytes": 4.0 * num_tokens * vocab_size,
         "tokens": float(num_tokens),
     }
-
-
-def tokens_of(logits_mb: float, vocab_size: int) -> int:
-    """Tokens whose logits in float32 take so many MiB."""
-    return max(2, int(logits_mb * 2**18) // vocab_size)
-
-
-def row_name(vocab_size: int, contender: str) -> str:
-    """Of the table."""
-    return f"{vocab_size:,} {contender}"
 
 
 def _chunked(
@@ -60,7 +52,7 @@ def _chunked(
 
 
 def _naive(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, rows: int | None = None) -> float:
-    """What most trainers began with: float32 logits of every token, their log-softmax, and one entry of each."""
+    """The straightforward way: float32 logits of every token, their log-softmax, and one entry of each."""
     log_probs_NV = torch.log_softmax((hidden_ND[:rows] @ weight_VD.T).float(), -1)
     total = log_probs_NV.gather(-1, targets_N[:rows, None]).sum()
     del log_probs_NV

@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation of a training step of a Qwen2 of half a billion parameters, packed, in bfloat16, on a GPU."""
+"""The part mfu: model FLOPs utilisation of a packed bfloat16 step of a Qwen2 of 0.5 billion parameters on a GPU."""
 
 import dataclasses
 from typing import Any
@@ -7,15 +7,16 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from gcore_bench.trainer.figures import Spec
-from gcore_bench.trainer.measure import measured
-from gcore_bench.trainer.models import LOSS, OPTIMIZER
+from gcore_bench.harness.child import Spec
+from gcore_bench.harness.measure import measured
+from gcore_bench.harness.rounds import Figures
+from gcore_bench.trainer.updates import LOSS, OPTIMIZER
 from gcore_placement import TransformerWorkload
 from gcore_trainer import PackedModel, PolicyObjective, Sample, TorchTrainer
 from gcore_trainer.packing.attention import ATTENTION_NAME, register
 
 TARGET = 0.45
-"""Share of the peak that well-tuned trainers of dense models reach."""
+"""Fraction of the peak that well-tuned trainers of dense models reach."""
 _PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12}
 """Dense bfloat16, from NVIDIA's data sheets (SXM)."""
 _LENGTH = 4096
@@ -30,19 +31,19 @@ _SHAPE = TransformerWorkload(
     head_dim=64,
     vocab_size=151_936,
 )
-"""Qwen2.5-0.5B."""
+"""The shape of Qwen2.5-0.5B."""
 
 
-def run(spec: Spec) -> dict[str, dict[str, float]]:
-    """Seconds of a step, and the model's FLOPs a second over the device's peak.
+def run(spec: Spec) -> dict[str, Figures]:
+    """Return seconds of a step, and the model's FLOPs a second over the device's peak.
 
     Raises:
-        ValueError: the device's peak is not known.
+        ValueError: the peak of the device is not known.
     """
     name = torch.cuda.get_device_name()
     peak_flops = next((flops for known, flops in _PEAK_FLOPS.items() if known in name), None)
     if peak_flops is None:
-        raise ValueError(f"the device is {name}: the peak of {', '.join(_PEAK_FLOPS)} is known")
+        raise ValueError(f"the device is {name}; expected one of {', '.join(_PEAK_FLOPS)}, whose peaks are known")
     register()
     shape = dataclasses.asdict(_SHAPE)
     shape.pop("head_dim")

@@ -1,96 +1,75 @@
 """Options of `gcore-bench trainer`."""
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from gcore_bench.grpo.errors import BenchError
+from gcore_bench.harness.errors import BenchError
+from gcore_bench.harness.options import BenchOptions, Bound, Count, NonNegative, Sigma, above, at_least, multiple_of
 
 PartName = Literal["step", "tokens", "balance", "log-probs", "context", "mfu"]
 StepContender = Literal["trl", "verl", "gcore-padded", "gcore-packed", "gcore-shared"]
 CUDA_PARTS: tuple[PartName, ...] = ("log-probs", "mfu")
 
+_RANKS = Bound(lambda size: size in (1, 2, 4, 8), "1, 2, 4 or 8")
+
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerOptions:
-    """Measure gcore-trainer beside TRL's and verl's trainer-side code, alternating, each in processes of its own."""
+class TrainerOptions(BenchOptions):
+    """Measure gcore-trainer against TRL's and verl's trainer code, in turn, each in processes of its own."""
 
     parts: tuple[PartName, ...] = ("step", "tokens", "balance", "log-probs", "context")
     """step: a policy-gradient step; tokens: those computed and needed; balance: the step on two FSDP ranks;
     log-probs: their memory and time; context: long sequences on several ranks; mfu: a larger model on a GPU."""
     contenders: tuple[StepContender, ...] = get_args(StepContender)
-    """Who makes the step, in this order, in every round."""
-    rounds: int = 2
-    """How often each contender runs."""
-    steps: int = 2
+    """Contenders of the parts step and tokens, in the order in which they run."""
+    rounds: Count = 2
+    """Number of rounds, in each of which every contender runs once."""
+    steps: Count = 2
     """Measured steps of a run."""
-    prompts: int = 8
+    prompts: Count = 8
     """Prompts of the step."""
-    n: int = 4
-    """Responses a prompt."""
-    median_length: int = 48
-    """Of responses, in tokens; lengths are lognormal."""
-    sigma: float = 1.0
-    """Standard deviation of the logarithm of response lengths: the tail."""
-    max_response_length: int = 384
-    """Where responses are cut."""
-    max_prompt_length: int = 96
-    """Prompts have a third of it at least."""
+    n: Annotated[int, at_least(2)] = 4
+    """Responses to each prompt."""
+    median_length: Count = 48
+    """Median length of responses, in tokens; lengths are lognormal."""
+    sigma: Sigma = 1.0
+    """Standard deviation of the logarithm of response lengths."""
+    max_response_length: Annotated[int, at_least(2)] = 384
+    """Length at which responses are truncated."""
+    max_prompt_length: Annotated[int, at_least(3)] = 96
+    """Length of the longest prompts; the shortest have a third of it."""
     max_tokens: int = 2048
-    """Of a packed micro-batch."""
-    padded_micro_batches: int = 4
-    """In how many parts padded contenders take the step's responses."""
-    hidden_size: int = 128
-    """Of the model, which has four layers in the step and two in context."""
-    vocab_size: int = 8192
-    """Of the step's model."""
-    vocab_sizes: tuple[int, ...] = (32_000, 151_936)
+    """Tokens of a packed micro-batch, at most."""
+    padded_micro_batches: Count = 4
+    """Micro-batches into which padded contenders divide the step's responses."""
+    hidden_size: Annotated[int, at_least(32), multiple_of(32)] = 128
+    """Hidden size of the model, which has four layers in the step and two in context."""
+    vocab_size: Count = 8192
+    """Vocabulary of the step's model."""
+    vocab_sizes: tuple[Annotated[int, at_least(2)], ...] = (32_000, 151_936)
     """Vocabularies whose log-probabilities are computed."""
-    logits_mb: float = 512.0
+    logits_mb: Annotated[float, above(0)] = 512.0
     """Size of all their logits in float32, in MiB; with the vocabulary it gives the number of tokens."""
-    lengths: tuple[int, ...] = (1024, 4096, 16_384)
-    """Of the sequences that context-parallel ranks divide, in tokens."""
-    context_sizes: tuple[int, ...] = (1, 2, 4)
-    """Ranks that divide them; a power of 2 up to 8."""
-    threads: int = 1
+    lengths: tuple[Annotated[int, at_least(32)], ...] = (1024, 4096, 16_384)
+    """Lengths of the sequences that context-parallel ranks divide, in tokens."""
+    context_sizes: tuple[Annotated[int, _RANKS], ...] = (1, 2, 4)
+    """Numbers of ranks that divide them; powers of 2 up to 8."""
+    threads: Count = 1
     """Threads of each process."""
-    seed: int = 0
-    """Of lengths, tokens and weights."""
+    seed: NonNegative = 0
+    """Seed of lengths, tokens and weights."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where the work is done: cuda has the parts log-probs and mfu, cpu all but mfu."""
-    json: Path | None = None
-    """File to write every figure to."""
+    """Device that does the work: cuda has the parts log-probs and mfu, cpu all but mfu."""
 
     def __post_init__(self) -> None:
-        lowest = dict.fromkeys(
-            ("rounds", "steps", "prompts", "median_length", "padded_micro_batches", "threads", "vocab_size"), 1
-        )
-        lowest |= {"n": 2, "max_response_length": 2, "max_prompt_length": 3, "hidden_size": 32, "seed": 0}
-        for name, least in lowest.items():
-            if getattr(self, name) < least:
-                raise BenchError(f"{name} is {getattr(self, name)}: {least} or more is needed")
-        for name in ("parts", "contenders", "vocab_sizes", "lengths", "context_sizes"):
-            if not getattr(self, name):
-                raise BenchError(f"{name} is empty: at least one is needed")
-        for name, least in (("vocab_sizes", 2), ("lengths", 32)):
-            if min(getattr(self, name)) < least:
-                raise BenchError(f"{name} holds {min(getattr(self, name))}: {least} or more is needed")
-        if not 0 <= self.sigma < 10:
-            raise BenchError(f"sigma is {self.sigma}: a number in [0, 10) is needed")
-        if not self.logits_mb > 0:
-            raise BenchError(f"logits_mb is {self.logits_mb}: above 0 is needed")
-        if self.hidden_size % 32:
-            raise BenchError(f"hidden_size is {self.hidden_size}: a multiple of 32 is needed")
-        if unfit := [size for size in self.context_sizes if size not in (1, 2, 4, 8)]:
-            raise BenchError(f"context_sizes holds {unfit[0]}: 1, 2, 4 or 8 is needed")
-        if self.max_tokens < (longest := self.max_prompt_length + self.max_response_length):
-            raise BenchError(f"max_tokens is {self.max_tokens}: the longest sample needs {longest}")
-        if self.padded_micro_batches > self.prompts * self.n:
+        super().__post_init__()
+        longest, responses = self.max_prompt_length + self.max_response_length, self.prompts * self.n
+        if self.max_tokens < longest:
+            raise BenchError(f"max_tokens is {self.max_tokens}; expected at least {longest}, the longest sample")
+        if self.padded_micro_batches > responses:
             raise BenchError(
-                f"padded_micro_batches is {self.padded_micro_batches}: there are {self.prompts * self.n} responses"
+                f"padded_micro_batches is {self.padded_micro_batches}; expected at most {responses}, one a response"
             )
-        known = CUDA_PARTS if self.device == "cuda" else [p for p in get_args(PartName) if p != "mfu"]
-        if unfit := [part for part in self.parts if part not in known]:
-            raise BenchError(f"parts holds {unfit[0]}: device {self.device} has {', '.join(known)}")
-        if self.json is not None and not self.json.absolute().parent.is_dir():
-            raise BenchError(f"json is {self.json}: {self.json.absolute().parent} is no folder")
+        known = CUDA_PARTS if self.device == "cuda" else [part for part in get_args(PartName) if part != "mfu"]
+        if wrong := [part for part in self.parts if part not in known]:
+            raise BenchError(f"parts holds {wrong[0]}; expected {', '.join(known)} on device {self.device}")

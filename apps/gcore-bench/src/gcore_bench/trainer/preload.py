@@ -1,4 +1,4 @@
-"""What every contender's process would import, each for itself; their server imports it once."""
+"""Modules that every contender's process needs; the server that they are forked from imports them once."""
 
 import torch
 import torch._dynamo

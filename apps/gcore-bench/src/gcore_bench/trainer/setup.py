@@ -1,17 +1,17 @@
-"""Models, tokenizer and samples of a run, made once in a process of its own."""
+"""Make the models, the tokenizer and the samples that contenders share, once, in a process of its own."""
 
 from pathlib import Path
 
-from gcore_bench.trainer.figures import Spec
-from gcore_bench.trainer.models import make_model
+from gcore_bench.harness.child import Spec
+from gcore_bench.harness.models import make_model
+from gcore_bench.harness.rounds import Figures
 from gcore_bench.trainer.options import TrainerOptions
-from gcore_bench.trainer.shapes import long_workload, step_workload
-from gcore_bench.trainer.workload import make_samples, off_policy, save_samples
+from gcore_bench.trainer.workload import long_workload, make_samples, off_policy, save_samples, step_workload
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_trainer import PackedModel
 
 
-def run(spec: Spec) -> dict[str, dict[str, float]]:
+def run(spec: Spec) -> dict[str, Figures]:
     """Write ``model``, ``long-model``, ``tokenizer`` and ``samples.npz``."""
     folder, options = Path(spec.folder), TrainerOptions(**spec.options)
     make_model(folder / "model", step_workload(options), max_length=options.max_tokens, seed=options.seed)

@@ -1,16 +1,17 @@
-"""One policy-gradient step, measured the same way whoever makes it."""
+"""The parts step and balance: one policy-gradient step, measured in the same way under every contender."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from gcore_bench.trainer.figures import Spec
-from gcore_bench.trainer.measure import measured
+from gcore_bench.harness.child import Spec, joined_world
+from gcore_bench.harness.measure import measured
+from gcore_bench.harness.rounds import Figures
+from gcore_bench.trainer.updates import StepResult
 from gcore_bench.trainer.workload import load_samples
-from gcore_trainer import Sample
+from gcore_trainer import ParallelConfig, Sample, TorchParallel
 
 _WARMUP = [
     Sample(
@@ -21,57 +22,49 @@ _WARMUP = [
     )
     for a in (1.0, -1.0)
 ]
-"""Enough to import what a first step imports and to make moments, and so small that it leaves no memory behind."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What a step computed, for contenders to be compared by."""
-
-    loss: float
-    grad_norm: float
-    computed_tokens: float
-    """That passed through the model's layers, padding included."""
+"""Enough to trigger the imports of a first step and to allocate moments, and so small that it frees no large blocks."""
 
 
 class Stepper(Protocol):
-    """A contender: model, optimizer and one way to make a step."""
+    """A contender: a model, its optimizer and one way to make a step."""
 
     def step(self, samples: Sequence[Sample], batches: Sequence[Sequence[int]]) -> StepResult: ...
 
 
-def make_stepper(contender: str, folder: Path) -> Stepper:
+def run(spec: Spec) -> dict[str, Figures]:
+    """Return seconds and memory of a step, and its result; in the part balance those of this rank."""
+    if spec.part == "step":
+        return _measured(spec, _make_stepper(spec.contender, Path(spec.folder)))
+    from gcore_bench.trainer.contenders.gcore import GcoreStep
+
+    # Parameters are sharded, so that ranks wait for each other in every pass.
+    with joined_world(spec):
+        parallel = TorchParallel.join(ParallelConfig())
+        return _measured(spec, GcoreStep(Path(spec.folder) / "model", "gcore-shared", parallel=parallel))
+
+
+def _make_stepper(contender: str, folder: Path) -> Stepper:
     """Import the contender's library and load the model."""
     match contender:
         case "trl":
-            from gcore_bench.trainer.trl_contender import TrlStep
+            from gcore_bench.trainer.contenders.trl import TrlStep
 
             return TrlStep(folder)
         case "verl":
-            from gcore_bench.trainer.verl_contender import VerlStep
+            from gcore_bench.trainer.contenders.verl import VerlStep
 
             return VerlStep(folder / "model")
         case _:
-            from gcore_bench.trainer.gcore_contender import GcoreStep
+            from gcore_bench.trainer.contenders.gcore import GcoreStep
 
             return GcoreStep(folder / "model", contender)
 
 
-def run(spec: Spec) -> dict[str, dict[str, float]]:
-    """Seconds and memory of a step, and what it computed."""
-    folder = Path(spec.folder)
-    stepper = make_stepper(spec.contender, folder)
-    return {spec.contender: step_figures(stepper, load_samples(folder / "samples.npz"), spec)}
-
-
-def step_figures(stepper: Stepper, samples: Sequence[Sample], spec: Spec) -> dict[str, float]:
-    """A warm-up step, and then those that count."""
+def _measured(spec: Spec, stepper: Stepper) -> dict[str, Figures]:
+    samples, batches = load_samples(Path(spec.folder) / "samples.npz"), spec.options["batches"][spec.rank]
     stepper.step(_WARMUP, [[0, 1]])
     results: list[StepResult] = []
-    times = measured(lambda: results.append(stepper.step(samples, spec.batches)), times=spec.options["steps"])
+    times = measured(lambda: results.append(stepper.step(samples, batches)), times=spec.options["steps"])
     first = results[0]
-    return times.figures() | {
-        "loss": first.loss,
-        "grad_norm": first.grad_norm,
-        "computed_tokens": first.computed_tokens,
-    }
+    computed = {"loss": first.loss, "grad_norm": first.grad_norm, "computed_tokens": first.computed_tokens}
+    return {spec.contender: times.figures() | computed}

@@ -1,6 +1,6 @@
-"""What every contender trains on: groups of responses with a long tail of lengths, and how each one batches them.
+"""The step that every contender makes: groups of responses with a long tail of lengths, and each contender's batches.
 
-Indices are of samples in group order: sample i answers prompt i // n.
+Indices are of samples in group order: sample i answers prompt i // n. Importing this module imports no torch.
 """
 
 from collections.abc import Sequence
@@ -11,37 +11,61 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gcore_bench.harness.models import small_shape
+from gcore_bench.harness.rounds import Figures
 from gcore_bench.trainer.options import TrainerOptions
 from gcore_placement import TransformerWorkload, balance, micro_batches
-from gcore_trainer import Sample
+from gcore_trainer import Sample, pack
+
+LONG_VOCAB_SIZE = 512
+BALANCE_RANKS = 2
+"""Ranks of the part balance."""
+BATCHINGS = ("trl", "gcore-padded", "gcore-packed", "gcore-shared")
+"""Contenders whose ways of batching differ; verl receives the batches of gcore-packed."""
 
 _OFF_POLICY = 0.1
-"""Standard deviation of what is added to log-probabilities to stand for an older policy's: some ratios are clipped."""
+"""Standard deviation of noise on log-probabilities that imitates an older policy; some ratios are clipped."""
+
+
+def step_workload(options: TrainerOptions) -> TransformerWorkload:
+    """Return the shape of the step's model."""
+    return small_shape(options.hidden_size, layers=4, heads=4, vocab_size=options.vocab_size)
+
+
+def long_workload(options: TrainerOptions) -> TransformerWorkload:
+    """Return the shape of the model of the part context; Ulysses ranks divide its heads."""
+    return small_shape(options.hidden_size, layers=2, heads=8, vocab_size=LONG_VOCAB_SIZE)
+
+
+def context_layouts(sizes: Sequence[int]) -> dict[str, tuple[int, int]]:
+    """Return the contenders of the part context: context-parallel size, and ranks that exchange heads."""
+    found: dict[str, tuple[int, int]] = {}
+    for size in sizes:
+        if size == 1:
+            found["alone"] = (1, 1)
+        else:
+            found |= {f"ulysses-{size}": (size, size), f"ring-{size}": (size, 1)}
+    return found
 
 
 def make_samples(options: TrainerOptions) -> list[Sample]:
-    """The step's samples, with advantages, and without old log-probs."""
+    """Return the step's samples, with advantages, and without old log-probs."""
     rng = np.random.default_rng(options.seed)
     samples: list[Sample] = []
     for _ in range(options.prompts):
-        prompt = _tokens(
-            rng, options, int(rng.integers(-(-options.max_prompt_length // 3), options.max_prompt_length + 1))
-        )
+        prompt_length = int(rng.integers(-(-options.max_prompt_length // 3), options.max_prompt_length + 1))
+        prompt = rng.integers(1, options.vocab_size, prompt_length)
         scores = rng.normal(size=options.n)
         for score in scores - scores.mean():
             length = round(options.median_length * float(np.exp(options.sigma * rng.normal())))
-            response = _tokens(rng, options, min(max(length, 1), options.max_response_length))
+            response = rng.integers(1, options.vocab_size, min(max(length, 1), options.max_response_length))
             advantages = np.full(response.size, score, np.float32)
             samples.append(Sample(prompt_ids=prompt, response_ids=response, advantages=advantages))
     return samples
 
 
-def _tokens(rng: np.random.Generator, options: TrainerOptions, length: int) -> NDArray[np.int64]:
-    return rng.integers(1, options.vocab_size, length)
-
-
 def off_policy(samples: Sequence[Sample], log_probs: Sequence[NDArray[np.float32]], *, seed: int) -> list[Sample]:
-    """The samples as if a policy close by had written them."""
+    """Return the samples with log-probs as if a slightly different policy had written them."""
     rng = np.random.default_rng(seed)
     return [
         replace(s, old_log_probs=(lp + rng.normal(0.0, _OFF_POLICY, lp.shape)).astype(np.float32))
@@ -50,7 +74,7 @@ def off_policy(samples: Sequence[Sample], log_probs: Sequence[NDArray[np.float32
 
 
 def save_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Write them where a contender's process finds them."""
+    """Write samples to a file for the processes of contenders."""
     arrays: dict[str, Any] = {}
     for i, sample in enumerate(samples):
         for field in ("prompt_ids", "response_ids", "advantages", "old_log_probs"):
@@ -59,7 +83,7 @@ def save_samples(path: Path, samples: Sequence[Sample]) -> None:
 
 
 def load_samples(path: Path) -> list[Sample]:
-    """What `save_samples` wrote."""
+    """Read the samples that `save_samples` wrote."""
     with np.load(path) as arrays:
         return [
             Sample(
@@ -72,13 +96,23 @@ def load_samples(path: Path) -> list[Sample]:
         ]
 
 
+def step_batches(options: TrainerOptions, samples: Sequence[Sample], contender: str) -> list[list[int]]:
+    """Return the micro-batches that a contender makes of the step."""
+    shape = step_workload(options)
+    if contender in ("trl", "gcore-padded"):
+        return padded_batches(samples, options.padded_micro_batches)
+    if contender == "gcore-shared":
+        return shared_batches(samples, shape, options.max_tokens, n=options.n)
+    return packed_batches(samples, shape, options.max_tokens)
+
+
 def padded_batches(samples: Sequence[Sample], count: int) -> list[list[int]]:
-    """Equal numbers of samples, in their order."""
+    """Divide the samples, in their order, into batches of equal counts."""
     return [part.tolist() for part in np.array_split(np.arange(len(samples)), count)]
 
 
 def packed_batches(samples: Sequence[Sample], workload: TransformerWorkload, max_tokens: int) -> list[list[int]]:
-    """Single samples within the budget, of even simulated cost."""
+    """Batch single samples within the budget, at even simulated cost."""
     lengths = [s.prompt_ids.size + s.response_ids.size for s in samples]
     parts = micro_batches(lengths, max_tokens=max_tokens, costs=workload.flops(lengths))
     return [part.tolist() for part in parts]
@@ -86,7 +120,7 @@ def packed_batches(samples: Sequence[Sample], workload: TransformerWorkload, max
 
 @dataclass(frozen=True, kw_only=True)
 class _Unit:
-    """Responses to one prompt that stay together."""
+    """Responses to one prompt that stay in one batch."""
 
     members: list[int]
     tokens: int
@@ -96,75 +130,82 @@ class _Unit:
 def shared_batches(
     samples: Sequence[Sample], workload: TransformerWorkload, max_tokens: int, *, n: int
 ) -> list[list[int]]:
-    """Whole groups within the budget, of even simulated cost; a group above it is parted."""
-    units = [u for group in _groups(range(len(samples)), n) for u in _units(samples, group, workload, max_tokens)]
+    """Batch whole groups within the budget, at even simulated cost; a group above the budget is split."""
+    units = _units(samples, workload, max_tokens, n)
     parts = micro_batches([u.tokens for u in units], max_tokens=max_tokens, costs=[u.cost for u in units])
     return [[i for u in part.tolist() for i in units[u].members] for part in parts]
 
 
-def _groups(indices: Sequence[int], n: int) -> list[list[int]]:
-    return [list(indices[k : k + n]) for k in range(0, len(indices), n)]
-
-
-def _units(samples: Sequence[Sample], group: list[int], workload: TransformerWorkload, max_tokens: int) -> list[_Unit]:
-    prompt_length = samples[group[0]].prompt_ids.size
-    lengths = np.array([samples[i].response_ids.size for i in group])
-    return [
-        _Unit(
-            members=[group[k] for k in part.tolist()],
-            tokens=prompt_length + int(lengths[part].sum()),
-            cost=float(workload.group_flops(prompt_length, lengths[part])),
-        )
-        for part in micro_batches(lengths, max_tokens=max_tokens - prompt_length)
-    ]
+def _units(samples: Sequence[Sample], workload: TransformerWorkload, max_tokens: int, n: int) -> list[_Unit]:
+    units: list[_Unit] = []
+    for start in range(0, len(samples), n):
+        prompt_length = samples[start].prompt_ids.size
+        lengths = np.array([sample.response_ids.size for sample in samples[start : start + n]])
+        units += [
+            _Unit(
+                members=[start + k for k in part.tolist()],
+                tokens=prompt_length + int(lengths[part].sum()),
+                cost=float(workload.group_flops(prompt_length, lengths[part])),
+            )
+            for part in micro_batches(lengths, max_tokens=max_tokens - prompt_length)
+        ]
+    return units
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deal:
-    """Micro-batches of each of several ranks."""
+    """Micro-batches of several ranks."""
 
     batches: list[list[list[int]]]
-    """[rank][pass] indices of samples."""
+    """Indices of samples, by rank and pass."""
     costs: list[list[float]]
-    """Simulated FLOPs of each."""
+    """Simulated FLOPs, by rank and pass."""
+
+    @property
+    def imbalance(self) -> Figures:
+        """Both ratios, as the file of figures has them."""
+        return {"ranks": self.rank_imbalance, "passes": self.pass_imbalance}
 
     @property
     def rank_imbalance(self) -> float:
-        """Largest cost of a rank over their mean."""
+        """Cost of the busiest rank over the mean."""
         totals = [sum(costs) for costs in self.costs]
         return max(totals) / (sum(totals) / len(totals))
 
     @property
     def pass_imbalance(self) -> float:
-        """The same where ranks wait for each other in every pass, as sharded parameters make them."""
+        """The same if ranks wait for each other in every pass, which sharded parameters make them do."""
         passes = max(len(costs) for costs in self.costs)
         slowest = sum(max((c[k] for c in self.costs if k < len(c)), default=0.0) for k in range(passes))
         return slowest / (sum(sum(costs) for costs in self.costs) / len(self.costs))
 
 
-def deal(
-    samples: Sequence[Sample], workload: TransformerWorkload, max_tokens: int, *, n: int, ranks: int, balanced: bool
-) -> Deal:
-    """Micro-batches of whole groups for each rank: of even cost, heaviest first; or one after the other, in order."""
-    units = [u for group in _groups(range(len(samples)), n) for u in _units(samples, group, workload, max_tokens)]
-    if balanced:
-        parts = micro_batches(
-            [u.tokens for u in units], max_tokens=max_tokens, costs=[u.cost for u in units], num_multiple=ranks
-        )
-        found = [[units[k] for k in part.tolist()] for part in parts if part.size]
-        order = sorted(found, key=lambda batch: -sum(u.cost for u in batch))
-        owners = balance([sum(u.cost for u in batch) for batch in order], ranks)
-        dealt = [[order[k] for k in owned.tolist()] for owned in owners]
-    else:
-        dealt = [_filled(units[rank::ranks], max_tokens) for rank in range(ranks)]
+def deals(options: TrainerOptions, samples: Sequence[Sample]) -> dict[str, Deal]:
+    """Return the two distributions of the part balance: whole groups over ranks in turn, and by simulated work."""
+    workload, max_tokens = step_workload(options), options.max_tokens
+    units = _units(samples, workload, max_tokens, options.n)
+    parts = micro_batches(
+        [u.tokens for u in units], max_tokens=max_tokens, costs=[u.cost for u in units], num_multiple=BALANCE_RANKS
+    )
+    found = [[units[k] for k in part.tolist()] for part in parts if part.size]
+    # The heaviest first, so that the passes of the ranks are alike.
+    order = sorted(found, key=lambda batch: -sum(u.cost for u in batch))
+    owners = balance([sum(u.cost for u in batch) for batch in order], BALANCE_RANKS)
+    return {
+        "round-robin": _deal([_filled(units[rank::BALANCE_RANKS], max_tokens) for rank in range(BALANCE_RANKS)]),
+        "balanced": _deal([[order[k] for k in owned.tolist()] for owned in owners]),
+    }
+
+
+def _deal(ranks: Sequence[Sequence[Sequence[_Unit]]]) -> Deal:
     return Deal(
-        batches=[[[i for u in batch for i in u.members] for batch in batches] for batches in dealt],
-        costs=[[sum(u.cost for u in batch) for batch in batches] for batches in dealt],
+        batches=[[[i for u in batch for i in u.members] for batch in batches] for batches in ranks],
+        costs=[[sum(u.cost for u in batch) for batch in batches] for batches in ranks],
     )
 
 
 def _filled(units: Sequence[_Unit], max_tokens: int) -> list[list[_Unit]]:
-    """One micro-batch after the other, each taken as long as the next unit fits."""
+    """Fill one micro-batch after the other, each for as long as the next unit fits."""
     batches: list[list[_Unit]] = []
     for unit in units:
         if batches and sum(u.tokens for u in batches[-1]) + unit.tokens <= max_tokens:
@@ -172,3 +213,37 @@ def _filled(units: Sequence[_Unit], max_tokens: int) -> list[list[_Unit]]:
         else:
             batches.append([unit])
     return batches
+
+
+def token_rows(options: TrainerOptions, samples: Sequence[Sample]) -> dict[str, Figures]:
+    """Return the tokens that each way of batching computes, and the fractions that are of samples, and needed.
+
+    Needed are each distinct prompt once and each response, less its last token, which predicts nothing.
+    """
+    prompts = {s.prompt_ids.tobytes(): s.prompt_ids.size for s in samples}
+    inner = sum(s.response_ids.size - 1 for s in samples)
+    needed = sum(prompts.values()) + inner
+    given = sum(s.prompt_ids.size for s in samples) + inner
+    rows: dict[str, Figures] = {}
+    for name in BATCHINGS:
+        computed = _computed_tokens(options, samples, name)
+        rows[name] = {
+            "computed": float(computed),
+            # Shared prompts make fewer tokens than the samples have, and no padding.
+            "real_fraction": min(given, computed) / computed,
+            "needed_fraction": needed / computed,
+        }
+    return rows
+
+
+def _computed_tokens(options: TrainerOptions, samples: Sequence[Sample], contender: str) -> int:
+    """Count the tokens that pass through the layers in one step."""
+    batches = [[samples[i] for i in batch] for batch in step_batches(options, samples, contender)]
+    match contender:
+        case "trl":
+            width = max(s.prompt_ids.size for s in samples) + max(s.response_ids.size for s in samples)
+            return len(samples) * width
+        case "gcore-padded":
+            return sum(len(b) * max(s.prompt_ids.size + s.response_ids.size - 1 for s in b) for b in batches)
+        case _:
+            return sum(pack(b, share_prefix=contender == "gcore-shared").input_ids.size for b in batches)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from gcore_bench.harness.tables import figures_table
 from gcore_bench.placement.live.runs import LiveRow
-from gcore_bench.tables import figures_table
 
 SHOWN_CAUSES = ("long_tail", "waiting_for_generation", "waiting_for_reward", "waiting_for_weights", "swap")
 

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from gcore_bench.harness.child import Spec
+from gcore_bench.harness.forked import run_processes, start_server
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.planner.laws import Laws, fit_laws
 from gcore_bench.placement.planner.runs import Kind, SmallRun, small_runs
-from gcore_bench.trainer.figures import Spec
-from gcore_bench.trainer.processes import run_processes, start_server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def _measured(run: SmallRun, options: PlacementOptions) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="gcore-bench-") as folder:
         specs = [
             Spec(
-                part="planner",
+                work="gcore_bench.placement.planner.work",
                 contender=run.kind,
                 folder=str(Path(folder)),
                 options={"threads": 1, "run": run, "steps": options.steps},

@@ -12,11 +12,10 @@ import psutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from gcore_bench.harness.child import Spec, joined_world
+from gcore_bench.harness.measure import PeakMemory, measured
 from gcore_bench.placement.planner.runs import SmallRun
-from gcore_bench.trainer.figures import Spec
-from gcore_bench.trainer.measure import PeakMemory, measured
-from gcore_bench.trainer.models import LOSS, OPTIMIZER
-from gcore_bench.trainer.ranks import joined_world
+from gcore_bench.trainer.updates import LOSS, OPTIMIZER
 from gcore_placement import balance, micro_batches
 from gcore_rollout import HFEngine, Request, SamplingParams
 from gcore_rollout.engines.hf import slot_attention

@@ -1,0 +1,125 @@
+"""`gcore-bench ckpt`: limits and contenders in turn, in new processes whose memory is watched."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from gcore_bench.ckpt.machine import check_machine, scratch_folder
+from gcore_bench.ckpt.options import CkptOptions
+from gcore_bench.ckpt.parts import LIMITS, PARTS
+from gcore_bench.ckpt.report import notes, part_table, summarise_part
+from gcore_bench.harness.child import Spec
+from gcore_bench.harness.errors import BenchError
+from gcore_bench.harness.forked import merge_ranks
+from gcore_bench.harness.processes import Outcome, run_children
+from gcore_bench.harness.rounds import Figures, Rounds, Run
+from gcore_bench.harness.session import Session
+
+_TIMEOUT_S = 300.0
+_TIMEOUT_S_PER_GB = 150.0
+_POLL_S = 0.2
+"""Reading the memory of gigabytes takes some ten milliseconds."""
+_ENVIRONMENT = {
+    "MASTER_ADDR": "127.0.0.1",
+    "JAX_PLATFORMS": "cpu",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "PYTHONWARNINGS": "ignore",
+}
+_LOADS_SHARDS = ("gcore", "dcp")
+"""Contenders of the part ranks whose loads are measured; the asynchronous saves of DCP write the same files."""
+_SHOWN = ("stall", "durable", "save", "load_cold", "rows_cold", "matmul_saving", "python_saving")
+"""Metrics in the lines of progress."""
+
+
+def run(options: CkptOptions, console: Console) -> None:
+    """Measure, print and write the figures that ``options`` asks for.
+
+    Raises:
+        BenchError: the machine is too small, or no contender has figures.
+    """
+    has_figures = False
+    with scratch_folder(options.dir) as folder, Session(options, console, notes=notes(options)) as session:
+        check_machine(folder, options.size_bytes)
+        for part in options.part_names:
+            if not options.contenders_of(part):
+                continue
+            rounds = Rounds(part, options.rounds, say=session.say)
+            summary = summarise_part(part, _measured(part, options, folder, rounds))
+            failures = [f"{contender} failed: {failure}" for contender, failure in summary.failures.items()]
+            tables = [part_table(summary, options)]
+            session.add(part, tables=tables, lines=failures, summary=asdict(summary), runs=rounds.runs)
+            has_figures = has_figures or any(line.seconds for line in summary.lines)
+    if not has_figures:
+        raise BenchError("no contender has figures; see the failures above")
+
+
+def _measured(part: str, options: CkptOptions, folder: Path, rounds: Rounds) -> list[Run]:
+    """Run the limits and every contender of a part in turn; a contender that fails is recorded as such."""
+    for turn in rounds.turns([*[LIMITS] * PARTS[part].has_limits, *options.contenders_of(part)]):
+        try:
+            rows = _rows(part, turn.contender, options, folder)
+        except BenchError as error:
+            turn.failed(str(error))
+        else:
+            turn.done(rows, _in_words(part, turn.contender, rows))
+    return rounds.runs
+
+
+def _rows(part: str, contender: str, options: CkptOptions, folder: Path) -> dict[str, Figures]:
+    (folder / "files").mkdir()
+    try:
+        saved = _outcome(part, contender, options, folder, "save")
+        rows = merge_ranks([value["rows"] for value in saved.values])
+        if part == "ranks" and contender in _LOADS_SHARDS:
+            loaded = _outcome(part, contender, options, folder, "load")
+            rows[contender] |= merge_ranks([value["rows"] for value in loaded.values])[contender]
+    finally:
+        shutil.rmtree(folder / "files")
+    peak = _peak_extra_bytes(saved.values, saved)
+    return rows if peak is None else rows | {contender: rows[contender] | {"peak_bytes": float(peak)}}
+
+
+def _outcome(part: str, contender: str, options: CkptOptions, folder: Path, phase: str) -> Outcome:
+    world_size = {"save": options.ranks, "load": options.ranks // 2}[phase] if part == "ranks" else 1
+    specs = [
+        Spec(
+            work=f"gcore_bench.ckpt.{part}",
+            part=part,
+            contender=contender,
+            folder=str(folder),
+            options={"size_bytes": options.size_bytes, "tensors": options.tensors, "phase": phase},
+            rank=rank,
+            world_size=world_size,
+            threads=1 if part == "loop" else max(1, (os.cpu_count() or 1) // world_size),
+        )
+        for rank in range(world_size)
+    ]
+    timeout_s = _TIMEOUT_S + _TIMEOUT_S_PER_GB * options.size_gb
+    return run_children(specs, folder=folder, environment=_ENVIRONMENT, poll_s=_POLL_S, timeout_s=timeout_s)
+
+
+def _peak_extra_bytes(values: Sequence[dict[str, Any]], outcome: Outcome) -> int | None:
+    """Return the highest memory of all ranks together while they saved, less that before."""
+    before = [value["before_bytes"] for value in values if value["before_bytes"] is not None]
+    spans = [value["saving_s"] for value in values if value["saving_s"]]
+    if not before or not spans:
+        return None
+    start_s, end_s = min(start for start, _ in spans), max(end for _, end in spans)
+    during = [footprint.pss_bytes for at_s, footprint in outcome.footprints if start_s <= at_s <= end_s]
+    return max(0, max(during) - sum(before)) if during else None
+
+
+def _in_words(part: str, contender: str, rows: dict[str, Figures]) -> str:
+    titles = {metric: title.removesuffix(" s") for metric, title in PARTS[part].columns.items()}
+    found = [
+        f"{row if row != contender else ''} {titles[metric]} {seconds[metric]:.3f} s".strip()
+        for row, seconds in rows.items()
+        for metric in _SHOWN
+        if metric in seconds
+    ]
+    return ", ".join(found)

@@ -1,0 +1,124 @@
+"""Ratios to the physical limits, tables and notes of the bench of checkpoints."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from rich.table import Table
+
+from gcore_bench.ckpt.options import CkptOptions
+from gcore_bench.ckpt.parts import LIMITS, PARTS, Part
+from gcore_bench.harness.rounds import Figures, Run
+from gcore_bench.harness.summary import summarise
+from gcore_bench.harness.tables import figures_table, mb
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One contender, or one way to measure a limit, over all rounds."""
+
+    row: str
+    seconds: Figures
+    """Medians by metric, without those that the contender does not support."""
+    ratios: Figures
+    """Ratios to the limit's seconds, or to those of the metric that the part names."""
+    peak_extra_bytes: int | None
+    """Highest memory of all rounds during the saves, less that before them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """One part."""
+
+    part: str
+    lines: list[Line]
+    limits: list[Line]
+    best: dict[str, str]
+    """The fastest way, for each metric that has a limit."""
+    failures: dict[str, str]
+    """First failure by contender."""
+    load: float
+    """Mean load of the machine before the runs."""
+
+
+def summarise_part(part: str, runs: Sequence[Run]) -> Summary:
+    """Take medians over all rounds, and their ratios to the fastest limits."""
+    rows = {run.contender: {} for run in runs if run.contender != LIMITS} | summarise(part, runs).rows
+    limits = {row for run in runs if run.contender == LIMITS for row in run.rows}
+    best: dict[str, str] = {}
+    for row in (row for row in rows if row in limits):
+        for metric, value in rows[row].items():
+            if metric not in best or value < rows[best[metric]][metric]:
+                best[metric] = row
+    base = {metric: rows[row][metric] for metric, row in best.items()}
+    failures: dict[str, str] = {}
+    for run in runs:
+        if run.failure:
+            failures.setdefault(run.contender, run.failure)
+    return Summary(
+        part=part,
+        lines=[_line(row, found, base, PARTS[part]) for row, found in rows.items() if row not in limits],
+        limits=[_line(row, found, base, PARTS[part]) for row, found in rows.items() if row in limits],
+        best=best,
+        failures=failures,
+        load=fmean(run.load for run in runs),
+    )
+
+
+def _line(row: str, figures: Figures, base: Figures, part: Part) -> Line:
+    seconds = {metric: value for metric, value in figures.items() if metric != "peak_bytes"}
+    ratios: Figures = {}
+    for metric in part.columns:
+        below = seconds.get(part.ratio_to[metric]) if metric in part.ratio_to else base.get(metric)
+        if below and metric in seconds:
+            ratios[metric] = seconds[metric] / below
+    peak = figures.get("peak_bytes")
+    return Line(row=row, seconds=seconds, ratios=ratios, peak_extra_bytes=None if peak is None else int(peak))
+
+
+def part_table(summary: Summary, options: CkptOptions) -> Table:
+    """Return a table with a row for each contender, and then the limits that their ratios are taken to."""
+    part = PARTS[summary.part]
+    ranks = f", {options.ranks} save, {options.ranks // 2} load" if summary.part == "ranks" else ""
+    with_peak = any(line.peak_extra_bytes is not None for line in summary.lines)
+    title = f"{part.title}{ranks}: {options.size_gb:g} GB in {options.tensors} tensors"
+    shown = figures_table(title, *part.columns.values(), *["extra MB"] * with_peak)
+    shown.caption = f"medians of {options.rounds} rounds; load of the machine {summary.load:.1f}"
+    for lines in (summary.lines, summary.limits):
+        shown.add_section()
+        for line in lines:
+            cells = [_cell(line, metric) for metric in part.columns]
+            shown.add_row(line.row, *cells, *[mb(line.peak_extra_bytes)] * with_peak)
+    return shown
+
+
+def _cell(line: Line, metric: str) -> str:
+    if metric not in line.seconds:
+        return "-"
+    ratio = f" ({_short(line.ratios[metric], 2)}x)" if metric in line.ratios else ""
+    return _short(line.seconds[metric], 3) + ratio
+
+
+def _short(value: float, decimals: int) -> str:
+    """Format with two decimals fewer from 10 on, because the table is wide."""
+    return f"{value:.{decimals if value < 10 else decimals - 2}f}"
+
+
+def notes(options: CkptOptions) -> list[str]:
+    """Return what a reader must know to judge the figures."""
+    lines = [
+        "A process for each run, the same bytes for all, one save before the measured one. stall: until the state may "
+        "be changed, the whole call if there is no asynchronous save. durable: until all files are synced; what "
+        "a library leaves unsynced (torch.save and safetensors everything, DCP and tensorstore their folder, Orbax "
+        "its metadata) the bench syncs and counts.",
+        "Cold: the files are out of the page cache; warm: they are in it. Into fresh memory, or in place. What each "
+        "contender loads is compared bitwise with what it saved. (x): over the fastest limit of the column.",
+        "memcpy and the reads marked huge use memory in huge pages, the other reads into fresh memory small ones.",
+        "extra MB: highest resident memory of all processes while saving, less that before the first save.",
+    ]
+    if "loop" in options.part_names:
+        lines.append(
+            "Steps of 0.2 s: matrix products of one thread, and pure Python, which shares the interpreter lock with "
+            "the thread of a save. (x): over the same steps with no save in flight."
+        )
+    return lines

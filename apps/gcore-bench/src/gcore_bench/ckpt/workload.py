@@ -1,0 +1,93 @@
+"""The state that every contender saves: each process can make any part of the same bytes."""
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+State: TypeAlias = dict[str, torch.Tensor]
+
+_WIDTH = 1024
+_TINY_ELEMENTS = 2048
+_PERIOD = 4_194_301
+"""Number of elements after which values repeat: a prime, so that no two pages of a tensor are equal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPlan:
+    """Name, dtype and shape of a tensor; its values follow from its number."""
+
+    name: str
+    number: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        return tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+
+
+def plan_state(size_bytes: int, num_tensors: int) -> list[TensorPlan]:
+    """Plan a state of at least ``size_bytes``: 2 % large tensors with 40 % of the bytes, 30 % tiny, the rest medium."""
+    num_large = max(1, num_tensors // 50)
+    num_tiny = num_tensors * 3 // 10
+    num_medium = num_tensors - num_large - num_tiny
+    kinds = ["large"] * num_large + ["medium"] * num_medium + ["tiny"] * num_tiny
+    bytes_of = {"large": 0.4 * size_bytes / num_large, "medium": 0.6 * size_bytes / num_medium}
+    plans: list[TensorPlan] = []
+    for number, kind in enumerate(kinds):
+        dtype = torch.float32 if number % 2 else torch.bfloat16
+        rows = math.ceil(bytes_of.get(kind, 0) / (_WIDTH * dtype.itemsize))
+        shape = (_TINY_ELEMENTS,) if kind == "tiny" else (rows, _WIDTH)
+        plans.append(TensorPlan(name=f"layers.{number}.{kind}", number=number, dtype=dtype, shape=shape))
+    # Sizes alternate, as in a model.
+    return sorted(plans, key=lambda plan: (plan.number * 37) % num_tensors)
+
+
+class Values:
+    """Source of the values of all tensors."""
+
+    def __init__(self) -> None:
+        noise = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0))
+        self._noise = {dtype: noise.to(dtype) for dtype in (torch.float32, torch.bfloat16)}
+
+    def full(self, plan: TensorPlan) -> torch.Tensor:
+        """Return the whole tensor."""
+        return self.rows(plan, 0, plan.shape[0])
+
+    def rows(self, plan: TensorPlan, start: int, end: int) -> torch.Tensor:
+        """Return its rows from ``start`` up to ``end``."""
+        row_elements = plan.stride[0]
+        tensor = torch.empty((end - start, *plan.shape[1:]), dtype=plan.dtype)
+        flat, noise = tensor.view(-1), self._noise[plan.dtype]
+        done, at = 0, (plan.number * 1_234_577 + start * row_elements) % _PERIOD
+        while done < flat.numel():
+            count = min(_PERIOD - at, flat.numel() - done)
+            flat[done : done + count] = noise[at : at + count]
+            done, at = done + count, 0
+        return tensor
+
+
+def full_state(plans: list[TensorPlan]) -> State:
+    """Return all tensors, each in full."""
+    values = Values()
+    return {plan.name: values.full(plan) for plan in plans}
+
+
+def first_difference(state: State, plans: list[TensorPlan]) -> str:
+    """Compare bitwise with the saved state; return the name of the first tensor that differs, or an empty string."""
+    values = Values()
+    return next((plan.name for plan in plans if not is_same(state.get(plan.name), values.full(plan))), "")
+
+
+def is_same(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
+    """Return whether dtype, shape and every bit are equal."""
+    if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    return torch.equal(byte_view(found), byte_view(expected))
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor as bytes; it is copied only if it is not contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,1 @@
+"""gcore's controllers and verl's driver, each with the workers that they command."""

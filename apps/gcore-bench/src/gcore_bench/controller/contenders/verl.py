@@ -1,0 +1,94 @@
+"""verl's contender: one driver that gathers a DataProto from verl's own worker group and dispatches it.
+
+The driver runs in a Ray actor of its own, like verl's main program.
+"""
+
+import time
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from verl import DataProto
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch as _Dispatch
+from verl.single_controller.base.decorator import register
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+
+from gcore_bench.controller.figures import WARMUP_STEPS, ControlFigures, anonymous_bytes, anonymous_peak
+from gcore_bench.controller.workload import FeatureMaker, Payload, check_read, checksum
+
+# verl creates its members at import.
+Dispatch: Any = _Dispatch
+
+
+class _VerlWorker(Worker):
+    """The work of `gcore_bench.controller.contenders.gcore.BenchWorker` in verl's API."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.set_num_threads(1)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def make(self, data: Any) -> Any:
+        """Return the features, [n, num_floats], of the samples ``index``, [n], and their metadata."""
+        payload: Payload = data.meta_info["payload"]
+        maker = FeatureMaker.of(payload)
+        indices = data.batch["index"].tolist()
+        features = np.empty((len(indices), payload.num_floats), np.float32)
+        for row, index in zip(features, indices, strict=True):
+            maker.fill(index, row)
+        columns: dict[str, Any] = {
+            "index": data.batch["index"],
+            "features": torch.from_numpy(features),
+            "length": torch.tensor([payload.length(index) for index in indices]),
+            "reward": torch.tensor([payload.reward(index) for index in indices]),
+            "checksum": torch.tensor([checksum(row) for row in features]),
+        }
+        return DataProto.from_dict(columns)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def read(self, data: Any) -> Any:
+        """Return the index and the checksum of each sample."""
+        checksums = [checksum(row) for row in data.batch["features"].numpy()]
+        return DataProto.from_dict({"index": data.batch["index"], "checksum": torch.tensor(checksums)})
+
+
+class VerlDriver:
+    """verl's single controller over a hybrid worker group, which generates and trains."""
+
+    def __init__(self, num_workers: int) -> None:
+        torch.set_num_threads(1)
+        self._num_workers = num_workers
+        worker: Any = ray.remote(_VerlWorker)
+        pool = RayResourcePool([num_workers], use_gpu=False)
+        self._workers: Any = RayWorkerGroup(pool, RayClassWithInitArgs(worker))
+
+    def run(self, payload: Payload, num_steps: int) -> ControlFigures:
+        """Make steps, after the warm-up steps.
+
+        Raises:
+            BenchError: features arrived with other bytes.
+        """
+        idle_bytes = anonymous_bytes()
+        steps: list[tuple[float, float]] = []
+        with anonymous_peak() as peak:
+            for _ in range(WARMUP_STEPS + num_steps):
+                start_s = time.monotonic()
+                self._step(payload)
+                steps.append((start_s, time.monotonic()))
+        return ControlFigures(steps=steps, idle_bytes=idle_bytes, peak_bytes=peak.nbytes)
+
+    def _step(self, payload: Payload) -> None:
+        indices: Any = torch.arange(payload.num_samples)
+        batch = self._workers.make(DataProto.from_dict({"index": indices}, meta_info={"payload": payload}))
+        batch.batch["advantage"] = batch.batch["reward"] - batch.batch["reward"].mean()
+        lengths = batch.batch["length"].tolist()
+        parts: Any = get_seqlen_balanced_partitions(lengths, k_partitions=self._num_workers, equal_size=True)
+        batch.reorder(torch.tensor([index for part in parts for index in part]))
+        check_read(_by_index(batch), _by_index(self._workers.read(batch)))
+
+
+def _by_index(data: Any) -> dict[int, int]:
+    return dict(zip(data.batch["index"].tolist(), data.batch["checksum"].tolist(), strict=True))

@@ -1,0 +1,1 @@
+"""One module a system, which only that contender's process imports."""

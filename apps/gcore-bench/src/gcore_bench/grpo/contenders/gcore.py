@@ -1,0 +1,113 @@
+"""gcore: the program of gcore-llm in one process, with an engine, a reward and a recorder that take the figures."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Literal
+
+import torch
+
+from gcore_bench.grpo.measure import StepClock, StepFigures, TimedReward
+from gcore_bench.grpo.settings import load_train_prompts, train_config
+from gcore_bench.grpo.workload import Task
+from gcore_controller import Program, Span, State, run_inline
+from gcore_llm.evaluate import Evaluation
+from gcore_llm.micro_batches import workload_of
+from gcore_llm.modality import Job, rlhf_program
+from gcore_llm.rewards import make_runner, reward_function
+from gcore_llm.roles import SamplingRoles, build_engine, build_tokenizer
+from gcore_llm.services import sharing
+from gcore_llm.trainer_worker import start_trainer
+from gcore_rollout import Completion, Engine, Failure, Request, WrappedEngine
+from gcore_runs.settings import resolve
+
+
+def run(task: Task, *, engine: Literal["hf", "vllm"]) -> list[StepFigures]:
+    """Make the steps of ``task`` and return the figures of each."""
+    model = task.model
+    config = resolve(train_config(task.workload, engine=engine, steps=task.steps, threads=task.threads, seed=task.seed))
+    torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    tokenizer = build_tokenizer(model)
+    reward = TimedReward(reward_function(config))
+    runner = make_runner(reward, config)
+    watched = _WatchedEngine(asyncio.run(build_engine(config, model, tokenizer)))
+    # No checkpoint is saved in this run.
+    learner = start_trainer(config, model, model.parent / "checkpoints")
+    recorder = _Recorder(watched, reward)
+    job = Job(
+        config=config,
+        prompts=load_train_prompts(config, tokenizer),
+        workload=workload_of(model),
+        first_step=0,
+        is_evaluated=True,
+        controllers=None,
+        is_policy_behind=False,
+    )
+    program = sharing(learner, rlhf_program(job, recorder))
+    asyncio.run(_run(program, SamplingRoles(policy=watched, reward=runner, tokenizer=tokenizer)))
+    return recorder.steps
+
+
+async def _run(program: Program[SamplingRoles, None], sampler: SamplingRoles) -> None:
+    try:
+        await run_inline(program, roles=sampler)
+    finally:
+        await sampler.policy.close()
+
+
+class _WatchedEngine(WrappedEngine):
+    """An engine that records the lengths of its completions."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.lengths: list[int] = []
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
+        async for completion in super().generate(requests):
+            self.lengths.append(completion.token_ids.size)
+            yield completion
+
+
+class _Recorder:
+    """Collects the figures of every step."""
+
+    def __init__(self, engine: _WatchedEngine, reward: TimedReward) -> None:
+        self.steps: list[StepFigures] = []
+        self._engine = engine
+        self._reward = reward
+        self._metrics: dict[str, float] = {}
+        self._clock = StepClock()
+
+    async def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        raise AssertionError(f"step {step} evaluated the policy: {evaluation}")
+
+    async def updating(self) -> None:
+        pass
+
+    async def stepped(
+        self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
+    ) -> None:
+        del step, spans, devices
+        self._metrics = metrics
+
+    async def rewards_failed(self, step: int, failures: list[Failure]) -> None:
+        raise AssertionError(f"rewards failed in step {step}: {failures}")
+
+    async def reached(self, step: int, controllers: list[State]) -> None:
+        del step, controllers
+        wall_s, cpu_s = self._clock.lap()
+        reward_s, score = self._reward.drain()
+        # gcore-llm scores completions while others are being generated: those seconds are inside its gen stage.
+        gen_s = sum(self._metrics.get(f"timing_s/{stage}", 0.0) for stage in ("gen", "reward", "sync")) - reward_s
+        self.steps.append(
+            StepFigures.of(
+                self._engine.lengths,
+                wall_s=wall_s,
+                cpu_s=cpu_s,
+                gen_s=gen_s,
+                reward_s=reward_s,
+                train_s=self._metrics["timing_s/train"],
+                score=score,
+            )
+        )
+        self._engine.lengths = []

@@ -1,0 +1,62 @@
+"""gcore on Ray: the command `gcore-llm train` with two controllers; figures are read from its metrics.jsonl."""
+
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from gcore_bench.grpo.measure import StepFigures
+from gcore_bench.grpo.settings import train_config
+from gcore_bench.grpo.workload import Task, Workload
+from gcore_bench.harness.processes import Program
+from gcore_runs.settings import to_toml
+
+NUM_CONTROLLERS = 2
+
+
+def program(task: Task, *, folder: Path) -> Program:
+    """Return the command of a task; its settings and its run are in ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = replace(
+        train_config(task.workload, steps=task.steps, threads=task.threads, seed=task.seed),
+        runtime="ray",
+        controllers=NUM_CONTROLLERS,
+        model=str(task.model.resolve()),
+        name="run",
+        runs_dir=str(folder.resolve()),
+    )
+    settings, run = folder / "settings.toml", folder / config.name
+    settings.write_text(to_toml(config))
+    shutil.rmtree(run, ignore_errors=True)
+    return Program(
+        command=[sys.executable, "-c", _MAIN, "train", "--config", str(settings.resolve())],
+        environment={"OMP_NUM_THREADS": str(task.threads)},
+        folder=folder,
+        read=lambda: _figures(task.workload, run / "metrics.jsonl"),
+    )
+
+
+_MAIN = "from gcore_llm.cli import main; main()"
+
+
+def _figures(workload: Workload, metrics: Path) -> list[StepFigures]:
+    rows: list[Mapping[str, float]] = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [
+        StepFigures(
+            wall_s=row["timing_s/step"],
+            cpu_s=None,
+            # Responses are scored while others of the step are being generated.
+            gen_s=sum(row.get(f"timing_s/{stage}", 0.0) for stage in ("gen", "reward", "sync")),
+            reward_s=0.0,
+            train_s=row["timing_s/train"],
+            score=row["critic/score/mean"],
+            num_samples=workload.samples_per_step,
+            mean_length=row["response_length/mean"],
+            max_length=int(row["response_length/max"]),
+        )
+        # Evaluations have rows of their own.
+        for row in rows
+        if "timing_s/step" in row
+    ]

@@ -1,0 +1,108 @@
+"""Time and peak memory of work on one device."""
+
+import ctypes
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_SMALLEST_BYTES = 1 << 16
+_LARGEST_BYTES = 1 << 25
+
+
+def settle() -> None:
+    """Collect garbage and give freed memory back to the system, so that later work has to allocate its pages."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+class PeakMemory:
+    """Peak memory since construction, less the memory in use then: of the process on the CPU, of torch on CUDA.
+
+    The kernel's high-water mark is reset first. `getrusage` cannot be: it would count imports and the loading of
+    weights.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        settle()
+        if device == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            self._before_bytes = torch.cuda.memory_allocated()
+            return
+        Path("/proc/self/clear_refs").write_text("5")
+        self._before_bytes = status_bytes("VmRSS")
+
+    def extra_bytes(self) -> int:
+        """Return the peak until now."""
+        if self._device == "cuda":
+            import torch
+
+            return torch.cuda.max_memory_allocated() - self._before_bytes
+        return max(0, status_bytes("VmHWM") - self._before_bytes)
+
+
+def status_bytes(name: str) -> int:
+    """Return a size of this process from ``/proc/self/status``."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Medians over calls."""
+
+    wall_s: float
+    cpu_s: float
+    """Sum over all threads."""
+    peak_bytes: int
+    """Peak of one call, less the memory in use before it."""
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures by the names that tables use."""
+        return {"step_s": self.wall_s, "cpu_s": self.cpu_s, "peak_bytes": float(self.peak_bytes)}
+
+
+def measured(work: Callable[[], object], *, times: int, device: str = "cpu") -> Measured:
+    """Call ``work`` once for its memory and then ``times`` times for its time; its results are dropped."""
+    _return_blocks_from(_SMALLEST_BYTES)
+    peak = PeakMemory(device)
+    work()
+    peak_bytes = peak.extra_bytes()
+    _return_blocks_from(_LARGEST_BYTES)
+    walls: list[float] = []
+    cpus: list[float] = []
+    for _ in range(times):
+        wall_s, cpu_s = _now(device)
+        work()
+        end_wall_s, end_cpu_s = _now(device)
+        walls.append(end_wall_s - wall_s)
+        cpus.append(end_cpu_s - cpu_s)
+    return Measured(wall_s=median(walls), cpu_s=median(cpus), peak_bytes=peak_bytes)
+
+
+def _return_blocks_from(size_bytes: int) -> None:
+    """Let malloc return freed blocks of this size to the system at once, and keep smaller ones.
+
+    With a low size, resident memory is memory in use. glibc raises its own threshold to the high one over time.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, size_bytes)
+    libc.mallopt(_M_TRIM_THRESHOLD, 2 * size_bytes)
+
+
+def _now(device: str) -> tuple[float, float]:
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+    return time.perf_counter(), time.process_time()

@@ -1,0 +1,1 @@
+"""One module an engine, which only that contender's process imports."""

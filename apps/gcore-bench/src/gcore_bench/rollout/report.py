@@ -1,0 +1,146 @@
+"""Ratios, tables and notes of the bench of rollouts."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.table import Table
+
+from gcore_bench.harness.rounds import Run
+from gcore_bench.harness.summary import Summary, paired_ratio
+from gcore_bench.harness.tables import figure, figures_table, ratio
+from gcore_bench.rollout.generation import BASES
+from gcore_bench.rollout.options import RolloutOptions
+from gcore_bench.rollout.sandbox_calls import BARE
+from gcore_bench.rollout.sync import MEMCPY
+
+Ratios = Mapping[str, Mapping[str, float]]
+"""Ratios by row and metric."""
+
+_OVER = {
+    "generation": {"tokens_per_s": "tokens_per_s", "cpu_s": "cpu_s"},
+    "sync": dict.fromkeys(("wall_s", "busy_s", "no_token_s", "copy_s"), "wall_s"),
+    "forms": {"wall_s": "wall_s"},
+    "sandbox": {name: name for name in ("alone_ms", "cpu_ms", "together_ms")},
+}
+"""Metrics that have a ratio, by part, and the metric of the base that each is divided by."""
+
+
+def ratios(part: str, runs: Sequence[Run]) -> dict[str, dict[str, float]]:
+    """Return the median ratio of each row to its base, by metric; rows whose base was not measured have none."""
+    rows = dict.fromkeys(row for run in runs for row in run.rows)
+    base = MEMCPY if part in ("sync", "forms") else BARE
+    bases = {row: BASES.get(row) for row in rows} if part == "generation" else dict.fromkeys(rows, base)
+    found: dict[str, dict[str, float]] = {}
+    for row, base in bases.items():
+        if base is None or base == row:
+            continue
+        values = {metric: paired_ratio(runs, row, base, metric, base_metric=of) for metric, of in _OVER[part].items()}
+        found[row] = {metric: value for metric, value in values.items() if value is not None}
+    return found
+
+
+def tables(summary: Summary, ratios: Ratios, options: RolloutOptions) -> list[Table]:
+    """Return the tables of a part."""
+    match summary.part:
+        case "generation":
+            shown = [_table("generation", summary, ratios, _GENERATION)]
+        case "sync":
+            size_mb = summary.rows[MEMCPY]["size_bytes"] / 2**20
+            shown = [
+                _table(f"new weights, {size_mb:,.0f} MB", summary, ratios, _SYNC),
+                _table("the first token of the new weights", summary, ratios, _FIRST_TOKEN, skip=MEMCPY),
+            ]
+        case "forms":
+            shown = [_table("weight sync by form", summary, ratios, _FORMS)]
+        case _:
+            shown = [_table("a program that does nothing", summary, ratios, _SANDBOX)]
+    shown[-1].caption = f"medians of {options.rounds} rounds; load of the machine {summary.load:.1f}"
+    return shown
+
+
+Column = tuple[str, Callable[[str, Mapping[str, float], Mapping[str, float]], str]]
+"""Title, and the text of a cell from the row's name, its figures and its ratios."""
+
+
+def _table(
+    title: str, summary: Summary, ratios: Ratios, columns: Sequence[Column], *, skip: str | None = None
+) -> Table:
+    shown = figures_table(title, *(title for title, _ in columns))
+    for name, row in summary.rows.items():
+        if name != skip:
+            shown.add_row(name, *(cell(name, row, ratios.get(name, {})) for _, cell in columns))
+    return shown
+
+
+def _figure(title: str, metric: str, form: str) -> Column:
+    return title, lambda _name, row, _ratios: figure(metric, form)(row)
+
+
+def _ratio(title: str, metric: str) -> Column:
+    return title, lambda _name, _row, found: ratio(found.get(metric))
+
+
+_GENERATION = [
+    _figure("tokens/s", "tokens_per_s", ",.0f"),
+    _ratio("speed over base", "tokens_per_s"),
+    _figure("s", "wall_s", ".2f"),
+    _figure("CPU s", "cpu_s", ".2f"),
+    _ratio("CPU over base", "cpu_s"),
+    _figure("tokens", "tokens", ",.0f"),
+    _figure("mean log-prob", "log_prob", ".4f"),
+    ("base", lambda name, _row, _ratios: BASES.get(name, "-")),
+]
+_SYNC = [
+    _figure("at rest s", "wall_s", ".3f"),
+    _ratio("over memcpy", "wall_s"),
+    _figure("before copying s", "before_copy_s", ".3f"),
+    _figure("copying s", "copy_s", ".3f"),
+    _figure("samples running s", "busy_s", ".3f"),
+    _ratio("over memcpy", "busy_s"),
+    _figure("no token s", "no_token_s", ".3f"),
+    _ratio("over memcpy", "no_token_s"),
+]
+_FIRST_TOKEN = [
+    _figure("after s", "first_token_s", ".3f"),
+    _figure("old steps", "old_steps", ".0f"),
+    _figure("a step s", "step_s", ".3f"),
+]
+_FORMS = [
+    ("sent MB", lambda _name, row, _ratios: f"{row['sent_bytes'] / 2**20:,.1f}"),
+    _figure("to encode s", "encode_s", ".3f"),
+    _figure("to apply s", "apply_s", ".3f"),
+    _ratio("both over memcpy", "wall_s"),
+]
+_SANDBOX = [
+    _figure("ms a call, alone", "alone_ms", ".1f"),
+    _ratio("over bare", "alone_ms"),
+    _figure("CPU ms", "cpu_ms", ".1f"),
+    _ratio("over bare", "cpu_ms"),
+    _figure(f"ms a call, {os.cpu_count() or 1} at a time", "together_ms", ".1f"),
+    _ratio("over bare", "together_ms"),
+]
+
+
+def notes(options: RolloutOptions) -> list[str]:
+    """Return what a reader must know to judge the figures."""
+    lines = [f"{options.threads} threads a process, float32. Ratios are medians of those of each round."]
+    if "generation" in options.parts:
+        lines.append(
+            "generation: each prompt has its own length of samples, log-probabilities on. vllm has VLLMEngine's "
+            "settings and seeds; transformers pads to the longest. -process: called from another process, whose CPU "
+            "seconds count."
+        )
+    if "sync" in options.parts:
+        lines.append(
+            "sync: no token: from the last step of the old weights to the first of the new ones, less a step, in the "
+            "slowest process. First token: the end of the forward pass that makes it, in the fastest process; old "
+            "steps: those that end after the call. files: safetensors, written, not synced, and loaded by the engine."
+        )
+    if "forms" in options.parts:
+        lines.append(
+            "forms: bfloat16 weights; apply: until the mirror has copied them into an engine's memory. Deltas: by "
+            "fraction of changed elements. store: synced files. broadcast: gloo, applied while it is sent."
+        )
+    if "sandbox" in options.parts:
+        lines.append("sandbox: several at a time: their wall time over the number of calls.")
+    return lines

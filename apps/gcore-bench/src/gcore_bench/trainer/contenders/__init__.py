@@ -1,0 +1,1 @@
+"""One module a library, which only that contender's process imports."""

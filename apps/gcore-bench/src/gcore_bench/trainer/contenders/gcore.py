@@ -1,0 +1,77 @@
+"""gcore: `TorchTrainer` on padded rows, on packed rows, and on packed rows that share the prompts of a group."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from gcore_bench.trainer.updates import LOSS, OPTIMIZER, StepResult
+from gcore_trainer import (
+    MicroBatch,
+    PackedModel,
+    PolicyObjective,
+    Sample,
+    TokenScores,
+    TorchParallel,
+    TorchTrainer,
+    token_scores,
+)
+
+
+class GcoreStep:
+    """Steps of one trainer.
+
+    Args:
+        model: folder of a Hugging Face model.
+        kind: ``gcore-padded``, ``gcore-packed`` or ``gcore-shared``.
+        parallel: the FSDP ranks; None for a single process.
+    """
+
+    def __init__(self, model: Path, kind: str, *, parallel: TorchParallel | None = None) -> None:
+        family = _PaddedModel if kind == "gcore-padded" else PackedModel
+        self._trainer = TorchTrainer(
+            family.from_pretrained(model, share_prefix=kind == "gcore-shared"),
+            optimizer=OPTIMIZER,
+            objective=PolicyObjective(LOSS),
+            parallel=parallel,
+        )
+
+    def step(self, samples: Sequence[Sample], batches: Sequence[Sequence[int]]) -> StepResult:
+        metrics = self._trainer.train_step([[samples[i] for i in batch] for batch in batches])
+        return StepResult(
+            loss=metrics["actor/pg_loss"],
+            grad_norm=metrics["actor/grad_norm"],
+            computed_tokens=metrics["perf/computed_tokens"],
+        )
+
+
+class _PaddedModel(PackedModel):
+    """transformers' own forward pass over one sample a row, padded to the longest; head and loss are gcore's."""
+
+    _is_padded = False
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **options)
+        # Only now: the load-time comparison with transformers needs the packed attention, and restores it.
+        model.set_attn_implementation("sdpa")
+        self._is_padded = True
+
+    def score(self, samples: MicroBatch, *, entropy_grad: bool = False) -> TokenScores:
+        if not self._is_padded:
+            return super().score(samples, entropy_grad=entropy_grad)
+        rows = [torch.cat([torch.from_numpy(s.prompt_ids), torch.from_numpy(s.response_ids[:-1])]) for s in samples]
+        input_ids_BT = pad_sequence(rows, batch_first=True)
+        mask_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        self.num_computed_tokens += input_ids_BT.numel()
+        hidden_BTD = self.model.base_model(
+            input_ids=input_ids_BT, attention_mask=mask_BT, use_cache=False
+        ).last_hidden_state
+        starts = [s.prompt_ids.size - 1 for s in samples]
+        parts = [
+            row[start : start + s.response_ids.size] for row, start, s in zip(hidden_BTD, starts, samples, strict=True)
+        ]
+        target_ids = torch.cat([torch.from_numpy(s.response_ids) for s in samples])
+        head: Any = self.model.get_output_embeddings()
+        return token_scores(torch.cat(parts), head.weight, target_ids, entropy_grad=entropy_grad)

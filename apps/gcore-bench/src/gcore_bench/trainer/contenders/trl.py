@@ -1,0 +1,99 @@
+"""TRL: the loss of a real `GRPOTrainer` on batches padded the way it pads them, its backward pass, and AdamW."""
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
+
+from gcore_bench.trainer.updates import LOSS, StepResult, adamw, update
+from gcore_llm.roles import build_tokenizer
+from gcore_trainer import Sample
+
+
+class TrlStep:
+    """Steps of a `GRPOTrainer` on given rollouts.
+
+    Args:
+        folder: has ``model`` and ``tokenizer``; TRL requires the latter, this bench does not use it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        # Otherwise TRL imports vLLM, which takes ten seconds and is not used here.
+        import_module("trl.import_utils").__dict__["is_vllm_available"] = lambda *_, **__: False
+        from datasets import Dataset
+        from trl.trainer.grpo_config import GRPOConfig
+        from trl.trainer.grpo_trainer import GRPOTrainer
+
+        policy: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+        self._trainer: Any = GRPOTrainer(
+            model=policy,
+            reward_funcs=_no_reward,
+            args=GRPOConfig(
+                output_dir=str(folder / "trl"),
+                per_device_train_batch_size=2,
+                gradient_accumulation_steps=1,
+                num_generations=2,
+                loss_type="dapo",
+                epsilon=LOSS.clip_ratio_low,
+                epsilon_high=LOSS.clip_ratio_high,
+                beta=0.0,
+                temperature=1.0,
+                use_cpu=True,
+                bf16=False,
+                gradient_checkpointing=False,
+                report_to="none",
+            ),
+            train_dataset=Dataset.from_dict({"prompt": ["1", "2"]}),
+            processing_class=build_tokenizer(folder / "tokenizer"),
+        )
+        self._model = self._trainer.model
+        self._model.train()
+        self._optimizer = adamw(self._model)
+
+    def step(self, samples: Sequence[Sample], batches: Sequence[Sequence[int]]) -> StepResult:
+        inputs = _inputs(samples)
+        # The loss of a micro-batch is scaled by the number of them in a generation batch.
+        self._trainer.args.steps_per_generation = len(batches)
+        self._trainer.current_gradient_accumulation_steps = len(batches)
+        loss, computed_tokens = 0.0, 0
+        for batch in batches:
+            rows = torch.tensor(batch)
+            part = {name: value[rows] if value.dim() else value for name, value in inputs.items()}
+            computed_tokens += part["prompt_ids"].numel() + part["completion_ids"].numel()
+            partial_loss = self._trainer._compute_loss(self._model, part)
+            partial_loss.backward()
+            loss += partial_loss.item()
+        return StepResult(
+            loss=loss, grad_norm=update(self._model, self._optimizer), computed_tokens=float(computed_tokens)
+        )
+
+
+def _inputs(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """Pad prompts on the left and completions on the right, to the longest of the whole generation batch."""
+    prompts = [torch.from_numpy(s.prompt_ids) for s in samples]
+    completions = [torch.from_numpy(s.response_ids) for s in samples]
+    masks = {
+        "prompt_mask": _padded([torch.ones_like(p) for p in prompts], side="left"),
+        "completion_mask": _padded([torch.ones_like(c) for c in completions]),
+    }
+    return masks | {
+        "prompt_ids": _padded(prompts, side="left"),
+        "completion_ids": _padded(completions),
+        "advantages": torch.tensor([float(s.advantages[0]) for s in samples if s.advantages is not None]),
+        "old_per_token_logps": _padded(
+            [torch.from_numpy(s.old_log_probs) for s in samples if s.old_log_probs is not None]
+        ),
+        "num_items_in_batch": masks["completion_mask"].sum(),
+    }
+
+
+def _padded(rows: list[torch.Tensor], *, side: str = "right") -> torch.Tensor:
+    return pad_sequence(rows, batch_first=True, padding_side=side)
+
+
+def _no_reward(completions: list[Any], **_: Any) -> list[float | None]:
+    return [0.0] * len(completions)

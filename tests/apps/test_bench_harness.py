@@ -1,0 +1,164 @@
+"""The harness of all benches: options, rounds, sessions, and the processes of a measurement."""
+
+import io
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+from rich.console import Console
+
+from gcore_bench.harness.child import Spec
+from gcore_bench.harness.errors import BenchError
+from gcore_bench.harness.forked import merge_ranks
+from gcore_bench.harness.options import Count, QuickOptions, Sigma, at_least, multiple_of
+from gcore_bench.harness.processes import run_children
+from gcore_bench.harness.rounds import Rounds, Run
+from gcore_bench.harness.session import Session
+from gcore_bench.harness.summary import summarise
+from gcore_bench.harness.tables import figure, megabytes, over, rows_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(QuickOptions):
+    size: Annotated[int, at_least(8), multiple_of(8)] = 16
+    sigma: Sigma = 1.0
+    ranks: tuple[Count, ...] = (1, 2)
+    names: tuple[str, ...] = ()
+    folder: Path = Path("files")
+
+    QUICK = {"size": 8, "rounds": 1}  # noqa: RUF012
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rounds": 0}, "rounds is 0; expected at least 1"),
+        ({"size": 4}, "size is 4; expected at least 8"),
+        ({"size": 12}, "size is 12; expected a multiple of 8"),
+        ({"sigma": float("nan")}, r"sigma is nan; expected a number in \[0, 10\)"),
+        ({"ranks": (2, 0)}, "ranks holds 0; expected at least 1"),
+        ({"ranks": ()}, "ranks is empty; expected at least one entry"),
+        ({"json": Path("/nowhere/x.json")}, "json is /nowhere/x.json; expected a file in a folder that exists"),
+    ],
+)
+def test_options_out_of_their_bounds_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BenchError, match=message):
+        Options(**options)
+
+
+def test_quick_replaces_sizes_only() -> None:
+    assert Options(quick=True, ranks=(4,)).sized() == Options(quick=True, size=8, rounds=1, ranks=(4,))
+    assert Options(size=32).sized() == Options(size=32)
+
+
+def test_contenders_take_turns_and_figures_are_medians() -> None:
+    said: list[str] = []
+    rounds = Rounds("part", 3, say=said.append)
+    names = ["a", "b"]
+    for turn in rounds.turns(names):
+        if turn.contender == "b" and turn.round == 2:
+            turn.failed("no memory")
+            names.remove("b")
+            continue
+        figures = {"wall_s": 10.0 * turn.round, "peak_bytes": 2.0**20 * (4 - turn.round)}
+        turn.done({turn.contender: figures}, f"{turn.round} s")
+    assert [(run.round, run.contender) for run in rounds.runs] == [(1, "a"), (1, "b"), (2, "a"), (2, "b"), (3, "a")]
+    assert said[0].startswith("part, round 1 of 3: a 1 s, load ")
+    assert said[3] == "part, round 2 of 3: b failed: no memory"
+    summary = summarise("part", rounds.runs)
+    assert summary.rows["a"] == {"wall_s": 20.0, "peak_bytes": 3 * 2.0**20}
+    table = rows_table(
+        "t", summary.rows, [("s", figure("wall_s", ".1f")), ("x", over("wall_s", {"wall_s": 5.0})), ("MB", megabytes())]
+    )
+    assert [list(column.cells) for column in table.columns] == [
+        ["a", "b"],
+        ["20.0", "10.0"],
+        ["4.00x", "2.00x"],
+        ["3", "3"],
+    ]
+
+
+def test_a_session_writes_figures_options_and_machine(tmp_path: Path) -> None:
+    options = Options(json=tmp_path / "figures.json")
+    output = io.StringIO()
+    with Session(options, Console(file=output), notes=["[a note]"]) as session:
+        (session.folder / "scratch").touch()
+        session.add("one", lines=["a line"], rows={"a": 1.0}, runs=[Run(part="one", contender="a", round=1, load=0.5)])
+    assert not session.folder.exists()
+    assert output.getvalue() == "a line\n[a note]\n"
+    found = json.loads((tmp_path / "figures.json").read_text())
+    assert found["options"]["ranks"] == [1, 2]
+    assert found["machine"]["versions"]["torch"]
+    assert found["parts"][0]["part"] == "one"
+    assert found["parts"][0]["rows"] == {"a": 1.0}
+    assert found["parts"][0]["runs"][0]["contender"] == "a"
+
+
+def test_a_session_that_fails_writes_nothing(tmp_path: Path) -> None:
+    output = io.StringIO()
+    session = Session(Options(json=tmp_path / "figures.json"), Console(file=output), notes=["note"])
+
+    def fail() -> None:
+        with session:
+            (session.folder / "scratch").touch()
+            raise BenchError("it failed")
+
+    with pytest.raises(BenchError, match="it failed"):
+        fail()
+    assert not session.folder.exists()
+    assert (output.getvalue(), list(tmp_path.iterdir())) == ("", [])
+
+
+WORK = """
+import time
+
+from gcore_bench.harness.child import joined_world
+
+
+def run(spec):
+    if spec.contender == "slow":
+        time.sleep(600)
+    if spec.contender == "wrong" and spec.rank == 1:
+        raise ValueError("not\\nme")
+    with joined_world(spec):
+        memory = b"x" * 2**27
+        time.sleep(1.5)
+    return {"rank": {"wall_s": 1.0 + spec.rank, "cpu_s": spec.options["cpu_s"], "bytes": len(memory)}}
+"""
+
+
+def specs(tmp_path: Path, contender: str) -> list[Spec]:
+    (tmp_path / "work_of_two.py").write_text(WORK)
+    options = {"cpu_s": 2.0}
+    return [
+        Spec(work="work_of_two", contender=contender, folder=str(tmp_path), options=options, rank=rank, world_size=2)
+        for rank in range(2)
+    ]
+
+
+@pytest.fixture
+def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+
+@pytest.mark.usefixtures("importable")
+def test_ranks_are_watched_and_their_figures_merged(tmp_path: Path) -> None:
+    outcome = run_children(specs(tmp_path, "right"), folder=tmp_path, poll_s=0.2)
+    assert merge_ranks(outcome.values) == {"rank": {"wall_s": 2.0, "cpu_s": 2.0, "bytes": 2**27, "total_cpu_s": 4.0}}
+    assert max(footprint.pss_bytes for _, footprint in outcome.footprints) > 2 * 2**27
+    assert max(footprint.num_processes for _, footprint in outcome.footprints) == 2
+
+
+@pytest.mark.usefixtures("importable")
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="ValueError: not me"):
+        run_children(specs(tmp_path, "wrong"), folder=tmp_path, poll_s=0.2)
+
+
+@pytest.mark.usefixtures("importable")
+def test_children_that_do_not_end_in_time_are_ended(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="it did not end within 3 s"):
+        run_children(specs(tmp_path, "slow"), folder=tmp_path, poll_s=0.2, timeout_s=3.0)
