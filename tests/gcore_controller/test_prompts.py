@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore_controller import PromptLoader, ShardedSampler
 from gcore_controller.errors import StateError
+from gcore_controller.prompts import PromptLoader, ShardedSampler
 from gcore_controller.stages import StageTimer, seconds_by_stage
 
 sizes = st.integers(1, 30)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tones import NUM_TONES, Roles, Synthesizer, Take, Tones, Trainer
 
-from gcore_controller import RLHF, Context, Generated, RLHFConfig, Span, State, Wave, run_inline, run_simulated
+from gcore_controller import Context, Generated, RLHFConfig, RLHFLoop, Span, State, Wave, run_inline, run_simulated
 from gcore_controller.errors import RewardFailuresError
 from gcore_controller.rlhf.exchange import exchange
 
@@ -74,7 +74,7 @@ def run(
 
     async def program(ctx: Context[Synthesizer]) -> None:
         roles = Roles(policy=ctx.roles, learner=Trainer(logits, ctx.group))
-        await RLHF(ctx.with_roles(roles), modality([5] * 30), config, start, recorder).run()
+        await RLHFLoop(ctx.with_roles(roles), modality([5] * 30), config, start, recorder).run()
 
     run_simulated(program, roles=policy, world_size=world_size)
     return recorder

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_controller import (
-    HAS_SIGNAL,
     Collectives,
     Context,
     DeviceTimers,
@@ -163,7 +162,7 @@ class Tones(Modality[Roles, int, Take, list[tuple[int, int, float]], float]):
         ]
         num_signals = await ctx.group.all_reduce(sum(g.has_signal for g in batch.groups))
         halves = [[s for s in samples if s[0] % 2 == half] for half in range(2)]
-        return Prepared(updates=halves, metrics={HAS_SIGNAL: float(num_signals > 0)})
+        return Prepared(updates=halves, metrics={self.HAS_SIGNAL: float(num_signals > 0)})
 
     async def update(self, ctx: Context[Roles], step: int, update: list[tuple[int, int, float]]) -> dict[str, float]:
         del step

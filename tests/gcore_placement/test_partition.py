@@ -58,7 +58,9 @@ def test_the_nearest_to_a_share() -> None:
 
 def test_wrong_limits_are_refused() -> None:
     one = RoleLimits(devices_per_replica=4, min_replicas=2)
-    with pytest.raises(PlacementError, match=r"num_devices is 15: the fewest replicas of both roles.*need 16"):
+    with pytest.raises(
+        PlacementError, match=r"num_devices is 15; expected at least 16, for the fewest replicas of both roles"
+    ):
         PartitionSpace(num_devices=15, policy=one, reward=one)
     with pytest.raises(PlacementError, match=r"max_replicas is 1; expected at least min_replicas \(2\)"):
         RoleLimits(devices_per_replica=4, min_replicas=2, max_replicas=1)

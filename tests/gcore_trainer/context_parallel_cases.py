@@ -19,7 +19,7 @@ from gcore_trainer.context_parallel.groups import ContextParallel, make_context_
 from gcore_trainer.context_parallel.layout import local_predictions, padding_multiples
 from gcore_trainer.context_parallel.plan import ContextParallelPlan
 from gcore_trainer.packing import attention as packed_attention
-from gcore_trainer.packing.attention import AttentionPlan, PackedPlan
+from gcore_trainer.packing.attention import AttentionKind, AttentionPlan, PackedPlan
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def footprint(rank: Rank, case: AttentionCase) -> tuple[int, int, float]:
     q, k, v, grad = (x[:, :, places].clone() for x in case.inputs())
     with Footprint() as seen:
         with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor):
-            out = plan.attend(*(x.requires_grad_() for x in (q, k, v)), scale=None, sliding_window=None)
+            out = plan.attend(*(x.requires_grad_() for x in (q, k, v)), AttentionKind())
         out.backward(grad.transpose(1, 2))
     return sum(saved.values()), seen.largest, seen.num_scores
 
@@ -147,7 +147,7 @@ def attended_without(rank: Rank, case: AttentionCase, num_missing: int) -> None:
     """Calls a plan with fewer tokens than the rank has."""
     plan, places = _plan(case)
     q, k, v, _ = (x[:, :, places[num_missing:]] for x in case.inputs())
-    plan.attend(q, k, v, scale=None, sliding_window=None)
+    plan.attend(q, k, v, AttentionKind())
 
 
 def plan_of(rank: Rank, groups: list[Group], packed_for: Layout, share_prefix: bool, divided_by: Layout) -> None:
@@ -231,10 +231,12 @@ def _attended(case: AttentionCase, plan: AttentionPlan, places: torch.Tensor) ->
         q,
         k,
         v,
-        scale=case.scale,
-        sliding_window=case.sliding_window,
-        softcap=case.softcap,
-        sinks_H=sinks if case.has_sinks else None,
+        AttentionKind(
+            scale=case.scale,
+            sliding_window=case.sliding_window,
+            softcap=case.softcap,
+            sinks=sinks if case.has_sinks else None,
+        ),
     )
     out.backward(grad.transpose(1, 2))
     time_s = time.perf_counter() - start

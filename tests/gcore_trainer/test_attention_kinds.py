@@ -47,7 +47,7 @@ from gcore_trainer import PackedModel, UnsupportedModelError, pack
 from gcore_trainer.context_parallel.groups import ContextParallel
 from gcore_trainer.packing import attention as packed_attention
 from gcore_trainer.packing import block_attention
-from gcore_trainer.packing.attention import PackedPlan
+from gcore_trainer.packing.attention import AttentionKind, PackedPlan
 from gcore_trainer.packing.router_replay import input_places
 
 WINDOW = 8
@@ -206,7 +206,8 @@ def test_a_layer_is_dense_attention_of_each_sequence(
         patch.setattr(packed_attention, "_NUM_WINDOW_ROWS", num_rows)
         patch.setattr(block_attention, "_NUM_PLAIN_SCORES", num_scores)
         plan = PackedPlan(batch, device=torch.device("cpu"), dtype=torch.float64)
-        out_THD = plan.attend(*rows, scale=scale, sliding_window=window, softcap=softcap, sinks_H=sinks_H)[0]
+        layer = AttentionKind(scale=scale, sliding_window=window, softcap=softcap, sinks=sinks_H)
+        out_THD = plan.attend(*rows, layer)[0]
         loss = torch.cat([(out_THD[x] * grad).flatten() for x, grad in zip(places, grads, strict=True)]).sum()
         actual = torch.autograd.grad(loss, inputs)
 

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
-from gcore_trainer.packing.block_attention import attend_block, block_gradients
+from gcore_trainer.packing.block_attention import Scoring, attend_block, block_gradients
 
 SCALE = 0.4
 NUM_QUERIES = 1100
@@ -28,8 +28,9 @@ def test_blocks_of_keys_add_up(is_causal: bool, value_dim: int, dtype: torch.dty
         scores += torch.full_like(scores, -torch.inf).triu(1)
     lse = scores.logsumexp(-1)
 
+    scoring = Scoring(scale=SCALE, is_causal=is_causal)
     tolerance = 1e-12 if dtype == torch.float64 else 3e-2
-    block_out, block_lse = attend_block(q, k, v, scale=SCALE, is_causal=is_causal)
+    block_out, block_lse = attend_block(q, k, v, scoring)
     assert block_out.dtype == dtype
     assert block_lse.dtype == torch.promote_types(dtype, torch.float32)
     assert (block_out - out).abs().max() < tolerance
@@ -38,7 +39,9 @@ def test_blocks_of_keys_add_up(is_causal: bool, value_dim: int, dtype: torch.dty
     # Half of the keys, with the output and log-sum-exp over all of them.
     halves = [slice(0, num_keys)] if is_causal else [slice(0, 128), slice(128, num_keys)]
     parts = [
-        block_gradients(grad, q, k[:, :, keys], v[:, :, keys], block_out, block_lse, scale=SCALE, is_causal=is_causal)
+        block_gradients(
+            grad, q, k[:, :, keys], v[:, :, keys], block_out, block_lse, Scoring(scale=SCALE, is_causal=is_causal)
+        )
         for keys in halves
     ]
     actual = [sum(part[0] for part in parts), *(torch.cat([part[i] for part in parts], dim=2) for i in (1, 2))]
@@ -54,9 +57,9 @@ def test_blocks_of_keys_add_up(is_causal: bool, value_dim: int, dtype: torch.dty
 def test_what_cuda_kernels_are_given_and_give(dtype: torch.dtype, head_dim: int) -> None:
     with FakeTensorMode():  # checks arguments and shapes without a device
         q, k = (torch.empty((2, 48, heads, head_dim), dtype=dtype, device="cuda").transpose(1, 2) for heads in (4, 2))
-        out, lse = attend_block(q, k, k, scale=SCALE, is_causal=True)
+        out, lse = attend_block(q, k, k, Scoring(scale=SCALE, is_causal=True))
         assert (out.shape, out.dtype) == (q.shape, dtype)
         assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
-        grad_q, grad_k, grad_v = block_gradients(out, q, k, k, out, lse, scale=SCALE, is_causal=True)
+        grad_q, grad_k, grad_v = block_gradients(out, q, k, k, out, lse, Scoring(scale=SCALE, is_causal=True))
         assert (grad_q.shape, grad_k.shape, grad_v.shape) == (q.shape, k.shape, k.shape)
         assert {x.dtype for x in (grad_q, grad_k, grad_v)} == {dtype}

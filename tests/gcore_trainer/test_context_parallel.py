@@ -159,13 +159,13 @@ def test_a_model_learns_the_same(ranks: RankPool, layout: Layout) -> None:
 def test_query_heads_that_do_not_divide_are_refused(ranks: RankPool) -> None:
     case = AttentionCase(groups=UNEVEN, layout=ULYSSES_4, num_heads=6)
     for error in ranks.errors("attended", case, size=4):
-        assert re.match("ConfigError: ulysses_size is 4: a divisor of the 6 query heads", error)
+        assert re.match("ConfigError: ulysses_size is 4; expected a divisor of the 6 query heads", error)
 
 
 def test_tokens_that_are_not_the_ranks_own_are_refused(ranks: RankPool) -> None:
     case = AttentionCase(groups=[Group(5, [6])], layout=RING_2)
     for error in ranks.errors("attended_without", case, 1, size=4):
-        assert error == "BatchError: attention was called with 5 tokens: this rank holds 6"
+        assert error == "BatchError: attention was called with 5 tokens; expected the 6 of this rank"
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,13 @@ def test_tokens_that_are_not_the_ranks_own_are_refused(ranks: RankPool) -> None:
     [
         ([Group(3, [5, 4])], ULYSSES_2, True, ULYSSES_4, "a row of 10 tokens cannot be divided among ring_size=1 x"),
         ([Group(3, [4])], ULYSSES_2, False, RING_2, "a segment of 6 tokens cannot be cut in 4 chunks for ring_size=2"),
-        ([Group(4, [5, 5])], ULYSSES_4, True, RING_2, "the row shares prompts where ring_size is 2"),
+        (
+            [Group(4, [5, 5])],
+            ULYSSES_4,
+            True,
+            RING_2,
+            "the row shares prompts; expected one packed with share_prefix=False for ring_size 2",
+        ),
     ],
 )
 def test_rows_packed_for_another_layout_are_refused(
@@ -204,7 +210,7 @@ def test_groups_are_ring_major(ranks: RankPool) -> None:
     [
         ([[0, 1], [2]], 1, r"cp_groups is \[\[0, 1\], \[2\]\]; expected each of the 4 ranks once"),
         ([[1, 0], [2, 3]], 1, r"cp_groups has \[1, 0\]; expected ascending ranks"),
-        ([[0, 1, 2, 3]], 3, r"ulysses_size is 3: a divisor of 4"),
+        ([[0, 1, 2, 3]], 3, r"ulysses_size is 3; expected a divisor of 4"),
     ],
 )
 def test_groups_that_do_not_fit_are_refused(

@@ -233,7 +233,7 @@ def test_what_sees_no_images_refuses_them(qwen2_vl: Path, tmp_path: Path) -> Non
     blind = PackedModel.from_pretrained(save_model(Qwen2Config(**SIZES), tmp_path / "blind", seed=0))
     with pytest.raises(BatchError, match="sees none"):
         blind.score([sample])
-    with pytest.raises(UnsupportedModelError, match="PackedValueModel takes none"):
+    with pytest.raises(UnsupportedModelError, match="expected one without images for PackedValueModel"):
         PackedValueModel.from_pretrained(qwen2_vl)
     with pytest.raises(UnsupportedModelError, match="model_type is 'qwen2_vl'"):
         Architecture.of(AutoConfig.from_pretrained(qwen2_vl))

@@ -27,7 +27,7 @@ QUANTIZED: dict[str, Any] = {**SIZES, "quantization_config": {"quant_method": "f
     ("name", "layout", "message"),
     [
         ("llama", {TP: 4}, "tensor_model_parallel_size=4 does not divide 2 key-value heads; expected one of [1, 2]"),
-        ("llama", {TP: 8}, "tensor_model_parallel_size=8 does not divide 4 attention heads: one of [1, 2, 4] is"),
+        ("llama", {TP: 8}, "tensor_model_parallel_size=8 does not divide 4 attention heads; expected one of [1, 2, 4]"),
         ("llama", {PP: 8}, "pipeline_model_parallel_size=8 does not divide 4 layers; expected one of [1, 2, 4]"),
         (
             "llama",
@@ -35,11 +35,19 @@ QUANTIZED: dict[str, Any] = {**SIZES, "quantization_config": {"quant_method": "f
             "pipeline_model_parallel_size=4 x virtual_pipeline_model_parallel_size=2 does not divide 4 layers",
         ),
         ("llama", {EP: 2}, "expert_model_parallel_size is 2; expected 1 for a model without experts"),
-        ("llama", {TP: 3}, "tensor_model_parallel_size=3 is 3: it must divide the world of 8 ranks; 6 ranks would fit"),
+        (
+            "llama",
+            {TP: 3},
+            "tensor_model_parallel_size=3 is 3; expected a divisor of the world of 8 ranks: 6 ranks would fit",
+        ),
         ("qwen3_moe", {EP: 8}, "expert_model_parallel_size=8 does not divide 4 experts; expected one of [1, 2, 4]"),
         ("qwen3_moe", {EP: 4, PP: 4}, "expert_model_parallel_size=4 does not divide 2 ranks of a pipeline stage"),
         ("qwen3_moe", {EP: 2, TP: 2}, "sequence_parallel is false with tensor_model_parallel_size=2 and 4 experts"),
-        ("qwen3_moe", {TP: 2, SP: True}, "expert_model_parallel_size is 1 with tensor_model_parallel_size=2: more is"),
+        (
+            "qwen3_moe",
+            {TP: 2, SP: True},
+            "expert_model_parallel_size is 1 with tensor_model_parallel_size=2; expected more",
+        ),
     ],
     ids=str,
 )
@@ -94,7 +102,8 @@ def test_a_process_has_one_layout(ranks: RankPool, tmp_path: Path) -> None:
     path = save_megatron_model("qwen3_tied", tmp_path)
     [error, *_] = ranks.errors("megatron_is_made", str(path), {TP: 2}, {TP: 2}, {PP: 2}, size=4)
     assert error.startswith("ConfigError: parallel is ParallelConfig(tensor_model_parallel_size=1, ")
-    assert "Megatron-Core has one layout in a process, and it is ParallelConfig(tensor_model_parallel_size=2" in error
+    assert "; expected ParallelConfig(tensor_model_parallel_size=2" in error
+    assert error.endswith("the layout of this process: Megatron-Core has only one")
 
 
 @pytest.mark.slow

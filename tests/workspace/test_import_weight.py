@@ -33,10 +33,15 @@ MUST_NOT_LOAD = {
     "gcore_trainer": HEAVY | FOR_APPS | {"safetensors"},
     "gcore_rollout": HEAVY | FOR_APPS | {"safetensors"},
     "gcore_rollout.rewards": HEAVY | FOR_APPS | {"safetensors"},
+    "gcore_llm": HEAVY,
     "gcore_llm.cli": HEAVY,
     "gcore_llm.recipes": HEAVY,
+    "gcore_llm.training": (HEAVY - {"torch"}) | {"sklearn", "sympy"},
+    "gcore_diffusion": HEAVY,
     "gcore_diffusion.cli": HEAVY,
     "gcore_diffusion.recipes": HEAVY,
+    "gcore_diffusion.training": HEAVY,
+    "gcore_runs": HEAVY,
     "gcore_bench.cli": HEAVY,
 }
 

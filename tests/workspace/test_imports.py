@@ -51,7 +51,7 @@ ADAPTERS = {
         "apps/gcore-bench/src/gcore_bench/controller/",
         "apps/gcore-runs/src/gcore_runs/on_ray/",
     ],
-    "prometheus_client": ["apps/gcore-runs/src/gcore_runs/prometheus.py"],
+    "prometheus_client": ["apps/gcore-runs/src/gcore_runs/metrics/prometheus.py"],
 }
 """The one file or folder of a distribution that may import each library with a life of its own."""
 

@@ -17,7 +17,7 @@ from gcore_bench.diffusion.plain_loop import Loop, LoopConfig
 from gcore_bench.diffusion.report import GCORE, LIMIT, PLAIN
 from gcore_bench.harness.errors import BenchError
 from gcore_diffusion.config import DemoConfig
-from gcore_diffusion.demo.pretraining import taught_pipeline
+from gcore_diffusion.demo.pretraining import pretrained_pipeline
 from gcore_rollout import FlowSDE, load_pipeline
 from gcore_runs.display import Display
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 def test_the_plain_loop_steps_as_flow_grpo_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its Gaussians are those of gcore's kernel, its loss moves weights, and its ratio begins at 1."""
     with Display(Console(quiet=True)) as display:
-        model = taught_pipeline(DemoConfig(num_steps=2, cache_dir=str(tmp_path)), seed=0, display=display)
+        model = pretrained_pipeline(DemoConfig(num_steps=2, cache_dir=str(tmp_path)), seed=0, display=display)
     config = LoopConfig(model=str(model), prompts=2, n=4, steps=1, seed=0)
     loop = Loop(load_pipeline(model, dtype=torch.float32), config)
     latents, velocity = torch.randn(5, 3, 8, 8), torch.randn(5, 3, 8, 8)

@@ -140,8 +140,8 @@ def test_bench_measures_the_planner(tmp_path: Path) -> None:
             assert row["measured_bytes"] is row["predicted_bytes"] is None
     assert set(part["efficiencies"]) == {"1", "2"}
     assert [line.split(" of held-out")[0] for line in part["aims"]] == [
-        "aim: foretold step time",
-        "aim: foretold peak memory",
+        "aim: predicted step time",
+        "aim: predicted peak memory",
     ]
 
 
@@ -163,7 +163,7 @@ def test_bench_measures_live_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_laws_are_found_from_the_runs_that_they_are_fitted_to(quick: bool) -> None:
-    """Of a machine that follows them, so that what is held out is foretold."""
+    """Of a machine that follows them, so that held-out runs are predicted."""
     alone = Efficiency(
         training=0.06,
         prefill=0.08,
@@ -203,8 +203,8 @@ def test_only_held_out_runs_are_judged() -> None:
     )
     wild = replace(row, name="fitted", is_held_out=False, predicted_s=9.0, predicted_bytes=9.0)
     seconds, memory = planner_aims(PlannerFigures(rows=[row, wild], efficiencies={}, load=0.0))
-    assert seconds == "aim: foretold step time of held-out runs within 20%: +19.0% to +19.0% (met in all 1)"
-    assert memory == "aim: foretold peak memory of held-out runs within 15%: -14.0% to -14.0% (met in all 1)"
+    assert seconds == "aim: predicted step time of held-out runs within 20%: +19.0% to +19.0% (met in all 1)"
+    assert memory == "aim: predicted peak memory of held-out runs within 15%: -14.0% to -14.0% (met in all 1)"
     slow = replace(row, name="slow", predicted_s=0.7, kind="step", measured_bytes=None, predicted_bytes=None)
     seconds, memory = planner_aims(PlannerFigures(rows=[row, slow], efficiencies={}, load=0.0))
     assert seconds.endswith("-30.0% to +19.0% (not met: slow -30.0%)")

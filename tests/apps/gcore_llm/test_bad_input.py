@@ -29,16 +29,16 @@ def write(cli: Cli, name: str, text: str) -> str:
             "rollout.engine is 'sglang': hf, vllm, vllm_server, sglang_server or",
         ),
         (["--rollout.engine", "none.py:make"], "rollout.engine is 'none.py:make': no such file none.py"),
-        (["--rollout.temperature", "0"], "rollout.temperature is 0.0: above 0 is needed"),
-        (["--data.train-batch-size", "0"], "data.train_batch_size is 0: 1 or more is needed"),
+        (["--rollout.temperature", "0"], "rollout.temperature is 0.0; expected above 0"),
+        (["--data.train-batch-size", "0"], "data.train_batch_size is 0; expected 1 or more"),
         (["--trainer.test-freq", "0"], "trainer.test_freq is 0"),
         (["--actor.ppo-max-token-len", "47"], "at least data.max_prompt_length + data.max_response_length = "),
         (["--warmup.test-freq", "0"], "warmup.test_freq is 0"),
         (["--task.num-val", "0"], "task.num_val is 0"),
-        (["--actor.optim.lr", "-1"], "lr is -1.0: a finite number above 0 is needed"),
+        (["--actor.optim.lr", "-1"], "lr is -1.0; expected a finite number above 0"),
         (["--actor.loss.clip-ratio-c", "0.5"], "clip_ratio_c is 0.5"),
-        (["--name", "a/b"], "name is 'a/b': a plain folder name is needed"),
-        (["--task.name", "chain_sum"], "one source of prompts is needed"),
+        (["--name", "a/b"], "name is 'a/b'; expected a plain folder name"),
+        (["--task.name", "chain_sum"], "expected one source of prompts"),
         (["--recipe", "chatgpt"], "chatgpt"),
         (["--config", "nowhere.toml"], "config is nowhere.toml: No such file"),
         (
@@ -47,15 +47,24 @@ def write(cli: Cli, name: str, text: str) -> str:
         ),
         (["--trainer.parallel.tensor-model-parallel-size", "2"], "is 2: the torch backend needs 1"),
         (["--trainer.parallel.ulysses-sequence-parallel-size", "2"], "ulysses_sequence_parallel_size is 2"),
-        (["--algorithm.kl-ctrl.kl-coef", "0.1"], "need gae or reinforce_plus_plus"),
-        (["--algorithm.lam", "1.5"], "algorithm.lam is 1.5: a number from 0 to 1 is needed"),
-        (["--algorithm.rollout-correction.rollout-is", "token"], "algorithm.old_log_probs is 'rollout': 'trainer'"),
-        (["--actor.router-replay", "R2"], "algorithm.old_log_probs is 'rollout': 'trainer' is needed, whose pass"),
-        (["--algorithm.overlong.buffer-len", "9"], "at most data.max_response_length=8 is needed"),
-        (["--actor.optim.min-lr-ratio", "2"], "min_lr_ratio is 2.0: a number in [0, 1] is needed"),
-        (["--placement.strategy", "dynamic"], "placement.strategy is 'dynamic', runtime is 'inline' and"),
-        (["--device", "cuda:99"], "device is 'cuda:99': this machine has "),
-        (["--device", "gpu"], "device is 'gpu': cpu, cuda, cuda:NUMBER or auto is needed"),
+        (["--algorithm.kl-ctrl.kl-coef", "0.1"], "or gae or reinforce_plus_plus"),
+        (["--algorithm.lam", "1.5"], "algorithm.lam is 1.5; expected a number in [0, 1]"),
+        (
+            ["--algorithm.rollout-correction.rollout-is", "token"],
+            "algorithm.old_log_probs is 'rollout'; expected 'trainer'",
+        ),
+        (
+            ["--actor.router-replay", "R2"],
+            "algorithm.old_log_probs is 'rollout'; expected 'trainer' with actor.router_replay",
+        ),
+        (["--algorithm.overlong.buffer-len", "9"], "expected at most data.max_response_length=8"),
+        (["--actor.optim.min-lr-ratio", "2"], "min_lr_ratio is 2.0; expected a number in [0, 1]"),
+        (
+            ["--placement.strategy", "dynamic"],
+            "placement.strategy is 'dynamic'; expected 'split', or runtime 'ray' (now 'inline') and",
+        ),
+        (["--device", "cuda:99"], "device is 'cuda:99'; expected one of this machine's "),
+        (["--device", "gpu"], "device is 'gpu'; expected cpu, cuda, cuda:NUMBER or auto"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -73,7 +82,7 @@ def test_options(cli: Cli, own_args: list[str], options: list[str], expected: st
         ("[data]\ntrain_files = 'a.jsonl'", "s.toml: data.train_files is 'a.jsonl'"),
         ("data = 3", "s.toml: data is 3"),
         ("[rollout]\nn = 1", "rollout.n is 1; expected at least 2 for algorithm.adv_estimator 'grpo'"),
-        ("[actor.optim]\nlr = 0", "lr is 0.0: a finite number above 0 is needed"),
+        ("[actor.optim]\nlr = 0", "lr is 0.0; expected a finite number above 0"),
         ("[trainer]\nschedule = 'now'", "s.toml: trainer.schedule is 'now'"),
         ("[rollout\nn = 3", "config is s.toml: not TOML"),
     ],
@@ -250,7 +259,7 @@ def test_prompts_without_a_model(cli: Cli, own_args: list[str]) -> None:
     i = own_args.index("--model")
     without = [*own_args[:i], *own_args[i + 2 :]]
     assert "model is not set" in cli.refused(*without, "--recipe", "own_data")
-    assert "one source of prompts is needed" in cli.refused(*without)
+    assert "expected one source of prompts" in cli.refused(*without)
     assert list(cli.cwd.iterdir()) == []
 
 
@@ -287,7 +296,7 @@ def test_changed_settings_on_resume(cli: Cli, own_args: list[str]) -> None:
     cli.ok(*own_args)
     before = snapshot(cli.cwd)
     error = cli.refused(*own_args, "--actor.optim.lr", "1e-4", "--seed", "3")
-    assert "runs/default was begun with other settings (actor.optim.lr: 0.001 -> 0.0001; seed: 0 -> 3)" in error
+    assert "runs/default was started with other settings (actor.optim.lr: 0.001 -> 0.0001; seed: 0 -> 3)" in error
     assert "--resume never, or another --name" in error
     assert snapshot(cli.cwd) == before
     longer = cli.ok(*own_args, "--trainer.total-training-steps", "3", "--trainer.save-freq", "2")
@@ -316,8 +325,8 @@ def test_a_folder_that_is_not_a_run(cli: Cli, command: list[str]) -> None:
 
 
 def test_commands(cli: Cli) -> None:
-    known = "train, sft, reward-model, dpo, sample, eval, report, logs, simulate are known"
-    assert f"unknown command 'trian': {known}" in cli.refused("trian")
+    known = "expected one of train, sft, reward-model, dpo, sample, eval, report, logs, simulate"
+    assert f"unknown command 'trian'; {known}" in cli.refused("trian")
     usage = cli.ok("--help")
     assert usage.startswith("usage: gcore-llm COMMAND")
     bare = cli()
@@ -328,13 +337,13 @@ def test_commands(cli: Cli) -> None:
 def test_wrong_arguments_of_sample_and_eval(cli: Cli, own_args: list[str]) -> None:
     cli.ok(*own_args)
     for options, expected in (
-        (["--n", "0"], "n is 0: 1 or more is needed"),
+        (["--n", "0"], "n is 0; expected 1 or more"),
         (["--n", "x"], "n is 'x'; expected a valid integer"),
         (["--temperature", "nan"], "temperature is nan; expected a finite number"),
-        (["--temperature", "-1"], "temperature is -1.0: 0 or more is needed"),
-        (["--max-tokens", "-5"], "max_tokens is -5: 0 or more is needed"),
+        (["--temperature", "-1"], "temperature is -1.0; expected 0 or more"),
+        (["--max-tokens", "-5"], "max_tokens is -5; expected 0 or more"),
         (["--max-tokens", "5000"], "the model takes at most 512"),
-        (["--seed", "-1"], "seed is -1: 0 or more is needed"),
+        (["--seed", "-1"], "seed is -1; expected 0 or more"),
         (["--top-p", "0.9"], "unknown option --top-p; there is no such setting: responses are sampled from"),
         (["again"], "unexpected argument 'again'; expected gcore-llm sample RUN PROMPT"),
     ):

@@ -63,9 +63,9 @@ def test_a_resumed_run_wants_the_same_rows(cli: Cli, job: list[str]) -> None:
     cli.ok(*job, "--trainer.total-training-steps", "1")
     (cli.cwd / "runs/dpo/reference_log_probs.npz").unlink()
     longer = [*job, "--trainer.total-training-steps", "2"]
-    assert "runs/dpo/reference_log_probs.npz is gone" in cli.refused(*longer)
+    assert "runs/dpo/reference_log_probs.npz is missing" in cli.refused(*longer)
     write_rows(cli.cwd / "pairs.jsonl", pairs(80, seed=2))
-    assert "the training rows are not those that runs/dpo was begun with" in cli.refused(*longer)
+    assert "the training rows are not those that runs/dpo was started with" in cli.refused(*longer)
 
 
 @pytest.mark.parametrize("options", [["--loss.loss-type", "ipo"], ["--loss.loss-type", "hinge"]])

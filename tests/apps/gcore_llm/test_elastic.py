@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
+from gcore_controller import Sizes
 from gcore_controller.errors import ClusterError
 from gcore_controller.runtimes.ray.capacity import has_capacity, largest
 from gcore_llm.config import TrainConfig
 from gcore_llm.reward_config import JudgeConfig, RewardModelConfig
 from gcore_llm.rollout_config import RolloutConfig
 from gcore_llm.trainer_config import TrainerConfig
-from gcore_runs.ray_config import RayConfig
-from gcore_runs.sizes import Sizes
+from gcore_runs.settings.cluster import RayConfig
 from gcore_trainer import ParallelConfig
 
 # Scores wait while there is a file of this name.

@@ -21,14 +21,14 @@ def job(command: str, model: Path | str, *options: str) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--optim.lr", "-1"], "lr is -1.0: a finite number above 0 is needed"),
-        (["--optim.lr-warmup-steps-ratio", "2"], "optim.lr_warmup_steps_ratio is 2.0: a number from 0 to 1 is needed"),
-        (["--trainer.total-epochs", "0"], "trainer.total_epochs is 0.0: a finite number above 0 is needed"),
-        (["--data.max-length", "1"], "data.max_length is 1: 2 or more is needed"),
+        (["--optim.lr", "-1"], "lr is -1.0; expected a finite number above 0"),
+        (["--optim.lr-warmup-steps-ratio", "2"], "optim.lr_warmup_steps_ratio is 2.0; expected a number in [0, 1]"),
+        (["--trainer.total-epochs", "0"], "trainer.total_epochs is 0.0; expected a finite number above 0"),
+        (["--data.max-length", "1"], "data.max_length is 1; expected 2 or more"),
         (["--data.train-batch-sise", "1"], "--data.train-batch-size"),
-        (["--max-token-len", "31"], "max_token_len is 31: at least "),
-        (["--name", "a/b"], "name is 'a/b': a plain folder name is needed"),
-        (["--task.name", "chain_sum"], "one source of rows is needed"),
+        (["--max-token-len", "31"], "max_token_len is 31; expected at least "),
+        (["--name", "a/b"], "name is 'a/b'; expected a plain folder name"),
+        (["--task.name", "chain_sum"], "expected one source of rows"),
         (["--data.train-files", "nowhere.jsonl"], "data file nowhere.jsonl does not exist"),
         (["--model", "nowhere"], "model is 'nowhere'; expected a Hugging Face folder with config.json"),
         (["--config", "nowhere.toml"], "config is nowhere.toml: No such file"),
@@ -47,11 +47,15 @@ def test_options(cli: Cli, tiny: Path, options: list[str], expected: str) -> Non
 @pytest.mark.parametrize(
     ("command", "options", "expected"),
     [
-        ("dpo", ["--loss.beta", "0"], "beta is 0.0: a finite number above 0 is needed"),
+        ("dpo", ["--loss.beta", "0"], "beta is 0.0; expected a finite number above 0"),
         ("dpo", ["--loss.loss-type", "orpo"], "orpo"),
-        ("dpo", ["--max-token-len", "63"], "max_token_len is 63: at least 2 * data.max_length = 64 is needed"),
+        ("dpo", ["--max-token-len", "63"], "max_token_len is 63; expected at least 2 * data.max_length = 64"),
         ("reward-model", ["--loss.center-rewards-coefficient", "-1"], "center_rewards_coefficient is -1.0"),
-        ("sft", ["--optim.lr-warmup-steps", "3", "--optim.lr-warmup-steps-ratio", "0.1"], "is needed to be 0"),
+        (
+            "sft",
+            ["--optim.lr-warmup-steps", "3", "--optim.lr-warmup-steps-ratio", "0.1"],
+            "expected 0 with optim.lr_warmup_steps 3",
+        ),
     ],
 )
 def test_options_of_one_command(cli: Cli, tiny: Path, command: str, options: list[str], expected: str) -> None:
@@ -68,7 +72,7 @@ def test_config_file_of_another_command(cli: Cli, tiny: Path) -> None:
 def test_rows_without_a_model_and_a_model_without_rows(cli: Cli, tiny: Path) -> None:
     write_rows(cli.cwd / "rows.jsonl", [json.loads(GOOD)])
     rows = ("--data.train-files", "rows.jsonl")
-    assert "model is not set: a local Hugging Face folder" in cli.refused("sft", "--recipe", "own_data", *rows)
+    assert "model is not set; expected a local Hugging Face folder" in cli.refused("sft", "--recipe", "own_data", *rows)
     assert "data.train_files is not set" in cli.refused("sft", "--model", tiny)
     assert "worked examples (chain_sum), or rows of your own" in cli.refused("dpo", "--task.name", "leg_counting")
 
@@ -78,13 +82,25 @@ def test_rows_without_a_model_and_a_model_without_rows(cli: Cli, tiny: Path) -> 
     [
         ("\n", "rows.jsonl has no rows"),
         (GOOD + '{"prompt": ', "rows.jsonl:2 is not JSON"),
-        (GOOD + '{"question": "a"}', "rows.jsonl: row 2 has the columns question: messages, or prompt and completion"),
-        (GOOD + '{"prompt": "a"}', "rows.jsonl: row 2 has the columns prompt: messages, or prompt and completion"),
-        (GOOD + '{"prompt": "a", "completion": 7}', "rows.jsonl: row 2: completion is 7: text, or a list of messages"),
+        (
+            GOOD + '{"question": "a"}',
+            "rows.jsonl: row 2 has the columns question; expected messages, or prompt and completion",
+        ),
+        (
+            GOOD + '{"prompt": "a"}',
+            "rows.jsonl: row 2 has the columns prompt; expected messages, or prompt and completion",
+        ),
+        (
+            GOOD + '{"prompt": "a", "completion": 7}',
+            "rows.jsonl: row 2: completion is 7; expected text, or a list of messages",
+        ),
         (GOOD + '{"prompt": "a", "completion": ""}', "rows.jsonl: row 2 has an empty completion"),
         (GOOD + '{"text": ""}', "rows.jsonl: row 2 is empty"),
-        (GOOD + '{"text": 7}', "rows.jsonl: row 2: text is 7: text is needed"),
-        (GOOD + '{"messages": "hi"}', "rows.jsonl: row 2: messages is 'hi': a list of messages with role and content"),
+        (GOOD + '{"text": 7}', "rows.jsonl: row 2: text is 7; expected text"),
+        (
+            GOOD + '{"messages": "hi"}',
+            "rows.jsonl: row 2: messages is 'hi'; expected a list of messages with role and content",
+        ),
         (GOOD + f'{{"messages": {CHAT}}}', "rows.jsonl: row 2 holds chat messages: the model's tokenizer has no chat"),
         ('{"text": "' + "x" * 32 + '"}', "no row is left to train on: 1 are longer than data.max_length=32 tokens"),
     ],
@@ -98,9 +114,12 @@ def test_rows_to_imitate(cli: Cli, tiny: Path, text: str, expected: str) -> None
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('{"prompt": "a", "chosen": "b"}', "row 1 has the columns prompt, chosen: chosen and rejected, and prompt"),
-        ('{"prompt": "a", "chosen": "b", "rejected": 7}', "row 1: rejected is 7: text, or a list of messages"),
-        ('{"chosen": "b", "rejected": 7}', "row 1: rejected is 7: text behind a prompt, or conversations that begin"),
+        (
+            '{"prompt": "a", "chosen": "b"}',
+            "row 1 has the columns prompt, chosen; expected chosen and rejected, and prompt",
+        ),
+        ('{"prompt": "a", "chosen": "b", "rejected": 7}', "row 1: rejected is 7; expected text, or a list of messages"),
+        ('{"chosen": "b", "rejected": 7}', "row 1: rejected is 7; expected text after a prompt, or conversations"),
         ('{"prompt": "a", "chosen": "b", "rejected": ""}', "row 1 has an empty rejected"),
         ('{"prompt": "a", "chosen": "b", "rejected": "b"}', "no row is left to train on: 0 are longer than data."),
     ],
@@ -125,7 +144,7 @@ def test_port_in_use(cli: Cli, tiny: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         error = cli.refused(*job("sft", tiny), "--trainer.prometheus-port", port)
-    assert f"trainer.prometheus_port is {port} and trainer.prometheus_host '127.0.0.1': a free port" in error
+    assert f"trainer.prometheus_port is {port} and trainer.prometheus_host '127.0.0.1'; expected a free port" in error
     assert not (cli.cwd / "runs").exists()
 
 
@@ -146,7 +165,7 @@ def test_rows_too_long_for_the_model(cli: Cli, tiny: Path) -> None:
     """The tiny model takes 512 tokens."""
     write_rows(cli.cwd / "rows.jsonl", [{"text": "x" * 512}])
     error = cli.refused(*job("sft", tiny, "--data.max-length", "600"))
-    assert "the longest row has 513 tokens: the model takes at most 512" in error
+    assert "the longest row has 513 tokens; expected at most 512" in error
 
 
 def test_changed_settings_on_resume(cli: Cli, tiny: Path) -> None:
@@ -154,10 +173,10 @@ def test_changed_settings_on_resume(cli: Cli, tiny: Path) -> None:
     args = job("sft", tiny, "--trainer.total-training-steps", "1")
     cli.ok(*args)
     error = cli.refused(*args, "--optim.lr", "1e-4")
-    assert "runs/sft was begun with other settings (optim.lr: 1e-05 -> 0.0001)" in error
+    assert "runs/sft was started with other settings (optim.lr: 1e-05 -> 0.0001)" in error
     write_rows(cli.cwd / "rows.jsonl", [*pairs(3, seed=0)])
     error = cli.refused(*job("dpo", tiny, "--name", "sft"))
-    assert "runs/sft is a run of the command sft: one of dpo is needed" in error
+    assert "runs/sft is a run of the command sft; expected one of dpo" in error
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,4 +1,4 @@
-"""What is foretold of a run's steps, and what is learned from them."""
+"""Predictions of a run's steps, and their corrections."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def metrics(mean: float, *, longest: float, times: float = 1.0) -> dict[str, flo
     }
 
 
-def test_what_is_measured_corrects_what_is_foretold(tiny: Path, tmp_path: Path) -> None:
+def test_measurements_correct_predictions(tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "placement.json"
     forecast = Forecast(config(tiny), tiny, path)
     first = forecast.stepped(metrics(100.0, longest=200.0))
@@ -50,7 +50,7 @@ def test_what_is_measured_corrects_what_is_foretold(tiny: Path, tmp_path: Path) 
 
 
 def test_drawn_lengths_are_those_of_the_law(tiny: Path, tmp_path: Path) -> None:
-    """Log-normal lengths by their mean and their longest alone: tokens are foretold to a tenth."""
+    """Log-normal lengths by their mean and their longest alone: tokens are predicted to a tenth."""
     del tiny, tmp_path
     from gcore_llm.forecast import _lengths  # pyright: ignore[reportPrivateUsage]
 

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 from command_line import Cli, assert_same_metrics, option_set, read_rows
 
-from gcore_controller import Span
+from gcore_controller import Sizes, Span
 from gcore_runs.on_ray.live_placement import LivePlacement
-from gcore_runs.placement_config import PlacementConfig
-from gcore_runs.sizes import Sizes
+from gcore_runs.settings.cluster import PlacementConfig
 
 DYNAMIC = PlacementConfig(strategy="dynamic")
 
@@ -118,7 +117,7 @@ def test_engines_of_a_run_go_where_they_are_needed(cli: Cli, judged: list[str]) 
     finished = cli(*ray, *dynamic, "--reward-model.judge.num-processes", "1")
     assert finished.code == 0, finished
     assert (
-        "1 engine moved from the policy to the judge: 1 generate and 2 judge now; going on after step" in finished.out
+        "1 engine moved from the policy to the judge: 1 generate and 2 judge now; continuing after step" in finished.out
     )
     assert_same_metrics(cli.cwd / "runs/default", cli.cwd / "runs/inline")
     rows = [row for row in read_rows(cli.cwd / "runs/default/metrics.jsonl") if "placement/judges" in row]
@@ -135,7 +134,7 @@ def test_engines_of_a_run_go_where_they_are_needed(cli: Cli, judged: list[str]) 
     auto = ["--placement.strategy", "auto", "--placement.horizon-steps", "1000"]
     finished = cli(*option_set(ray, "--rollout.num-processes", "1"), *auto, "--name", "turns")
     assert finished.code == 0, finished
-    assert "2 devices generate and judge in turns now; going on after step 3" in finished.out
+    assert "2 devices generate and judge in turns now; continuing after step 3" in finished.out
     assert_same_metrics(cli.cwd / "runs/turns", cli.cwd / "runs/inline")
     for row in read_rows(cli.cwd / "runs/turns/spans.jsonl")[3:]:
         engines = {name: spans for name, spans in row["devices"].items() if not name.startswith("trainer")}

@@ -140,7 +140,7 @@ def test_whatever_dies_every_prompt_is_trained_on_once(cli: Cli, own_args: list[
     # Engines are replaced while the run goes on.
     told = re.findall(
         r"^(controller|training rank) \d+, process \d+ on [\d.]+, died: "
-        r".*; (?:going on after step \d+|the next came before all was replaced)$",
+        r".*; (?:continuing after step \d+|another loss came before everything was replaced)$",
         finished.out,
         flags=re.MULTILINE,
     )

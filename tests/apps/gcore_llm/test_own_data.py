@@ -144,7 +144,7 @@ def test_config_file_and_options_over_it(cli: Cli, tiny: Path) -> None:
     assert len(seen(cli)) == 1 + 2 * 2 * 2 + 2 * 4, "the trial, two evaluations of two prompts, a wave of four"
     # A run's own config is a config file that means the same.
     again = cli.ok("train", "--config", "runs/mine/config.toml")
-    assert "complete: 1 steps are done" in again
+    assert "complete: 1 of 1 steps are done" in again
 
 
 def test_held_out_files(cli: Cli, job: list[str]) -> None:

@@ -246,7 +246,7 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
         "another model than": option_set(server_args, "--model", str(other)),
         "takes 512 tokens: data.max_prompt_length": option_set(server_args, "--data.max-response-length", "500"),
         "no vllm_server answers at": option_set(server_args, "--rollout.urls", f"http://127.0.0.1:{free_port()}"),
-        "rollout.weights_dir is 'nowhere': an existing folder": option_set(
+        "rollout.weights_dir is 'nowhere'; expected an existing folder": option_set(
             server_args, "--rollout.weights-dir", "nowhere"
         ),
     }
@@ -258,7 +258,7 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--rollout.num-processes", "-1"], "rollout.num_processes is -1: 0 or more is needed"),
+        (["--rollout.num-processes", "-1"], "rollout.num_processes is -1; expected 0 or more"),
         (["--rollout.urls", "http://h:1"], "rollout.engine is 'hf' and rollout.urls is ['http://h:1']"),
         (["--rollout.engine", "vllm_server"], "rollout.engine is 'vllm_server' and rollout.urls is []"),
         (["--rollout.engine", "vllm_server", "--rollout.urls", "h:1"], "rollout.urls has 'h:1': http://HOST:PORT"),
@@ -268,17 +268,17 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
         ),
         (
             ["--rollout.engine", "sglang_server", "--rollout.urls", "http://h:1"],
-            "rollout.engine is 'sglang_server' and rollout.weights_dir is ''",
+            "rollout.weights_dir is ''; expected a folder with rollout.engine",
         ),
-        (["--rollout.weights-dir", "x"], "rollout.engine is 'hf' and rollout.weights_dir is 'x'"),
+        (["--rollout.weights-dir", "x"], "rollout.weights_dir is 'x'; expected a folder with"),
         (
             ["--rollout.engine", "vllm_server", "--rollout.urls", "http://h:1", "--rollout.num-processes", "2"],
             "rollout.num_processes is 2 and rollout.engine is 'vllm_server': 0 is needed",
         ),
-        (["--rollout.speculative.num-speculative-tokens", "2"], "rollout.engine is 'hf': 'vllm' is needed"),
-        (["--rollout.speculative.num-speculative-tokens", "-1"], "num_speculative_tokens is -1: 0 or more is needed"),
-        (["--rollout.speculative.model", "x"], "rollout.speculative.num_speculative_tokens is 0: 1 or more is needed"),
-        (["--rollout.speculative.prompt-lookup-max", "1"], "prompt_lookup_max is 1: 2 or more is needed"),
+        (["--rollout.speculative.num-speculative-tokens", "2"], "rollout.engine is 'hf'; expected 'vllm'"),
+        (["--rollout.speculative.num-speculative-tokens", "-1"], "num_speculative_tokens is -1; expected 0 or more"),
+        (["--rollout.speculative.model", "x"], "rollout.speculative.num_speculative_tokens is 0; expected 1 or more"),
+        (["--rollout.speculative.prompt-lookup-max", "1"], "prompt_lookup_max is 1; expected 2 or more"),
         (
             ["--reward-model.judge.urls", "http://h:1"],
             "reward_model.judge.engine is 'hf' and reward_model.judge.urls is ['http://h:1']",

@@ -155,8 +155,8 @@ def test_prompts_that_the_model_does_not_take(model: str, tmp_path: Path, monkey
     prompts = PromptSets(train=[prompt], val=[], num_too_long=0)
     check_lengths(TrainConfig(model=model, data=DataConfig(max_response_length=40)), prompts)
     expected = (
-        f"the longest prompt has {limit - 40} tokens and data.max_response_length is 41: the model takes at most "
-        f"{limit} together (model is {model!r}, max_position_embeddings); a lower data.max_prompt_length"
+        f"data.max_response_length is 41; expected at most 40: the longest prompt has {limit - 40} tokens and the "
+        f"model takes at most {limit} together (model is {model!r}, max_position_embeddings); a lower "
     )
     with pytest.raises(UserError, match=re.escape(expected)):
         check_lengths(TrainConfig(model=model, data=DataConfig(max_response_length=41)), prompts)

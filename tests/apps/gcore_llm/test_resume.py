@@ -154,7 +154,7 @@ def test_interrupt_saves_the_last_finished_step(cli: Cli, whole: Callable[[int],
         finished = command.wait()
         assert (finished.code, finished.err) == (
             130,
-            "gcore-llm: interrupted; the same command goes on from the last finished step\n",
+            "gcore-llm: interrupted; the same command continues from the last finished step\n",
         )
         if reached:
             assert f"resuming after step {reached} of 6" in finished.out

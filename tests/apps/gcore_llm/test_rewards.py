@@ -18,7 +18,7 @@ from gcore_llm.cli import parse_train
 from gcore_llm.rewards import Rewards
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_rollout import Scored
-from gcore_runs.settings import resolve
+from gcore_runs.settings.values import resolve
 
 # A random model writes any character: its last digit is its verdict, and if it writes none, that is one, too.
 JUDGE = [
@@ -210,7 +210,7 @@ def test_programs_are_run(cli: Cli, own_args: list[str]) -> None:
             ["--reward-model.judge.engine", "vllm"],
             "reward_model.judge.num_processes is 0 and reward_model.judge.engine",
         ),
-        (["--reward-model.judge.n", "0"], "reward_model.judge.n is 0: 1 or more is needed"),
+        (["--reward-model.judge.n", "0"], "reward_model.judge.n is 0; expected 1 or more"),
         (
             [*PAIRWISE[:-1], "0.25"],
             "reward_model.judge.pairwise is true and reward_model.judge.unparsable_score is 0.25: 0.5, a tie",

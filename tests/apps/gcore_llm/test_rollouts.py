@@ -147,22 +147,25 @@ def test_a_broken_environment(cli: Cli, own_args: list[str], chatty: Path) -> No
             ["--rollout.multi-turn.environment", "none.py:f"],
             "rollout.multi_turn.environment is 'none.py:f': no such file",
         ),
-        (["--rollout.multi-turn.max-assistant-turns", "0"], "max_assistant_turns is 0: 1 or more is needed"),
+        (["--rollout.multi-turn.max-assistant-turns", "0"], "max_assistant_turns is 0; expected 1 or more"),
         (
             ["--rollout.over-sample-rate", "-1"],
-            "rollout.over_sample_rate is -1.0: a finite number, 0 or more is needed",
+            "rollout.over_sample_rate is -1.0; expected a finite number, 0 or more",
         ),
-        (["--rollout.max-staleness", "0"], "rollout.max_staleness is 0: 1 or more is needed"),
+        (["--rollout.max-staleness", "0"], "rollout.max_staleness is 0; expected 1 or more"),
         (
             ["--rollout.partial-rollout", "True", "--rollout.multi-turn.environment", "x.py:f"],
-            "for an environment cannot wait for the next step",
+            "an environment cannot wait for the next step",
         ),
         (
             ["--rollout.multi-turn.max-revisions", "2", "--rollout.multi-turn.environment", "x.py:f"],
-            "rollout.multi_turn.max_revisions is 2: one of them is needed",
+            "rollout.multi_turn.max_revisions is 2; expected 0 with",
         ),
-        (["--rollout.multi-turn.good-enough", "inf"], "good_enough is inf: a finite number is needed"),
-        (["--rollout.partial-rollout", "True", "--algorithm.adv-estimator", "remax"], "another estimator is needed"),
+        (["--rollout.multi-turn.good-enough", "inf"], "good_enough is inf; expected a finite number"),
+        (
+            ["--rollout.partial-rollout", "True", "--algorithm.adv-estimator", "remax"],
+            "expected false with algorithm.adv_estimator 'remax'",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -231,7 +231,7 @@ def test_run_is_served_for_prometheus_and_logged(cli: Cli, job: list[str]) -> No
     assert served["gcore_sft_loss"] == losses[int(served["gcore_step"])]
     assert served["gcore_step_seconds_count"] == served["gcore_step"]
     lines = cli.ok("logs", "runs/sft", "--role", "main").splitlines()
-    assert "main INFO gcore_runs.logs: process" in lines[0]
+    assert "main INFO gcore_runs.logs.writing: process" in lines[0]
     steps = [line for line in lines if "main INFO gcore_llm.finetune.run: step " in line]
     assert len(steps) == len(losses)
 
@@ -261,6 +261,6 @@ def test_demo(cli: Cli) -> None:
     assert "Loss per step" in page
     assert "Held-out loss" in page
     assert "Samples before and after" not in page
-    assert "is a run of the command sft: one of train is needed" in cli.refused("sample", run, "1+1=")
+    assert "is a run of the command sft; expected one of train" in cli.refused("sample", run, "1+1=")
     exported = causal_lm(run / "export")
     assert np.isfinite(exported(torch.tensor([[5, 6]])).logits.detach().numpy()).all()

@@ -18,7 +18,7 @@ from gcore_llm.cli import parse_train
 from gcore_llm.config import TrainConfig
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_runs.run_folder import RunFolder
-from gcore_runs.settings import resolve
+from gcore_runs.settings.values import resolve
 
 EMBEDDED = [
     *("train", "--threads", "1", "--device", "cpu", "--seed", "3"),
@@ -136,7 +136,7 @@ def test_sample_continues_the_prompt(shared_cli: Cli, trained: Path) -> None:
     assert drawn == shared_cli.ok(*args)
     assert drawn != shared_cli.ok(*args, "--seed", "1")
     bad = shared_cli("sample", trained, "3+4=", "--n", "0")
-    assert (bad.code, bad.err) == (2, "gcore-llm: error: n is 0: 1 or more is needed\n")
+    assert (bad.code, bad.err) == (2, "gcore-llm: error: n is 0; expected 1 or more\n")
 
 
 def test_eval_gives_the_last_held_out_score(shared_cli: Cli, trained: Path) -> None:
@@ -157,7 +157,7 @@ def test_the_same_command_after_the_end_trains_nothing(shared_cli: Cli, embedded
     kept = ("metrics.jsonl", "warmup.jsonl", "export/model.safetensors", "samples/after.jsonl")
     before = {name: (embedded / name).stat().st_mtime_ns for name in kept}
     out = shared_cli.ok(*EMBEDDED, "--name", "embedded")
-    assert "complete: 4 steps are done" in out
+    assert "complete: 4 of 4 steps are done" in out
     assert "warm-up" not in out
     assert {name: (embedded / name).stat().st_mtime_ns for name in kept} == before
 

@@ -14,7 +14,7 @@ from engine_oracles import VLLM_IMPORT_WARNINGS  # pyright: ignore[reportMissing
 from rich.console import Console
 
 from gcore_llm.cli import parse_train
-from gcore_llm.train import train
+from gcore_llm.training import train
 from gcore_rollout import WrongWeightsError
 from gcore_runs.display import Display
 

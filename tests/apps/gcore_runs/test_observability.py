@@ -32,6 +32,7 @@ from rich.text import Text
 sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
 from fake_engine import FakeEngine  # pyright: ignore[reportMissingImports]
 
+import gcore_runs.logs.merging as merging
 from gcore_controller import Context, DeviceTimers, Span, merge_spans, on_wall_clock, run_inline
 from gcore_llm.cli import main
 from gcore_llm.engines import start_policy
@@ -39,14 +40,13 @@ from gcore_llm.learner_part import SharedLearner
 from gcore_llm.recipes import own_data
 from gcore_llm.report import write_report
 from gcore_rollout import EngineReplicas, Request, SamplingParams
-from gcore_runs import merged_logs
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
 from gcore_runs.instrumented_engine import Instrumentation
-from gcore_runs.logs import log_to
-from gcore_runs.merged_logs import merged_lines
-from gcore_runs.metrics import MetricsWriter
-from gcore_runs.prometheus import PrometheusExporter
+from gcore_runs.logs.merging import merged_lines
+from gcore_runs.logs.writing import log_to
+from gcore_runs.metrics.prometheus import PrometheusExporter
+from gcore_runs.metrics.writer import MetricsWriter
 from gcore_runs.run_folder import RunFolder, read_jsonl
 from gcore_runs.spans import SpanWriter, StepSpans
 
@@ -115,7 +115,7 @@ def test_what_controllers_waited_for_begins_the_next_step(tmp_path: Path) -> Non
         writer.write(step, [[span("gen", 50.0 + step, 50.75 + step)], []])
     writer.waited(span("checkpoint", 54.0, 54.5))
     # Step 3 is lost, and made again; what passed since the end of step 2 is due to that.
-    writer.go_on(last_step=2, cause="failure")
+    writer.resume(last_step=2, cause="failure")
     writer.write(3, [[span("gen", 60.0, 60.5)], []])
     writer.waited(span("checkpoint", 60.5, 60.75))
     writer.write(4, [[span("gen", 61.0, 62.0)], []])
@@ -375,7 +375,7 @@ def test_metrics_that_differ_in_a_slash_alone_have_a_gauge_each() -> None:
 
 def test_port_in_use_is_refused_by_name_and_freed_in_the_end() -> None:
     with PrometheusExporter(run="first", port=0) as first:
-        refused = f"trainer.prometheus_port is {first.port} and trainer.prometheus_host '127.0.0.1': a free port"
+        refused = f"trainer.prometheus_port is {first.port} and trainer.prometheus_host '127.0.0.1'; expected a"
         with pytest.raises(UserError, match=re.escape(refused)):
             PrometheusExporter(run="second", port=first.port)
         # Nothing is served at other addresses of the machine.
@@ -418,7 +418,7 @@ def test_display_shows_the_busiest_controller_where_loads_are_known() -> None:
 WORKER = """
 import ctypes, logging, os, signal, sys, warnings
 from pathlib import Path
-from gcore_runs.logs import log_to
+from gcore_runs.logs.writing import log_to
 
 log_to(Path(sys.argv[1]), "engine", int(sys.argv[2]), redirect=True)
 logging.getLogger("a.b").info("first\\nsecond")
@@ -481,7 +481,7 @@ def test_all_that_a_dying_process_wrote_is_in_its_log(tmp_path: Path, end: str, 
     assert work(tmp_path, 3, end) == code
     assert [path.name for path in tmp_path.iterdir()] == ["engine-3.log"]
     lines = told(merged_lines(tmp_path))
-    assert re.fullmatch(r"engine-3 INFO gcore_runs.logs: process \d+ on \S+ begins", lines[0])
+    assert re.fullmatch(r"engine-3 INFO gcore_runs.logs.writing: process \d+ on \S+ begins", lines[0])
     assert lines[1:3] == ["engine-3 INFO a.b: first", "engine-3 INFO second"]
     assert lines[3] == "engine-3 WARNING py.warnings: <string>:8: UserWarning: careful"
     assert lines[lines.index("engine-3 ERROR root: caught") + 1] == "engine-3 ERROR Traceback (most recent call last):"
@@ -565,7 +565,7 @@ def test_role_that_no_file_can_be_named_after_is_refused(tmp_path: Path, role: s
 
 
 def test_files_begin_anew_when_they_are_full_and_output_goes_along(tmp_path: Path) -> None:
-    code = "import logging, os, sys; from pathlib import Path; from gcore_runs.logs import log_to\n"
+    code = "import logging, os, sys; from pathlib import Path; from gcore_runs.logs.writing import log_to\n"
     code += "log_to(Path(sys.argv[1]), 'trainer', 0, redirect=True, max_file_bytes=2000)\n"
     code += "for i in range(30): logging.info('record %d', i); os.write(1, b'output %d\\n' % i)"
     subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=600)
@@ -610,7 +610,7 @@ def test_some_logs(run_dir: Path, capsys: pytest.CaptureFixture[str], options: l
     [
         (["--role", "engin"], "has no logs of role engin, rank any; there are: engine-1, main"),
         (["--role", "engine", "--rank", "7"], "has no logs of role engine, rank 7; there are: engine-1, main"),
-        (["--lines", "-1"], "lines is -1: 0 or more is needed"),
+        (["--lines", "-1"], "lines is -1; expected 0 or more"),
     ],
 )
 def test_logs_that_are_not_there(
@@ -628,7 +628,7 @@ def test_run_without_logs(tmp_path: Path) -> None:
 
 
 def test_following(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merged_logs, "_POLL_S", 0.01)
+    monkeypatch.setattr(merging, "_POLL_S", 0.01)
     file = tmp_path / "engine-0.log"
     file.write_text(f"{stamp(1)} engine-0 INFO a: 1\n{stamp(2)} engine-0 INFO a: 2\n{stamp(3)} engine-0 INFO a: ha")
     with closing(merged_lines(tmp_path, last=1, follow=True)) as lines:
@@ -677,6 +677,6 @@ def test_reader_that_has_seen_enough_is_no_error(run_dir: Path) -> None:
 
 
 def test_importing_the_reader_is_cheap() -> None:
-    code = "import json, sys, gcore_runs.logs, gcore_runs.merged_logs; print(json.dumps([*sys.modules]))"
+    code = "import json, sys, gcore_runs.logs.writing, gcore_runs.logs.merging; print(json.dumps([*sys.modules]))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"numpy", "torch", "rich", "prometheus_client"} & set(json.loads(result.stdout))

@@ -18,10 +18,10 @@ from gcore_llm.finetune.command import parse_fine_tuning
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
 from gcore_llm.simulate.command import parse_simulate
 from gcore_llm.simulate.config import SimulateConfig
-from gcore_runs.arguments import as_option, setting_types
 from gcore_runs.errors import UserError
-from gcore_runs.other_names import NOT_HERE, OTHER_NAMES, hint
-from gcore_runs.settings import merge
+from gcore_runs.settings.arguments import as_option, setting_types
+from gcore_runs.settings.other_names import NOT_HERE, OTHER_NAMES, hint
+from gcore_runs.settings.values import merge
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], Any], type]] = {
     "train": (parse_train, TrainConfig),
@@ -171,7 +171,7 @@ def test_every_other_name_leads_to_a_setting() -> None:
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (["--seed", "-1"], "seed is -1: 0 or more is needed"),
+        (["--seed", "-1"], "seed is -1; expected 0 or more"),
         (["--seed", "9" * 30], "seed is " + "9" * 30 + "; expected at most 9223372036854775807"),
         (["--threads", "100000"], "threads is 100000; expected at most 4096"),
         (["--trainer.prometheus-port", "70000"], "trainer.prometheus_port is 70000; expected a port from 1 to 65535"),
@@ -186,7 +186,7 @@ def test_every_other_name_leads_to_a_setting() -> None:
             ["--rollout.n", "1", "--algorithm.adv-estimator", "gae"],
             "rollout.n is 1; expected at least 2 with algo",
         ),
-        (["--rollout.n", "0"], "rollout.n is 0: 1 or more is needed"),
+        (["--rollout.n", "0"], "rollout.n is 0; expected 1 or more"),
     ],
 )
 def test_values_found_later(cli: Cli, own_args: list[str], args: list[str], expected: str) -> None:

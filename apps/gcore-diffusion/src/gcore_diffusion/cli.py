@@ -7,12 +7,11 @@ from pathlib import Path
 
 import tyro
 
-from gcore_controller import RankError
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.recipes import RECIPES
-from gcore_runs.command_line import NOTHING_LEARNED, Command, RunArgs, logs_command, run_command
+from gcore_runs.command_line import Command, logs_command, report_command, run_command, run_training
 from gcore_runs.errors import UserError, check_at_least
-from gcore_runs.options import parse, parse_arguments
+from gcore_runs.settings.options import parse, parse_arguments
 
 _USAGE = """usage: gcore-diffusion COMMAND [options]
 
@@ -22,7 +21,7 @@ commands:
   train               train on a reward; with no options, a tiny model of coloured digits in minutes
   sample RUN PROMPT   make images with a run's latest policy
   report RUN          write the run's report.html again
-  logs RUN            what the run's processes logged, by time
+  logs RUN            print what the run's processes logged, by time
 
 gcore-diffusion COMMAND --help documents every option.
 """
@@ -39,9 +38,9 @@ class SampleArgs:
     n: int = 8
     """How many images."""
     num_inference_steps: int = 0
-    """Denoising steps; 0: the run's of evaluation."""
+    """Denoising steps; 0: as in the run's evaluation."""
     guidance_scale: float = 0.0
-    """Of classifier-free guidance; 0: the run's of evaluation."""
+    """Scale of classifier-free guidance; 0: that of the run's evaluation."""
     seed: int = 0
     """Seed of the images."""
     out: Path = Path("images.png")
@@ -57,27 +56,12 @@ class SampleArgs:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """See `run_command`."""
-    run_command(
-        "gcore-diffusion",
-        _COMMANDS,
-        argv,
-        usage=_USAGE,
-        expected_errors=_expected_errors,
-    )
-
-
-def _expected_errors() -> tuple[type[Exception], ...]:
-    from gcore_ckpt import CheckpointError
-    from gcore_controller import ControllerError
-    from gcore_rollout import RolloutError
-    from gcore_trainer import TrainerError
-
-    return (UserError, RankError, CheckpointError, ControllerError, RolloutError, TrainerError)
+    """Run a command; see `run_command`."""
+    run_command("gcore-diffusion", _COMMANDS, argv, usage=_USAGE)
 
 
 def parse_train(args: Sequence[str]) -> DiffusionConfig:
-    """Recipe, then TOML file, then command line, each over the one before.
+    """Return settings from a recipe, a TOML file and the command line, each over the one before.
 
     Raises:
         UserError: see `merge`.
@@ -88,25 +72,15 @@ def parse_train(args: Sequence[str]) -> DiffusionConfig:
 
 def _train(args: Sequence[str]) -> None:
     config = parse_train(args)
-    from rich.table import Table
+    from gcore_diffusion.training import train
 
-    from gcore_diffusion.train import train
-    from gcore_runs.display import Display
-
-    with Display() as display:
-        result = train(config, display)
-    if result.before:
-        table = Table(title="held-out prompts", title_justify="left")
-        for column in ("", "before", "after"):
-            table.add_column(column)
-        labels = {"val/score/mean": "reward", "val/held_out/mean": "reward not trained on", "val/accuracy": "accuracy"}
-        for key, label in labels.items():
-            if key in result.before:
-                table.add_row(label, f"{result.before[key]:.3f}", f"{result.after[key]:.3f}")
-        display.console.print(table)
-    display.say(f"report:  {result.run / 'report.html'}\nexport:  {result.run / 'export'}")
-    if not result.has_signal:
-        raise SystemExit(NOTHING_LEARNED)
+    labels = {"val/score/mean": "reward", "val/held_out/mean": "reward not trained on", "val/accuracy": "accuracy"}
+    run_training(
+        config,
+        train,
+        title="held-out prompts",
+        rows=lambda found: [(label, name) for name, label in labels.items() if name in found],
+    )
 
 
 def _sample(args: Sequence[str]) -> None:
@@ -130,13 +104,9 @@ def _sample(args: Sequence[str]) -> None:
 
 
 def _report(args: Sequence[str]) -> None:
-    parsed = parse_arguments(
-        RunArgs, args, prog="gcore-diffusion report", description="Write a run's report.html again."
-    )
     from gcore_diffusion.report import write_report
-    from gcore_runs.run_folder import RunFolder
 
-    print(write_report(RunFolder.existing(parsed.run).path))
+    report_command("gcore-diffusion", write_report, args)
 
 
 _COMMANDS: dict[str, Command] = {

@@ -1,55 +1,36 @@
-"""Every setting of a run. Names follow verl's and Flow-GRPO's where they have the thing."""
+"""Every setting of `gcore-diffusion train`, under verl's or Flow-GRPO's name where they have it."""
 
-import math
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
-from gcore_diffusion.reward_config import RewardConfig
-from gcore_runs.errors import UserError, check_at_least, check_port, check_run_name
-from gcore_runs.placement_config import PlacementConfig
-from gcore_runs.ray_config import RayConfig
-from gcore_runs.sizes import Sizes, check_engines, check_judges_in_turns
-from gcore_trainer import DenoisingPolicyConfig, DiffusionDPOConfig, LoRAConfig, NFTConfig, OptimizerConfig
+from gcore_diffusion.reward_config import JudgeConfig, RewardConfig
+from gcore_runs.errors import UserError, check_at_least, check_finite, check_fraction
+from gcore_runs.settings.run_config import (
+    BaseActorConfig,
+    BaseAlgorithmConfig,
+    BaseDataConfig,
+    BaseRLConfig,
+    BaseTrainerConfig,
+)
+from gcore_trainer import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig, OptimizerConfig
 
 Algorithm = Literal["flow_grpo", "ddpo", "grpo_guard", "nft", "dpo", "reward_gradient"]
 KernelName = Literal["flow_sde", "dance_sde", "cps", "ddim", "ode"]
 
 NOISELESS: tuple[Algorithm, ...] = ("nft", "dpo", "reward_gradient")
-"""Algorithms that look at no log-probability: their images may be made without noise."""
-
-MAY_CHANGE = (
-    "trainer.total_training_steps",
-    "trainer.save_freq",
-    "trainer.test_freq",
-    "trainer.max_ckpt_to_keep",
-    "trainer.prometheus_port",
-    "trainer.prometheus_host",
-    "resume",
-    "runtime",
-    "ray",
-    "placement",
-    "controllers",
-    "threads",
-    "device",
-    "trainer.num_processes",
-    "rollout.num_processes",
-    "rollout.max_num_images",
-    "reward.judge.num_processes",
-    "reward.judge.max_num_seqs",
-)
-"""Settings that a resumed run may be given anew."""
+"""Algorithms that use no log-probability: their images may be made without noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """The embedded model: a tiny Stable Diffusion 3 of coloured digits, taught on scikit-learn's."""
+    """The embedded model: a tiny Stable Diffusion 3 of coloured digits, trained on scikit-learn's."""
 
     num_steps: int = 300
-    """Updates of its teaching; less makes it worse at digits."""
+    """Updates of its pretraining; fewer make it worse at digits."""
     batch_size: int = 128
-    """Images of an update."""
+    """Images an update."""
     cache_dir: str = ""
-    """Where a taught model is kept for later runs; empty: gcore-diffusion in the user's cache folder."""
+    """Folder where a pretrained model is kept for later runs; empty: gcore-diffusion in the user's cache folder."""
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "batch_size"):
@@ -57,50 +38,41 @@ class DemoConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Prompts: from the user's files; with the embedded model, its own."""
+class DataConfig(BaseDataConfig):
+    """Prompts: from your files; with the embedded model, its own."""
 
     train_files: tuple[str, ...] = ()
-    """JSONL files of prompts, or text files with one in each line; further columns reach the reward as they are."""
-    val_files: tuple[str, ...] = ()
-    """Held-out prompts; none: data.val-size prompts are taken out of the training files."""
+    """JSONL files of prompts, or text files with one in each line; the reward gets their other columns as they are."""
     val_size: int = 32
     """How many prompts to hold out if there are no val-files; never more than a tenth of them."""
     prompt_key: str = "prompt"
     """Column of the prompt."""
     train_batch_size: int = 8
     """Prompts a step, each with rollout.n images."""
-    shuffle_seed: int = 0
-    """Seed of the order of prompts."""
-
-    def __post_init__(self) -> None:
-        check_at_least("data.train_batch_size", self.train_batch_size, 1)
-        for name in ("val_size", "shuffle_seed"):
-            check_at_least(f"data.{name}", getattr(self, name), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """How images are made."""
+    """Sampling of images."""
 
     n: int = 16
     """Images of each prompt: the group that advantages compare."""
     num_inference_steps: int = 10
     """Denoising steps of an image in training."""
     guidance_scale: float = 1.0
-    """Of classifier-free guidance in training; 1: none."""
+    """Scale of classifier-free guidance in training; 1: none."""
     kernel: KernelName = "flow_sde"
     """How steps with noise are made: Flow-GRPO's (flow_sde), DanceGRPO's (dance_sde), coefficient-preserving (cps),
     DDIM's (ddim, for models of DDPM's kind), or none with noise (ode)."""
     noise_level: float = 0.7
-    """Of that noise; of ddim its eta."""
+    """Level of the kernel's noise; of ddim its eta."""
     window_size: int = 0
-    """Steps with noise, which are those trained on: Flow-GRPO-Fast's one or two; 0: all."""
+    """Number of steps with noise, which are those trained on: Flow-GRPO-Fast's one or two; 0: all."""
     window_range: tuple[int, int] = (0, 0)
-    """First step and the one behind the last that a window may have; (0, 0): the first half of the steps."""
+    """First step and the one after the last that a window may have; (0, 0): the first half of the steps."""
     window_schedule: Literal["random", "sliding"] = "random"
-    """random: each prompt has a window of its own, drawn anew (Flow-GRPO-Fast); sliding: all have the same, which goes
-    from the first steps to the last (MixGRPO)."""
+    """random: each prompt has a window of its own, drawn for each step (Flow-GRPO-Fast); sliding: all have the same,
+    which moves from the first steps to the last (MixGRPO)."""
     window_steps: int = 25
     """Training steps after which a sliding window moves by one."""
     size: tuple[int, int] = (0, 0)
@@ -108,7 +80,7 @@ class RolloutConfig:
     max_sequence_length: int = 0
     """Tokens of a prompt, where the pipeline has a limit to set; 0: its own. Shorter is faster."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the sampler's weights."""
+    """Type of the sampler's weights."""
     max_num_images: int = 64
     """Most images that an engine makes at once."""
     num_processes: int = 0
@@ -116,13 +88,13 @@ class RolloutConfig:
     eval_num_inference_steps: int = 0
     """Steps of held-out images, made without noise; 0: as in training."""
     eval_guidance_scale: float = 0.0
-    """Of held-out images; 0: as in training."""
+    """Scale of guidance for held-out images; 0: as in training."""
     eval_n: int = 4
     """Held-out images of a prompt."""
 
     def __post_init__(self) -> None:
         if self.n < 2:
-            raise UserError(f"rollout.n is {self.n}: at least 2 is needed, for images of a prompt are compared")
+            raise UserError(f"rollout.n is {self.n}; expected at least 2: images of a prompt are compared")
         for name in ("num_inference_steps", "window_steps", "max_num_images", "eval_n"):
             check_at_least(f"rollout.{name}", getattr(self, name), 1)
         for name in (
@@ -134,18 +106,17 @@ class RolloutConfig:
             "eval_guidance_scale",
         ):
             check_at_least(f"rollout.{name}", getattr(self, name), 0)
-        if not 0 < self.noise_level < math.inf:
-            raise UserError(f"rollout.noise_level is {self.noise_level}: a finite number above 0 is needed")
+        check_finite("rollout.noise_level", self.noise_level, above_zero=True)
         if self.window_size > self.num_inference_steps:
             raise UserError(
-                f"rollout.window_size is {self.window_size}: at most rollout.num_inference_steps="
-                f"{self.num_inference_steps} is needed"
+                f"rollout.window_size is {self.window_size}; expected at most rollout.num_inference_steps="
+                f"{self.num_inference_steps}"
             )
         first, end = self.range_of_window
         if not 0 <= first < end <= self.num_inference_steps or end - first < self.window_size:
             raise UserError(
-                f"rollout.window_range is {self.window_range}: steps from 0 to {self.num_inference_steps}, at least "
-                f"rollout.window_size={self.window_size} of them, are needed"
+                f"rollout.window_range is {self.window_range}; expected steps from 0 to {self.num_inference_steps}, at "
+                f"least rollout.window_size={self.window_size} of them"
             )
 
     @property
@@ -155,14 +126,14 @@ class RolloutConfig:
 
     @property
     def range_of_window(self) -> tuple[int, int]:
-        """First step and the one behind the last that a window may have."""
+        """First step and the one after the last that a window may have."""
         if self.window_range != (0, 0):
             return self.window_range
         return 0, max(self.window_size, -(-self.num_inference_steps // 2))
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig:
+class AlgorithmConfig(BaseAlgorithmConfig):
     """From scores to an update."""
 
     name: Algorithm = "flow_grpo"
@@ -173,67 +144,45 @@ class AlgorithmConfig:
     whole batch's (global)."""
     adv_clip_max: float = 5.0
     """Advantages are clipped to +- this."""
-    filter_groups: bool = True
-    """Prompts whose images all score alike are dropped, and others sampled in their place."""
-    max_num_gen_batches: int = 4
-    """Most waves of sampling a step; then the step trains on what it has."""
     timestep_fraction: float = 1.0
-    """Share of the recorded steps that is trained on, drawn anew for each batch."""
+    """Share of the recorded steps that is trained on, drawn for each batch."""
     reward_gradient_steps: int = 1
     """Last steps of sampling that reward_gradient goes back through."""
 
     def __post_init__(self) -> None:
-        check_at_least("algorithm.max_num_gen_batches", self.max_num_gen_batches, 1)
+        super().__post_init__()
         check_at_least("algorithm.reward_gradient_steps", self.reward_gradient_steps, 1)
-        if not 0 < self.timestep_fraction <= 1:
-            raise UserError(f"algorithm.timestep_fraction is {self.timestep_fraction}: a number in (0, 1] is needed")
-        if not 0 < self.adv_clip_max < math.inf:
-            raise UserError(f"algorithm.adv_clip_max is {self.adv_clip_max}: a finite number above 0 is needed")
+        check_fraction("algorithm.timestep_fraction", self.timestep_fraction, above_zero=True)
+        check_finite("algorithm.adv_clip_max", self.adv_clip_max, above_zero=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorConfig:
+class ActorConfig(BaseActorConfig):
     """The policy's training."""
 
     optim: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=3e-4, weight_decay=1e-4))
     loss: DenoisingPolicyConfig = field(default_factory=DenoisingPolicyConfig)
     nft: NFTConfig = field(default_factory=NFTConfig)
     dpo: DiffusionDPOConfig = field(default_factory=DiffusionDPOConfig)
-    lora_rank: int = 0
-    """Train adapters of this rank, and nothing else; 0: all parameters."""
-    lora_alpha: int = 32
-    """An adapter's output is scaled by lora-alpha / lora-rank."""
-    target_modules: tuple[str, ...] = ("all-linear",)
-    """Layers that get an adapter, such as to_q; all-linear: all."""
     num_updates: int = 2
     """Updates a step, each on its share of the batch."""
     micro_batch_size: int = 96
     """Most images in a pass: bounds memory, changes nothing else."""
     ema_decay: float = 0.0
-    """Of an average of the weights, which is what is evaluated and exported; 0: there is none."""
+    """Decay of a moving average of the weights, which is evaluated and exported; 0: there is none."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the passes; weights stay in float32."""
-    enable_gradient_checkpointing: bool = False
-    """Keep only each block's input for the backward pass and compute the rest again."""
+    """Type of the passes; weights stay in float32."""
 
     def __post_init__(self) -> None:
-        for name in ("num_updates", "micro_batch_size", "lora_alpha"):
+        super().__post_init__()
+        for name in ("num_updates", "micro_batch_size"):
             check_at_least(f"actor.{name}", getattr(self, name), 1)
-        check_at_least("actor.lora_rank", self.lora_rank, 0)
-        if not 0 <= self.ema_decay < 1:
-            raise UserError(f"actor.ema_decay is {self.ema_decay}: a number in [0, 1) is needed")
-
-    @property
-    def lora(self) -> LoRAConfig | None:
-        """The adapters, if there are any."""
-        if not self.lora_rank:
-            return None
-        return LoRAConfig(rank=self.lora_rank, alpha=self.lora_alpha, target_modules=self.target_modules)
+        check_fraction("actor.ema_decay", self.ema_decay, below_one=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
-    """The run."""
+class TrainerConfig(BaseTrainerConfig):
+    """Training ranks, and the run's length."""
 
     total_training_steps: int = 50
     """Steps of the whole run."""
@@ -243,50 +192,25 @@ class TrainerConfig:
     """Steps between evaluations on held-out prompts."""
     save_freq: int = 20
     """Steps between checkpoints."""
-    max_ckpt_to_keep: int = 2
-    """Checkpoints that are kept, the last ones."""
-    tensorboard: bool = True
-    """Write TensorBoard files beside metrics.jsonl."""
-    prometheus_port: int = 0
-    """Serve metrics for Prometheus at this port; 0: do not."""
-    prometheus_host: str = "127.0.0.1"
-    """Address to serve at."""
-
-    def __post_init__(self) -> None:
-        for name in ("total_training_steps", "test_freq", "save_freq", "max_ckpt_to_keep", "num_processes"):
-            check_at_least(f"trainer.{name}", getattr(self, name), 1)
-        check_port("trainer.prometheus_port", self.prometheus_port)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionConfig:
+class DiffusionConfig(BaseRLConfig):
     """RLHF of a diffusion or flow-matching model: on coloured digits, or on your own pipeline, prompts and reward."""
 
-    name: str = "default"
-    """The run's folder is RUNS_DIR/NAME."""
-    runs_dir: str = "runs"
-    """Where run folders are."""
-    resume: Literal["auto", "never"] = "auto"
-    """auto: go on with the run of this name; never: start over in a new folder NAME-2, NAME-3, ..."""
+    may_change: ClassVar[tuple[str, ...]] = (
+        *BaseRLConfig.may_change,
+        "rollout.max_num_images",
+        "reward.judge.num_processes",
+        "reward.judge.max_num_seqs",
+    )
+
     model: str = ""
     """A local folder of a diffusers pipeline with a flow-matching or DDIM scheduler; empty: a tiny one is made and
-    taught."""
-    seed: int = 0
-    """Seed of everything random but the order of prompts."""
-    runtime: Literal["inline", "ray"] = "inline"
-    """inline: all controllers in this process; ray: controllers, engines, judges and training ranks are actors of a Ray
-    cluster, and what dies is replaced."""
-    controllers: int = 1
-    """Controllers, each with a share of the prompts, and on ray with engines of its own."""
-    threads: int = 0
-    """Threads of torch in each process; 0: all cores."""
-    device: str = "auto"
-    """cpu, cuda, cuda:NUMBER or auto."""
+    pretrained."""
     command: Literal["diffusion"] = "diffusion"
-    """What made the run; for its report."""
+    """Which command made the run; for its report."""
     demo: DemoConfig = field(default_factory=DemoConfig)
-    ray: RayConfig = field(default_factory=RayConfig)
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -296,85 +220,51 @@ class DiffusionConfig:
 
     @property
     def policy_loss(self) -> DenoisingPolicyConfig:
-        """Of the algorithm's mode."""
+        """Settings of the policy's loss, in the mode of the algorithm."""
         return replace(self.actor.loss, loss_mode="guard" if self.algorithm.name == "grpo_guard" else "vanilla")
 
     @property
     def engine_device(self) -> str:
-        """Of an engine; on ray each sees its own GPU alone."""
+        """Device of an engine; on ray each sees only its own GPU."""
         return "cuda" if self.runtime == "ray" and self.device.startswith("cuda") else self.device
 
     @property
-    def sizes(self) -> Sizes:
-        """Processes of each role on ray."""
-        engines = self.rollout.num_processes or self.controllers
-        in_turns = self.placement.strategy == "colocated"
-        judges = 0
-        if self.reward.is_judged:
-            judges = engines if in_turns else self.reward.judge.num_processes or 1
-        return Sizes(
-            controllers=self.controllers,
-            engines=engines,
-            judges=judges,
-            ranks=self.trainer.num_processes,
-            in_turns=in_turns,
-        )
+    def judge(self) -> tuple[str, JudgeConfig | None]:
+        """See `BaseRLConfig.judge`."""
+        return "reward.judge", self.reward.judge if self.reward.is_judged else None
 
-    @property
-    def rank_unit(self) -> int:
-        """Any number of ranks will do."""
-        return 1
-
-    def with_sizes(self, sizes: Sizes) -> Self:
-        """The same settings for other sizes."""
-        judge = replace(self.reward.judge, num_processes=sizes.judges)
+    def with_processes(self, *, engines: int, judges: int, ranks: int) -> Self:
+        """See `BaseRLConfig.with_processes`."""
+        judge = replace(self.reward.judge, num_processes=judges)
         return replace(
             self,
-            controllers=sizes.controllers,
-            rollout=replace(self.rollout, num_processes=sizes.engines),
-            reward=replace(self.reward, judge=judge) if sizes.judges else self.reward,
-            trainer=replace(self.trainer, num_processes=sizes.ranks),
-            placement=replace(self.placement, strategy="colocated") if sizes.in_turns else self.placement,
+            rollout=replace(self.rollout, num_processes=engines),
+            reward=replace(self.reward, judge=judge) if judges else self.reward,
+            trainer=replace(self.trainer, num_processes=ranks),
         )
 
-    def _check_runtime(self) -> None:
-        if self.runtime == "inline" and self.trainer.num_processes > 1:
-            raise UserError(
-                f"trainer.num_processes is {self.trainer.num_processes} and runtime is 'inline': 'ray' is needed"
-            )
-        if self.runtime == "ray":
-            check_engines(self.rollout.num_processes, controllers=self.controllers)
-        if self.placement.strategy != "split" and (self.runtime != "ray" or not self.reward.is_judged):
-            raise UserError(
-                f"placement.strategy is {self.placement.strategy!r}, runtime is {self.runtime!r} and reward.kind is "
-                f"{self.reward.kind!r}: engines and a judge share devices, for which 'ray' and 'judge' are needed"
-            )
-        if self.placement.strategy == "colocated":
-            judges = self.reward.judge.num_processes
-            check_judges_in_turns(judges, engines=self.sizes.engines, setting="reward.judge.num_processes")
-
     def __post_init__(self) -> None:
-        check_at_least("controllers", self.controllers, 1)
-        check_at_least("threads", self.threads, 0)
-        check_at_least("seed", self.seed, 0)
-        check_run_name(self.name)
-        self._check_runtime()
+        super().__post_init__()
+        if self.runtime == "inline" and self.trainer.num_processes > 1:
+            raise UserError(f"trainer.num_processes is {self.trainer.num_processes}; expected 1 with runtime 'inline'")
         name, kernel = self.algorithm.name, self.rollout.kernel
         if name not in NOISELESS and kernel == "ode":
             raise UserError(
-                f"rollout.kernel is 'ode' and algorithm.name is {name!r}: a kernel with noise is needed, for its steps "
-                "have log-probabilities"
+                f"rollout.kernel is 'ode'; expected a kernel with noise, whose steps have log-probabilities, with "
+                f"algorithm.name {name!r}"
             )
         if name in NOISELESS and kernel not in ("ode", "ddim"):
-            raise UserError(f"rollout.kernel is {kernel!r} and algorithm.name is {name!r}: 'ode' is needed, or 'ddim'")
+            raise UserError(f"rollout.kernel is {kernel!r}; expected 'ode' or 'ddim' with algorithm.name {name!r}")
         if name == "grpo_guard" and kernel == "ddim":
-            raise UserError("rollout.kernel is 'ddim' and algorithm.name is 'grpo_guard': a kernel of a flow is needed")
+            raise UserError("rollout.kernel is 'ddim'; expected a kernel of a flow with algorithm.name 'grpo_guard'")
         if self.algorithm.reward_gradient_steps > self.rollout.num_inference_steps:
             raise UserError(
-                f"algorithm.reward_gradient_steps is {self.algorithm.reward_gradient_steps}: at most "
-                f"rollout.num_inference_steps={self.rollout.num_inference_steps} is needed"
+                f"algorithm.reward_gradient_steps is {self.algorithm.reward_gradient_steps}; expected at most "
+                f"rollout.num_inference_steps={self.rollout.num_inference_steps}"
             )
         if self.model and not self.data.train_files:
-            raise UserError("data.train_files is not set: one or more files of prompts are needed with model")
+            raise UserError("data.train_files is not set; expected one or more files of prompts with model")
         if self.model and self.reward.needs_embedded_model:
-            raise UserError(f"reward.kind is {self.reward.kind!r}: with model another one is needed")
+            raise UserError(
+                f"reward.kind is {self.reward.kind!r}; expected a reward that is not the embedded model's with model"
+            )

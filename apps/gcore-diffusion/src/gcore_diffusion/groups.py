@@ -25,7 +25,7 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Whether the scores differ, so that something can be learned from them."""
+        """True if the scores differ, so that something can be learned from them."""
         return bool(np.ptp(self.scores) > 0)
 
     @property

@@ -1,4 +1,4 @@
-"""A finished or running run, looked at from outside."""
+"""Images of a finished run's policy."""
 
 from pathlib import Path
 
@@ -10,13 +10,13 @@ from gcore_diffusion.sampling import images
 from gcore_rollout import DiffusersEngine, ImageRequest, ImageSampling
 from gcore_runs.errors import UserError, check_at_least
 from gcore_runs.run_folder import RunFolder
-from gcore_runs.settings import resolve
+from gcore_runs.settings.values import resolve
 
 
 async def sample_run(
     path: Path, prompt: str, *, n: int, num_inference_steps: int, guidance_scale: float, seed: int, out: Path
 ) -> None:
-    """Write a picture of images by a finished run's policy.
+    """Write a PNG file with a grid of images by a finished run's policy.
 
     Raises:
         UserError: no such run, or one that is not finished; a number out of its bounds.
@@ -26,7 +26,7 @@ async def sample_run(
     run = RunFolder.existing(path)
     config = resolve(run.load_config(DiffusionConfig))
     if not run.export.is_dir():
-        raise UserError(f"{path} has no export: the run is not finished; the command train goes on with it")
+        raise UserError(f"{path} has no export: the run is not finished; the command train continues it")
     rollout = config.rollout
     engine = DiffusersEngine.from_pretrained(
         run.export, device=config.device, dtype=rollout.dtype, options=rollout.pipeline_options

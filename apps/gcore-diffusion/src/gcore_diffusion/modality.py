@@ -8,8 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_controller import (
-    HAS_SIGNAL,
-    RLHF,
     Context,
     Generated,
     Modality,
@@ -17,6 +15,7 @@ from gcore_controller import (
     Program,
     Recorder,
     RLHFConfig,
+    RLHFLoop,
     State,
     TrainingBatch,
     Wave,
@@ -35,7 +34,7 @@ from gcore_trainer import DiffusionMicroBatch
 
 @dataclass(frozen=True, kw_only=True)
 class Job(RunJob[DiffusionConfig]):
-    """What a run of the program needs besides its roles."""
+    """A run of the program: where it starts, and its prompts."""
 
     prompts: PromptSets
 
@@ -56,7 +55,7 @@ def diffusion_program(job: Job, recorder: Recorder[Evaluation]) -> Program[Roles
     """Return the program of one job, to be run by a runtime on every controller."""
 
     async def program(ctx: Context[Roles]) -> None:
-        await RLHF(ctx, Images(job), loop_config(job.config), job, recorder).run()
+        await RLHFLoop(ctx, Images(job), loop_config(job.config), job, recorder).run()
 
     return program
 
@@ -149,7 +148,7 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
                 micro_batch_size=config.actor.micro_batch_size,
                 num_parts=ctx.roles.learner.num_replicas,
             ),
-            metrics={HAS_SIGNAL: float(has_signal)},
+            metrics={self.HAS_SIGNAL: float(has_signal)},
         )
 
     async def update(self, ctx: Context[Roles], step: int, update: list[DiffusionMicroBatch]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Settings to begin with, by name: plain functions that return a config."""
+"""Recipes of `gcore-diffusion train`: functions that return settings to start from."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +25,7 @@ def embedded() -> DiffusionConfig:
         ),
         actor=ActorConfig(
             optim=OptimizerConfig(lr=3e-4, weight_decay=1e-4),
-            # So little that it holds nothing back; the report shows how far the policy has gone.
+            # Too small to restrain the policy; the report shows its divergence.
             loss=DenoisingPolicyConfig(clip_ratio=5e-3, kl_loss_coef=1e-4),
         ),
     )

@@ -32,5 +32,5 @@ _DIFFUSION = Kind(
 
 
 def write_report(run_dir: Path) -> Path:
-    """See `render_report`."""
+    """Write a run's ``report.html``; see `render_report`."""
     return render_report(run_dir, {"diffusion": _DIFFUSION, "train": _DIFFUSION})

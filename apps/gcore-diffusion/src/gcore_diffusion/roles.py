@@ -26,4 +26,4 @@ class Roles(SamplingRoles):
 
     learner: TrainerClient[DiffusionMicroBatch]
     owns_process: bool = False
-    """Whether only the controller computes in its process."""
+    """True if only the controller computes in its process."""

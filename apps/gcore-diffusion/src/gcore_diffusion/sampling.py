@@ -1,4 +1,4 @@
-"""How images are sampled and scored."""
+"""Sampling and scoring of images."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

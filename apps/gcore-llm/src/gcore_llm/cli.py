@@ -8,13 +8,12 @@ from pathlib import Path
 
 import tyro
 
-from gcore_controller import RankError
 from gcore_llm.config import TrainConfig
 from gcore_llm.finetune.command import run_fine_tuning
 from gcore_llm.recipes import RECIPES
-from gcore_runs.command_line import NOTHING_LEARNED, Command, RunArgs, logs_command, run_command
-from gcore_runs.errors import UserError, check_at_least
-from gcore_runs.options import parse, parse_arguments
+from gcore_runs.command_line import Command, RunArgs, logs_command, report_command, run_command, run_training
+from gcore_runs.errors import check_at_least
+from gcore_runs.settings.options import parse, parse_arguments
 
 _USAGE = """usage: gcore-llm COMMAND [options]
 
@@ -28,8 +27,8 @@ commands:
   sample RUN PROMPT   complete a prompt with a run's latest policy
   eval RUN            score a run's latest policy on its held-out prompts
   report RUN          write the run's report.html again
-  logs RUN            what the run's processes logged, by time
-  simulate            what a step of train would take, on up to 100,000 modelled devices
+  logs RUN            print what the run's processes logged, by time
+  simulate            predict the time of a step of train, on up to 100,000 modelled devices
 
 gcore-llm COMMAND --help documents every option.
 """
@@ -58,28 +57,12 @@ class SampleArgs:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """See `run_command`."""
-    run_command(
-        "gcore-llm",
-        _COMMANDS,
-        argv,
-        usage=_USAGE,
-        expected_errors=_expected_errors,
-        not_resumed=("simulate",),
-    )
-
-
-def _expected_errors() -> tuple[type[Exception], ...]:
-    from gcore_ckpt import CheckpointError
-    from gcore_controller import ControllerError
-    from gcore_rollout import RolloutError
-    from gcore_trainer import TrainerError
-
-    return (UserError, RankError, CheckpointError, ControllerError, RolloutError, TrainerError)
+    """Run a command; see `run_command`."""
+    run_command("gcore-llm", _COMMANDS, argv, usage=_USAGE, not_resumed=("simulate",))
 
 
 def parse_train(args: Sequence[str]) -> TrainConfig:
-    """Recipe, then TOML file, then command line, each over the one before.
+    """Return settings from a recipe, a TOML file and the command line, each over the one before.
 
     Raises:
         UserError: see `merge`.
@@ -89,24 +72,10 @@ def parse_train(args: Sequence[str]) -> TrainConfig:
 
 def _train(args: Sequence[str]) -> None:
     config = parse_train(args)
-    from rich.table import Table
+    from gcore_llm.training import train
 
-    from gcore_llm.train import train
-    from gcore_runs.display import Display
-
-    with Display() as display:
-        result = train(config, display)
-    if result.before:
-        table = Table(title="held-out score", title_justify="left")
-        for column in ("", "before", "after"):
-            table.add_column(column)
-        for name in ("greedy", "sampled"):
-            key = f"val/{name}/score/mean"
-            table.add_row(name, f"{result.before[key]:.3f}", f"{result.after[key]:.3f}")
-        display.console.print(table)
-    display.say(f"report:  {result.run / 'report.html'}\nexport:  {result.run / 'export'}")
-    if not result.has_signal:
-        raise SystemExit(NOTHING_LEARNED)
+    ways = [(way, f"val/{way}/score/mean") for way in ("greedy", "sampled")]
+    run_training(config, train, title="held-out score", rows=lambda _: ways)
 
 
 def _sample(args: Sequence[str]) -> None:
@@ -135,11 +104,9 @@ def _eval(args: Sequence[str]) -> None:
 
 
 def _report(args: Sequence[str]) -> None:
-    parsed = parse_arguments(RunArgs, args, prog="gcore-llm report", description="Write a run's report.html again.")
     from gcore_llm.report import write_report
-    from gcore_runs.run_folder import RunFolder
 
-    print(write_report(RunFolder.existing(parsed.run).path))
+    report_command("gcore-llm", write_report, args)
 
 
 def _simulate(args: Sequence[str]) -> None:

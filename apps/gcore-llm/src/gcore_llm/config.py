@@ -1,20 +1,24 @@
-"""Every setting of a run. Names follow verl's where both have the thing."""
+"""Every setting of `gcore-llm train`, under verl's name where verl has it."""
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
+from gcore_llm.engine_config import EngineConfig
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_llm.rollout_config import RolloutConfig
 from gcore_llm.trainer_config import TrainerConfig
-from gcore_runs.errors import UserError, check_at_least, check_run_name
-from gcore_runs.placement_config import PlacementConfig
-from gcore_runs.ray_config import RayConfig
-from gcore_runs.sizes import Sizes, check_engines, check_judges_in_turns
+from gcore_runs.errors import UserError, check_at_least, check_finite, check_fraction
+from gcore_runs.settings.run_config import (
+    BaseActorConfig,
+    BaseAlgorithmConfig,
+    BaseDataConfig,
+    BaseRLConfig,
+    check_one_source,
+)
 from gcore_trainer import (
     AdvantageEstimator,
     ConfigError,
-    LoRAConfig,
     OptimizerConfig,
     PolicyLossConfig,
     RewardKL,
@@ -23,33 +27,6 @@ from gcore_trainer import (
     advantage_estimators,
     get_advantage_estimator,
 )
-
-MAY_CHANGE = (
-    "trainer.total_training_steps",
-    "trainer.total_epochs",
-    "trainer.save_freq",
-    "trainer.test_freq",
-    "trainer.max_ckpt_to_keep",
-    "resume",
-    "runtime",
-    "ray",
-    "controllers",
-    "threads",
-    "device",
-    "trainer.backend",
-    "trainer.num_processes",
-    "trainer.parallel",
-    "trainer.prometheus_port",
-    "trainer.prometheus_host",
-    "placement",
-    "rollout.num_processes",
-    "rollout.urls",
-    "rollout.weights_dir",
-    "reward_model.judge.num_processes",
-    "reward_model.judge.urls",
-    "reward_calls.max_failed_share",
-)
-"""Settings that a resumed run may be given anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +39,7 @@ class TaskConfig:
     """The task's own settings, of the types that reasoning-gym gives them; on the command line --task.params.NAME and a
     number, true or false, text, several values, or a TOML value such as '{a = [1, 2]}'; None where it is accepted."""
     num_train: int = 10_000
-    """Training problems to generate; those that occur among the held-out ones are left out."""
+    """Training problems to generate; those that are also held out are left out."""
     num_val: int = 256
     """Held-out problems to generate."""
 
@@ -72,15 +49,11 @@ class TaskConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Prompts: from the user's files, or from a task."""
+class DataConfig(BaseDataConfig):
+    """Prompts: from your files, or from a task."""
 
     train_files: tuple[str, ...] = ()
-    """JSONL or Parquet files of prompts; further columns reach the reward as they are."""
-    val_files: tuple[str, ...] = ()
-    """Held-out prompts; none: data.val-size prompts are taken out of the training files."""
-    val_size: int = 64
-    """How many prompts to hold out if there are no val-files; never more than a tenth of them."""
+    """JSONL or Parquet files of prompts; the reward gets their other columns as they are."""
     prompt_key: str = "prompt"
     """Column of the prompt: text, or a list of chat messages."""
     image_key: str = ""
@@ -94,16 +67,13 @@ class DataConfig:
     """Longest prompt in tokens; longer ones are left out, counted and reported."""
     max_response_length: int = 512
     """Longest response in tokens."""
-    shuffle_seed: int = 0
-    """Seed of the order of prompts."""
     num_workers: int = 0
     """Threads that read rows ahead."""
 
     def __post_init__(self) -> None:
-        for name in ("train_batch_size", "max_prompt_length", "max_response_length"):
-            check_at_least(f"data.{name}", getattr(self, name), 1)
-        for name in ("val_size", "num_workers", "shuffle_seed"):
-            check_at_least(f"data.{name}", getattr(self, name), 0)
+        super().__post_init__()
+        for name, lowest in (("max_prompt_length", 1), ("max_response_length", 1), ("num_workers", 0)):
+            check_at_least(f"data.{name}", getattr(self, name), lowest)
 
     @property
     def max_length(self) -> int:
@@ -130,28 +100,24 @@ class WarmupConfig:
         check_at_least("warmup.max_steps", self.max_steps, 0)
         for name in ("batch_size", "test_freq"):
             check_at_least(f"warmup.{name}", getattr(self, name), 1)
-        if not 0 < self.lr < math.inf:
-            raise UserError(f"warmup.lr is {self.lr}; expected a finite number above 0")
+        check_finite("warmup.lr", self.lr, above_zero=True)
         check_at_least("warmup.target_accuracy", self.target_accuracy, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverlongConfig:
-    """What becomes of responses that reach or come close to data.max-response-length."""
+    """How responses that reach or come close to data.max-response-length are scored and trained on."""
 
     buffer_len: int = 0
-    """Over the last so many tokens a response's score falls linearly (DAPO's soft punishment); 0: not at all."""
+    """Number of last tokens over which a response's score falls linearly (DAPO's soft punishment); 0: none."""
     penalty_factor: float = 1.0
-    """By how much it has fallen at the limit."""
+    """How far the score has fallen at the limit."""
     filter: bool = False
-    """Responses that were cut off are not trained on."""
+    """Do not train on responses that were cut off."""
 
     def __post_init__(self) -> None:
         check_at_least("algorithm.overlong.buffer_len", self.buffer_len, 0)
-        if not 0 <= self.penalty_factor < math.inf:
-            raise UserError(
-                f"algorithm.overlong.penalty_factor is {self.penalty_factor}: a finite number, 0 or more is needed"
-            )
+        check_finite("algorithm.overlong.penalty_factor", self.penalty_factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,28 +131,26 @@ class KLControlConfig:
     type: Literal["fixed", "adaptive"] = "fixed"
     """adaptive: the weight follows the divergence."""
     target_kl: float = 0.1
-    """Mean divergence per token that is sought, in adaptive."""
+    """Mean divergence per token to reach, in adaptive."""
     horizon: int = 10_000
     """Responses over which the weight adapts, in adaptive."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.kl_coef < math.inf:
-            raise UserError(f"algorithm.kl_ctrl.kl_coef is {self.kl_coef}: a finite number, 0 or more is needed")
-        if not 0 < self.target_kl < math.inf:
-            raise UserError(f"algorithm.kl_ctrl.target_kl is {self.target_kl}: a finite number above 0 is needed")
+        check_finite("algorithm.kl_ctrl.kl_coef", self.kl_coef)
+        check_finite("algorithm.kl_ctrl.target_kl", self.target_kl, above_zero=True)
         check_at_least("algorithm.kl_ctrl.horizon", self.horizon, 1)
         if self.type == "adaptive" and not self.kl_coef:
-            raise UserError("algorithm.kl_ctrl.type is 'adaptive': a kl_coef above 0 is needed to begin with")
+            raise UserError("algorithm.kl_ctrl.kl_coef is 0; expected above 0 with algorithm.kl_ctrl.type 'adaptive'")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig:
+class AlgorithmConfig(BaseAlgorithmConfig):
     """From scores to advantages."""
 
     adv_estimator: str = "grpo"
     """How scores become advantages: against the group (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline), against a
-    greedy response (remax), against the whole batch (reinforce_plus_plus), against a critic (gae), or by a function of
-    one's own (PATH.py:function)."""
+    greedy response (remax), against the whole batch (reinforce_plus_plus), against a critic (gae), or by your own
+    function (PATH.py:function)."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation, in grpo."""
     gamma: float = 1.0
@@ -196,10 +160,6 @@ class AlgorithmConfig:
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
-    filter_groups: bool = True
-    """Dynamic sampling: drop groups whose responses all score alike and sample again."""
-    max_num_gen_batches: int = 4
-    """Most waves of sampling a step; then the step trains on what it has."""
     old_log_probs: Literal["rollout", "trainer"] = "rollout"
     """Denominator of the ratio: the engine's own log-probs, or the trainer's before its first update of the step."""
     max_rollout_kl: float = 0.01
@@ -207,24 +167,22 @@ class AlgorithmConfig:
     (training/rollout_k3_kl, of a sample of each step's responses); 0: they are not compared."""
 
     def __post_init__(self) -> None:
-        check_at_least("algorithm.max_num_gen_batches", self.max_num_gen_batches, 1)
-        if not 0 <= self.max_rollout_kl < math.inf:
-            raise UserError(f"algorithm.max_rollout_kl is {self.max_rollout_kl}; expected a finite number, 0 or more")
-        estimator = self.estimator
+        super().__post_init__()
+        check_finite("algorithm.max_rollout_kl", self.max_rollout_kl)
         for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"algorithm.{name} is {getattr(self, name)}: a number from 0 to 1 is needed")
+            check_fraction(f"algorithm.{name}", getattr(self, name))
+        estimator = self.estimator
         if self.kl_ctrl.kl_coef and not estimator.reads_token_rewards:
             accepted = " or ".join(n for n, e in advantage_estimators().items() if e.reads_token_rewards)
             raise UserError(
-                f"algorithm.kl_ctrl.kl_coef is {self.kl_ctrl.kl_coef} and algorithm.adv_estimator is "
-                f"{self.adv_estimator!r}: rewards of single tokens need {accepted}; "
+                f"algorithm.kl_ctrl.kl_coef is {self.kl_ctrl.kl_coef}; expected 0 with algorithm.adv_estimator "
+                f"{self.adv_estimator!r}, or {accepted}, which take rewards of single tokens; "
                 "actor.loss.kl_loss_coef works with all"
             )
         if self.rollout_correction.is_active and self.old_log_probs == "rollout":
             raise UserError(
-                "algorithm.rollout_correction is set and algorithm.old_log_probs is 'rollout': 'trainer' is needed, "
-                "with the engine's own log-probs there is nothing to correct"
+                "algorithm.old_log_probs is 'rollout'; expected 'trainer' with algorithm.rollout_correction: with the "
+                "engine's own log-probs there is nothing to correct"
             )
 
     @property
@@ -241,19 +199,11 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorConfig:
+class ActorConfig(BaseActorConfig):
     """The policy's training."""
 
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
-    lora_rank: int = 0
-    """Train adapters of this rank, and nothing else; 0: all parameters."""
-    lora_alpha: int = 32
-    """An adapter's output is scaled by lora-alpha / lora-rank."""
-    target_modules: tuple[str, ...] = ("all-linear",)
-    """Layers that get an adapter, such as q_proj; all-linear: all but the head."""
-    enable_gradient_checkpointing: bool = False
-    """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work."""
     router_replay: Literal["disabled", "R2"] = "disabled"
     """R2: in a mixture of experts, the updates of a step send tokens through the experts that they passed through when
     the old log-probs were computed, so that ratios do not jump where a router is near a tie."""
@@ -265,18 +215,9 @@ class ActorConfig:
     """Most tokens a micro-batch: bounds memory, changes nothing else."""
 
     def __post_init__(self) -> None:
-        check_at_least("actor.ppo_mini_batch_size", self.ppo_mini_batch_size, 0)
-        check_at_least("actor.ppo_epochs", self.ppo_epochs, 1)
-        check_at_least("actor.ppo_max_token_len", self.ppo_max_token_len, 1)
-        check_at_least("actor.lora_rank", self.lora_rank, 0)
-        check_at_least("actor.lora_alpha", self.lora_alpha, 1)
-
-    @property
-    def lora(self) -> LoRAConfig | None:
-        """The adapters, if there are any."""
-        if not self.lora_rank:
-            return None
-        return LoRAConfig(rank=self.lora_rank, alpha=self.lora_alpha, target_modules=self.target_modules)
+        super().__post_init__()
+        for name, lowest in (("ppo_mini_batch_size", 0), ("ppo_epochs", 1), ("ppo_max_token_len", 1)):
+            check_at_least(f"actor.{name}", getattr(self, name), lowest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +225,7 @@ class CriticConfig:
     """The critic, where algorithm.adv-estimator is gae."""
 
     model: str = ""
-    """A Hugging Face folder to begin with; empty: the policy's, with a head of zeros."""
+    """A Hugging Face folder to start from; empty: the policy's, with a head of zeros."""
     optim: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     loss: ValueLossConfig = field(default_factory=ValueLossConfig)
     warmup_steps: int = 0
@@ -295,15 +236,20 @@ class CriticConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(BaseRLConfig):
     """LLM RLHF: GRPO on a reasoning-gym task, or on your own prompts and reward."""
 
-    name: str = "default"
-    """The run's folder is RUNS_DIR/NAME."""
-    runs_dir: str = "runs"
-    """Where run folders are."""
-    resume: Literal["auto", "never"] = "auto"
-    """auto: go on with the run of this name; never: start over in a new folder NAME-2, NAME-3, ..."""
+    may_change: ClassVar[tuple[str, ...]] = (
+        *BaseRLConfig.may_change,
+        "trainer.backend",
+        "trainer.parallel",
+        "rollout.urls",
+        "rollout.weights_dir",
+        "reward_model.judge.num_processes",
+        "reward_model.judge.urls",
+        "reward_calls.max_failed_share",
+    )
+
     model: str = ""
     """A local Hugging Face folder of a causal LM; empty: a tiny one is made and warmed up."""
     reward: str = ""
@@ -311,22 +257,9 @@ class TrainConfig:
     sandbox. Tasks bring their own verifier."""
     answer_after: str = ""
     """A task's answer is what follows the last occurrence of this; empty: the whole completion."""
-    seed: int = 0
-    """Seed of everything random but the order of prompts."""
-    runtime: Literal["inline", "ray"] = "inline"
-    """inline: all controllers in this process; ray: controllers, engines and training ranks are actors of a Ray
-    cluster, and what dies is replaced."""
-    controllers: int = 1
-    """SPMD controllers, each with a slice of the prompts, and on ray with engines of its own."""
-    threads: int = 0
-    """Threads of matrix products; 0: one a core."""
-    device: str = "auto"
-    """cpu, cuda, or auto: cuda where there is one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the engine's weights and of all activations; the weights in training are float32."""
     task: TaskConfig = field(default_factory=TaskConfig)
-    ray: RayConfig = field(default_factory=RayConfig)
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
     data: DataConfig = field(default_factory=DataConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -338,130 +271,83 @@ class TrainConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     def __post_init__(self) -> None:
-        check_at_least("controllers", self.controllers, 1)
-        check_at_least("threads", self.threads, 0)
-        check_at_least("seed", self.seed, 0)
-        check_run_name(self.name)
+        super().__post_init__()
+        check_one_source(self.data, self.task.name, of="prompts")
         self._check_group()
-        longest = self.data.max_length
-        if self.actor.ppo_max_token_len < longest:
-            raise UserError(
-                f"actor.ppo_max_token_len is {self.actor.ppo_max_token_len}: at least data.max_prompt_length + "
-                f"data.max_response_length = {longest} is needed, so that every sample fits a micro-batch"
-            )
+        self._check_lengths()
         if self.actor.router_replay == "R2" and self.algorithm.old_log_probs != "trainer":
             raise UserError(
-                f"actor.router_replay is 'R2' and algorithm.old_log_probs is {self.algorithm.old_log_probs!r}: "
-                "'trainer' is needed, whose pass for the old log-probs is what is replayed"
-            )
-        if self.algorithm.overlong.buffer_len > self.data.max_response_length:
-            raise UserError(
-                f"algorithm.overlong.buffer_len is {self.algorithm.overlong.buffer_len}: at most "
-                f"data.max_response_length={self.data.max_response_length} is needed"
+                f"algorithm.old_log_probs is {self.algorithm.old_log_probs!r}; expected 'trainer' with "
+                "actor.router_replay 'R2', which replays the pass for the old log-probs"
             )
         if self.rollout.multi_turn.max_revisions and not self.data.train_files:
             raise UserError(
-                f"rollout.multi_turn.max_revisions is {self.rollout.multi_turn.max_revisions} without "
-                "data.train_files: prompts of files are needed, whose messages a revision can follow"
+                f"rollout.multi_turn.max_revisions is {self.rollout.multi_turn.max_revisions}; expected 0 without "
+                "data.train_files, whose messages a revision can follow"
             )
         if self.rollout.partial_rollout and self.algorithm.estimator.needs_greedy:
             raise UserError(
-                f"rollout.partial_rollout is true and algorithm.adv_estimator is {self.algorithm.adv_estimator!r}: "
-                "another estimator is needed, for its greedy responses are of the present weights"
+                "rollout.partial_rollout is true; expected false with algorithm.adv_estimator "
+                f"{self.algorithm.adv_estimator!r}, whose greedy responses are of the present weights"
             )
-        if self.runtime == "ray":
-            self._check_ray()
-        if self.placement.strategy != "split":
-            self._check_placement()
+        if self.runtime == "ray" and self.rollout.is_on_servers:
+            raise UserError(f"rollout.engine is {self.rollout.engine!r}; expected hf or vllm with runtime 'ray'")
         if self.data.image_key:
             self._check_images()
-        if self.data.train_files and self.task.name:
-            raise UserError(
-                f"data.train_files and task.name={self.task.name!r} are both set: one source of prompts is needed"
-            )
 
     @property
-    def num_ray_engines(self) -> int:
-        """Replicas of the policy's engine on ray."""
-        return self.rollout.num_processes or self.controllers
+    def judge(self) -> tuple[str, EngineConfig | None]:
+        """See `BaseRLConfig.judge`."""
+        model = self.reward_model
+        is_own = self.reward_model.is_judge and not model.judge.is_on_servers
+        return "reward_model.judge", model.judge if is_own else None
 
-    @property
-    def num_ray_judges(self) -> int:
-        """Replicas of a judge's engine on ray; 0: no model that the run starts is asked for verdicts."""
-        if not self.reward_model.is_judge or self.reward_model.judge.is_on_servers:
-            return 0
-        if self.placement.strategy == "colocated":
-            return self.num_ray_engines
-        return self.reward_model.judge.num_processes or 1
-
-    @property
-    def sizes(self) -> Sizes:
-        """Processes of each role on ray."""
-        return Sizes(
-            controllers=self.controllers,
-            engines=self.num_ray_engines,
-            judges=self.num_ray_judges,
-            ranks=self.trainer.num_processes,
-            in_turns=self.placement.strategy == "colocated",
+    def with_processes(self, *, engines: int, judges: int, ranks: int) -> Self:
+        """See `BaseRLConfig.with_processes`."""
+        reward_model = self.reward_model
+        if judges:
+            reward_model = replace(reward_model, judge=replace(reward_model.judge, num_processes=judges))
+        return replace(
+            self,
+            rollout=replace(self.rollout, num_processes=engines),
+            reward_model=reward_model,
+            trainer=replace(self.trainer, num_processes=ranks),
         )
 
     @property
     def rank_unit(self) -> int:
-        """Ranks come and go by whole replicas, and experts are on so many of them."""
+        """Training ranks are started and stopped by whole model-parallel and expert-parallel replicas."""
         parallel = self.trainer.parallel
         return math.lcm(
             parallel.model_parallel_size, parallel.pipeline_model_parallel_size * parallel.expert_model_parallel_size
         )
 
-    def with_sizes(self, sizes: Sizes) -> Self:
-        """The same settings for other sizes."""
-        reward_model = self.reward_model
-        if sizes.judges:
-            reward_model = replace(reward_model, judge=replace(reward_model.judge, num_processes=sizes.judges))
-        return replace(
-            self,
-            controllers=sizes.controllers,
-            rollout=replace(self.rollout, num_processes=sizes.engines),
-            reward_model=reward_model,
-            trainer=replace(self.trainer, num_processes=sizes.ranks),
-            placement=replace(self.placement, strategy="colocated") if sizes.in_turns else self.placement,
-        )
-
     def _check_group(self) -> None:
-        fewest = self.algorithm.estimator.min_group_size
-        if self.rollout.n < fewest:
-            raise UserError(
-                f"rollout.n is {self.rollout.n}; expected at least {fewest} for algorithm.adv_estimator "
-                f"{self.algorithm.adv_estimator!r}, which compares the responses of a group"
-            )
-        if self.rollout.n > 1:
-            return
-        if self.algorithm.filter_groups:
-            raise UserError(
-                f"rollout.n is {self.rollout.n}; expected at least 2 with algorithm.filter_groups, which drops groups "
-                "whose responses all score alike, or algorithm.filter_groups False"
-            )
-        if self.reward_model.is_pairwise:
-            raise UserError(
-                f"rollout.n is {self.rollout.n}; expected at least 2 with reward_model.judge.pairwise, which compares "
-                "the responses of a group"
-            )
+        n, name, fewest = self.rollout.n, self.algorithm.adv_estimator, self.algorithm.estimator.min_group_size
+        compared_by = {
+            f"at least {fewest} for algorithm.adv_estimator {name!r}, which compares the responses of a group": n
+            < fewest,
+            "at least 2 with algorithm.filter_groups, which drops groups whose responses all score alike, or "
+            "algorithm.filter_groups False": n < 2 and self.algorithm.filter_groups,
+            "at least 2 with reward_model.judge.pairwise, which compares the responses of a group": (
+                n < 2 and self.reward_model.is_pairwise
+            ),
+        }
+        if found := [expected for expected, is_too_small in compared_by.items() if is_too_small]:
+            raise UserError(f"rollout.n is {n}; expected {found[0]}")
 
-    def _check_ray(self) -> None:
-        if self.rollout.is_on_servers:
-            raise UserError(f"runtime is 'ray' and rollout.engine is {self.rollout.engine!r}: hf or vllm is needed")
-        check_engines(self.rollout.num_processes, controllers=self.controllers)
-
-    def _check_placement(self) -> None:
-        if self.runtime != "ray" or not self.num_ray_judges:
+    def _check_lengths(self) -> None:
+        longest, overlong = self.data.max_length, self.algorithm.overlong.buffer_len
+        if self.actor.ppo_max_token_len < longest:
             raise UserError(
-                f"placement.strategy is {self.placement.strategy!r}, runtime is {self.runtime!r} and "
-                f"reward_model.kind is {self.reward_model.kind!r}: the policy and a judge share engines or devices, "
-                "for which 'ray' and a judge that is not on servers are needed"
+                f"actor.ppo_max_token_len is {self.actor.ppo_max_token_len}; expected at least data.max_prompt_length "
+                f"+ data.max_response_length = {longest}, so that every sample fits a micro-batch"
             )
-        if self.placement.strategy == "colocated":
-            judges = self.reward_model.judge.num_processes
-            check_judges_in_turns(judges, engines=self.num_ray_engines, setting="reward_model.judge.num_processes")
+        if overlong > self.data.max_response_length:
+            raise UserError(
+                f"algorithm.overlong.buffer_len is {overlong}; expected at most "
+                f"data.max_response_length={self.data.max_response_length}"
+            )
 
     def _check_images(self) -> None:
         sizes = self.trainer.parallel
@@ -477,6 +363,6 @@ class TrainConfig:
         }
         if found := [name for name, is_unfit in unfit.items() if is_unfit]:
             raise UserError(
-                f"data.image_key is {self.data.image_key!r} and {found[0]}: images need a vision-language model, torch "
-                "without context parallelism, the hf or vllm engine, single turns and no critic"
+                f"{found[0]}; expected a vision-language model, torch without context parallelism, the hf or vllm "
+                f"engine, single turns and no critic with data.image_key {self.data.image_key!r}"
             )

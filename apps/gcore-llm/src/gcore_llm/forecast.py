@@ -68,7 +68,7 @@ class Forecast:
         if path.exists():
             self._correction.load_state(Correction.load(path).state())
         self._config = config
-        judge = Path(config.reward_model.path) if config.num_ray_judges else None
+        judge = Path(config.reward_model.path) if config.sizes.judges else None
         self._job = Job(
             policy=_shape(model),
             prompt_lengths=Lengths.recorded([config.data.max_prompt_length]),
@@ -85,7 +85,7 @@ class Forecast:
         is_time_shared = strategy_traits(config.placement.strategy).is_time_shared
         self._strategy: Strategy = "split" if judge and not is_time_shared else "colocated"
         self._num_policy = len(config.rollout.urls) or max(1, config.rollout.num_processes)
-        self._num_judge = max(1, config.num_ray_judges) if judge else 0
+        self._num_judge = max(1, config.sizes.judges) if judge else 0
         num_engines = max(self._num_policy, self._num_judge) if is_time_shared else self._num_policy + self._num_judge
         num_devices = max(num_engines, config.trainer.num_processes)
         cluster = Cluster(num_devices=num_devices, device=_device(config.device), devices_per_node=num_devices)

@@ -109,7 +109,7 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Whether the responses differ in score, so that their advantages do."""
+        """True if the responses differ in score, so that their advantages do."""
         return len(set(self.scores)) > 1
 
     @property

@@ -1,4 +1,4 @@
-"""Looking at a run's latest policy: completions and held-out scores."""
+"""Completions and held-out scores of a run's latest policy."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +11,16 @@ from gcore_llm.evaluate import Evaluation, evaluate
 from gcore_llm.prompts import Problem, make_prompts
 from gcore_llm.rewards import Rewards
 from gcore_llm.roles import SamplingRoles, build_engine, build_environment, build_tokenizer, check_model
-from gcore_llm.train import load_prompts
+from gcore_llm.training import load_prompts
 from gcore_rollout import Engine, Request, SamplingParams
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import RunFolder
-from gcore_runs.settings import resolve
+from gcore_runs.settings.values import resolve
 from gcore_trainer import merge_lora
 
 
 async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
-    """A run's config, tokenizer and engine with the weights of its last checkpoint (step 0: it has none yet)."""
+    """Return a run's config, tokenizer, engine with the weights of its last checkpoint, and that step; 0: none yet."""
     import torch
 
     run = RunFolder.existing(path)
@@ -66,10 +66,10 @@ async def sample_run(path: Path, prompt: str, *, n: int, temperature: float, max
 
 
 async def evaluate_run(path: Path) -> tuple[int, Evaluation]:
-    """The step of a run's last checkpoint, and its scores on the held-out prompts.
+    """Return the step of a run's last checkpoint, and its scores on the held-out prompts.
 
     Raises:
-        UserError: the run holds no prompts out.
+        UserError: the run has no held-out prompts.
     """
     config, tokenizer, engine, step = await _latest_policy(path)
     prompts = load_prompts(config, tokenizer)

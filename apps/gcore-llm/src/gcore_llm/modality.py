@@ -10,8 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_controller import (
-    HAS_SIGNAL,
-    RLHF,
     Context,
     Generated,
     Modality,
@@ -19,6 +17,7 @@ from gcore_controller import (
     Program,
     Recorder,
     RLHFConfig,
+    RLHFLoop,
     State,
     TrainingBatch,
     Wave,
@@ -46,7 +45,7 @@ episodes."""
 
 @dataclass(frozen=True, kw_only=True)
 class Job(RunJob[TrainConfig]):
-    """What a run of the RLHF program needs besides its roles."""
+    """A run of the RLHF program: where it starts, its prompts, and the cost model of its policy."""
 
     prompts: PromptSets
     workload: TransformerWorkload
@@ -80,7 +79,7 @@ def rlhf_program(job: Job, recorder: Recorder[Evaluation]) -> Program[Roles, Non
     """Return the program of one job, to be run by a runtime on every controller."""
 
     async def program(ctx: Context[Roles]) -> None:
-        await RLHF(ctx, LLM(job), loop_config(job.config), job, recorder).run()
+        await RLHFLoop(ctx, LLM(job), loop_config(job.config), job, recorder).run()
 
     return program
 
@@ -193,7 +192,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
             group=ctx.group,
         )
         metrics |= compared
-        metrics[HAS_SIGNAL] = float(_has_signal(batch.metrics | metrics))
+        metrics[self.HAS_SIGNAL] = float(_has_signal(batch.metrics | metrics))
         prepared = list(zip(groups, samples, strict=True))
         updates = [
             self._micro_batches(ctx, [(g, s) for g, s in prepared if update_of[g.prompt_index] == update])

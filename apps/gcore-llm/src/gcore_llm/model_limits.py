@@ -10,10 +10,9 @@ from gcore_runs.errors import UserError
 
 
 def longest_sequence(model: Path | None) -> int | None:
-    """Return the tokens that a model takes, prompt and response together; None: any number.
+    """Return how many tokens a model takes, prompt and response together; None: any number.
 
-    Beyond that, a model with learned positions has no embedding, and one with rotary positions computes something that
-    it was not trained on.
+    Beyond that, a model with learned positions has no embedding, and one with rotary positions was not trained.
 
     Args:
         model: its folder; None: the embedded model.
@@ -42,7 +41,7 @@ def check_lengths(config: TrainConfig, prompts: PromptSets) -> None:
         limit = longest_sequence(Path(model) if model else None) if model or setting == "model" else None
         if limit is not None and longest + config.data.max_response_length > limit:
             raise UserError(
-                f"the longest prompt has {longest} tokens and data.max_response_length is "
-                f"{config.data.max_response_length}: the model takes at most {limit} together ({setting} is {model!r}, "
-                "max_position_embeddings); a lower data.max_prompt_length leaves longer prompts out"
+                f"data.max_response_length is {config.data.max_response_length}; expected at most {limit - longest}: "
+                f"the longest prompt has {longest} tokens and the model takes at most {limit} together ({setting} is "
+                f"{model!r}, max_position_embeddings); a lower data.max_prompt_length leaves longer prompts out"
             )

@@ -27,7 +27,7 @@ async def start_on_ray(inputs: Inputs, model: Path, checkpoints: Path) -> RayBac
     factories: dict[ActorRole, Callable[[TrainConfig], EngineFactory]] = {
         "engine": _engines(model, inputs.tokenizer, lambda config: config.rollout)
     }
-    if inputs.config.num_ray_judges:
+    if inputs.config.sizes.judges:
         path = Path(inputs.config.reward_model.path)
         factories["judge"] = _engines(path, build_tokenizer(path), lambda config: config.reward_model.judge)
     return await start_ray_backend(

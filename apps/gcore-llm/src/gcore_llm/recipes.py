@@ -1,4 +1,4 @@
-"""Ready settings, as plain functions that return a config."""
+"""Recipes of `gcore-llm train`: functions that return settings to start from."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""`report.html` of the runs of `gcore-llm`: what is on it depends on the command that made the run."""
+"""`report.html` of the runs of `gcore-llm`, whose charts depend on the command that made the run."""
 
 from pathlib import Path
 
@@ -70,9 +70,9 @@ KINDS: dict[str, Kind] = {
     "reward-model": _of_pairs("rm", "reward"),
     "dpo": _of_pairs("dpo", "implicit reward"),
 }
-"""By command."""
+"""Kinds of runs by command."""
 
 
 def write_report(run_dir: Path) -> Path:
-    """See `render_report`."""
+    """Write a run's ``report.html``; see `render_report`."""
     return render_report(run_dir, KINDS)

@@ -41,7 +41,7 @@ class EnvironmentRole:
     encoder: ChatEncoder
     limits: EpisodeLimits
     on_error: OnError
-    """What happens when an environment fails."""
+    """Reaction to an environment that fails."""
     failures: FailureLog = field(default_factory=FailureLog)
     """Failures of environments, with ``on_error`` "drop"."""
 

@@ -22,11 +22,11 @@ from gcore_llm.rewards import Rewards
 from gcore_llm.roles import EnvironmentRole, Roles, SamplingRoles, build_engine
 from gcore_llm.trainer_worker import start_trainer
 from gcore_runs.instrumented_engine import Instrumentation
-from gcore_runs.logs import logs_of
+from gcore_runs.logs.writing import logs_of
 from gcore_trainer import MicroBatch
 
 if TYPE_CHECKING:
-    from gcore_runs.prometheus import PrometheusExporter
+    from gcore_runs.metrics.prometheus import PrometheusExporter
 
 
 @dataclass(frozen=True, kw_only=True)

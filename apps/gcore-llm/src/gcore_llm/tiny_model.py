@@ -8,11 +8,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 MAX_POSITION_EMBEDDINGS = 512
-"""Tokens that the embedded model takes."""
+"""Most tokens that the embedded model takes."""
 
 
 def tiny_tokenizer() -> "PreTrainedTokenizerFast":
-    """One token per printable character."""
+    """Return a tokenizer with one token for each printable character."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -31,7 +31,7 @@ def make_tiny_model(path: Path, *, seed: int) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tiny_tokenizer().save_pretrained(path)
-    # Not Qwen2: transformers puts that family's own pre-tokenizer in the place of any other as it loads a folder.
+    # Not Qwen2: transformers replaces any pre-tokenizer with that family's own when it loads a folder.
     config = Qwen3Config(
         vocab_size=128,
         hidden_size=128,

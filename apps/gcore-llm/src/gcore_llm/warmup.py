@@ -1,22 +1,27 @@
-"""Supervised warm-up of the embedded model, until reinforcement learning has something to build on."""
+"""Supervised warm-up of the embedded model on a task's worked examples."""
 
+import shutil
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gcore_controller import InlineCollectives, InlineGroup, StageTimer
 from gcore_llm.config import TrainConfig
-from gcore_llm.evaluate import evaluate
 from gcore_llm.prompts import PromptSets
-from gcore_llm.roles import SamplingRoles, build_engine
 from gcore_llm.tasks import WORKED_EXAMPLES
-from gcore_rollout import RewardRunner
+from gcore_llm.tiny_model import make_tiny_model
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
-from gcore_runs.instrumented_engine import Instrumentation
 from gcore_runs.run_folder import RunFolder, append_json, write_atomically, write_jsonl
-from gcore_trainer import OptimizerConfig, PackedModel, Sample, SFTObjective, TorchTrainer
+from gcore_trainer import OptimizerConfig, Sample
+
+if TYPE_CHECKING:
+    from gcore_rollout import RewardRunner
+    from gcore_trainer import TorchTrainer
+
+Check = Callable[[int, float], Awaitable[bool]]
+"""Called with an update's number and its loss; returns whether the model is good enough."""
 
 
 def require_worked_examples(task: str, *, instead: str) -> None:
@@ -32,55 +37,53 @@ def require_worked_examples(task: str, *, instead: str) -> None:
         raise UserError(f"task.name is {task!r}; expected a task with worked examples ({known}), {instead}")
 
 
+async def make_warm_model(
+    config: TrainConfig,
+    run: RunFolder,
+    prompts: PromptSets,
+    tokenizer: Any,
+    reward: "RewardRunner",
+    display: Display,
+) -> None:
+    """Make ``run.model``: the embedded model, trained until it samples enough right answers."""
+    initial = run.path / "initial-model"
+    write_atomically(initial, lambda path: make_tiny_model(path, seed=config.seed))
+    await warm_up(config, run, initial, prompts, tokenizer, reward, display)
+    shutil.rmtree(initial)
+
+
 async def warm_up(
     config: TrainConfig,
     run: RunFolder,
     initial: Path,
     prompts: PromptSets,
     tokenizer: Any,
-    reward: RewardRunner,
+    reward: "RewardRunner",
     display: Display,
 ) -> None:
-    """Make ``run.model``: the model in ``initial``, fine-tuned on the task's worked examples."""
-    worked = WORKED_EXAMPLES[config.task.name]
-    samples = [_example(tokenizer, p.token_ids, worked(p.row)) for p in prompts.train]
-    optimizer = OptimizerConfig(lr=config.warmup.lr, betas=(0.9, 0.95), lr_warmup_steps=50)
-    packed = PackedModel.from_pretrained(
-        initial, device=config.device, temperature=config.rollout.temperature, max_length=config.data.max_length
+    """Make ``run.model``: the model in ``initial``, trained until it samples enough right answers.
+
+    Each check samples answers to the held-out prompts, and is recorded in ``warmup.jsonl``.
+    """
+    from gcore_controller import InlineCollectives, InlineGroup, StageTimer
+    from gcore_llm.evaluate import evaluate
+    from gcore_llm.roles import SamplingRoles, build_engine
+    from gcore_runs.instrumented_engine import Instrumentation
+
+    worked, warmup = WORKED_EXAMPLES[config.task.name], config.warmup
+    samples = [worked_sample(tokenizer, p.token_ids, worked(p.row)) for p in prompts.train]
+    trainer = supervised_trainer(
+        initial,
+        OptimizerConfig(lr=warmup.lr, betas=(0.9, 0.95), lr_warmup_steps=50),
+        device=config.device,
+        temperature=config.rollout.temperature,
+        max_length=config.data.max_length,
     )
-    trainer = TorchTrainer(packed, optimizer=optimizer, objective=SFTObjective())
     policy = await build_engine(config, initial, tokenizer, instrumentation=Instrumentation(logs=run.logs))
     sampler = SamplingRoles(policy=policy, reward=reward, tokenizer=tokenizer)
-    try:
-        await _until_accurate(config, run, trainer, samples, sampler, prompts, display)
-    finally:
-        await policy.close()
 
-    def write(path: Path) -> None:
-        trainer.save_pretrained(path)
-        tokenizer.save_pretrained(path)
-
-    write_atomically(run.model, write)
-
-
-async def _until_accurate(
-    config: TrainConfig,
-    run: RunFolder,
-    trainer: TorchTrainer,
-    samples: list[Sample],
-    sampler: SamplingRoles,
-    prompts: PromptSets,
-    display: Display,
-) -> None:
-    write_jsonl(run.warmup, [])
-    display.phase("warm-up (supervised)", total=config.warmup.max_steps)
-    order = np.random.default_rng(config.seed)
-    for step in range(1, config.warmup.max_steps + 1):
-        batch = [samples[i] for i in order.integers(0, len(samples), config.warmup.batch_size)]
-        metrics = trainer.train_step([batch])
-        if step % config.warmup.test_freq and step != config.warmup.max_steps:
-            continue
-        await sampler.policy.update_weights(trainer.export_weights(), version=step)
+    async def check(step: int, loss: float) -> bool:
+        await policy.update_weights(trainer.export_weights(), version=step)
         result = await evaluate(
             sampler,
             prompts.val,
@@ -89,12 +92,74 @@ async def _until_accurate(
             max_tokens=config.data.max_response_length,
             temperature=config.rollout.temperature,
         )
-        append_json(run.warmup, {"step": step, "sft/loss": metrics["sft/loss"], **result.metrics()})
-        display.warmed_up(step, loss=metrics["sft/loss"], accuracy=result.sampled)
-        if result.sampled >= config.warmup.target_accuracy:
-            break
+        append_json(run.warmup, {"step": step, "sft/loss": loss, **result.metrics()})
+        display.warmed_up(step, loss=loss, accuracy=result.sampled)
+        return result.sampled >= warmup.target_accuracy
+
+    try:
+        await train_on_examples(
+            trainer,
+            samples,
+            run,
+            tokenizer,
+            display,
+            steps=warmup.max_steps,
+            batch_size=warmup.batch_size,
+            seed=config.seed,
+            test_freq=warmup.test_freq,
+            check=check,
+        )
+    finally:
+        await policy.close()
 
 
-def _example(tokenizer: Any, prompt_ids: tuple[int, ...], answer: str) -> Sample:
+def worked_sample(tokenizer: Any, prompt_ids: Sequence[int], answer: str) -> Sample:
+    """Return a prompt with its worked answer, to be learned to the end of the sequence."""
     response = [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
     return Sample(prompt_ids=np.array(prompt_ids), response_ids=np.array(response))
+
+
+def supervised_trainer(model: Path, optimizer: OptimizerConfig, **options: Any) -> "TorchTrainer":
+    """Load a model for supervised training; ``options`` are those of `PackedModel.from_pretrained`."""
+    from gcore_trainer import PackedModel, SFTObjective, TorchTrainer
+
+    packed = PackedModel.from_pretrained(model, **options)
+    return TorchTrainer(packed, optimizer=optimizer, objective=SFTObjective())
+
+
+async def train_on_examples(
+    trainer: "TorchTrainer",
+    samples: Sequence[Sample],
+    run: RunFolder,
+    tokenizer: Any,
+    display: Display,
+    *,
+    steps: int,
+    batch_size: int,
+    seed: int,
+    test_freq: int,
+    check: Check,
+) -> None:
+    """Train on random batches of worked examples, and write the model's folder ``run.model``.
+
+    Args:
+        steps: most updates.
+        seed: of the batches.
+        test_freq: updates between two checks; the last update has one, too.
+        check: ends the training early.
+    """
+    write_jsonl(run.warmup, [])
+    display.phase("warm-up (supervised)", total=steps)
+    order = np.random.default_rng(seed)
+    for step in range(1, steps + 1):
+        batch = [samples[i] for i in order.integers(0, len(samples), batch_size)]
+        loss = trainer.train_step([batch])["sft/loss"]
+        display.progressed(step)
+        if (step % test_freq == 0 or step == steps) and await check(step, loss):
+            break
+
+    def write(path: Path) -> None:
+        trainer.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+
+    write_atomically(run.model, write)

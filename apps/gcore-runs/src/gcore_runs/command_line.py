@@ -1,21 +1,29 @@
-"""What the command lines of all apps do alike: find the command, run it, and say what went wrong in one line."""
+"""Shared parts of the apps' command lines: find a command, run it, and report errors in one line."""
 
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import tyro
 
-from gcore_runs.errors import check_at_least, one_line, said
-from gcore_runs.options import parse_arguments
+from gcore_controller import RankError
+from gcore_runs.errors import UserError, check_at_least, one_line, said
+from gcore_runs.settings.options import parse_arguments
+
+if TYPE_CHECKING:
+    from gcore_runs.display import Display
+    from gcore_runs.run_folder import Result
+
+ConfigT = TypeVar("ConfigT")
 
 Command = Callable[[Sequence[str]], None]
-"""Given the arguments behind its name."""
+"""Called with the arguments after its name."""
 
 NOTHING_LEARNED = 3
-"""Exit code of a run that was completed without one step that had anything to learn from."""
+"""Exit code of a completed run without any step that had a learning signal."""
 
 EXIT_CODES = """exit codes:
   0    success
@@ -28,7 +36,7 @@ EXIT_CODES = """exit codes:
 
 @dataclass(frozen=True, kw_only=True)
 class RunArgs:
-    """A run's folder."""
+    """Arguments of a command about a run."""
 
     run: tyro.conf.Positional[Path]
     """The run's folder."""
@@ -40,18 +48,16 @@ def run_command(
     argv: Sequence[str] | None,
     *,
     usage: str,
-    expected_errors: Callable[[], tuple[type[Exception], ...]],
     not_resumed: Collection[str] = (),
 ) -> None:
     """Run one of an app's commands; wrong input ends it with exit code 2 and one message, an interruption with 130.
 
     Args:
-        app: as a person calls it.
+        app: the app's command, such as gcore-llm.
         commands: by name.
         argv: the name and its arguments; None: the process's own.
-        usage: what is printed for help.
-        expected_errors: those that are shown without a traceback; asked for when there is one.
-        not_resumed: commands that do not go on after an interruption when they are called again.
+        usage: text for --help.
+        not_resumed: commands that do not continue after an interruption when they are called again.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
@@ -59,28 +65,79 @@ def run_command(
         raise SystemExit(0 if args else 2)
     command, rest = args[0], args[1:]
     if command not in commands:
-        print(f"{app}: error: unknown command {command!r}: {', '.join(commands)} are known", file=sys.stderr)
+        print(f"{app}: error: unknown command {command!r}; expected one of {', '.join(commands)}", file=sys.stderr)
         raise SystemExit(2)
     _set_environment()
     try:
         commands[command](rest)
     except KeyboardInterrupt:
-        how_to_go_on = "" if command in not_resumed else "; the same command goes on from the last finished step"
-        print(f"{app}: interrupted{how_to_go_on}", file=sys.stderr)
+        how_to_resume = "" if command in not_resumed else "; the same command continues from the last finished step"
+        print(f"{app}: interrupted{how_to_resume}", file=sys.stderr)
         raise SystemExit(130) from None
     except OSError as error:
         print(f"{app}: error: {said(error)}", file=sys.stderr)
         raise SystemExit(2) from None
     except Exception as error:
-        if not isinstance(error, expected_errors()):
+        if not isinstance(error, _expected_errors()):
             raise
         print(f"{app}: error: {one_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
+def _expected_errors() -> tuple[type[Exception], ...]:
+    """Return the errors that are shown without a traceback, when there is one: their packages take time to import."""
+    from gcore_ckpt import CheckpointError
+    from gcore_controller import ControllerError
+    from gcore_rollout import RolloutError
+    from gcore_trainer import TrainerError
+
+    return (UserError, RankError, CheckpointError, ControllerError, RolloutError, TrainerError)
+
+
+def run_training(
+    config: ConfigT,
+    train: "Callable[[ConfigT, Display], Result]",
+    *,
+    title: str,
+    rows: Callable[[Mapping[str, float]], Iterable[tuple[str, str]]],
+) -> None:
+    """Train with a display, and show the held-out metrics before and after; exit code 3 if nothing was learned.
+
+    Args:
+        config: the run's settings.
+        train: runs the job.
+        title: heading of the table.
+        rows: returns the label and the metric's name of each row, for the metrics of an evaluation.
+    """
+    from rich.table import Table
+
+    from gcore_runs.display import Display
+
+    with Display() as display:
+        result = train(config, display)
+    if result.before:
+        table = Table(title=title, title_justify="left")
+        for column in ("", "before", "after"):
+            table.add_column(column)
+        for label, name in rows(result.before):
+            table.add_row(label, f"{result.before[name]:.3f}", f"{result.after[name]:.3f}")
+        display.console.print(table)
+    display.say(f"report:  {result.run / 'report.html'}\nexport:  {result.run / 'export'}")
+    if not result.has_signal:
+        raise SystemExit(NOTHING_LEARNED)
+
+
+def report_command(app: str, write_report: Callable[[Path], Path], args: Sequence[str]) -> None:
+    """Write a run's report again, and print its path."""
+    parsed = parse_arguments(RunArgs, args, prog=f"{app} report", description="Write a run's report.html again.")
+    from gcore_runs.run_folder import RunFolder
+
+    print(write_report(RunFolder.existing(parsed.run).path))
+
+
 def _set_environment() -> None:
-    """What must be set before torch, transformers and diffusers are imported."""
-    # Idle OpenMP threads spin by default: with a neighbour on the cores, a step takes ten times as long.
+    """Set what torch, transformers and diffusers read when they are imported."""
+    # Idle OpenMP threads spin by default, which makes a step ten times as long on shared cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -91,24 +148,24 @@ def _set_environment() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LogsArgs:
-    """What a run's processes logged, merged by time."""
+    """Show what a run's processes logged, merged by time."""
 
     run: tyro.conf.Positional[Path]
     """The run's folder."""
     follow: bool = False
-    """Go on with what is logged from now on, until Ctrl-C."""
+    """Continue with what is logged from now on, until Ctrl-C."""
     role: str = ""
-    """Processes of this role alone: main, controller, engine, trainer, ...; empty: all."""
+    """Only processes of this role: main, controller, engine, trainer, ...; empty: all."""
     rank: int | None = None
-    """Processes of this rank alone; None: all."""
+    """Only processes of this rank; None: all."""
     lines: int = 0
-    """The last lines that are there already; 0: all of them."""
+    """How many of the existing lines, the last ones; 0: all of them."""
 
 
 def logs_command(app: str, args: Sequence[str]) -> None:
-    """What the processes of a run have logged, by time."""
+    """Print what the processes of a run have logged, by time."""
     parsed = parse_arguments(LogsArgs, args, prog=f"{app} logs")
-    from gcore_runs.merged_logs import merged_lines
+    from gcore_runs.logs.merging import merged_lines
     from gcore_runs.run_folder import RunFolder
 
     check_at_least("lines", parsed.lines, 0)
@@ -120,5 +177,5 @@ def logs_command(app: str, args: Sequence[str]) -> None:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:
-        # The reader, such as head, has seen enough; Python would complain of it once more on its way out.
+        # The reader, such as head, has closed the pipe; Python would report it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""The screen of a run: a live progress display, or plain lines."""
 
 import logging
 import time
@@ -53,38 +53,38 @@ class Display:
             self._live.stop()
 
     def say(self, message: str) -> None:
-        """A line that stays, on the screen and in the log."""
+        """Print a line that stays on the screen, and log it."""
         _logger.info("%s", message)
         self._print(message)
 
     def watch(self, stages: Callable[[], Sequence[str | None]]) -> None:
-        """Show from now on which stage each of several controllers is in, on a terminal.
+        """Show which stage each of several controllers is in, on a terminal.
 
         Args:
-            stages: gives the present ones by rank. It is called some times a second, from another thread, and must
-                not wait for anything.
+            stages: returns the present ones by rank. It is called several times a second, from another thread, and must
+                not block.
         """
         self._stages = stages
 
     def phase(self, name: str, *, total: int, done: int = 0) -> None:
-        """A new progress bar."""
+        """Start a new progress bar."""
         self._progress.remove_task(self._task)
         self._task = self._progress.add_task(name, total=total, completed=done)
         self._table = ""
 
     def warmed_up(self, step: int, *, loss: float, accuracy: float) -> None:
-        """A check during the supervised warm-up."""
+        """Show a check of the supervised warm-up."""
         self._progress.update(self._task, completed=step)
         self._table = f"loss {loss:.3f}   held-out accuracy {accuracy:.3f}"
         self._line(f"warm-up {step}: loss {loss:.3f}, held-out accuracy {accuracy:.3f}")
 
     def evaluated(self, step: int, *, greedy: float, sampled: float) -> None:
-        """Scores on held-out prompts."""
+        """Show scores on held-out prompts."""
         self._held_out = f"{greedy:.3f}"
         self.say(f"step {step}: held-out score {greedy:.3f} greedy, {sampled:.3f} sampled")
 
     def stepped(self, step: int, metrics: dict[str, float]) -> None:
-        """A training step, under its metrics' names in metrics.jsonl."""
+        """Show a training step, by its metrics' names in metrics.jsonl."""
         cells = [
             ("reward", f"{metrics['critic/score/mean']:.3f}" if "critic/score/mean" in metrics else "none"),
             ("held-out", self._held_out),
@@ -99,7 +99,7 @@ class Display:
         self.progressed(step, cells)
 
     def progressed(self, step: int, cells: Sequence[tuple[str, str]] = ()) -> None:
-        """``step`` of the phase is done; ``cells`` are what to show of it, by name."""
+        """Advance the progress bar to ``step``, and show ``cells``, pairs of a name and a value."""
         self._progress.update(self._task, completed=step)
         if not cells:
             return
@@ -124,7 +124,7 @@ class Display:
 
 
 def _by_stage(stages: Sequence[str | None]) -> Text:
-    """Such as: controllers   gen 0-3, 7   reward 4-6."""
+    """Return the ranks of each stage: controllers   gen 0-3, 7   reward 4-6."""
     found: dict[str, list[int]] = {}
     for rank, stage in enumerate(stages):
         found.setdefault(stage or "no stage", []).append(rank)
@@ -136,7 +136,7 @@ def _by_stage(stages: Sequence[str | None]) -> Text:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """Ascending ranks in short: 0-3, 7."""
+    """Return ascending ranks in short form: 0-3, 7."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:

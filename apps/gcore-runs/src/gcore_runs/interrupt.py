@@ -1,4 +1,4 @@
-"""Ctrl-C that never hits half a step."""
+"""Ctrl-C that ends a run between two steps."""
 
 import asyncio
 import signal
@@ -12,8 +12,8 @@ from types import FrameType
 def at_once() -> Generator[None]:
     """Let Ctrl-C raise `KeyboardInterrupt` at any time inside the block, in coroutines of an `asyncio.Runner`, too.
 
-    The runner's own handler waits until its task awaits something, which a model that loads or a reward that blocks may
-    do late, or never.
+    The runner's own handler waits until its task awaits something, which a loading model or a blocking reward may do
+    late, or never. Outside the main thread, which alone gets signals, nothing is changed.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
@@ -35,7 +35,7 @@ def _raise(number: int, frame: FrameType | None) -> None:
 class Interrupt:
     """Cancels a task on the first Ctrl-C, at a moment when the last finished step can still be saved.
 
-    The second one is Python's own `KeyboardInterrupt`, there and then.
+    The second one raises Python's own `KeyboardInterrupt` immediately.
     """
 
     def __init__(self) -> None:
@@ -45,8 +45,14 @@ class Interrupt:
 
     @contextmanager
     def cancels(self, task: "asyncio.Task[None]") -> Generator[None]:
-        """Cancel ``task``, one of the running loop, if Ctrl-C is pressed inside the block."""
+        """Cancel ``task``, one of the running loop, if Ctrl-C is pressed inside the block.
+
+        Only the main thread gets signals; in another one, nothing is cancelled.
+        """
         self._task = task
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         task.get_loop().add_signal_handler(signal.SIGINT, self._request)
         try:
             yield
@@ -54,7 +60,7 @@ class Interrupt:
             task.get_loop().remove_signal_handler(signal.SIGINT)
 
     def hold_back(self) -> None:
-        """Let Ctrl-C wait until `let_through`."""
+        """Delay Ctrl-C until `let_through`."""
         self._is_held_back = True
 
     def let_through(self) -> None:
@@ -74,9 +80,9 @@ class Interrupt:
 
 
 class Stop:
-    """Ctrl-C for a loop without tasks: noted, and acted on where the loop asks.
+    """Ctrl-C for a loop without tasks: noted, and raised where the loop calls `check`.
 
-    The second one is Python's own `KeyboardInterrupt`, there and then.
+    The second one raises Python's own `KeyboardInterrupt` immediately.
     """
 
     def __init__(self) -> None:
@@ -86,7 +92,10 @@ class Stop:
 
     @contextmanager
     def noted(self) -> Generator[None]:
-        """Note Ctrl-C inside the block."""
+        """Note Ctrl-C inside the block; in the main thread only, which alone gets signals."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         before = signal.signal(signal.SIGINT, self._request)
         try:
             yield

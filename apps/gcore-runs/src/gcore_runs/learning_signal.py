@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from gcore_controller import HAS_SIGNAL
+from gcore_controller import Modality
 from gcore_runs.run_folder import RunFolder, read_jsonl
 from gcore_runs.run_warnings import RunWarnings
 
+_SIGNAL = Modality.HAS_SIGNAL
 _PATIENCE = 5
 """Number of consecutive steps without a signal that is reported."""
 
@@ -20,13 +21,13 @@ class LearningSignal:
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take in a step's metrics."""
-        if metrics.get(HAS_SIGNAL, 1.0):
+        if metrics.get(_SIGNAL, 1.0):
             self._num_idle = 0
             return
         self._num_idle += 1
         if self._num_idle % _PATIENCE == 0:
             message = f"the last {_PATIENCE} steps had nothing to learn from: {_reason(metrics)}"
-            self._warnings.warn(step, message, key=HAS_SIGNAL)
+            self._warnings.warn(step, message, key=_SIGNAL)
 
 
 def check_signal(run: RunFolder, warnings: RunWarnings) -> bool:
@@ -34,8 +35,8 @@ def check_signal(run: RunFolder, warnings: RunWarnings) -> bool:
 
     A run without recorded steps, or of a release that did not record signals, counts as one that had.
     """
-    rows: list[dict[str, Any]] = [row for row in read_jsonl(run.metrics) if HAS_SIGNAL in row]
-    if not rows or any(row[HAS_SIGNAL] for row in rows):
+    rows: list[dict[str, Any]] = [row for row in read_jsonl(run.metrics) if _SIGNAL in row]
+    if not rows or any(row[_SIGNAL] for row in rows):
         return True
     message = f"the run trained nothing: no step had anything to learn from: {_reason(rows[-1])}"
     warnings.warn(rows[-1]["step"], message, key="no signal in the run")

@@ -13,7 +13,7 @@ from gcore_runs.display import Display
 from gcore_runs.interrupt import Interrupt
 from gcore_runs.job import RunJob
 from gcore_runs.learning_signal import LearningSignal
-from gcore_runs.metrics import MetricsWriter
+from gcore_runs.metrics.writer import MetricsWriter
 from gcore_runs.report.ledger import ledger
 from gcore_runs.run_folder import RunFolder
 from gcore_runs.run_warnings import RunWarnings

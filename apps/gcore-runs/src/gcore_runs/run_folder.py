@@ -1,28 +1,32 @@
-"""A run's folder: what is in it, who may write it, and how a run is resumed or begun anew."""
+"""A run's folder: its files, its lock, and how a run is started or resumed."""
 
 import fcntl
 import json
 import shutil
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gcore_ckpt import Checkpointer
 from gcore_runs.errors import UserError, said
-from gcore_runs.settings import ConfigT, RunConfig, differences, merge, read_toml, to_toml
+from gcore_runs.settings.run_config import BaseRunConfig
+from gcore_runs.settings.values import ConfigT, differences, merge, read_toml, to_toml
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a finished run achieved on held-out data: its first evaluation and its last."""
+    """A finished run, with its first and last evaluation on held-out data."""
 
     run: Path
+    """The run's folder."""
     before: dict[str, float]
+    """Metrics of the first evaluation; empty: nothing was held out."""
     after: dict[str, float]
+    """Metrics of the last one."""
     has_signal: bool = True
-    """Whether any step had something to learn from."""
+    """Whether any step had a learning signal."""
 
 
 class RunFolder:
@@ -45,10 +49,10 @@ class RunFolder:
 
     @classmethod
     def existing(cls, path: str | Path) -> "RunFolder":
-        """The folder of a run that there is.
+        """Return the folder of an existing run.
 
         Raises:
-            UserError: there is none.
+            UserError: there is no run.
         """
         folder = cls(Path(path))
         if not folder.config.is_file():
@@ -58,7 +62,7 @@ class RunFolder:
         return folder
 
     def load_config(self, kind: type[ConfigT]) -> ConfigT:
-        """The settings of a run, of the class that its command has.
+        """Return the settings of the run, as the config class ``kind``.
 
         Raises:
             UserError: another command made the run.
@@ -67,7 +71,7 @@ class RunFolder:
         base = kind()
         made_by, wanted = values.get("command", "train"), getattr(base, "command", "train")
         if made_by != wanted:
-            raise UserError(f"{self.path} is a run of the command {made_by}: one of {wanted} is needed")
+            raise UserError(f"{self.path} is a run of the command {made_by}; expected one of {wanted}")
         return merge(base, values, source=str(self.config))
 
     def lock(self) -> None:
@@ -91,11 +95,8 @@ class RunFolder:
         weakref.finalize(self, lock.close)
 
 
-def open_run(config: RunConfig, *, may_change: Sequence[str]) -> RunFolder:
-    """The folder for this config, locked: that of the run it resumes, or a new one.
-
-    Args:
-        may_change: settings that a resumed run may be given anew.
+def open_run(config: BaseRunConfig) -> RunFolder:
+    """Lock and return the folder for this config: that of the run it resumes, or a new one.
 
     Raises:
         UserError: the run of this name has other settings and something to resume, or is in use.
@@ -109,18 +110,18 @@ def open_run(config: RunConfig, *, may_change: Sequence[str]) -> RunFolder:
     folder.lock()
     if folder.config.is_file() and (folder.model.is_dir() or Checkpointer(folder.checkpoints).steps()):
         found = differences(folder.load_config(type(config)), config)
-        changed = [difference for difference in found if not difference.startswith(tuple(may_change))]
+        changed = [difference for difference in found if not difference.startswith(config.may_change)]
         if changed:
             raise UserError(
-                f"{folder.path} was begun with other settings ({'; '.join(changed)}): "
-                "give the same ones to resume it, or --resume never, or another --name"
+                f"{folder.path} was started with other settings ({'; '.join(changed)}); expected the same "
+                "to resume it, or --resume never, or another --name"
             )
     write_atomically(folder.config, lambda path: path.write_text(to_toml(config)))
     return folder
 
 
 def write_atomically(target: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a file or folder beside ``target``, then put it in place in one step.
+    """Let ``write`` fill a temporary file or folder next to ``target``, then rename it to ``target``.
 
     Raises:
         OSError: it cannot be written; ``target`` is its file name, and is as it was.
@@ -151,27 +152,12 @@ def append_json(path: Path, row: dict[str, Any]) -> None:
 
 
 def _named(error: OSError, path: Path) -> OSError:
-    """The same error with a file name: one of a full disk has none."""
+    """Return the error with a file name, which that of a full disk lacks."""
     return error if error.filename is not None else OSError(error.errno, error.strerror, str(path))
 
 
-def finish_report(write: Callable[[Path], object], run: RunFolder) -> None:
-    """Write the report of a run that is complete.
-
-    Raises:
-        UserError: it cannot be written; all else is there.
-    """
-    try:
-        write(run.path)
-    except OSError as error:
-        raise UserError(
-            f"the run is complete, with its export at {run.export}, but its report cannot be written: {said(error)}; "
-            f"the command report {run.path} writes it"
-        ) from error
-
-
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a JSONL file; a missing file has none, a torn last line is dropped.
+    """Return the rows of a JSONL file: none of a missing file, and without an incomplete last line.
 
     Raises:
         UserError: a complete line is no JSON object.

@@ -1,75 +1,49 @@
-"""A run from its first step to its last, whatever is lost on the way that can be replaced."""
+"""The steps of a run, from the first to the last, with recovery from losses that can be replaced."""
 
 import asyncio
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from gcore_ckpt import Checkpointer
 from gcore_controller import Backend, RankError
-from gcore_runs.display import Display
 from gcore_runs.job import RunConfig, RunJob
-from gcore_runs.metrics import MetricsWriter
+from gcore_runs.metrics.writer import MetricsWriter
 from gcore_runs.recorder import BaseRunRecorder, Present
-from gcore_runs.run_folder import RunFolder
 from gcore_runs.spans import SpanWriter
-
-if TYPE_CHECKING:
-    from gcore_runs.prometheus import PrometheusExporter
+from gcore_runs.supervisor import Supervisor
 
 _MAX_LOSSES = 5
-"""So many times in a row services may die without a step made in between."""
+"""How many times in a row services may die without a finished step in between."""
 
 JobT = TypeVar("JobT", bound=RunJob[Any])
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
 EvaluationT = TypeVar("EvaluationT")
 
 
-def steps_made(run: RunFolder, total: int, display: Display) -> int | None:
-    """Steps that a run has made before; None: all, and it is exported. It is said if there are any."""
-    steps = Checkpointer(run.checkpoints).steps()
-    first_step = steps[-1] if steps else 0
-    if first_step >= total and run.export.is_dir():
-        display.say(f"complete: {first_step} steps are done, more need a higher trainer.total_training_steps")
-        return None
-    if first_step:
-        display.say(f"resuming after step {first_step} of {total}")
-    return first_step
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunLoop(Generic[JobT, ConfigT, EvaluationT]):
-    """Runs a job, and goes on from where its models are whenever something is lost that can be replaced.
+    """Runs a job, and continues from where its models are whenever something is lost that can be replaced.
 
     Attributes:
-        services: What it runs on; to be closed by the caller.
-        run: Its folder.
+        supervisor: Of the run, whose folder is open.
+        services: What the job runs on; closed by the caller.
         recorder: Makes the recorder of an attempt.
-        is_evaluated: Whether the evaluation after a step, if one is due with these settings, is recorded already.
-        runner: Whose event loop everything runs in.
-        display: Says what was lost.
-        tensorboard: Whether metrics go there, too.
-        prometheus: And there.
     """
 
+    supervisor: Supervisor
     services: Backend[JobT, ConfigT, EvaluationT]
-    run: RunFolder
     recorder: Callable[[JobT, MetricsWriter, SpanWriter], BaseRunRecorder[JobT, EvaluationT]]
-    is_evaluated: Callable[[ConfigT, int], bool]
-    runner: asyncio.Runner
-    display: Display
-    tensorboard: bool
-    prometheus: "PrometheusExporter | None" = None
 
     def to_the_end(self, job: JobT) -> None:
-        """Run it, from the models of the last checkpoint where steps are made already.
+        """Run the job; after an earlier process of the run, from the models of its last checkpoint.
 
         Raises:
             KeyboardInterrupt: after a checkpoint of the last finished step.
             Exception: what cannot be replaced, or too much was lost without a step in between.
         """
-        services, display = self.services, self.display
+        services, display = self.services, self.supervisor.display
         if services.shortfall:
             display.say(services.shortfall)
         if job.first_step:
@@ -77,38 +51,38 @@ class RunLoop(Generic[JobT, ConfigT, EvaluationT]):
         display.phase("training", total=job.total_steps, done=job.first_step)
         display.watch(services.stages)
         num_losses = 0
-        spans = SpanWriter(self.run.spans, last_step=job.first_step)
+        spans = SpanWriter(self.supervisor.run.spans, last_step=job.first_step)
         while (loss := self._attempt(job, spans)) is not None:
             num_losses = 1 if loss.has_progressed else num_losses + 1
             while True:
                 if num_losses > _MAX_LOSSES:
                     raise loss.error
                 try:
-                    recovery = self.runner.run(services.recover(loss.error, keeps_models=loss.present is not None))
+                    recovery = self.supervisor.run_async(
+                        services.recover(loss.error, keeps_models=loss.present is not None)
+                    )
                     job = self._resumed(job, loss.present if recovery.keeps_models else None)
                     break
                 except RankError as error:
                     if error is loss.error:
                         raise
-                    # One that was killed on the way back.
-                    display.say(f"{loss.error}; the next came before all was replaced")
+                    # A rank was killed while the first loss was being replaced.
+                    display.say(f"{loss.error}; another loss came before everything was replaced")
                     loss = _Loss(error=error)
                     num_losses += 1
-            spans.go_on(last_step=job.first_step, cause=recovery.cause)
-            display.say(f"{recovery.message}; going on after step {job.first_step}")
+            spans.resume(last_step=job.first_step, cause=recovery.cause)
+            display.say(f"{recovery.message}; continuing after step {job.first_step}")
 
     def _attempt(self, job: JobT, spans: SpanWriter) -> "_Loss | None":
-        """Run a job; whatever ends it, its last step is saved if the models are still there."""
+        """Run a job once; however it ends, its last step is saved if the models are still there."""
         first_step = job.first_step
-        with MetricsWriter(
-            self.run, last_step=first_step, tensorboard=self.tensorboard, prometheus=self.prometheus
-        ) as writer:
+        with self.supervisor.metrics_writer(last_step=first_step) as writer:
             try:
                 recorder = self.recorder(job, writer, spans)
             except RankError as error:
                 return _Loss(error=error)
             try:
-                self.runner.run(self._run(job, recorder))
+                self.supervisor.run_async(self._run(job, recorder))
             except BaseException as error:
                 with suppress(RankError):
                     recorder.save_last()
@@ -127,9 +101,9 @@ class RunLoop(Generic[JobT, ConfigT, EvaluationT]):
             await self.services.run(job, recorder)
 
     def _resumed(self, job: JobT, present: Present | None) -> JobT:
-        """The job from where its models are: as they were when it lost something, or of the last checkpoint."""
+        """Return the job from where its models are: at the last finished step, or at the last checkpoint."""
         step, controllers = present or (0, None)
-        if present is None and Checkpointer(self.run.checkpoints).steps():
+        if present is None and Checkpointer(self.supervisor.run.checkpoints).steps():
             saved = self.services.learner.load()
             step, controllers = saved["step"], saved["controllers"]
         config = self.services.config
@@ -137,7 +111,7 @@ class RunLoop(Generic[JobT, ConfigT, EvaluationT]):
             job,
             config=config,
             first_step=step,
-            is_evaluated=self.is_evaluated(config, step),
+            is_evaluated=self.supervisor.is_evaluated(step, job.total_steps),
             controllers=controllers,
             is_policy_behind=True,
         )
@@ -145,19 +119,10 @@ class RunLoop(Generic[JobT, ConfigT, EvaluationT]):
 
 @dataclass(frozen=True, kw_only=True)
 class _Loss:
-    """How an attempt ended before its time."""
+    """How an attempt ended before the last step."""
 
     error: Exception
     present: Present | None = None
     """See `BaseRunRecorder.present`."""
     has_progressed: bool = False
-    """Whether it made a step."""
-
-
-@contextmanager
-def closed(services: Backend[Any, Any, Any], runner: asyncio.Runner) -> Generator[None]:
-    """Close them behind the block, however that ends."""
-    try:
-        yield
-    finally:
-        runner.run(services.close())
+    """Whether it finished a step."""

@@ -60,7 +60,7 @@ class SpanWriter:
         """Waits of all controllers since the last step."""
         self._truncate(last_step)
 
-    def go_on(self, *, last_step: int, cause: str) -> None:
+    def resume(self, *, last_step: int, cause: str) -> None:
         """Continue after ``last_step``; the time from its end to the start of the next step has this cause."""
         self._truncate(last_step)
         if self._zero_s is not None:

@@ -1,4 +1,4 @@
-"""Check before a run that a model's files are whole."""
+"""Check that a model's files are complete, before a run."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def check_safetensors(folder: Path) -> None:
             raise UserError(f"model folder {folder} lacks {', '.join(missing)}, which {index.name} names")
     for file in sorted(folder.glob("*.safetensors")):
         try:
-            # Reads the header alone, which says how long the file is.
+            # Only the header is read, which has the file's length.
             with safe_open(file, framework="np"):
                 pass
         except (SafetensorError, OSError) as error:

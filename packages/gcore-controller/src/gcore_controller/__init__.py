@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from gcore_controller.references import Reference
     from gcore_controller.rlhf.config import RLHFConfig, RunStart, State
     from gcore_controller.rlhf.modality import (
-        HAS_SIGNAL,
         Generated,
         Group,
         Modality,
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
         Wave,
     )
     from gcore_controller.rlhf.recorder import Recorder
-    from gcore_controller.rlhf.step import RLHF
+    from gcore_controller.rlhf.step import RLHFLoop
     from gcore_controller.runtimes.backend import Backend, InlineBackend, Recovery
     from gcore_controller.runtimes.events import Announced, Announcer, RemoteRecorder
     from gcore_controller.runtimes.inline import run_inline
@@ -57,8 +56,6 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "HAS_SIGNAL",
-    "RLHF",
     "ActorRole",
     "Announced",
     "Announcer",
@@ -84,6 +81,7 @@ __all__ = [
     "Program",
     "PromptLoader",
     "RLHFConfig",
+    "RLHFLoop",
     "RLHFRoles",
     "RankError",
     "RayBackend",
@@ -140,7 +138,6 @@ _MODULE_OF = {
     **dict.fromkeys(["RLHFConfig", "RunStart", "State"], "rlhf.config"),
     **dict.fromkeys(
         [
-            "HAS_SIGNAL",
             "Generated",
             "Group",
             "Modality",
@@ -153,7 +150,7 @@ _MODULE_OF = {
         "rlhf.modality",
     ),
     "Recorder": "rlhf.recorder",
-    "RLHF": "rlhf.step",
+    "RLHFLoop": "rlhf.step",
     **dict.fromkeys(["Backend", "InlineBackend", "Recovery"], "runtimes.backend"),
     **dict.fromkeys(["Announced", "Announcer", "RemoteRecorder"], "runtimes.events"),
     "run_inline": "runtimes.inline",

@@ -1,4 +1,4 @@
-"""What a job runs on: devices by their data sheets, and the links between them."""
+"""Clusters: devices by their data sheets, and the links between them."""
 
 from dataclasses import dataclass, fields
 
@@ -7,7 +7,7 @@ from gcore_placement.errors import check_above_0, check_positive, refusal
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator. What it reaches of these peaks is `Efficiency`'s to say.
+    """One accelerator, by its peaks; `Efficiency` has the shares of these that programs reach.
 
     Raises:
         PlacementError: a number is not finite or not above 0.
@@ -19,9 +19,9 @@ class Device:
     """Dense bfloat16 peak."""
     memory_bytes_per_s: float
     link_bytes_per_s: float
-    """To the other devices of its node, one way."""
+    """Bytes per second to the other devices of its node, one way."""
     host_bytes_per_s: float
-    """To the host's memory, one way."""
+    """Bytes per second to the host's memory, one way."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -30,10 +30,10 @@ class Device:
 
     @classmethod
     def named(cls, name: str) -> "Device":
-        """One of DEVICES.
+        """Return one of DEVICES.
 
         Raises:
-            PlacementError: it is none of them.
+            PlacementError: it is not one of them.
         """
         if name not in DEVICES:
             raise refusal("device", name, f"one of {', '.join(DEVICES)}")
@@ -92,9 +92,9 @@ class Cluster:
     device: Device
     devices_per_node: int = 8
     inter_node_bytes_per_s: float = 50e9
-    """Of each device to other nodes, one way: a 400 Gb/s adapter for each."""
+    """Bytes per second of each device to other nodes, one way: a 400 Gb/s adapter for each."""
     host_memory_bytes: float = 200e9
-    """For each device, for weights and states that make room."""
+    """Host memory per device, for weights and states that leave the device."""
 
     def __post_init__(self) -> None:
         check_positive("num_devices", self.num_devices)
@@ -103,7 +103,7 @@ class Cluster:
         check_above_0("host_memory_bytes", self.host_memory_bytes)
 
     def sizes(self) -> list[int]:
-        """How many of the devices a job may use, most first: whole nodes, or part of one node.
+        """Return the numbers of devices that a job may use, largest first: whole nodes, or part of one node.
 
         The sizes of a cluster are among those of any larger one, so more devices never make a plan worse.
         """
@@ -112,7 +112,7 @@ class Cluster:
         return (parts + nodes)[::-1]
 
     def link_bytes_per_s(self, group_size: int) -> float:
-        """Of each device in a group of neighbours: within a node where the group fits into one."""
+        """Return the rate of each device in a group of neighbours: within a node where the group fits into one."""
         if group_size <= self.devices_per_node:
             return self.device.link_bytes_per_s
         return min(self.inter_node_bytes_per_s, self.device.link_bytes_per_s)

@@ -1,4 +1,4 @@
-"""A cost model corrected by what is measured: one factor for each kind of work, robust and bounded."""
+"""The correction of a cost model by measurements: one robust and bounded factor for each kind of work."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gcore_placement.planning.training_costs import TrainingLaws
 
 RUN_FILE = "placement.json"
-"""What a run's folder keeps; its key `correction` holds `Correction.state()`."""
+"""A file in a run's folder, whose key `correction` holds `Correction.state()`."""
 
 Stage = Literal["generation", "reward", "preparation", "training", "weight_sync", "swap"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -58,10 +58,10 @@ class Correction:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """What a run has kept: of its folder, its `placement.json`, or a file that holds `state()` alone.
+        """Load the correction of a run: its folder, its `placement.json`, or a file with `state()` alone.
 
         Raises:
-            PlacementError: there is no such file, or it holds no such state.
+            PlacementError: the file does not exist, or holds no such state.
         """
         file = Path(path) / RUN_FILE if Path(path).is_dir() else Path(path)
         try:
@@ -81,12 +81,12 @@ class Correction:
         return found
 
     def observe(self, stage: Stage, *, predicted_s: float, measured_s: float) -> None:
-        """Take note of one span.
+        """Observe one measured span.
 
         Args:
-            stage: what was done.
-            predicted_s: what the uncorrected model says that this very work takes.
-            measured_s: what it took.
+            stage: kind of work.
+            predicted_s: seconds of this work by the uncorrected model.
+            measured_s: measured seconds.
 
         Raises:
             PlacementError: the stage is not known, or seconds are not finite and above 0.
@@ -99,7 +99,7 @@ class Correction:
         del ratios[: -self._window]
 
     def factor(self, stage: Stage) -> float:
-        """Measured over predicted seconds of a stage.
+        """Return measured over predicted seconds of a stage.
 
         Raises:
             PlacementError: the stage is not known.
@@ -137,14 +137,14 @@ class Correction:
         return _times(costs, self.factor("swap"), "sleep_s", "wake_s", "load_s")
 
     def state(self) -> dict[str, Any]:
-        """What `load_state` takes, as plain data such as JSON holds; it goes with the run."""
+        """Return the state for `load_state`, as plain data for JSON."""
         return {"ratios": {stage: list(ratios) for stage, ratios in self._ratios.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; this object's own settings stay.
+        """Restore the ratios of a state; this object's settings stay.
 
         Raises:
-            PlacementError: it is no such state; nothing has changed then.
+            PlacementError: it is not such a state; nothing is changed then.
         """
         ratios: Any = state.get("ratios")
         if not isinstance(ratios, Mapping) or set(cast("Mapping[str, Any]", ratios)) != set(STAGES):
@@ -171,7 +171,7 @@ def _check_stage(stage: str) -> None:
 def _weighted_median(
     values: np.ndarray[Any, np.dtype[np.float64]], weights: np.ndarray[Any, np.dtype[np.float64]]
 ) -> float:
-    """The least value at and below which half of the weight lies."""
+    """Return the least value at and below which half of the weight lies."""
     order = np.argsort(values, kind="stable")
     cumulated = np.cumsum(weights[order])
     return float(values[order][np.searchsorted(cumulated, cumulated[-1] / 2)])

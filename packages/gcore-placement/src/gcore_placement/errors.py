@@ -1,4 +1,4 @@
-"""The one vocabulary in which this package refuses wrong input."""
+"""The errors of this package, and checks of its input."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike, NDArray
 
 
 class PlacementError(ValueError):
-    """Wrong input: the message names the field, the value it had and what would be accepted."""
+    """Wrong input; the message has the form `FIELD is VALUE; expected ACCEPTED`."""
 
 
 class MissingExtraError(PlacementError, ImportError):
@@ -23,27 +23,27 @@ def refusal(field: str, value: object, accepted: str) -> PlacementError:
 
 
 def check_positive(field: str, value: object) -> None:
-    """Raises PlacementError unless `value` is an integer of at least 1."""
+    """Raise PlacementError unless `value` is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise refusal(field, value, "an integer of at least 1")
 
 
 def check_above_0(field: str, value: object) -> None:
-    """Raises PlacementError unless `value` is a finite number above 0."""
+    """Raise PlacementError unless `value` is a finite number above 0."""
     number = float("nan") if isinstance(value, bool) or not isinstance(value, float | int | np.number) else float(value)
     if not 0 < number < np.inf:
         raise refusal(field, value, "a finite number above 0")
 
 
 def check_share(field: str, value: float) -> None:
-    """Raises PlacementError unless `value` is a number above 0 and at most 1."""
+    """Raise PlacementError unless `value` is a number above 0 and at most 1."""
     check_above_0(field, value)
     if value > 1:
         raise refusal(field, value, "a number above 0, at most 1")
 
 
 def check_amounts(field: str, values: ArrayLike) -> NDArray[np.float64]:
-    """`values` as float64, shape kept.
+    """Return `values` as float64 of the same shape.
 
     Raises:
         PlacementError: a value is not a number, not finite, or negative; the first such index is named.
@@ -61,7 +61,7 @@ def check_amounts(field: str, values: ArrayLike) -> NDArray[np.float64]:
 
 
 def check_amount_list(field: str, values: ArrayLike) -> NDArray[np.float64]:
-    """`values` as float64 of shape [num_items]. Raises PlacementError as `check_amounts`, and on any other rank."""
+    """Return `values` as float64 [num_items]. Raises PlacementError as `check_amounts`, and on any other rank."""
     amounts = check_amounts(field, values)
     if amounts.ndim != 1:
         raise refusal(f"{field}.ndim", amounts.ndim, "1 (one number per item)")
@@ -69,7 +69,7 @@ def check_amount_list(field: str, values: ArrayLike) -> NDArray[np.float64]:
 
 
 def check_lengths(field: str, values: ArrayLike) -> NDArray[np.float64]:
-    """Token counts of any shape, as float64. Raises PlacementError as `check_amounts`, and on a fraction of a token."""
+    """Return token counts as float64. Raises PlacementError as `check_amounts`, and on a fraction of a token."""
     lengths = check_amounts(field, values)
     fractions = lengths != np.floor(lengths)
     if fractions.any():
@@ -78,7 +78,7 @@ def check_lengths(field: str, values: ArrayLike) -> NDArray[np.float64]:
 
 
 def required(mapping: Mapping[str, object], key: str) -> object:
-    """`mapping[key]`. Raises PlacementError, naming the key and the keys there are, where it is missing or None."""
+    """Return `mapping[key]`. Raises PlacementError where the key is missing or None."""
     value = mapping.get(key)
     if value is None:
         raise PlacementError(

@@ -1,4 +1,4 @@
-"""The ledger: where every device-second of a run went, to a role and to work or to one cause of idleness."""
+"""The ledger of a run: each device-second by role, as work or as one cause of idleness."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gcore_placement.errors import PlacementError, refusal
 
 WORK = {"gen": "generation", "reward": "reward", "prepare": "preparation", "train": "training", "sync": "weight_sync"}
-"""Columns of work, by the stage of a device; in the order in which a step goes through them."""
+"""Columns of work by the stage of a device, in the order of a step."""
 
 CAUSES = (
     "long_tail",
@@ -36,7 +36,7 @@ Interval = tuple[str, float, float]
 
 _NS = 1_000_000_000
 _NAMED = ("swap", "data", "checkpoint", "failure")
-"""Stages that are causes themselves, of a device or of a controller that holds all others up."""
+"""Stages that are causes of idleness themselves, of a device or of a controller that delays all others."""
 
 _STAGES = (*_NAMED, *WORK)
 _NO_STAGE = len(_STAGES)
@@ -54,7 +54,7 @@ _CAUSE_BY_ROLE: dict[str, dict[str, str]] = {
     },
     "trainer": {"gen": "waiting_for_generation", "reward": "waiting_for_reward", "sync": "waiting_for_weights"},
 }
-"""Why a device of a role idles, by the stage that the controllers are in."""
+"""The cause of idleness of a role's device, by the stage of the controllers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class StepIntervals:
 
     Attributes:
         controllers: by rank, `(stage, start, stop)`.
-        devices: by name; its role is the name without the number behind it, as in `engine 3`.
+        devices: by name; its role is the name without the number after it, as in `engine 3`.
     """
 
     step: int
@@ -81,7 +81,7 @@ class StepIntervals:
         *,
         offset_s: float = 0.0,
     ) -> Self:
-        """From seconds since `offset_s`; the step lasts from the first start to the last end."""
+        """Build a step from seconds since `offset_s`; it lasts from the first start to the last end."""
         offset_ns = round(offset_s * _NS)
 
         def exact(intervals: Iterable[Interval]) -> list[tuple[str, int, int]]:
@@ -111,10 +111,10 @@ class Ledger:
 
     @classmethod
     def of(cls, steps: Iterable[StepIntervals]) -> Self:
-        """Assigns every nanosecond of every device.
+        """Assign each nanosecond of each device.
 
-        A device in a stage works, in several at once in that which began last. One in no stage idles for the earliest
-        stage that a controller is in, which is what all wait for: an engine in generation for the long tail, in reward
+        A device in a stage works; in several at once, in the one that started last. One in no stage idles for the
+        earliest stage that a controller is in, for which all wait: an engine in generation for the long tail, in reward
         for that, and later for weights; a judge in generation for that, in reward for the tail of the judgements, and
         later for the weights that the next responses need; a trainer for generation, for reward, in sync for weights,
         and else for other trainers that are busy: imbalance. Stages named swap, data, checkpoint or failure are causes
@@ -145,21 +145,21 @@ class Ledger:
         return cls(device_ns=device_ns, total_ns=total_ns)
 
     def share(self, column: str, role: str | None = None) -> float:
-        """Of a role's device time, or of all; 0 where there is none."""
+        """Return the share of a column in a role's device time, or in that of all; 0 where there is none."""
         roles = self.device_ns if role is None else (role,)
         total = sum(self.total_ns[name] for name in roles)
         return sum(self.device_ns[name][column] for name in roles) / total if total else 0.0
 
     def idle_share(self, role: str | None = None) -> float:
-        """Share of all causes together."""
+        """Return the share of all causes of idleness together."""
         return sum(self.share(cause, role) for cause in CAUSES)
 
     def shares(self) -> dict[str, float]:
-        """Of all roles together: `idle_share`, and that of each cause."""
+        """Return `idle_share` and the share of each cause, of all roles together."""
         return {"idle_share": self.idle_share(), **{cause: self.share(cause) for cause in CAUSES}}
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data: seconds by role and column, and shares of all roles together."""
+        """Return plain data: seconds by role and column, and shares of all roles together."""
         return {
             "roles": {
                 role: {"device_s": self.total_ns[role] / _NS, "columns_s": {c: ns / _NS for c, ns in entry.items()}}
@@ -171,9 +171,9 @@ class Ledger:
 
 
 def read_spans(path: str | Path) -> list[StepIntervals]:
-    """The steps of a run of gcore-llm: its folder, or the `spans.jsonl` in it.
+    """Read the steps of a run of gcore-llm, from its folder or the `spans.jsonl` in it.
 
-    A step lasts until the next one begins; a torn last line, and steps that a resumed run made again, are left out.
+    A step lasts until the next one starts; a torn last line, and steps that a resumed run repeated, are left out.
 
     Raises:
         PlacementError: there is no such file, or a line of it is no step.
@@ -201,7 +201,7 @@ def read_spans(path: str | Path) -> list[StepIntervals]:
 
 
 def select_steps(steps: Sequence[StepIntervals], text: str) -> list[StepIntervals]:
-    """Those from a first to a last, as in `10:20`, both included; either may be left out.
+    """Select the steps of a range, as in `10:20`, both included; either end may be left out.
 
     Raises:
         PlacementError: `text` is no such range, or holds no step.
@@ -217,7 +217,7 @@ def select_steps(steps: Sequence[StepIntervals], text: str) -> list[StepInterval
 
 
 def _end_to_end(steps: Sequence[StepIntervals]) -> list[StepIntervals]:
-    """Steps that last until the next begins; what goes on then is told of both."""
+    """Extend each step to the start of the next; a span that crosses the border counts in both."""
     lasting: list[StepIntervals] = []
     for step, following in zip_longest(steps, steps[1:]):
         devices = {name: list(row) for name, row in step.devices.items()}
@@ -240,7 +240,7 @@ def _role(name: str) -> str:
 
 
 def _stages(row: Sequence[tuple[str, int, int]], cuts: NDArray[np.int64]) -> NDArray[np.intp]:
-    """The stage, as its place in `_STAGES`, between each two cuts; one that is not known counts as none."""
+    """Return the stage between each two cuts, as an index into `_STAGES`; unknown stages count as none."""
     stages = np.full(len(cuts) - 1, _NO_STAGE, dtype=np.intp)
     for stage, start, stop in sorted(row, key=lambda interval: interval[1]):
         if stage in _STAGES:
@@ -250,7 +250,7 @@ def _stages(row: Sequence[tuple[str, int, int]], cuts: NDArray[np.int64]) -> NDA
 
 
 def _causes(role: str, held_up_by: NDArray[np.intp], any_busy: NDArray[np.bool_]) -> NDArray[np.intp]:
-    """The column of a role's idle devices, between each two cuts."""
+    """Return the column of a role's idle devices between each two cuts."""
     reasons = _CAUSE_BY_ROLE.get(role, {})
     causes = [stage if stage in _NAMED else reasons.get(stage, "unassigned") for stage in _STAGES]
     by_stage = np.array([COLUMNS.index(cause) for cause in [*causes, "unassigned"]], dtype=np.intp)

@@ -1,4 +1,4 @@
-"""How RLHF policies learn: advantages, losses and training backends."""
+"""Training of RLHF policies: advantages, losses and backends."""
 
 import importlib as _importlib
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""How a trainer learns: every knob, bounded and documented."""
+"""Settings of optimizers, losses and adapters, each with its bounds."""
 
 import math
 from dataclasses import dataclass
@@ -28,13 +28,13 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     lr_warmup_steps: int = 0
-    """The rate rises linearly to ``lr`` over this many steps ..."""
+    """Steps over which the rate rises linearly to ``lr``."""
     lr_scheduler_type: LRSchedulerType = "constant"
-    """... and then stays (constant) or falls to ``min_lr_ratio * lr`` (linear, cosine) ..."""
+    """After the warm-up the rate stays (constant) or falls to ``min_lr_ratio * lr`` (linear, cosine)."""
     total_training_steps: int = 0
-    """... at this update; 0: not known yet, to be set before training."""
+    """Update at which the rate ends; 0: not known yet, to be set before training."""
     min_lr_ratio: float = 0.0
-    """Share of ``lr`` that is left in the end."""
+    """Fraction of ``lr`` that is left at the end."""
     grad_clip: float = 1.0
     """Largest global gradient norm; a larger one is scaled down to it."""
     max_nonfinite_steps: int = 10
@@ -57,10 +57,10 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
-    """Low-rank adapters in the place of full fine-tuning."""
+    """Low-rank adapters instead of full fine-tuning."""
 
     rank: int = 16
-    """Of each adapter's matrices."""
+    """Rank of each adapter's matrices."""
     alpha: int = 32
     """An adapter's output is scaled by alpha / rank."""
     target_modules: tuple[str, ...] = ("all-linear",)
@@ -96,17 +96,17 @@ class PolicyLossConfig:
     """PPO's clipped ratio (vanilla), a sequence's ratio (gspo), a clipped weight (cispo), a smooth gate (sapo), or a
     user's own (PATH.py:function)."""
     clip_ratio_low: float = 0.2
-    """The ratio is clipped at 1 - clip_ratio_low ..."""
+    """The ratio is clipped at 1 - clip_ratio_low."""
     clip_ratio_high: float = 0.28
-    """... and at 1 + clip_ratio_high (DAPO's clip-higher)."""
+    """The ratio is clipped at 1 + clip_ratio_high (DAPO's clip-higher)."""
     clip_ratio_c: float | None = None
     """Dual clip: bound of the loss of a negative advantage, in advantages; above 1."""
     tau_pos: float = 1.0
-    """SAPO: steepness of the gate where the advantage is above 0 ..."""
+    """SAPO: steepness of the gate for advantages above 0."""
     tau_neg: float = 1.05
-    """... and elsewhere."""
+    """SAPO: steepness of the gate for other advantages."""
     loss_agg_mode: LossAggMode = "token-mean"
-    """How token losses become one number."""
+    """Aggregation of token losses (see `aggregation_weights`)."""
     kl_loss_coef: float = 0.0
     """Weight of the KL divergence to the reference policy in the loss; 0 needs no reference."""
     kl_loss_type: KLPenalty = "k3"
@@ -142,7 +142,7 @@ class ValueLossConfig:
     cliprange_value: float = 0.5
     """A value moves at most this far from the one before the step's first update."""
     loss_agg_mode: LossAggMode = "token-mean"
-    """How token losses become one number."""
+    """Aggregation of token losses (see `aggregation_weights`)."""
     max_response_length: int | None = None
     """Divisor of ``seq-mean-token-sum-norm``, which needs it: the longest response that the run allows."""
 
@@ -162,7 +162,7 @@ class DPOConfig:
     loss_type: DPOLossType = "sigmoid"
     """DPO's logistic loss (sigmoid), IPO's squared one (ipo), SLiC's (hinge)."""
     label_smoothing: float = 0.0
-    """Share of pairs taken to be labelled the wrong way round, in sigmoid."""
+    """Assumed fraction of pairs with swapped labels, in sigmoid."""
 
     def __post_init__(self) -> None:
         require("beta", self.beta, 0 < self.beta < math.inf, "a finite number above 0")

@@ -1,4 +1,4 @@
-"""Everything this package raises on purpose."""
+"""The errors of this package."""
 
 
 class TrainerError(Exception):

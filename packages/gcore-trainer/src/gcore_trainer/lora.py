@@ -1,4 +1,4 @@
-"""Low-rank adapters in the place of full fine-tuning: W + (alpha / rank) B A; B and A learn (arXiv 2106.09685)."""
+"""Low-rank adapters instead of full fine-tuning: W + (alpha / rank) B A; B and A learn (arXiv 2106.09685)."""
 
 import hashlib
 import math
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     import torch
 
 A_OF, B_OF = ".lora_A.default.weight", ".lora_B.default.weight"
-"""What peft puts behind a layer's name, to name its A [rank, in] and its B [out, rank]."""
+"""Suffixes of peft to a layer's name, for its A [rank, in] and its B [out, rank]."""
 _BASE = ".base_layer."
 
 
 def add_lora(model: Any, config: LoRAConfig, *, seed: int = 0) -> None:
-    """Put adapters beside the linear layers of a model of transformers or diffusers, by peft, and freeze all else.
+    """Add adapters to the linear layers of a model of transformers or diffusers, by peft, and freeze all else.
 
-    B begins at 0, so that the model computes what it did; A is `initial_a`'s.
+    B starts at 0, so that the model computes what it did; A is `initial_a`'s.
 
     Raises:
         ConfigError: the model has no such layers, or they are not linear ones.
@@ -61,7 +61,7 @@ def add_lora(model: Any, config: LoRAConfig, *, seed: int = 0) -> None:
 
 
 def initial_a(layer: str, rank: int, in_features: int, *, seed: int = 0) -> "torch.Tensor":
-    """A [rank, in_features] before the first step, float32: the same in every backend, layout and order.
+    """Draw A [rank, in_features] in float32: the same in every backend, layout and order.
 
     Kaiming's uniform distribution as of torch's own linear layers, whose bounds are the root of 1 / in_features.
 
@@ -82,7 +82,7 @@ def initial_a(layer: str, rank: int, in_features: int, *, seed: int = 0) -> "tor
 def merge_lora(
     parameters: Iterable[tuple[str, "torch.Tensor"]], adapters: Mapping[str, "torch.Tensor"], config: LoRAConfig
 ) -> Iterator[tuple[str, "torch.Tensor"]]:
-    """Hugging Face names and weights with the adapters in them, one at a time.
+    """Yield Hugging Face names and weights with the adapters merged into them, one at a time.
 
     The arithmetic is in float32 at least, and is rounded to the data type of the weights once, at the end.
 

@@ -1,4 +1,4 @@
-"""How a trainer's ranks divide its work: sizes, and the checks that they fit the world, the model and each other."""
+"""The sizes by which a trainer's ranks divide its work, and checks that they fit."""
 
 from dataclasses import dataclass, fields
 
@@ -18,7 +18,7 @@ class ParallelConfig:
     context_parallel_size: int = 1
     """Ranks that divide the tokens of every sequence."""
     ulysses_sequence_parallel_size: int = 1
-    """Of these, ranks that exchange tokens for attention heads (Ulysses); the others pass keys and values on (ring)."""
+    """Ranks among these that exchange tokens for attention heads (Ulysses); the others pass keys and values (ring)."""
     expert_model_parallel_size: int = 1
     """Ranks that divide the experts of a mixture of experts (megatron)."""
     sequence_parallel: bool = False
@@ -43,7 +43,8 @@ class ParallelConfig:
             )
 
     def check_torch(self) -> None:
-        """
+        """Check that the torch backend has these sizes.
+
         Raises:
             ConfigError: a size is one that the torch backend does not have.
         """
@@ -62,7 +63,7 @@ class ParallelConfig:
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Groups of ranks that work on different samples.
+        """Return the number of groups of ranks that work on different samples.
 
         Raises:
             ConfigError: the sizes do not divide the world.

@@ -1,4 +1,4 @@
-"""What a trainer learns from."""
+"""Samples of language models, which trainers learn from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,22 +67,22 @@ class Sample:
     """Tokens the policy wrote (True) against those it was given; None: all of them."""
     advantages: NDArray[np.float32] | None = None
     old_log_probs: NDArray[np.float32] | None = None
-    """Of the policy before the step's first update; None: this is the first update, so the ratio starts at 1."""
+    """Under the policy before the step's first update; None: this is the first update, the ratio starts at 1."""
     rollout_log_probs: NDArray[np.float32] | None = None
-    """As returned by the generation engine; compared with the trainer's own in the metrics."""
+    """Returned by the generation engine; compared with the trainer's own in the metrics."""
     ref_log_probs: NDArray[np.float32] | None = None
-    """Of the reference policy; needed where a KL term is."""
+    """Under the reference policy; needed for a KL term."""
     rollout_is_weights: NDArray[np.float32] | None = None
     """Weight of each token's policy loss: importance sampling against the policy that generated it. None: 1."""
     values: NDArray[np.float32] | None = None
-    """Of the critic before the step's first update; needed to train it."""
+    """Under the critic before the step's first update; needed to train it."""
     returns: NDArray[np.float32] | None = None
-    """What the critic learns to predict."""
+    """Targets of the critic."""
     routed_experts: NDArray[np.int16] | None = None
     """[P + R - 1, L, K] the K experts of the policy that every input token passes through in each of L layers (see
     `router_replay`); None: its routers choose."""
     images: Images | None = None
-    """Of the prompt, in the order of their places; None: there are none."""
+    """Images of the prompt, in the order of their places; None: there are none."""
 
     def __post_init__(self) -> None:
         for field in ("prompt_ids", "response_ids"):
@@ -142,13 +142,13 @@ MicroBatch = list[Sample]
 
 
 NOTHING: MicroBatch = [Sample(prompt_ids=np.zeros(1, np.int64), response_ids=np.zeros(1, np.int64))]
-"""What a rank computes, for nothing, while others still have micro-batches: a divided model's collectives need all."""
+"""A micro-batch that a rank computes while others still have some: a divided model's collectives need all ranks."""
 
 
 def by_sample(
     values: Sequence[NDArray[np.float32]], micro_batches: Sequence[MicroBatch]
 ) -> list[list[NDArray[np.float32]]]:
-    """The [N] values of each micro-batch, parted into the [R] of each sample."""
+    """Split the [N] values of each micro-batch into the [R] of each sample."""
     return [
         np.split(v, np.cumsum([s.response_ids.size for s in batch])[:-1])
         for v, batch in zip(values, micro_batches, strict=True)

@@ -19,7 +19,7 @@ from gcore_bench.harness.processes import Program, child_program, run_program
 from gcore_bench.harness.rounds import Figures, Rounds
 from gcore_bench.harness.session import Session
 from gcore_diffusion.config import DemoConfig
-from gcore_diffusion.demo.pretraining import taught_pipeline
+from gcore_diffusion.demo.pretraining import pretrained_pipeline
 from gcore_runs.display import Display
 from gcore_runs.run_folder import read_jsonl
 
@@ -66,7 +66,7 @@ def _run_loop(options: DiffusionBenchOptions, *, say: Callable[[str], object]) -
     # The result of pretraining does not affect times.
     demo = DemoConfig(num_steps=1, cache_dir=str(folder))
     with Display(Console(quiet=True)) as display:
-        model = taught_pipeline(demo, seed=0, display=display)
+        model = pretrained_pipeline(demo, seed=0, display=display)
     found: dict[str, _Steps] = {}
     for turn in Rounds("loop", options.rounds, say=say).turns((*PLAIN, LIMIT, *GCORE)):
         name = turn.contender

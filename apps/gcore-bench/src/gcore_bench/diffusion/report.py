@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from gcore_bench.harness.tables import figures_table, verdict
-from gcore_bench.placement.study.studies import Comparison
+from gcore_placement import Comparison
 
 STAGES = ("gen", "reward", "prepare", "train", "sync")
 

@@ -1,1 +1,1 @@
-"""`gcore-bench placement`: where work runs, beside peers and random."""
+"""The bench of gcore-placement: balancing, planning, live runs, and the study."""

@@ -45,7 +45,7 @@ class BalancerRow:
 
     @property
     def is_as_even(self) -> bool | None:
-        """Whether ours is at or below verl's, within `PRECISION`, or within its tolerance of the mean."""
+        """Return whether ours is at or below verl's, within `PRECISION`, or within its tolerance of the mean."""
         return None if self.verl is None else self.ours <= max(self.verl, 1 + self.tolerance) * (1 + PRECISION)
 
     @property
@@ -74,7 +74,7 @@ def run_balancer(options: PlacementOptions, *, say: Callable[[str], object]) -> 
 
 
 def simulated_work(lengths: str, samples: int, *, seed: int) -> NDArray[np.int64]:
-    """Of long-tailed sequences, by verl's own measure, `calculate_workload`: 24576 L + L^2."""
+    """Return the work of long-tailed sequences by verl's measure, `calculate_workload`: 24576 L + L^2."""
     rng = np.random.default_rng(seed)
     drawn = rng.lognormal(6.5, 1.0, samples) if lengths == "lognormal" else 200 * (1 + rng.pareto(1.2, samples))
     tokens = drawn.clip(16, _LONGEST).astype(np.int64)

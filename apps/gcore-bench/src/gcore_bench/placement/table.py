@@ -16,7 +16,7 @@ JUDGED_SAMPLES = 100_000
 AIM_FASTER = 20
 
 AIM_SECONDS, AIM_BYTES = 0.20, 0.15
-"""By which foretold seconds and peak memory may be off, of what was measured."""
+"""Largest errors of predicted seconds and peak memory, as shares of the measurements."""
 
 
 def balancer_table(rows: Sequence[BalancerRow]) -> Table:
@@ -40,7 +40,7 @@ def balancer_table(rows: Sequence[BalancerRow]) -> Table:
 
 
 def balancer_aims(rows: Sequence[BalancerRow]) -> list[str]:
-    """Whether gcore's aims are met, where verl was asked."""
+    """Return whether gcore's aims are met, where verl was measured."""
     asked = [row for row in rows if row.is_as_even is not None]
     if not asked:
         return []
@@ -61,8 +61,8 @@ def balancer_aims(rows: Sequence[BalancerRow]) -> list[str]:
 
 def planner_table(figures: PlannerFigures) -> Table:
     """A line for each run, those that the laws are fitted to first."""
-    columns = ("", "measured s", "foretold s", "off", "measured MB", "foretold MB", "off")
-    shown = figures_table("small runs, and what the planner foretells of them", *columns)
+    columns = ("", "measured s", "predicted s", "off", "measured MB", "predicted MB", "off")
+    shown = figures_table("small runs, and the predictions of the planner", *columns)
     for row in figures.rows:
         memory = ("", "", "")
         if row.measured_bytes is not None and row.predicted_bytes is not None and row.bytes_off is not None:
@@ -80,7 +80,7 @@ def planner_table(figures: PlannerFigures) -> Table:
 
 
 def planner_aims(figures: PlannerFigures) -> list[str]:
-    """Whether gcore's aims are met by the runs that were held out."""
+    """Return whether gcore's aims are met by the held-out runs."""
     held_out = [row for row in figures.rows if row.is_held_out]
     return [
         _within("step time", AIM_SECONDS, {row.name: row.seconds_off for row in held_out}),
@@ -92,4 +92,4 @@ def _within(what: str, aim: float, off: dict[str, float]) -> str:
     worse = [f"{name} {value:+.1%}" for name, value in off.items() if not abs(value) <= aim]
     verdict = f"not met: {'; '.join(worse)}" if worse else f"met in all {len(off)}"
     span = f"{min(off.values()):+.1%} to {max(off.values()):+.1%}"
-    return f"aim: foretold {what} of held-out runs within {aim:.0%}: {span} ({verdict})"
+    return f"aim: predicted {what} of held-out runs within {aim:.0%}: {span} ({verdict})"

@@ -10,8 +10,7 @@ from gcore_bench.harness.models import make_model
 from gcore_bench.rollout.local import as_engine
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.workload import SYNC_MAX_LENGTH, generation_shape, max_length, sync_shape
-from gcore_rollout import Engine, Request
-from gcore_rollout.engines.processes.engine_process import PRELOAD_HF, PRELOAD_VLLM, EngineProcess
+from gcore_rollout import PRELOAD_HF, PRELOAD_VLLM, Engine, EngineProcess, Request
 
 _ENVIRONMENT = {
     # Settings of VLLMEngine, for bare vLLM too: one process, no telemetry, eager on a CPU.

@@ -1,1 +1,1 @@
-"""The embedded model: a tiny Stable Diffusion 3 that draws coloured digits, and what scores them."""
+"""The embedded model, a tiny Stable Diffusion 3 that draws coloured digits, and its reward."""

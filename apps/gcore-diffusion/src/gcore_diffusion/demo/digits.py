@@ -1,4 +1,4 @@
-"""scikit-learn's digits in colours: what the embedded model is taught on, and what scores its images."""
+"""scikit-learn's digits in colours, the embedded model's training data, and a reward for its images."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,24 +20,24 @@ COLOURS: dict[str, tuple[float, float, float]] = {
 }
 
 PROMPTS = [f"{colour} {digit}" for colour in COLOURS for digit in range(10)]
-"""All there are, such as red 7."""
+"""Every prompt of the demo, such as red 7."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Digits:
-    """Grey images [N, 8, 8] from 0 to 1, and what they show [N]."""
+    """Grey images [N, 8, 8] from 0 to 1, and the digits that they show [N]."""
 
     images: NDArray[np.float32]
     labels: NDArray[np.int64]
 
     def half(self, which: int) -> "Digits":
-        """Every second one."""
+        """Return every second digit, from the one with index ``which``."""
         return Digits(images=self.images[which::2], labels=self.labels[which::2])
 
 
 @cache
 def load() -> Digits:
-    """scikit-learn's 1,797 images; they come with it."""
+    """Return scikit-learn's 1,797 images, which are installed with it."""
     from sklearn.datasets import load_digits
 
     found: Any = load_digits()
@@ -45,10 +45,10 @@ def load() -> Digits:
 
 
 class DigitReward:
-    """How sure a classifier is of the digit that the prompt names, from 0 to 1.
+    """Probability that a classifier gives the digit that the prompt names, from 0 to 1.
 
-    A logistic regression on half of the digits. `accuracy` is by another kind of classifier on the other half: what is
-    learned to please the first need not please the second.
+    It is a logistic regression on half of the digits. `accuracy` is by another kind of classifier on the other half, so
+    that a policy which exploits the first is noticed.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class DigitReward:
     def check(self, height: int, width: int) -> None:
         """
         Raises:
-            RewardConfigError: another size than the digits have.
+            RewardConfigError: the images are not of the digits' size.
         """
         if (height, width) != (SIZE, SIZE):
             raise RewardConfigError(f"reward digit scores {SIZE} x {SIZE} pixels: these images have {height} x {width}")
@@ -73,13 +73,13 @@ class DigitReward:
     def __call__(
         self, images: NDArray[np.uint8], prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> NDArray[np.float64]:
-        """[B] probabilities of the prompts' digits."""
+        """Return probabilities [B] of the prompts' digits."""
         del rows
         wanted = np.array([digit_of(prompt) for prompt in prompts])
         return self._trained.predict_proba(brightness(images))[np.arange(len(wanted)), wanted]
 
     def accuracy(self, images: NDArray[np.uint8], prompts: Sequence[str]) -> NDArray[np.bool_]:
-        """[B] whether the other classifier reads the prompts' digits."""
+        """Return [B] whether the other classifier reads the prompts' digits."""
         return self._held_out.predict(brightness(images)) == np.array([digit_of(prompt) for prompt in prompts])
 
 
@@ -91,9 +91,9 @@ def digit_of(prompt: str) -> int:
     for word in prompt.split():
         if len(word) == 1 and word.isdecimal():
             return int(word)
-    raise RewardConfigError(f"prompt {prompt!r} names no digit: one such as 'red 7' is needed")
+    raise RewardConfigError(f"prompt is {prompt!r}; expected one that names a digit, such as 'red 7'")
 
 
 def brightness(images: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """[B, 64] of the brightest channel, from 0 to 1."""
+    """Return the brightest channel [B, 64], from 0 to 1."""
     return images.max(-1).reshape(len(images), -1) / 255

@@ -1,4 +1,4 @@
-"""Teaching the embedded pipeline: flow matching on coloured digits, kept for later runs."""
+"""Pretraining of the embedded pipeline by flow matching on coloured digits; the result is kept for later runs."""
 
 import hashlib
 import math
@@ -22,11 +22,11 @@ _LR = 2e-3
 _WARMUP_STEPS = 30
 _EMA_DECAY = 0.99
 _UNCONDITIONAL = 0.1
-"""Share of images that are shown without their prompt, for guidance."""
+"""Share of images that are trained on without their prompt, for guidance."""
 
 
-def taught_pipeline(config: DemoConfig, *, seed: int, display: Display) -> Path:
-    """The folder of a taught pipeline: one that an earlier run has left, or a new one."""
+def pretrained_pipeline(config: DemoConfig, *, seed: int, display: Display) -> Path:
+    """Return the folder of a pretrained pipeline, from an earlier run or a new one."""
     cache = Path(config.cache_dir) if config.cache_dir else _user_cache()
     key = hashlib.sha256(repr((sorted(asdict(config).items()), seed, _source())).encode()).hexdigest()[:12]
     target = cache / f"digits-{key}"
@@ -34,17 +34,17 @@ def taught_pipeline(config: DemoConfig, *, seed: int, display: Display) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=".digits-") as folder:
             made = Path(folder) / "pipeline"
-            teach(made, config, seed=seed, display=display)
+            pretrain(made, config, seed=seed, display=display)
             try:
                 made.rename(target)
             except OSError:
-                # Another run was quicker.
+                # Another run has put its pipeline there first.
                 shutil.rmtree(made, ignore_errors=True)
     return target
 
 
-def teach(path: Path, config: DemoConfig, *, seed: int, display: Display) -> None:
-    """Make a pipeline, teach it, and write its folder: the moving average of its weights."""
+def pretrain(path: Path, config: DemoConfig, *, seed: int, display: Display) -> None:
+    """Make a pipeline, pretrain it, and write its folder with the moving average of its weights."""
     with tempfile.TemporaryDirectory() as words:
         pipeline = make_tiny_pipeline(Path(words), seed=seed)
         _train(pipeline, config, seed=seed, display=display)
@@ -53,7 +53,7 @@ def teach(path: Path, config: DemoConfig, *, seed: int, display: Display) -> Non
 
 def _train(pipeline: Any, config: DemoConfig, *, seed: int, display: Display) -> None:
     model = pipeline.transformer
-    told, pooled = _embeddings(pipeline)
+    embedded, pooled = _embeddings(pipeline)
     digits, colours = load(), torch.tensor(list(COLOURS.values()))
     images, labels = torch.from_numpy(digits.images)[:, None], torch.from_numpy(digits.labels)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, weight_decay=0.01, betas=(0.9, 0.99))
@@ -68,13 +68,13 @@ def _train(pipeline: Any, config: DemoConfig, *, seed: int, display: Display) ->
         clean = images[rows] * colours[colour][:, :, None, None] * 2 - 1
         prompt = colour * 10 + labels[rows]
         prompt[torch.rand(len(prompt), generator=generator) < _UNCONDITIONAL] = len(PROMPTS)
-        # More in the middle, where there is most to learn (arXiv 2403.03206, section 3.1).
+        # Middle levels are drawn more often: they are the hardest to learn (arXiv 2403.03206, section 3.1).
         level = torch.sigmoid(torch.randn(len(prompt), generator=generator))
         noise = torch.randn(clean.shape, generator=generator)
         output = model(
             hidden_states=process.noised(clean, noise, level),
             timestep=process.timesteps(level),
-            encoder_hidden_states=told[prompt],
+            encoder_hidden_states=embedded[prompt],
             pooled_projections=pooled[prompt],
             return_dict=False,
         )[0]
@@ -96,15 +96,15 @@ def _train(pipeline: Any, config: DemoConfig, *, seed: int, display: Display) ->
 
 @torch.no_grad()
 def _embeddings(pipeline: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of all prompts and, behind them, of none: [P + 1, tokens, width] and [P + 1, width]."""
-    told, _, pooled, _ = pipeline.encode_prompt(
+    """Return embeddings of all prompts and then of the empty one: [P + 1, tokens, width] and [P + 1, width]."""
+    embedded, _, pooled, _ = pipeline.encode_prompt(
         prompt=[*PROMPTS, ""], prompt_2=None, prompt_3=None, do_classifier_free_guidance=False, max_sequence_length=1
     )
-    return told, pooled
+    return embedded, pooled
 
 
 def _source() -> str:
-    """Another way of teaching makes another model."""
+    """Return the code that makes the model: other code makes another model."""
     folder = Path(__file__).parent
     return "".join((folder / name).read_text() for name in ("digits.py", "tiny_pipeline.py", "pretraining.py"))
 

@@ -17,17 +17,17 @@ _HEADS = 4
 _HEAD_DIM = 24
 _TEXT_WIDTH = 32
 _MAX_TOKENS = 4
-"""Begin, colour, digit, end."""
+"""Start, colour, digit, end."""
 
 
 def make_tiny_pipeline(path: Path, *, seed: int) -> StableDiffusion3Pipeline:
-    """A Stable Diffusion 3 of a million parameters, which draws RGB images of 8 x 8 pixels without a VAE.
+    """Make a Stable Diffusion 3 of a million parameters, for RGB images of 8 x 8 pixels without a VAE.
 
-    Its two text encoders stay random: with token embeddings far enough apart, prompts are told apart by any.
+    Its two text encoders stay random: prompts are distinct with any token embeddings that are far enough apart.
 
     Args:
         path: a folder for the tokenizer's files.
-        seed: of the weights.
+        seed: seed of the weights.
     """
     torch.manual_seed(seed)
     tokenizer = _word_tokenizer(path)
@@ -45,7 +45,7 @@ def make_tiny_pipeline(path: Path, *, seed: int) -> StableDiffusion3Pipeline:
         pos_embed_max_size=SIZE // 2,
         qk_norm="rms_norm",
     )
-    # As diffusion transformers begin (arXiv 2212.09748, section 3.2): every block is the identity, the output is 0.
+    # As in diffusion transformers (arXiv 2212.09748, section 3.2): initially, blocks are the identity and the output 0.
     for name, module in transformer.named_modules():
         if name.endswith(("norm1.linear", "norm1_context.linear")) or name in ("norm_out.linear", "proj_out"):
             torch.nn.init.zeros_(module.weight)  # pyright: ignore[reportArgumentType]
@@ -65,7 +65,7 @@ def make_tiny_pipeline(path: Path, *, seed: int) -> StableDiffusion3Pipeline:
 
 
 def _word_tokenizer(path: Path) -> CLIPTokenizer:
-    """A token for each word of the prompts."""
+    """Return a tokenizer with a token for each word of the prompts."""
     words = [*COLOURS, *map(str, range(10))]
     letters = sorted(set("".join(words)))
     tokens = [*letters, *(letter + "</w>" for letter in letters)]

@@ -1,10 +1,11 @@
-"""The commands `sft`, `reward-model` and `dpo`: what they parse and what they print."""
+"""The commands `sft`, `reward-model` and `dpo`: their arguments and output."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gcore_llm.finetune.config import FineTuneConfig
 from gcore_llm.finetune.recipes import FINE_TUNING_RECIPES
-from gcore_runs.options import parse
+from gcore_runs.command_line import run_training
+from gcore_runs.settings.options import parse
 
 _DESCRIPTIONS = {
     "sft": "Fine-tune on messages, on prompts with completions, or on text.",
@@ -14,7 +15,7 @@ _DESCRIPTIONS = {
 
 
 def parse_fine_tuning(command: str, args: Sequence[str]) -> FineTuneConfig:
-    """Recipe, then TOML file, then command line, each over the one before.
+    """Return settings from a recipe, a TOML file and the command line, each over the one before.
 
     Raises:
         UserError: see `merge`.
@@ -24,21 +25,12 @@ def parse_fine_tuning(command: str, args: Sequence[str]) -> FineTuneConfig:
 
 
 def run_fine_tuning(command: str, args: Sequence[str]) -> None:
-    """The whole command."""
+    """Run one of the commands."""
     config = parse_fine_tuning(command, args)
-    from rich.table import Table
-
     from gcore_llm.finetune.run import fine_tune
-    from gcore_runs.display import Display
 
-    with Display() as display:
-        result = fine_tune(config, display)
-    if result.before:
-        table = Table(title="held-out rows", title_justify="left")
-        for column in ("", "before", "after"):
-            table.add_column(column)
-        for name in sorted(n for n in result.before.keys() & result.after.keys() if n.startswith("val/")):
-            label = name.rpartition("/")[2].replace("_", " ")
-            table.add_row(label, f"{result.before[name]:.3f}", f"{result.after[name]:.3f}")
-        display.console.print(table)
-    display.say(f"report:  {result.run / 'report.html'}\nexport:  {result.run / 'export'}")
+    def rows(found: Mapping[str, float]) -> list[tuple[str, str]]:
+        names = sorted(name for name in found if name.startswith("val/"))
+        return [(name.rpartition("/")[2].replace("_", " "), name) for name in names]
+
+    run_training(config, fine_tune, title="held-out rows", rows=rows)

@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from gcore_llm.config import TaskConfig
-from gcore_runs.errors import UserError, check_at_least, check_port, check_run_name
+from gcore_runs.errors import UserError, check_at_least, check_finite, check_fraction
+from gcore_runs.settings.run_config import BaseDataConfig, BaseRunConfig, ScheduleConfig, check_one_source
 from gcore_trainer import DPOConfig, LRSchedulerType, OptimizerConfig, RewardModelConfig
 
 
@@ -21,31 +22,28 @@ class OptimConfig:
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     lr_warmup_steps: int = 0
-    """The rate rises linearly over this many steps ..."""
+    """Steps over which the rate rises linearly; alternatively, lr-warmup-steps-ratio."""
     lr_warmup_steps_ratio: float = 0.0
-    """... or over this share of the run; one of the two."""
+    """Share of the run over which the rate rises linearly, if lr-warmup-steps is 0."""
     lr_scheduler_type: LRSchedulerType = "cosine"
-    """Then it stays (constant), or falls to the run's last step (linear, cosine) ..."""
+    """After the warm-up, the rate stays (constant), or falls until the run's last step (linear, cosine)."""
     min_lr_ratio: float = 0.0
-    """... where this share of it is left."""
+    """Share of the rate that is left at the last step, in linear and cosine."""
     grad_clip: float = 1.0
     """Largest global gradient norm; a larger one is scaled down to it."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lr_warmup_steps_ratio <= 1:
-            raise UserError(
-                f"optim.lr_warmup_steps_ratio is {self.lr_warmup_steps_ratio}: a number from 0 to 1 is needed"
-            )
+        check_fraction("optim.lr_warmup_steps_ratio", self.lr_warmup_steps_ratio)
         if self.lr_warmup_steps and self.lr_warmup_steps_ratio:
             raise UserError(
-                f"optim.lr_warmup_steps is {self.lr_warmup_steps} and optim.lr_warmup_steps_ratio "
-                f"{self.lr_warmup_steps_ratio}: one of them is needed to be 0"
+                f"optim.lr_warmup_steps_ratio is {self.lr_warmup_steps_ratio}; expected 0 with optim.lr_warmup_steps "
+                f"{self.lr_warmup_steps}"
             )
         # Its own checks: bounds do not depend on how long the run is.
         self.build(total_training_steps=1)
 
     def build(self, *, total_training_steps: int) -> OptimizerConfig:
-        """The trainer's settings for a run of this many steps."""
+        """Return the trainer's settings for a run of this many steps."""
         warmup_steps = self.lr_warmup_steps or round(self.lr_warmup_steps_ratio * total_training_steps)
         return OptimizerConfig(
             lr=self.lr,
@@ -61,34 +59,26 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowsConfig:
+class RowsConfig(BaseDataConfig):
     """Rows of answers or pairs, under TRL's column names."""
 
-    train_files: tuple[str, ...] = ()
-    """JSONL or Parquet files."""
-    val_files: tuple[str, ...] = ()
-    """Held-out rows; none: data.val-size rows are taken out of the training files."""
     val_size: int = 256
     """How many rows to hold out if there are no val-files; never more than a tenth of them."""
     apply_chat_template: Literal["auto", "never"] = "auto"
     """auto: a prompt and its answer given as text become messages wherever the tokenizer has a chat template."""
-    train_batch_size: int = 32
-    """Rows a step."""
     max_length: int = 2048
     """Longest row in tokens, of a pair each side; longer ones are left out, counted and reported."""
-    shuffle_seed: int = 0
-    """Seed of the order of rows, and of which are held out."""
 
     def __post_init__(self) -> None:
-        check_at_least("data.train_batch_size", self.train_batch_size, 1)
+        super().__post_init__()
         check_at_least("data.max_length", self.max_length, 2)
-        check_at_least("data.val_size", self.val_size, 0)
-        check_at_least("data.shuffle_seed", self.shuffle_seed, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthConfig:
-    """The run's length and what it leaves behind."""
+class LengthConfig(ScheduleConfig):
+    """The run's length, its checkpoints and evaluations, and where its metrics go."""
+
+    fewest_steps: ClassVar[int] = 0
 
     total_epochs: float = 1.0
     """Passes over the training rows, rounded up to whole steps."""
@@ -96,47 +86,25 @@ class LengthConfig:
     """Steps; 0: as many as total-epochs takes."""
     save_freq: int = 100
     """Steps between checkpoints."""
-    max_ckpt_to_keep: int = 2
-    """Checkpoints kept."""
-    test_freq: int = 50
-    """Steps between evaluations on held-out rows; the first and last step always evaluate."""
-    tensorboard: bool = True
-    """Write TensorBoard events beside metrics.jsonl."""
-    prometheus_port: int = 0
-    """Serve the metrics for Prometheus at http://PROMETHEUS-HOST:PORT/metrics; 0: do not."""
-    prometheus_host: str = "127.0.0.1"
-    """Address to serve them at; 127.0.0.1: to this machine alone."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.total_epochs < float("inf"):
-            raise UserError(f"trainer.total_epochs is {self.total_epochs}: a finite number above 0 is needed")
-        check_at_least("trainer.total_training_steps", self.total_training_steps, 0)
-        check_port("trainer.prometheus_port", self.prometheus_port)
-        for name in ("save_freq", "max_ckpt_to_keep", "test_freq"):
-            check_at_least(f"trainer.{name}", getattr(self, name), 1)
+        super().__post_init__()
+        check_finite("trainer.total_epochs", self.total_epochs, above_zero=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FineTuneConfig:
-    """What the three commands share."""
+class FineTuneConfig(BaseRunConfig):
+    """Settings that the three commands share."""
 
     rows_are_pairs: ClassVar[bool] = False
     command: Annotated[str, tyro.conf.Suppress] = ""
     """Which command's settings these are."""
     name: str = ""
     """The run's folder is RUNS_DIR/NAME."""
-    runs_dir: str = "runs"
-    """Where run folders are."""
-    resume: Literal["auto", "never"] = "auto"
-    """auto: go on with the run of this name; never: start over in a new folder NAME-2, NAME-3, ..."""
     model: str = ""
-    """A local Hugging Face folder to begin with; empty: a tiny one is made."""
+    """A local Hugging Face folder to start from; empty: a tiny one is made."""
     seed: int = 0
     """Seed of the embedded model."""
-    threads: int = 0
-    """Threads of matrix products; 0: one a core."""
-    device: str = "auto"
-    """cpu, cuda, or auto: cuda where there is one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations; the weights are float32."""
     enable_gradient_checkpointing: bool = False
@@ -149,19 +117,14 @@ class FineTuneConfig:
     trainer: LengthConfig = field(default_factory=LengthConfig)
 
     def __post_init__(self) -> None:
-        check_at_least("threads", self.threads, 0)
-        check_at_least("seed", self.seed, 0)
-        check_run_name(self.name)
-        sides = 2 if self.rows_are_pairs else 1
-        if self.max_token_len < sides * self.data.max_length:
-            product = f"{sides} * data.max_length" if sides > 1 else "data.max_length"
+        super().__post_init__()
+        check_one_source(self.data, self.task.name, of="rows")
+        longest = (2 if self.rows_are_pairs else 1) * self.data.max_length
+        if self.max_token_len < longest:
+            product = "2 * data.max_length" if self.rows_are_pairs else "data.max_length"
             raise UserError(
-                f"max_token_len is {self.max_token_len}: at least {product} = {sides * self.data.max_length} is "
-                "needed, so that every row fits a micro-batch"
-            )
-        if self.data.train_files and self.task.name:
-            raise UserError(
-                f"data.train_files and task.name={self.task.name!r} are both set: one source of rows is needed"
+                f"max_token_len is {self.max_token_len}; expected at least {product} = {longest}, so that every row "
+                "fits a micro-batch"
             )
 
 
@@ -176,7 +139,7 @@ class SFTRunConfig(FineTuneConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PairsConfig(FineTuneConfig):
-    """What the two commands share that learn from pairs."""
+    """Settings that the two commands share which learn from pairs."""
 
     rows_are_pairs: ClassVar[bool] = True
     warmup_steps: int = 0

@@ -1,4 +1,4 @@
-"""Rows, from files or from a task: read, checked, tokenized, filtered, and split into training and held-out ones."""
+"""Examples of a run: rows of files or of a task, checked, tokenized, filtered and split."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,23 +15,23 @@ from gcore_runs.errors import UserError
 from gcore_trainer import MicroBatch, Sample, scored_at_end
 
 Example = list[Sample]
-"""What a row gives: one sample, or a chosen and a rejected one behind the same prompt."""
+"""The samples of a row: one, or a chosen and a rejected one after the same prompt."""
 Row = tuple[Mapping[str, Any], str]
-"""Columns, and where they are from."""
+"""A row's columns, and its place in the data, for errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleSets:
-    """What a run trains on and what it is judged by."""
+    """Training and held-out examples of a run."""
 
     train: list[Example]
     val: list[Example]
     notices: list[str]
-    """What was left out, and why."""
+    """Lines about rows that were left out."""
 
     @property
     def digest(self) -> str:
-        """Of the training tokens: a resumed run must have the same."""
+        """Hash of the training tokens, which must be the same when a run is resumed."""
         hashed = blake2b(digest_size=16)
         for sample in (s for example in self.train for s in example):
             for array in (sample.prompt_ids, sample.response_ids, sample.mask):
@@ -40,7 +40,7 @@ class ExampleSets:
 
 
 def load_examples(config: FineTuneConfig, encoder: Encoder, rows: tuple[list[Row], list[Row]] | None) -> ExampleSets:
-    """The examples of data.train-files and data.val-files, or of ``rows``, a task's training and held-out ones.
+    """Return the examples of data.train-files and data.val-files, or of ``rows``, a task's training and held-out rows.
 
     Raises:
         UserError: see `read_rows`, `sft_tokens` and `pair_tokens`; or nothing is left to train on.
@@ -91,7 +91,7 @@ def _pair(encoder: Encoder, row: Row) -> tuple[Tokens, ...]:
 
 
 def sft_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> Tokens:
-    """A row to imitate: ``messages``, or ``prompt`` and ``completion`` (text or messages each), or ``text``.
+    """Encode a row to imitate: ``messages``, or ``prompt`` and ``completion`` (text or messages each), or ``text``.
 
     Raises:
         UserError: other columns, or other things in them.
@@ -104,12 +104,12 @@ def sft_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> Tokens:
     if given == {"text"}:
         return encoder.text(_text(row, "text", where), where)
     raise UserError(
-        f"{where} has the columns {', '.join(row) or 'none'}: messages, or prompt and completion, or text, is needed"
+        f"{where} has the columns {', '.join(row) or 'none'}; expected messages, or prompt and completion, or text"
     )
 
 
 def pair_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> tuple[Tokens, Tokens]:
-    """A ``chosen`` and a ``rejected`` answer to ``prompt``, text or messages each; without one, to what they share.
+    """Encode a ``chosen`` and a ``rejected`` answer to ``prompt``, text or messages; without it, to their shared start.
 
     Raises:
         UserError: other columns, or other things in them.
@@ -117,13 +117,13 @@ def pair_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> tuple[T
     for key in ("chosen", "rejected"):
         if row.get(key) is None:
             raise UserError(
-                f"{where} has the columns {', '.join(row) or 'none'}: chosen and rejected, and prompt where they are "
-                "not whole conversations, are needed"
+                f"{where} has the columns {', '.join(row) or 'none'}; expected chosen and rejected, and prompt "
+                "unless they are whole conversations"
             )
     chosen, rejected = row["chosen"], row["rejected"]
     if are_messages(chosen) and are_messages(rejected):
         num_shared = _num_shared(chosen, rejected)
-        # Some data sets repeat as text, in `prompt`, what their conversations begin with.
+        # Some data sets repeat the start of their conversations as text in `prompt`.
         if num_shared and not are_messages(row.get("prompt")):
             num_given = min(num_shared, len(chosen) - 1, len(rejected) - 1)
             return (
@@ -139,12 +139,12 @@ def pair_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> tuple[T
 
 
 def _num_shared(a: Messages, b: Messages) -> int:
-    """Messages that two conversations begin with alike."""
+    """Return the number of first messages that two conversations share."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _answered(encoder: Encoder, row: Mapping[str, Any], key: str, where: str) -> Tokens:
-    """The prompt with the answer in column ``key``, of which the answer is to be learned."""
+    """Encode the prompt with the answer in column ``key``, which is learned."""
     prompt, answer = row["prompt"], row[key]
     for name, value in (("prompt", prompt), (key, answer)):
         if value == "":
@@ -160,21 +160,19 @@ def _answered(encoder: Encoder, row: Mapping[str, Any], key: str, where: str) ->
 def _messages(row: Mapping[str, Any], key: str, where: str) -> Messages:
     if not are_messages(row[key]):
         text = "" if key == "messages" else "text, or "
-        raise UserError(
-            f"{where}: {key} is {row[key]!r:.80}: {text}a list of messages with role and content, is needed"
-        )
+        raise UserError(f"{where}: {key} is {row[key]!r:.80}; expected {text}a list of messages with role and content")
     return row[key]
 
 
 def _text(row: Mapping[str, Any], key: str, where: str) -> str:
     if not isinstance(row[key], str):
-        accepted = "text" if key == "text" else "text behind a prompt, or conversations that begin alike,"
-        raise UserError(f"{where}: {key} is {row[key]!r:.80}: {accepted} is needed")
+        accepted = "text" if key == "text" else "text after a prompt, or conversations with the same start"
+        raise UserError(f"{where}: {key} is {row[key]!r:.80}; expected {accepted}")
     return row[key]
 
 
 def _learned(sides: tuple[Tokens, ...]) -> Example:
-    """Samples behind one prompt, all tokens before the first to be learned, up to the last one to be learned."""
+    """Return samples of one prompt, all tokens before the first one to learn, up to the last one to learn."""
     num_given = max(1, min(_num_equal(sides), *(side.num_given for side in sides)))
     return [
         Sample(
@@ -187,7 +185,7 @@ def _learned(sides: tuple[Tokens, ...]) -> Example:
 
 
 def _scored(sides: tuple[Tokens, ...]) -> Example:
-    """Samples behind all that the sides share, scored at their last token."""
+    """Return samples whose prompt is all that the sides share, scored at their last token."""
     num_shared = max(1, _num_equal(sides))
     return [
         scored_at_end(Sample(prompt_ids=side.ids[:num_shared], response_ids=side.ids[num_shared:])) for side in sides
@@ -195,21 +193,21 @@ def _scored(sides: tuple[Tokens, ...]) -> Example:
 
 
 def _num_equal(sides: tuple[Tokens, ...]) -> int:
-    """Tokens that the sides begin with alike, at most all but the last."""
+    """Return the number of first tokens that the sides share, at most all but the last."""
     length = min(side.ids.size for side in sides) - 1
     differs = np.any([side.ids[:length] != sides[0].ids[:length] for side in sides], axis=0)
     return int(differs.argmax()) if differs.any() else length
 
 
 def num_computed(example: Example) -> int:
-    """Tokens that an example takes in a micro-batch: its prompt once, and no response's last token."""
+    """Return the tokens of an example in a micro-batch: its prompt once, and each response without its last token."""
     return example[0].prompt_ids.size + sum(sample.response_ids.size - 1 for sample in example)
 
 
 def in_micro_batches(
     examples: Sequence[Example], *, workload: TransformerWorkload, max_tokens: int
 ) -> list[MicroBatch]:
-    """Micro-batches of whole examples within ``max_tokens`` computed tokens, of about even work."""
+    """Divide whole examples into micro-batches of at most ``max_tokens`` computed tokens and about equal work."""
     tokens = [num_computed(example) for example in examples]
     costs = [
         float(workload.group_flops(e[0].prompt_ids.size, np.array([s.response_ids.size for s in e]))) for e in examples

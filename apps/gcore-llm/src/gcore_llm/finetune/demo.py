@@ -1,9 +1,8 @@
-"""What the commands learn from without data: a task's worked examples, and wrong answers beside the right ones."""
+"""Data of the commands without files: a task's worked examples, with wrong answers next to the right ones."""
 
 import re
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,17 +12,17 @@ from gcore_llm.finetune.data import Row
 from gcore_llm.prompts import Problem
 from gcore_llm.tasks import WORKED_EXAMPLES, make_problems
 from gcore_llm.tiny_model import make_tiny_model
-from gcore_llm.warmup import require_worked_examples
+from gcore_llm.warmup import require_worked_examples, supervised_trainer, train_on_examples, worked_sample
 from gcore_runs.display import Display
-from gcore_runs.run_folder import RunFolder, append_json, write_atomically, write_jsonl
-from gcore_trainer import OptimizerConfig, Sample
+from gcore_runs.run_folder import RunFolder, append_json, write_atomically
+from gcore_trainer import OptimizerConfig
 
 _WARMUP_BATCH_SIZE = 64
 _WARMUP_TEST_FREQ = 25
 
 
 def task_rows(config: FineTuneConfig) -> tuple[list[Row], list[Row]]:
-    """A task's training and held-out problems with their worked answers, beside wrong ones where pairs are wanted.
+    """Return a task's training and held-out problems with their worked answers, and wrong ones for pairs.
 
     Raises:
         UserError: there are no worked answers to the task, or see `make_problems`.
@@ -44,47 +43,39 @@ def _row(config: FineTuneConfig, problem: Problem, rng: np.random.Generator) -> 
 
 
 def _miscounted(answer: str, rng: np.random.Generator) -> str:
-    """The answer with its last number up to twenty too high or too low."""
+    """Return the answer with its last number up to twenty too high or too low."""
     error = int(rng.integers(1, 21)) * int(rng.choice([-1, 1]))
     return re.sub(r"-?\d+$", lambda last: str(int(last[0]) + error), answer)
 
 
-def make_model(config: FineTuneConfig, run: RunFolder, tokenizer: Any, rows: Sequence[Row], display: Display) -> None:
+async def make_model(
+    config: FineTuneConfig, run: RunFolder, tokenizer: Any, rows: Sequence[Row], display: Display
+) -> None:
     """Make ``run.model``, a tiny model; for pairs it is trained on the chosen answers first."""
     steps = config.warmup_steps if isinstance(config, PairsConfig) else 0
     if not steps:
         write_atomically(run.model, lambda path: make_tiny_model(path, seed=config.seed))
         return
-    from gcore_trainer import PackedModel, SFTObjective, TorchTrainer
-
     initial = run.path / "initial-model"
     write_atomically(initial, lambda path: make_tiny_model(path, seed=config.seed))
-    trainer = TorchTrainer(
-        PackedModel.from_pretrained(initial, device=config.device),
-        optimizer=OptimizerConfig(lr=2e-3, betas=(0.9, 0.95), lr_warmup_steps=20),
-        objective=SFTObjective(),
+    optimizer = OptimizerConfig(lr=2e-3, betas=(0.9, 0.95), lr_warmup_steps=20)
+    samples = [worked_sample(tokenizer, tokenizer(row["prompt"])["input_ids"], row["chosen"]) for row, _ in rows]
+
+    async def check(step: int, loss: float) -> bool:
+        display.progressed(step, [("loss", f"{loss:.3f}")])
+        append_json(run.warmup, {"step": step, "sft/loss": loss})
+        return False
+
+    await train_on_examples(
+        supervised_trainer(initial, optimizer, device=config.device),
+        samples,
+        run,
+        tokenizer,
+        display,
+        steps=steps,
+        batch_size=_WARMUP_BATCH_SIZE,
+        seed=config.seed,
+        test_freq=_WARMUP_TEST_FREQ,
+        check=check,
     )
-    samples = [_sample(tokenizer, row["prompt"], row["chosen"]) for row, _ in rows]
-    write_jsonl(run.warmup, [])
-    display.phase("warm-up (supervised)", total=steps)
-    order = np.random.default_rng(config.seed)
-    for step in range(1, steps + 1):
-        batch = [samples[i] for i in order.integers(0, len(samples), _WARMUP_BATCH_SIZE)]
-        metrics = trainer.train_step([batch])
-        display.progressed(step, [("loss", f"{metrics['sft/loss']:.3f}")])
-        if step % _WARMUP_TEST_FREQ == 0 or step == steps:
-            append_json(run.warmup, {"step": step, "sft/loss": metrics["sft/loss"]})
-
-    def write(path: Path) -> None:
-        trainer.save_pretrained(path)
-        tokenizer.save_pretrained(path)
-
-    write_atomically(run.model, write)
     shutil.rmtree(initial)
-
-
-def _sample(tokenizer: Any, prompt: str, answer: str) -> Sample:
-    return Sample(
-        prompt_ids=np.array(tokenizer(prompt)["input_ids"]),
-        response_ids=np.array([*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]),
-    )

@@ -1,4 +1,4 @@
-"""Ready settings, as plain functions that return a config: for each command, without data and with the user's own."""
+"""Recipes of each command: functions that return settings to start from, without data and with your own."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ def sft_embedded() -> SFTRunConfig:
 
 
 def reward_model_embedded() -> RewardModelRunConfig:
-    """Under a minute on one core: a tiny model learns to tell right sums from wrong ones."""
+    """Under a minute on one core: a tiny model learns to distinguish right sums from wrong ones."""
     return RewardModelRunConfig(
         task=_sums(),
         threads=1,

@@ -1,4 +1,4 @@
-"""DPO's reference: log-probs of every answer under the initial model."""
+"""Reference log-probs of DPO: those of every answer under the initial model."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,18 +23,18 @@ def with_reference_log_probs(
     max_tokens: int,
     progressed: Callable[[int], None],
 ) -> list[Example]:
-    """The examples with the log-probs that ``trainer``'s model gives them now, before its first step.
+    """Return the examples with their log-probs under ``trainer``'s model, before its first step.
 
-    Computed once for the whole data set, and kept in the run's folder: a frozen copy of the model would take its memory
-    all along and a forward pass every time a pair comes up again, and a run that goes on would have to load it anew.
+    They are computed once for the whole data set, and kept in the run's folder: a frozen copy of the model would take
+    memory during the whole run and a forward pass whenever a pair is used again.
 
     Args:
-        path: of the ``.npz`` file.
-        reuse: read the file: the model is no longer the initial one.
+        path: the ``.npz`` file.
+        reuse: read the file, because the model is no longer the initial one.
         progressed: called with the number of pairs done.
 
     Raises:
-        UserError: the file is not there any more, or not of these examples.
+        UserError: the file is missing, or has other examples.
     """
     sizes = [s.response_ids.size for e in examples for s in e]
     if reuse:
@@ -53,13 +53,13 @@ def with_reference_log_probs(
 
 def _read(path: Path, *, num_tokens: int) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
     if not path.is_file():
-        raise UserError(f"{path} is gone: it held the initial model's log-probs, --resume never begins anew")
+        raise UserError(f"{path} is missing; expected the initial model's log-probs; --resume never starts a new run")
     with np.load(path) as file:
         log_probs = file["log_probs"]
     if log_probs.size != num_tokens:
         raise UserError(
-            f"{path} holds log-probs of {log_probs.size} tokens, the data has {num_tokens}: the data of a run cannot "
-            "change, --resume never begins anew"
+            f"{path} holds log-probs of {log_probs.size} tokens; expected {num_tokens}, as the data has: the data of a "
+            "run cannot change; --resume never starts a new run"
         )
     return log_probs
 
@@ -71,7 +71,7 @@ def _computed(
     max_tokens: int,
     progressed: Callable[[int], None],
 ) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
-    """[all tokens], in the examples' order."""
+    """Return log-probs [all tokens], in the examples' order."""
     found: dict[int, np.ndarray[tuple[int], np.dtype[np.float32]]] = {}
     num_done = 0
     for batch in in_micro_batches(examples, workload=workload, max_tokens=max_tokens):

@@ -1,4 +1,4 @@
-"""From text and chat messages to token ids, and which of them are to be learned."""
+"""Token ids of text and chat messages, with a mask of the tokens to learn."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -17,12 +17,12 @@ _GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tokens:
-    """T tokens. They may go on behind the last one to learn, as a template does behind a turn."""
+    """T tokens; some may follow the last one to learn, such as a template's after a turn."""
 
     ids: NDArray[np.int64]
     """[T]."""
     mask: NDArray[np.bool_]
-    """[T] what the model is to write itself; at least one is."""
+    """[T] which tokens the model is to learn; at least one."""
 
     @property
     def num_given(self) -> int:
@@ -31,34 +31,34 @@ class Tokens:
 
     @property
     def end(self) -> int:
-        """Place behind the last token to learn."""
+        """Index after the last token to learn."""
         return self.mask.size - int(self.mask[::-1].argmax())
 
 
 class Encoder:
-    """Turns rows into `Tokens`. What is to be learned ends with a token that ends a response.
+    """Turns rows into `Tokens`, whose last token to learn ends a response.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's.
         eos_token_ids: tokens that end a response.
         apply_chat_template: make messages of a prompt and its answer given as text, where there is a template.
 
     Raises:
-        UserError: the tokenizer cannot say where in the text its tokens stand.
+        UserError: the tokenizer does not give the positions of its tokens in the text.
     """
 
     def __init__(self, tokenizer: Any, *, eos_token_ids: Collection[int], apply_chat_template: bool) -> None:
         if not tokenizer.is_fast:
             raise UserError(
-                f"the model's tokenizer is {type(tokenizer).__name__}: one with tokenizer.json is needed, which knows "
-                "where in the text its tokens stand"
+                f"the model's tokenizer is {type(tokenizer).__name__}; expected a fast one, with tokenizer.json, which "
+                "gives the positions of its tokens in the text"
             )
         self._tokenizer = tokenizer
         self._eos_token_ids = set(eos_token_ids)
         self.makes_messages = apply_chat_template and tokenizer.chat_template is not None
 
     def text(self, text: str, where: str) -> Tokens:
-        """Text to be learned as a whole.
+        """Encode text that is learned as a whole.
 
         Raises:
             UserError: it is empty.
@@ -69,24 +69,24 @@ class Encoder:
         return self._ended(ids, np.ones(ids.shape, np.bool_))
 
     def completion(self, prompt: str, completion: str) -> Tokens:
-        """A completion to be learned behind a prompt that is given; neither is empty.
+        """Encode a prompt and a completion, which is learned; neither is empty.
 
-        A token that reaches from one into the other belongs to the completion.
+        A token that spans both belongs to the completion.
         """
         adds = takes_special_tokens(prompt, self._tokenizer)
         ids, ends = self._encode(prompt + completion, add_special_tokens=adds)
         return self._ended(ids, ends > len(prompt))
 
     def conversation(self, messages: Messages, where: str, *, num_given: int = 0) -> Tokens:
-        """Messages, of which the assistant's are to be learned, but for the first ``num_given`` messages.
+        """Encode messages, of which the assistant's after the first ``num_given`` are learned.
 
         The chat template says itself which tokens are the assistant's, if it holds ``{% generation %}``. Otherwise
-        it is rendered up to every such message, and has to give a beginning of the whole: from there to the first
-        token that ends a response, as in generation, or to the end of the message.
+        it is rendered up to every such message, which has to give a prefix of the whole; learned is what follows, up to
+        the first token that ends a response, as in generation, or to the end of the message.
 
         Raises:
             UserError: no chat template, no message of the assistant, a template that renders a conversation
-                differently once it goes on.
+                differently once it continues.
         """
         if self._tokenizer.chat_template is None:
             raise UserError(f"{where} holds chat messages: the model's tokenizer has no chat template to render them")
@@ -141,13 +141,13 @@ class Encoder:
             raise UserError(f"{where}: the model's chat template refuses it: {error}") from None
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Token ids, and where in the text each ends; 0 for tokens that are not of the text."""
+        """Return token ids, and the end of each in the text; 0 for tokens that are not in the text."""
         encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
         offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
         return np.array(encoded["input_ids"], np.int64), offsets[:, 1]
 
     def _ended(self, ids: NDArray[np.int64], mask: NDArray[np.bool_]) -> Tokens:
-        """With a token behind the last turn that ends a response, learned too: the one that is there, or a new one."""
+        """Return the tokens with one after the last turn that ends a response, to be learned too: present or added."""
         end = int(np.flatnonzero(mask)[-1]) + 1
         if ids[end - 1] not in self._eos_token_ids:
             if end < ids.size and ids[end] in self._eos_token_ids:
@@ -161,6 +161,6 @@ class Encoder:
 def _unstable(where: str, message: int) -> UserError:
     return UserError(
         f"{where}: the model's chat template renders what comes before the assistant's turn (message {message + 1}) "
-        "differently once the conversation goes on, so its tokens cannot be told apart: mark them in the template "
+        "differently once the conversation continues, so its tokens cannot be identified: mark them in the template "
         "with {% generation %} and {% endgeneration %}"
     )

@@ -18,11 +18,11 @@ from gcore_controller import (
 from gcore_rollout import Engine, EngineHandle, RayEngine, end_engine_actor, start_engine_actor
 from gcore_rollout.errors import EngineDiedError
 from gcore_runs.job import RunJob
-from gcore_runs.logs import logged, logs_of
+from gcore_runs.logs.writing import logged, logs_of
 from gcore_runs.on_ray.cluster import connect
 from gcore_runs.on_ray.controller_process import ControllerServices, PlacedConfig, controller_services
 from gcore_runs.on_ray.live_placement import LivePlacement
-from gcore_runs.placement_config import PlacementConfig
+from gcore_runs.settings.cluster import PlacementConfig
 
 JobT = TypeVar("JobT", bound=RunJob[Any])
 ConfigT = TypeVar("ConfigT", bound=PlacedConfig)

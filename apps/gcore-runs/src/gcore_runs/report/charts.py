@@ -38,7 +38,7 @@ class Panel:
     """Mark (a class of the page), colour, text."""
     last: str = ""
     layout: Row = field(default_factory=dict)
-    """What is different from the layout of other charts; Plotly's."""
+    """Plotly's layout of this chart, over that of all charts."""
 
 
 def mean_window(num_points: int) -> int:
@@ -58,7 +58,7 @@ def _moving_mean(values: Sequence[float]) -> list[float]:
 
 
 def _points(steps: Sequence[float], values: Sequence[float]) -> Trace:
-    """x and y of a trace: means over runs of neighbouring steps where there are more than `MAX_POINTS`."""
+    """Return x and y of a trace: means of neighbouring steps if there are more than `MAX_POINTS`."""
     x, y = (np.asarray(column, dtype=float) for column in (steps, values))
     if len(x) > MAX_POINTS:
         x, y = (np.array([part.mean() for part in np.array_split(column, MAX_POINTS)]) for column in (x, y))
@@ -125,7 +125,7 @@ def signal_panel(rows: Sequence[Row], title: str, key: str, unit: str) -> Panel 
 
 
 def load_panel(run: Run) -> Panel | None:
-    """How much of the time the controllers' own code is on the processor, where that is recorded."""
+    """Return the chart of the share of time that the controllers' own code is on the processor, if it is recorded."""
     lines = {"busiest": ("--orange", "controller/load/max"), "mean": ("--teal", "controller/load/mean")}
     found = {name: (color, *series(run.metrics, key)) for name, (color, key) in lines.items()}
     traces = [

@@ -1,4 +1,4 @@
-"""What a run's page is about: that depends on the command that made the run."""
+"""Kinds of runs, by the command that made them, and what the page shows of each."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,11 +14,11 @@ class Kind:
     title: str
     unit: str
     name: str
-    """Of what the first chart shows."""
+    """Unit of the first chart."""
     key: str
     """Its metric."""
     measure: Literal["score", "reward", "loss", "accuracy"]
-    """What the held-out numbers are; score: shares of right answers, where they are from 0 to 1."""
+    """Kind of the held-out numbers; score: shares of right answers, if they are from 0 to 1."""
     evaluations: dict[str, str]
     """Their metrics, by the way of answering; empty where there is only one."""
     signals: tuple[Signal, ...]
@@ -28,4 +28,4 @@ class Kind:
     has_pictures: bool = False
     """Pictures over time, in samples/step-*.png."""
     after_warmup: str
-    """What the warm-up comes before."""
+    """Caption of the warm-up's chart without a held-out score."""

@@ -15,11 +15,11 @@ _COLORS = {
     "unassigned": "--grid",
 }
 _CAUSE_COLORS = ("--other", "--muted", "--line")
-"""Neighbouring causes are told apart; what they are, the pointer tells."""
+"""Colours that distinguish neighbouring causes, whose names are shown at the pointer."""
 
 
 def ledger(steps: Sequence[StepSpans]) -> Ledger:
-    """Where the devices' time went within the steps; that between two of them is left out."""
+    """Return where the devices' time went within the steps, without the time between steps."""
     return Ledger.of(
         StepIntervals.of(
             step.step,
@@ -31,7 +31,7 @@ def ledger(steps: Sequence[StepSpans]) -> Ledger:
 
 
 def ledger_panel(steps: Sequence[StepSpans]) -> Panel | None:
-    """A bar a role; None where nothing is recorded."""
+    """Return a bar for each role; None: nothing is recorded."""
     found = ledger(steps)
     roles = [role for role, total_ns in found.total_ns.items() if total_ns]
     if not roles:

@@ -46,7 +46,7 @@ def render_report(run_dir: Path, kinds: Mapping[str, Kind]) -> Path:
 
 
 def _render(run: Run) -> str:
-    """The page, with Plotly's code in it."""
+    """Return the page, with Plotly's code in it."""
     # Wanted only here, while the command line imports this module at every start.
     from jinja2 import Environment, StrictUndefined
     from plotly.offline import get_plotlyjs

@@ -1,4 +1,4 @@
-"""What a run's folder holds, read so that a run in progress, or one cut short, can be shown too."""
+"""Read a run's folder for its page, also while the run is in progress or after it was killed."""
 
 import base64
 import json
@@ -38,7 +38,7 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run's folder holds by now. A row is one step; `notes` say what could not be read, and what was wrong."""
+    """Content of a run's folder. A row is one step; `notes` list files that could not be read, and warnings."""
 
     name: str
     kind: Kind
@@ -50,7 +50,7 @@ class Run:
     after: list[Row]
     pictures: list[Picture]
     spans: list[StepSpans]
-    """Of the last steps."""
+    """Spans of the last steps."""
     written: datetime | None
     notes: list[str]
 
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def has_paired_samples(self) -> bool:
-        """Whether samples before and after answer the same prompts, so that they may stand side by side."""
+        """Whether samples before and after answer the same prompts, so that they can be shown in pairs."""
         return all(old["prompt"] == new["prompt"] for old, new in zip(self.before, self.after, strict=False))
 
 
@@ -92,7 +92,7 @@ def read_run(run_dir: Path, kinds: Mapping[str, Kind]) -> Run:
 
 
 def _warnings(rows: list[Row]) -> list[str]:
-    """A line for each kind of warning: its first message, and how often it occurred."""
+    """Return a line for each kind of warning: its first message, and how often it occurred."""
     by_key: dict[object, list[Row]] = {}
     for row in rows:
         by_key.setdefault(row.get("key"), []).append(row)
@@ -105,7 +105,7 @@ def _warnings(rows: list[Row]) -> list[str]:
 
 
 def _read_config(path: Path, kinds: Mapping[str, Kind], notes: list[str]) -> tuple[str, Kind, int | None]:
-    """The text, what it says the run to be, and how many steps that has."""
+    """Return the text of config.toml, the run's kind, and its number of steps."""
     if not path.is_file():
         notes.append("config.toml is not there: the settings and the number of steps to go are unknown.")
         return "", kinds["train"], None
@@ -122,7 +122,7 @@ def _read_config(path: Path, kinds: Mapping[str, Kind], notes: list[str]) -> tup
 
 
 def _read_rows(path: Path, required: str, notes: list[str], *, last: int | None = None) -> list[Row]:
-    """The objects of a jsonl file that have the field `required`, of its `last` lines; the file may be absent.
+    """Return the objects with the field `required` among the `last` lines of a jsonl file, which may be absent.
 
     The last line may be half written; any other unreadable one is noted.
     """
@@ -150,7 +150,7 @@ def _read_rows(path: Path, required: str, notes: list[str], *, last: int | None 
 
 
 def _read_pictures(folder: Path, notes: list[str]) -> list[Picture]:
-    """Those of a run's steps, as many as are shown."""
+    """Return the spans of the steps that are shown."""
     files = {int(file.stem.removeprefix("step-")): file for file in folder.glob("step-*.png")}
     steps = sorted(files)
     if len(steps) > MAX_PICTURES:
@@ -169,7 +169,7 @@ def _read_pictures(folder: Path, notes: list[str]) -> list[Picture]:
 
 
 def _by_step(rows: list[Row]) -> list[Row]:
-    """One row a step, ascending. A run that resumed writes steps again: what it rolled back is dropped."""
+    """Return one row a step, ascending, without those that a resumed run has written again."""
     kept: list[Row] = []
     for row in rows:
         while kept and step_of(kept[-1]) > step_of(row):
@@ -190,6 +190,6 @@ def number(value: object) -> float | None:
 
 
 def series(rows: Sequence[Row], key: str) -> tuple[list[float], list[float]]:
-    """The steps at which `key` is a finite number, and its values there."""
+    """Return the steps at which `key` is a finite number, and its values there."""
     points = [(step_of(row), value) for row in rows if (value := number(row.get(key))) is not None]
     return [float(step) for step, _ in points], [value for _, value in points]

@@ -1,4 +1,4 @@
-"""What the page says in numbers and sentences: tiles, captions, and samples side by side."""
+"""Numbers and sentences of the page: tiles, captions, and pairs of samples."""
 
 import statistics
 from collections.abc import Sequence
@@ -116,7 +116,7 @@ def _sample(before: Row | None, after: Row | None, *, verified: bool) -> Sample:
 
 
 def _completion(row: Row, *, verified: bool) -> Completion:
-    """`verified`: the scores are in [-1, 1], so that 1 means right and 0 or less wrong; others are only numbers."""
+    """Return a completion with its verdict, if ``verified``: scores are in [-1, 1], 1 is right and 0 or less wrong."""
     score = number(row.get("score"))
     verdict = "scored"
     if verified and score is not None:

@@ -1,4 +1,4 @@
-"""Numbers and texts as people read them."""
+"""Formats of numbers and texts for readers."""
 
 import json
 
@@ -6,7 +6,7 @@ MAX_TEXT_CHARS = 2000
 
 
 def amount(value: float) -> str:
-    """Three digits: 0.614, 12.3; thousands are separated: 20,413; powers are written out: 1.2×10⁻⁷."""
+    """Format a number with three digits: 0.614, 12.3; thousands separated: 20,413; powers written out: 1.2×10⁻⁷."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     if value == 0 or abs(value) >= 1e-4:
@@ -17,7 +17,7 @@ def amount(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In the units that matter: 210 ms, 8.4 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    """Format seconds in suitable units: 210 ms, 8.4 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:

@@ -11,10 +11,10 @@ from gcore_runs.report.text import duration
 from gcore_runs.spans import StepSpans
 
 MAX_ROWS = 24
-"""Rows of controllers, and of each kind of device: of more every so many-th is shown."""
+"""Most rows of controllers, and of each kind of device; if there are more, every second or n-th is shown."""
 
 MAX_SPANS = 4000
-"""Spans of the timeline: where there are more, fewer steps are shown."""
+"""Most spans of the timeline; if there are more, fewer steps are shown."""
 
 FIRST_VIEW_STEPS = 5
 """Steps in view when the page is opened."""
@@ -34,7 +34,7 @@ class View:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The chart, what it shows of the run, and the ranges to choose from."""
+    """The chart, its caption, and the ranges to choose from."""
 
     panel: Panel
     seen: str
@@ -52,7 +52,7 @@ class _Bar:
 
 
 def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
-    """The last of the steps, as many as can be drawn; None where nothing is recorded."""
+    """Return the timeline of the last steps, as many as can be drawn; None: nothing is recorded."""
     controllers = [_controller(rank) for rank in range(max((len(step.controllers) for step in steps), default=0))]
     devices = sorted({name for step in steps for name in step.devices}, key=_kind_and_number)
     kinds = [list(names) for _, names in groupby(devices, key=lambda name: _kind_and_number(name)[0])]
@@ -76,7 +76,7 @@ def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
     total_s = max(sum(bar.end_s - bar.start_s for bar in bars), 1e-9)
     panel = Panel(
         title="Timeline",
-        unit="seconds since the first step shown; a dotted line is the beginning of a step; drag to look closer",
+        unit="seconds since the first step shown; a dotted line is the start of a step; drag to zoom in",
         traces=[_trace(stage, found) for stage, found in stages.items() if found],
         y_axis={
             "categoryorder": "array",
@@ -112,12 +112,12 @@ def _thinned(names: list[str]) -> list[str]:
 
 
 def _by_row(step: StepSpans) -> dict[str, list[Span]]:
-    """The spans of a step, by the name of their row."""
+    """Return the spans of a step, by the name of their row."""
     return {_controller(rank): spans for rank, spans in enumerate(step.controllers)} | step.devices
 
 
 def _last_steps(steps: Sequence[StepSpans], drawn: Sequence[str]) -> Sequence[StepSpans]:
-    """As many as fit, one at least."""
+    """Return as many of the last steps as fit, at least one."""
     num_spans = 0
     for first in reversed(range(len(steps))):
         rows = _by_row(steps[first])
@@ -130,7 +130,7 @@ def _last_steps(steps: Sequence[StepSpans], drawn: Sequence[str]) -> Sequence[St
 def _bars(
     name: str, rows: Sequence[tuple[StepSpans, dict[str, list[Span]]]], zero_s: float, end_s: float
 ) -> Iterator[_Bar]:
-    """A row from end to end, what is in no stage included."""
+    """Yield the bars of a row without gaps: time in no stage included."""
     reached_s = zero_s
     for step, spans in rows:
         for span in spans.get(name, ()):

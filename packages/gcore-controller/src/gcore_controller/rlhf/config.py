@@ -38,7 +38,7 @@ class RLHFConfig:
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether every trained token must come from the present weights."""
+        """True if every trained token must come from the present weights."""
         return self.schedule == "sync" and not self.partial_rollout
 
     def is_evaluation_due(self, step: int) -> bool:
@@ -56,7 +56,7 @@ class RunStart(Protocol):
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether the evaluation after these steps, if one is due, is recorded already."""
+        """True if the evaluation after these steps is recorded already, or none is due."""
         ...
 
     @property
@@ -66,5 +66,5 @@ class RunStart(Protocol):
 
     @property
     def is_policy_behind(self) -> bool:
-        """Whether the engines lack the trained models' present weights."""
+        """True if the engines lack the trained models' present weights."""
         ...

@@ -11,9 +11,6 @@ from gcore_controller.rlhf.config import State
 from gcore_controller.rlhf.reward_failures import FailureLog
 from gcore_controller.stages import Span
 
-HAS_SIGNAL = "training/has_signal"
-"""Metric of a step: 1 if its batch had something to learn from, 0 if all responses scored alike or none was kept."""
-
 
 class Policy(Protocol):
     """The generation engine, as far as the loop uses it."""
@@ -48,7 +45,7 @@ class RLHFRoles(Protocol):
 
     @property
     def owns_process(self) -> bool:
-        """Whether only this controller computes in its process."""
+        """True if only this controller computes in its process."""
         ...
 
 
@@ -67,7 +64,7 @@ class Group(Protocol):
 
     @property
     def has_signal(self) -> bool:
-        """Whether there is anything to learn from it; its scores differ."""
+        """True if there is something to learn from the group, because its scores differ."""
         ...
 
     def state(self) -> State:
@@ -127,7 +124,7 @@ class Generated(Generic[GroupT]):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBatch(Generic[GroupT]):
-    """What one step trains on."""
+    """The groups that one step trains on."""
 
     groups: list[GroupT]
     """This controller's share of the groups, by prompt index."""
@@ -149,13 +146,15 @@ class Prepared(Generic[UpdateT]):
 
 
 class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
-    """What an app implements so that `RLHF` trains its kind of model; each controller has an instance of its own.
+    """Base class of what an app implements for `RLHFLoop`; each controller has an instance of its own.
 
     Every method that takes a context is called on all controllers, in the same order, and may use its collectives. With
     a schedule other than sync, `generate` and `sampled_part` run concurrently with the other methods, in a context
     with collectives and a timer of its own: use the one that is passed.
     """
 
+    HAS_SIGNAL = "training/has_signal"
+    """Metric of a step: 1 if its batch had something to learn from, 0 if all samples scored alike or none was kept."""
     throughput_of: str = ""
     """Metric that ``perf/throughput`` reports per second."""
     is_always_on_policy: bool = False
@@ -222,7 +221,7 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
     async def prepare(self, ctx: Context[RolesT], step: int, batch: TrainingBatch[GroupT]) -> Prepared[UpdateT]:
         """Compute what the losses need, such as advantages, and divide this controller's groups into updates.
 
-        The metric `HAS_SIGNAL` is among those returned.
+        The metric `Modality.HAS_SIGNAL` is among those returned.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What a run records: all controllers' parts of a step are gathered, and rank 0 hands them to a recorder."""
+"""Recording of a run: all controllers' parts of a step are gathered, and rank 0 passes them to a recorder."""
 
 import time
 from collections import Counter

@@ -5,13 +5,13 @@ from typing import Generic
 from gcore_controller.context import Context
 from gcore_controller.rlhf.batch_producer import BatchProducer, reshard_controller_states
 from gcore_controller.rlhf.config import RLHFConfig, RunStart
-from gcore_controller.rlhf.modality import HAS_SIGNAL, EvaluationT, GroupT, Modality, PromptT, RolesT, UpdateT
+from gcore_controller.rlhf.modality import EvaluationT, GroupT, Modality, PromptT, RolesT, UpdateT
 from gcore_controller.rlhf.prefetcher import Prefetcher, sampling_context
 from gcore_controller.rlhf.recorder import Recorder, Reporter
 from gcore_controller.rlhf.reward_failures import RewardFailures
 
 
-class RLHF(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
+class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
     """One controller's part of a run (G-Core, arXiv 2507.22789, figure 2).
 
     Args:
@@ -71,7 +71,7 @@ class RLHF(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         start_s = ctx.clock()
         # Sample and score, now or ahead of time.
         batch = await self._batches.next()
-        metrics = {**batch.metrics, HAS_SIGNAL: 0.0}
+        metrics = {**batch.metrics, modality.HAS_SIGNAL: 0.0}
         await self._reporter.updating()
         if batch.num_groups:
             with ctx.timer.stage("prepare"):

@@ -1,4 +1,4 @@
-"""Which part holds each item, and what two parts may exchange."""
+"""The assignment of items to parts, and exchanges between parts."""
 
 from dataclasses import dataclass
 
@@ -6,16 +6,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 NOTHING = -1
-"""Stands where an exchange gives an item away and takes none back."""
+"""Marks an exchange that gives an item away and takes none back."""
 
 
 def sum_per_part(part_of: NDArray[np.intp], amounts: NDArray[np.float64], num_parts: int) -> NDArray[np.float64]:
-    """[num_parts], the summed amounts of the items in each part."""
+    """Return the summed amounts of the items in each part: [num_parts]."""
     return np.asarray(np.bincount(part_of, weights=amounts, minlength=num_parts), dtype=np.float64)
 
 
 def by_part(part_of: NDArray[np.intp], num_parts: int) -> NDArray[np.intp]:
-    """Items sorted by their part, ties by index."""
+    """Return the items sorted by their part, ties by index."""
     # Two bytes are sorted by radix, many times as fast.
     keys = part_of.astype(np.uint16) if num_parts <= 1 << 16 else part_of
     return np.argsort(keys, kind="stable")
@@ -66,14 +66,14 @@ class Assignment:
         return float(self.loads.max())
 
     def parts(self, index_of: NDArray[np.intp]) -> list[NDArray[np.intp]]:
-        """The items of each part by their caller's index `index_of` [num_items], ascending."""
+        """Return the items of each part by their caller's index `index_of` [num_items], ascending."""
         part_of = np.empty_like(self.part_of)
         part_of[index_of] = self.part_of
         counts = np.bincount(part_of, minlength=len(self.loads))
         return np.split(by_part(part_of, len(self.loads)), np.cumsum(counts)[:-1])
 
     def sample(self, per_part: int, *, first: int) -> "tuple[Assignment, NDArray[np.intp]]":
-        """About `per_part` items of each part, evenly spaced by cost, and their indices; the others stay put.
+        """Return about `per_part` items of each part, evenly spaced by cost, and their indices; the others stay fixed.
 
         Args:
             first: which of a part's items comes first, counted modulo the spacing.
@@ -95,7 +95,7 @@ class Assignment:
         return sampled, items
 
     def apply(self, exchanges: "Exchanges") -> None:
-        """Carries out exchanges; no part may occur in two of them."""
+        """Carry out exchanges; no part may occur in two of them."""
         heavy, light, given, taken = exchanges.heavy, exchanges.light, exchanges.given, exchanges.taken
         swapped = taken != NOTHING
         weight_shift = self.weights[given] - np.where(swapped, self.weights[taken], 0.0)
@@ -109,7 +109,7 @@ class Assignment:
     def exchange_groups(
         self, heavy: NDArray[np.intp], light: NDArray[np.intp], *, given: NDArray[np.intp], taken: NDArray[np.intp]
     ) -> None:
-        """Carries out exchanges of several items, [num_pairs, num_given] for [num_pairs, num_taken]; as `apply`."""
+        """Carry out exchanges of several items, [num_pairs, num_given] for [num_pairs, num_taken]; as `apply`."""
         shift = self.costs[given].sum(axis=1) - self.costs[taken].sum(axis=1)
         weight_shift = self.weights[given].sum(axis=1) - self.weights[taken].sum(axis=1)
         self.part_of[given] = light[:, None]
@@ -137,7 +137,7 @@ class Exchanges:
         return len(self.heavy)
 
     def row(self, index: int) -> "Exchanges":
-        """The exchange at `index`, alone."""
+        """Return the exchange at `index` alone."""
         rows = slice(index, index + 1)
         return Exchanges(
             heavy=self.heavy[rows],

@@ -1,4 +1,4 @@
-"""Even shares: items with costs, split over parts so that the heaviest part is as light as can be had quickly."""
+"""Balance items with costs over parts, so that the heaviest part is nearly as light as possible."""
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -32,7 +32,7 @@ def balance(
     capacity: float | None = None,
     tolerance: float = 0.0,
 ) -> list[NDArray[np.intp]]:
-    """Splits items over `num_parts` parts so that the largest summed cost is small.
+    """Split items over `num_parts` parts so that the largest summed cost is small.
 
     Starts from Graham's LPT rule, then exchanges items between heavy and light parts, a bounded number of times.
     Without a capacity the largest sum is at most
@@ -86,7 +86,7 @@ def balance(
 
 
 def scale_to_one(costs: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Costs over the power of two at or above the largest: in [0, 1], and sums that were exact stay exact."""
+    """Divide costs by the power of two at or above the largest: results are in [0, 1], and exact sums stay exact."""
     _, exponent = np.frexp(costs.max())
     return np.ldexp(costs, -exponent)
 
@@ -97,7 +97,7 @@ def _most_per_part(num_items: int, num_parts: int, *, equal_count: bool, max_cou
             raise refusal("max_count", max_count, "None with equal_count=True, which already fixes the counts")
         if num_items % num_parts:
             raise PlacementError(
-                f"equal_count=True needs a number of costs that num_parts ({num_parts}) divides, got {num_items}"
+                f"costs has {num_items} values; expected a multiple of num_parts ({num_parts}) with equal_count=True"
             )
         return num_items // num_parts
     if max_count is None:
@@ -116,7 +116,7 @@ def _capacity(
         return None, 0.0
     if weights is None or capacity is None:
         missing = "weights" if weights is None else "capacity"
-        raise PlacementError(f"weights and capacity go together: {missing} is missing")
+        raise PlacementError(f"{missing} is None; expected weights and capacity together")
     if counted:
         raise refusal("capacity", capacity, "None with equal_count or max_count")
     check_above_0("capacity", capacity)
@@ -131,7 +131,7 @@ def _capacity(
 def _start_within(
     costs: NDArray[np.float64], weights: NDArray[np.float64], num_parts: int, *, capacity: float
 ) -> NDArray[np.intp]:
-    """A start that keeps the capacity: by cost where that goes, by weight otherwise."""
+    """Return a start that keeps the capacity: by cost where that works, by weight otherwise."""
     start = longest_first(costs, num_parts, max_count=len(costs))
     if np.bincount(start, weights, num_parts).max() <= capacity:
         return start
@@ -153,6 +153,6 @@ def _start_within(
 
 
 def _lower_bound(falling: NDArray[np.float64], num_parts: int, *, equal_count: bool) -> float:
-    """No split has a largest sum below the mean, nor below the heaviest item with the company it must have."""
+    """Return a lower bound: the mean, and the heaviest item with the items that must share its part."""
     company = len(falling) // num_parts - 1 if equal_count else 0
     return max(float(falling.sum()) / num_parts, float(falling[0] + falling[len(falling) - company :].sum()))

@@ -1,4 +1,4 @@
-"""Assignments to start from: folding, longest first, best fit decreasing. Costs come in falling order."""
+"""Initial assignments: folding, longest first, and best fit decreasing. Costs are in falling order."""
 
 from bisect import bisect_left, insort
 
@@ -10,7 +10,7 @@ SINGLE_ROUNDS = 512
 
 
 def fold(costs: NDArray[np.float64], num_parts: int) -> NDArray[np.intp]:
-    """The part of each item: `num_parts` items, or bundles, at a time, the heaviest to the lightest part so far.
+    """Return the part of each item: `num_parts` items, or bundles, at a time, the heaviest to the lightest part so far.
 
     Counts differ by at most one. A round cannot widen the spread of loads beyond the larger of the old one and that of
     its own items, so that it stays within the largest cost.
@@ -26,7 +26,7 @@ def fold(costs: NDArray[np.float64], num_parts: int) -> NDArray[np.intp]:
 
 
 def longest_first(costs: NDArray[np.float64], num_parts: int, *, max_count: int) -> NDArray[np.intp]:
-    """The part of each item: in falling cost, each to the lightest part so far that holds fewer than `max_count`.
+    """Return the part of each item: by falling cost, each to the lightest part so far with fewer than `max_count`.
 
     Graham's LPT rule (SIAM J. Appl. Math. 17, 1969), for many items at a time: parts that are within an item of the
     lightest get one each, and where another part is further above them, as many as bring them up to it. No part is
@@ -37,13 +37,13 @@ def longest_first(costs: NDArray[np.float64], num_parts: int, *, max_count: int)
     """
     deal = _Deal(costs, num_parts)
     while deal.num_left:
-        with_room = np.flatnonzero(deal.counts < max_count)
-        lightest = with_room[np.argsort(deal.loads[with_room], kind="stable")]
+        open_parts = np.flatnonzero(deal.counts < max_count)
+        lightest = open_parts[np.argsort(deal.loads[open_parts], kind="stable")]
         loads = deal.loads[lightest]
         width = int(np.searchsorted(loads, loads[0] + costs[deal.num_dealt], side="right"))
         num_rows = deal.bundle if width == len(loads) else deal.rows_of(float(loads[width] - loads[0]), width)
-        room = max_count - int(deal.counts[lightest[:width]].max())
-        deal.to(lightest[:width], num_rows=min(num_rows, room))
+        capacity = max_count - int(deal.counts[lightest[:width]].max())
+        deal.to(lightest[:width], num_rows=min(num_rows, capacity))
     return deal.part_of
 
 
@@ -73,11 +73,11 @@ class _Deal:
 
     @property
     def bundle(self) -> int:
-        """Rows that are dealt at once where parts are level."""
+        """Rows to deal at once where parts are level."""
         return 1 if self._num_rounds < SINGLE_ROUNDS else self._depth
 
     def rows_of(self, cost: float, width: int) -> int:
-        """Rows of so many items that bring a part no more than this."""
+        """Return the number of rows of ``width`` items that add at most ``cost`` to a part."""
         last = np.searchsorted(self._until, self._until[self.num_dealt] + cost * width, side="right")
         return max(1, (int(last) - 1 - self.num_dealt) // width)
 
@@ -103,43 +103,43 @@ class _Deal:
 def longest_first_within(
     costs: NDArray[np.float64], weights: NDArray[np.float64], num_parts: int, *, capacity: float
 ) -> NDArray[np.intp] | None:
-    """`longest_first` under a bound on each part's summed weights; None where an item finds no part with room."""
+    """`longest_first` under a bound on each part's summed weights; None where no part has the capacity for an item."""
     part_of = np.empty(len(costs), dtype=np.intp)
     loads = np.zeros(num_parts)
-    room = np.full(num_parts, capacity)
+    free = np.full(num_parts, capacity)
     for item in range(len(costs)):
-        part = int(np.where(room >= weights[item], loads, np.inf).argmin())
-        if room[part] < weights[item]:
+        part = int(np.where(free >= weights[item], loads, np.inf).argmin())
+        if free[part] < weights[item]:
             return None
         part_of[item] = part
         loads[part] += costs[item]
-        room[part] -= weights[item]
+        free[part] -= weights[item]
     return part_of
 
 
 def best_fit_decreasing(weights: NDArray[np.float64], *, capacity: float) -> NDArray[np.intp]:
-    """The part of each item, in as many parts as it takes: by falling weight, each to the fullest part with room.
+    """Return the part of each item, by falling weight, each in the fullest part that can hold it, in as few as needed.
 
     At most 11/9 of the least possible number of parts, plus a constant (Johnson et al., SIAM J. Comput. 3, 1974).
     """
     part_of = np.empty(len(weights), dtype=np.intp)
-    rooms: list[tuple[float, int]] = []
+    free: list[tuple[float, int]] = []
     num_parts = 0
     order = np.argsort(-weights, kind="stable")
     for item, weight in zip(order.tolist(), weights[order].tolist(), strict=True):
-        fit = bisect_left(rooms, (weight, -1))
-        if fit < len(rooms):
-            room, part = rooms.pop(fit)
+        fit = bisect_left(free, (weight, -1))
+        if fit < len(free):
+            left, part = free.pop(fit)
         else:
-            room, part = capacity, num_parts
+            left, part = capacity, num_parts
             num_parts += 1
         part_of[item] = part
-        insort(rooms, (room - weight, part))
+        insort(free, (left - weight, part))
     return part_of
 
 
 def fill_empty(part_of: NDArray[np.intp], num_parts: int) -> NDArray[np.intp]:
-    """`part_of` with an item of a fuller part in each empty one, as long as a part holds two."""
+    """Return `part_of` with an item of a fuller part in each empty one, as long as a part holds two."""
     filled = part_of.copy()
     counts = np.bincount(filled, minlength=num_parts)
     for empty in np.flatnonzero(counts == 0).tolist():

@@ -1,4 +1,4 @@
-"""Micro-batches: as few as a token budget allows, each with about the same work."""
+"""Form micro-batches: as few as a token budget allows, each with about the same work."""
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,7 +13,7 @@ from gcore_placement.errors import PlacementError, check_amount_list, check_leng
 def micro_batches(
     lengths: ArrayLike, *, max_tokens: int, num_multiple: int = 1, costs: ArrayLike | None = None
 ) -> list[NDArray[np.intp]]:
-    """Groups sequences into micro-batches of at most `max_tokens` tokens and about even cost.
+    """Group sequences into micro-batches of at most `max_tokens` tokens and about even cost.
 
     The count is the smallest found by bisection between the lower bound of bin packing and best fit decreasing, so it
     is never above best fit's, then rounded up to a multiple of `num_multiple`. Costs are made even within that count:
@@ -43,8 +43,8 @@ def micro_batches(
     if tokens.max() > max_tokens:
         longest = int(tokens.argmax())
         raise PlacementError(
-            f"lengths[{longest}] is {int(tokens[longest])} tokens, which no micro-batch of max_tokens={max_tokens} "
-            f"can hold: raise max_tokens to at least {int(tokens[longest])}, or truncate the sequence"
+            f"lengths[{longest}] is {int(tokens[longest])} tokens; expected at most max_tokens={max_tokens}: "
+            f"raise max_tokens to at least {int(tokens[longest])}, or truncate the sequence"
         )
 
     order = np.lexsort((-tokens, -work))
@@ -66,7 +66,7 @@ def micro_batches(
 
 
 def _fewest(tokens: NDArray[np.float64], *, max_tokens: int, num_multiple: int) -> tuple[NDArray[np.intp], int]:
-    """The micro-batch of each sequence and their count: few, a multiple of `num_multiple`, each within the budget."""
+    """Return the micro-batch of each sequence and their count: few, a multiple of `num_multiple`, within the budget."""
     packed = best_fit_decreasing(tokens, capacity=max_tokens)
     # Two sequences of more than half the budget never share a micro-batch.
     least = max(-(-int(tokens.sum()) // max_tokens), int((tokens * 2 > max_tokens).sum()), 1)

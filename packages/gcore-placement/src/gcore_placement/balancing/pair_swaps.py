@@ -1,4 +1,4 @@
-"""Exchanges of two items for two, which are even to far more digits than those of one for one."""
+"""Exchanges of two items for two, which balance loads to far more digits than those of one for one."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +9,7 @@ MAX_SUMS = 1 << 16
 """Sums of two items that a round looks at, on either side."""
 
 FEWEST_ITEMS, MOST_ITEMS = 12, 64
-"""Items of a part that are tried."""
+"""Least and most items of a part to try."""
 
 GOLDEN = 0.6180339887498949
 """Multiples of it, without their whole part, are spread evenly over [0, 1]."""
@@ -18,7 +18,7 @@ GOLDEN = 0.6180339887498949
 def swap_pairs(
     assignment: Assignment, heavy: NDArray[np.intp], light: NDArray[np.intp], *, target: float, number: int
 ) -> None:
-    """Makes the best exchange of two items for two of each pair `heavy[i]`, `light[i]`, in place.
+    """Make the best exchange of two items for two of each pair `heavy[i]`, `light[i]`, in place.
 
     Every sum of two items of the heavy part looks up, by bisection in the sorted sums of the light part, the one that
     makes the load that is shifted nearest to half the gap. Only so many items of a part are tried, evenly spaced by

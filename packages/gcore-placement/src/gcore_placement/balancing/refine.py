@@ -13,23 +13,23 @@ CLOSE_ENOUGH = 2e-10
 """Relative distance from the lower bound at which another round is worth less than its own time."""
 
 CLOSE_FOR_FEW = 1e-8
-"""The same, where few items of each part were tried and a round would try all of very many."""
+"""Relative distance that is close enough where a round would try all of very many items."""
 
 FEW_PER_PART = 64
 """Items of a part that are enough to choose from, most of the time."""
 
 SAMPLES = 8
-"""Times that so few are tried at most, others each time."""
+"""Most samples of so few items to try."""
 
 WORTHWHILE = 0.5
 """Share of the distance from the lower bound that may remain after a round that is followed by another of its kind."""
 
 PATIENCE = 12
-"""Rounds that together must take a tenth of the distance away."""
+"""Rounds that together must remove a tenth of the distance."""
 
 
 def refine(assignment: Assignment, *, lower_bound: float, tolerance: float = 0.0) -> None:
-    """Lowers the makespan of `assignment` in place; never raises it, and never breaks its capacity.
+    """Lower the makespan of `assignment` in place; never raises it, and never breaks its capacity.
 
     Each round pairs the heaviest part with the lightest, the second heaviest with the second lightest and so on, and
     makes the best exchange of each pair: of an item for at most one, and where that has become slow of two for two. A

@@ -1,4 +1,4 @@
-"""Even shares of items that come one after the other, and must be given away at once."""
+"""Balance items that arrive one after the other and are assigned at once."""
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -7,7 +7,7 @@ from gcore_placement.errors import check_amount_list, check_positive
 
 
 class StreamingBalancer:
-    """Gives items to parts as they come, in memory for one number a part.
+    """Assigns items to parts as they arrive, with one number of memory per part.
 
     Each item goes to the part that is lightest so far; the items of one chunk are taken heaviest first. That is list
     scheduling (Graham, Bell System Technical Journal 45, 1966): at all times
@@ -16,7 +16,7 @@ class StreamingBalancer:
 
     over the costs so far, however they came and were cut in chunks; in one chunk alone it is the LPT rule, with
     4/3 - 1 / (3 num_parts). Deterministic: of equal items the one that
-    came first is taken first. What has been given away stays where it is.
+    came first is taken first. Assigned items stay where they are.
 
     Args:
         num_parts: at least 1.
@@ -31,11 +31,11 @@ class StreamingBalancer:
 
     @property
     def loads(self) -> NDArray[np.float64]:
-        """[num_parts], the summed costs that each part was given."""
+        """[num_parts], the summed costs of each part."""
         return self._loads.copy()
 
     def add(self, costs: ArrayLike) -> NDArray[np.intp]:
-        """Gives the next items away.
+        """Assign the next items to parts.
 
         Args:
             costs: [num_items], in the unit of those before, at least 0.
@@ -44,7 +44,7 @@ class StreamingBalancer:
             The part of each item, [num_items].
 
         Raises:
-            PlacementError: a cost is negative or not finite; none of the items is given away.
+            PlacementError: a cost is negative or not finite; none of the items is assigned.
         """
         amounts = check_amount_list("costs", costs)
         part_of = np.empty(len(amounts), dtype=np.intp)

@@ -1,4 +1,4 @@
-"""The `gcore-placement` command: where an RLHF job should run.
+"""The `gcore-placement` command and its subcommands.
 
 Exit code 0: fine. 2: wrong use, or an error, in one line. 130: Ctrl-C.
 """
@@ -11,23 +11,23 @@ from importlib import import_module
 from gcore_placement.errors import PlacementError
 
 COMMANDS = {
-    "plan": ("gcore_placement.cli.plan", "where each role should run, how long a step takes, and what memory holds"),
+    "plan": ("gcore_placement.cli.plan", "choose the devices of each role, and predict a step's seconds and memory"),
     "simulate": (
         "gcore_placement.cli.simulate",
-        "strategies of placement on a trace: step time, and where devices idle",
+        "compare placement strategies on a trace: step time, and causes of idleness",
     ),
     "ledger": (
         "gcore_placement.cli.ledger",
-        "where the devices' time of a run went: to work, or to a cause of idleness",
+        "divide the device time of a run into work and causes of idleness",
     ),
 }
-"""Module with `main(argv) -> int`, and what it does in a few words. Modules are imported when they are asked for."""
+"""Module with `main(argv) -> int`, and a short description. Modules are imported when they are used."""
 
 _EXIT_ERROR, _EXIT_INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code; wrong use raises `SystemExit(2)`."""
+    """Run a command and return its exit code; wrong use raises `SystemExit(2)`."""
     arguments = _parser().parse_args(argv)
     module, _ = COMMANDS[arguments.command]
     run: Callable[[Sequence[str]], int] = import_module(module).main
@@ -44,12 +44,12 @@ def _parser() -> argparse.ArgumentParser:
     listed = "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="gcore-placement",
-        description=f"Where RLHF work should run.\n\ncommands:\n{listed}",
+        description=f"Placement of RLHF work.\n\ncommands:\n{listed}",
         epilog="gcore-placement COMMAND --help shows its options. Exit codes: 0 fine, 2 an error, 130 interrupted.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the above")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""`gcore-placement ledger`: where the devices' time of a run went."""
+"""The command `gcore-placement ledger`."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from gcore_placement.ledger import Ledger, read_spans, select_steps
 
 
 def main(argv: Sequence[str]) -> int:
-    """Reads a run's spans and prints; returns the exit code."""
+    """Read a run's spans and print its ledger; return the exit code."""
     arguments = _parser().parse_args(argv)
     steps = select_steps(read_spans(arguments.run), arguments.steps)
     ledger = Ledger.of(steps)
@@ -24,10 +24,10 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gcore-placement ledger",
-        description="Assigns every device-second of a run to a role and to work or to one cause of idleness.",
+        description="Assign each device-second of a run to a role, and to work or one cause of idleness.",
         epilog="example: gcore-placement ledger runs/default --steps 10:20",
     )
     parser.add_argument("run", metavar="RUN", help="a run's folder, or the spans.jsonl in it")
     parser.add_argument("--steps", default=":", metavar="FIRST:LAST", help="only these, both included (default: all)")
-    parser.add_argument("--json", action="store_true", help="print JSON in the place of a table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser

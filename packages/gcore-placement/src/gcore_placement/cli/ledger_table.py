@@ -1,4 +1,4 @@
-"""What `gcore-placement ledger` prints: a row for each column that has time, a column for each role."""
+"""The output of `gcore-placement ledger`: a row for each column that has time, a column for each role."""
 
 import sys
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ try:
 except ModuleNotFoundError as error:
     raise MissingExtraError("rich", "cli") from error
 
-_FILE_WIDTH = 10_000  # columns where the output is no terminal: nothing is cut or folded
+_FILE_WIDTH = 10_000  # columns where the output is not a terminal, so that nothing is cut or folded
 
 
 def print_ledger(ledger: Ledger, steps: Sequence[StepIntervals]) -> None:
-    """Shares of each role's device time, and of all; work, then what each cause took."""
+    """Print the shares of each role's device time, and of all: work, then causes of idleness."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False, emoji=False)
     device_s = sum(ledger.total_ns.values()) / 1e9
     span = f"steps {steps[0].step} to {steps[-1].step}" if len(steps) > 1 else f"step {steps[0].step}"

@@ -1,4 +1,4 @@
-"""The page of a comparison: one HTML file without scripts, which opens from disk."""
+"""The HTML page of comparisons: one file without scripts, which opens from disk."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -38,7 +38,7 @@ _LINES = {"colocated": "#888888", "split": "#2f6fb0", "dynamic": "#d9664a", "cla
 
 
 def page(comparisons: Sequence[Comparison], *, timelines: Sequence[tuple[str, WaveRuns]] = ()) -> str:
-    """The whole page.
+    """Return the page.
 
     Args:
         comparisons: each a table of strategies, bars of where device-seconds went, and lines over the steps.
@@ -50,7 +50,7 @@ def page(comparisons: Sequence[Comparison], *, timelines: Sequence[tuple[str, Wa
         parts += [f"<h3>{escape(name)}</h3>{_timeline(runs)}" for name, runs in timelines]
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>gcore-placement simulate</title>'
-        f"<style>{_STYLE}</style><h1>Strategies of placement, simulated</h1>{''.join(parts)}</html>\n"
+        f"<style>{_STYLE}</style><h1>Placement strategies, simulated</h1>{''.join(parts)}</html>\n"
     )
 
 
@@ -84,7 +84,7 @@ def _comparison(comparison: Comparison) -> str:
 
 
 def _bars(runs: Iterable[StrategyRun]) -> str:
-    """One bar a strategy: its device-seconds, as long as its steps are."""
+    """Draw one bar per strategy: its device-seconds, as long as its steps are."""
     runs = list(runs)
     longest = max(run.seconds for run in runs)
     shapes: list[str] = []
@@ -106,7 +106,7 @@ def _bars(runs: Iterable[StrategyRun]) -> str:
 
 
 def _lines(lines: Sequence[tuple[str, NDArray[np.float64]]], unit: str, *, top: float | None = None) -> str:
-    """Values over steps, from 0 up; `unit` formats them."""
+    """Draw values over steps, from 0 up; `unit` formats them."""
     height, left = 180, 80
     most = top or max(float(values.max()) for _, values in lines)
     shapes = [
@@ -126,7 +126,7 @@ def _lines(lines: Sequence[tuple[str, NDArray[np.float64]]], unit: str, *, top: 
 
 
 def _timeline(runs: WaveRuns) -> str:
-    """How many replicas of each role are busy, over the wave; as high as the most that are."""
+    """Draw the number of busy replicas of each role over the wave, scaled to its maximum."""
     end = float(runs.judged.finish.max())
     shapes: list[str] = []
     for row, (name, run) in enumerate((("generation", runs.generated), ("reward", runs.judged))):

@@ -1,4 +1,4 @@
-"""`gcore-placement plan`: the planner on the command line."""
+"""The command `gcore-placement plan`."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from gcore_placement.workload.model_shape import ModelShape
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plans and prints; returns the exit code."""
+    """Plan and print; return the exit code."""
     arguments = _parser().parse_args(argv)
     cluster = Cluster(
         num_devices=arguments.gpus,
@@ -42,10 +42,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_model(path: str) -> ModelShape:
-    """The shape of a Hugging Face folder, or of its `config.json`.
+    """Read the shape of the model in a Hugging Face folder or `config.json`.
 
     Raises:
-        PlacementError: there is no such file, it is no JSON object, or no model that is known.
+        PlacementError: the file does not exist, or is not the config.json of a known model.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
@@ -87,7 +87,7 @@ def _job(arguments: argparse.Namespace) -> Job:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gcore-placement plan",
-        description="Chooses strategy, layouts, partition and micro-batches, and says what they and the others cost.",
+        description="Choose strategy, layouts, partition and micro-batches, and show the costs of all options.",
         epilog="example: gcore-placement plan --model Qwen2.5-7B --judge Qwen2.5-32B --gpus 64 --device H100",
     )
 
@@ -118,14 +118,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--reference", action="store_true", help="a reference model scores responses (KL)")
     parser.add_argument("--critic", action="store_true", help="a value model of the policy's shape is trained too")
     parser.add_argument("--old-log-probs", action="store_true", help="the trainer scores responses before it trains")
-    parser.add_argument("--strategy", choices=PLANNED, help="only this one, in the place of the fastest")
+    parser.add_argument("--strategy", choices=PLANNED, help="use this one instead of the fastest")
     number("--max-num-seqs", int, 1024, "most sequences of an engine at once")
     parser.add_argument(
         "--correction",
         metavar="FILE",
-        help=f"correct the laws by what a run has measured: its folder, or its {RUN_FILE}",
+        help=f"correct the laws by the measurements of a run: its folder, or its {RUN_FILE}",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON in the place of tables")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""What the `gcore-placement` command prints: tables for people."""
+"""The output of `gcore-placement plan`: tables."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,11 +14,11 @@ try:
 except ModuleNotFoundError as error:
     raise MissingExtraError("rich", "cli") from error
 
-_FILE_WIDTH = 10_000  # columns where the output is no terminal: nothing is cut or folded
+_FILE_WIDTH = 10_000  # columns where the output is not a terminal, so that nothing is cut or folded
 
 
 def print_plan(plan: Plan) -> None:
-    """A plan: where, how long, how full, and why."""
+    """Print a plan: devices, seconds, memory and reasons."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False, emoji=False)
     cluster, usable = plan.cluster, plan.usable_bytes
     console.print(

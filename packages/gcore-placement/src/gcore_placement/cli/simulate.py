@@ -89,7 +89,7 @@ def _timelines(simulator: Simulator, comparison: Comparison) -> list[tuple[str, 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gcore-placement simulate",
-        description="Compares colocated, the best static split, dynamic and clairvoyant placement on one trace.",
+        description="Compare colocated, the best static split, dynamic and clairvoyant placement on one trace.",
         epilog="example: gcore-placement simulate --scenario judge_grows --devices 64 --html page.html",
     )
     parser.add_argument(

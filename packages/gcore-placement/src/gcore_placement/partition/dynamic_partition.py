@@ -1,4 +1,4 @@
-"""Dynamic partition: devices follow the load from the role that is idle to the role that is busy."""
+"""The dynamic partition: devices move from the idle role to the busy one."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,15 +13,15 @@ from gcore_placement.partition.role_load import RoleLoad, stage_seconds
 from gcore_placement.partition.space import Partition, PartitionSpace
 
 _MEDIAN_DEVIATION = np.sqrt(np.pi / 2)
-"""Of the median of many normal variables, over that of their mean."""
+"""Standard deviation of the median of many normal variables, over that of their mean."""
 _NODES = np.array([-np.sqrt(3), 0.0, np.sqrt(3)])
 _WEIGHTS = np.array([1, 4, 1]) / 6
-"""Gauss and Hermite's rule, for the mean over a standard normal variable."""
+"""Gauss-Hermite quadrature for the mean over a standard normal variable."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicPartitionConfig:
-    """How readily devices move.
+    """The conditions under which devices move.
 
     Raises:
         PlacementError: a field is out of its bounds.
@@ -38,15 +38,15 @@ class DynamicPartitionConfig:
     window: int = 3
     """Rounds whose medians count as the load; odd. A new load does after `window // 2 + 1` rounds, an outlier never."""
     noise_floor: float = 0.05
-    """Least noise that is reckoned with, as a standard deviation of a load's logarithm."""
+    """Least noise to assume, as a standard deviation of a load's logarithm."""
     law_error: float = 0.1
-    """What a role's time by its law is off by, as a standard deviation of its logarithm: beside noise, it is hedged."""
+    """Error of a role's time by its law, as a standard deviation of its logarithm; added to the noise."""
     near: float = 1.0
-    """Devices move as far as pays even if both medians were off by so many of their deviations."""
+    """Devices move as far as pays even if both medians are off by this many of their deviations."""
     far: float = 3.0
-    """A round whose load is off the medians by so many deviations is an outlier, or the first after a jump."""
+    """A round whose load is off the medians by this many deviations is an outlier, or the first after a jump."""
     is_corrected: bool = True
-    """Whether measurements correct the work that a model of costs gives."""
+    """Measurements correct the work that a cost model predicts."""
 
     def __post_init__(self) -> None:
         for name in ("move_s", "move_within_s", "min_gain", "noise_floor", "law_error", "near", "far"):
@@ -63,27 +63,27 @@ class DynamicPartitionConfig:
 
 
 class DynamicPartition:
-    """Which devices generate and which judge, decided anew after every round from what it took.
+    """Decides after each round which devices generate and which judge, from the measured load.
 
     The scheme of G-Core (arXiv 2507.22789): generation and reward co-exist on disjoint devices, and devices move from
     the role that idles to the one that is busy. A round is a step, or a wave of dynamic sampling, which is a part of
     one. Each role's time is `floor + work / devices`, corrected by what was measured; the load is the median of the
-    last rounds, with a noise that is told from their changes. The best partition is the one in which the slower role's
+    last rounds, with a noise estimated from their changes. The best partition is the one in which the slower role's
     time, over that noise and what the law may be off by, is shortest in the mean. Devices move where that time falls by
     more than a move takes, over a horizon, and only as far as it would were the medians off by their noise. So a load
     that stays, with its noise, moves devices to the best partition and seldom after that: loads that call for a step
     back lie beyond a band.
 
-    A last round far off the medians is an outlier or the first after a jump, and the next one tells. Until then devices
+    A last round far off the medians is an outlier or the first after a jump; the next one decides. Until then devices
     go where the worse of the two cases is least bad: where the time for either load, over the shortest for that load,
     is least. After a jump, however large, the best partition is reached in `config.jump_rounds` rounds.
 
-    Pure and deterministic, and alike for both roles: policy and reward exchanged, it decides the exchanged.
+    Pure, deterministic, and symmetric in policy and reward.
 
     Args:
         space: the partitions that the cluster allows.
         start: the first of them.
-        config: how readily devices move.
+        config: conditions under which devices move.
 
     Raises:
         PlacementError: `start` is not in `space`.
@@ -99,19 +99,19 @@ class DynamicPartition:
 
     @property
     def partition(self) -> Partition:
-        """The present one."""
+        """The present partition."""
         return self.space.partitions[self._index]
 
     @property
     def corrections(self) -> tuple[float, float]:
-        """What the model's work was last found to be off by, of the policy and of the reward."""
+        """The present corrections of the model's work, of the policy and of the reward."""
         policy, reward = self._history.corrections.tolist()
         return policy, reward
 
     def observe(
         self, policy: RoleLoad, reward: RoleLoad, *, size: float = 1.0, is_within_step: bool = False
     ) -> Partition:
-        """Takes in a round on the present partition; the partition of the next.
+        """Observe a round on the present partition; return the partition of the next.
 
         Args:
             policy: its part of the round.
@@ -128,7 +128,7 @@ class DynamicPartition:
         return self.partition
 
     def predicted_seconds(self) -> NDArray[np.float64]:
-        """[num_partitions], mean seconds that the load, in a round of usual size, takes in each of `space`.
+        """Return the mean seconds of a round of usual size in each partition of `space`: [num_partitions].
 
         Raises:
             PlacementError: no round has been observed.
@@ -138,25 +138,25 @@ class DynamicPartition:
         return self._seconds(self._history.settled())
 
     def best(self, work_device_s: tuple[float, float], floor_s: tuple[float, float] = (0.0, 0.0)) -> Partition:
-        """The partition in which policy and reward are done first with this much to do; of equals the nearest."""
+        """Return the partition in which both roles finish this work first; the nearest of equal ones."""
         seconds = stage_seconds(work_device_s, floor_s, self.space.role_devices)
         return self.space.partitions[self._nearest_best(seconds)]
 
     def state(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Return the state as plain data, for JSON."""
         return {"partition": asdict(self.partition), "history": [list(row) for row in self._history.rows]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` gave.
+        """Continue from a state that `state` returned.
 
         Raises:
-            PlacementError: its partition is none of the cluster's, as after a change of size: start anew.
+            PlacementError: its partition is not one of the cluster's, as after a change of size: start again.
         """
         self._index = self.space.index(Partition(**state["partition"]))
         self._history.rows = [[float(value) for value in row] for row in state["history"]]
 
     def _seconds(self, load: Load) -> NDArray[np.float64]:
-        """[num_partitions], mean over the noise and over what the law is off by."""
+        """Return mean seconds over the noise and the error of the law: [num_partitions]."""
         work, floor = load
         # [9, 1, 2] work of both roles at all pairs of nodes.
         nodes = np.stack(np.meshgrid(_NODES, _NODES), axis=-1).reshape(-1, 1, 2)
@@ -179,7 +179,7 @@ class DynamicPartition:
             self._index = target
 
     def _towards_best(self) -> int:
-        """As far towards the best partition as pays even if the settled load were off by noise, against the move."""
+        """Return the partition on the way to the best one that pays even if the settled load is off by noise."""
         config, now, (work, floor) = self.config, self._index, self._history.settled()
         seconds = self._seconds((work, floor))
         best = self._nearest_best(seconds)
@@ -194,7 +194,7 @@ class DynamicPartition:
         return least if np.sign(least - now) == direction else now
 
     def _least_regret(self) -> int:
-        """Where the worse of two cases, the settled load and that of the last round, is least bad."""
+        """Return the partition of least regret under two cases: the settled load, and that of the last round."""
         config, now = self.config, self._index
         seconds = np.stack([self._seconds(load) for load in (self._history.settled(), self._history.latest())])
         least = seconds.min(axis=1, keepdims=True)

@@ -1,6 +1,6 @@
-"""What the last rounds asked of both roles: what counts as the load, how noisy it is, and whether it has changed.
+"""The load of both roles in the last rounds: its median, its noise, and its jumps.
 
-Shapes: R = 2 roles, policy and reward; H rounds that are remembered.
+Shapes: R = 2 roles, policy and reward; H remembered rounds.
 """
 
 import numpy as np
@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from gcore_placement.partition.role_load import RoleLoad
 
 NUM_ROUNDS = 21
-"""That are remembered: noise is told from the changes between them."""
+"""Rounds to remember; noise is estimated from the changes between them."""
 _MAX_CORRECTION = 16.0
 _NORMAL_MEDIAN = 0.6745
-"""Of the absolute value of a standard normal variable."""
+"""Median of the absolute value of a standard normal variable."""
 _WORK, _FLOOR, _CORRECTION, _DEVICES, _SIZE = slice(0, 2), slice(2, 4), slice(4, 6), 6, 7
 """Columns of a row: work for a size of 1, as a model has it; floors; corrections; the policy's devices; the size."""
 
@@ -36,7 +36,7 @@ class LoadHistory:
         self.rows: list[list[float]] = []
 
     def add(self, loads: tuple[RoleLoad, RoleLoad], devices: tuple[int, int], size: float) -> None:
-        """One more round, on so many devices of each role."""
+        """Add a round, with the devices of each role."""
         found = self.corrections.tolist()
         if self._is_corrected:
             found = [load.correction(d, last) for load, d, last in zip(loads, devices, found, strict=True)]
@@ -47,23 +47,23 @@ class LoadHistory:
 
     @property
     def corrections(self) -> NDArray[np.float64]:
-        """[R], what a model's work is off by: medians."""
+        """[R], median corrections of the model's work."""
         return self._medians(_CORRECTION) if self.rows else np.ones(2)
 
     def settled(self) -> Load:
-        """What counts as the load of a round of usual size: medians of the last ones."""
+        """Return the load of a round of usual size, by medians of the last ones."""
         return self._load(self._medians(_WORK), self._medians(_FLOOR))
 
     def latest(self) -> Load:
-        """The last round's load, were it of usual size."""
+        """Return the last round's load, scaled to the usual size."""
         last = np.array(self.rows[-1])
         return self._load(last[_WORK], last[_FLOOR])
 
     def noise(self) -> NDArray[np.float64]:
-        """[R], standard deviation of the logarithm of each role's work, from how it changes from round to round."""
+        """Return the standard deviation of the logarithm of each role's work, from its changes between rounds: [R]."""
         rows = np.array(self.rows)
         work, size = rows[:, _WORK], rows[:, _SIZE]
-        # What a model is off by may differ between partitions, and is no noise.
+        # The error of a model may differ between partitions, and is not noise.
         has_stayed = np.diff(rows[:, _DEVICES]) == 0
         if not has_stayed.any() or not work.all():
             return np.full(2, self._noise_floor)
@@ -73,7 +73,7 @@ class LoadHistory:
         return np.maximum(self._noise_floor, np.array(found) / _NORMAL_MEDIAN / np.sqrt(2))
 
     def deviation(self) -> float:
-        """By how many standard deviations of a round of its size the last one's work is off the settled, at most."""
+        """Return how far the last round's work is off the settled one, in standard deviations; the larger role."""
         last, settled = np.array(self.rows[-1]), self._medians(_WORK)
         if not (last[_WORK].all() and settled.all()):
             return float("inf") if (last[_WORK] != settled).any() else 0.0
@@ -85,12 +85,12 @@ class LoadHistory:
         return work * self.corrections * self._usual_size(), floor
 
     def _usual_size(self) -> float:
-        """Of the round in which a random part of all that was done was done."""
+        """Return the mean size of rounds, weighted by size."""
         size = np.array(self.rows)[:, _SIZE]
         return float(size @ size / size.sum())
 
     def _medians(self, columns: slice) -> NDArray[np.float64]:
-        """[R], over as much of the last rounds as `window` of usual size."""
+        """Return medians over as much of the last rounds as `window` rounds of usual size: [R]."""
         rows = np.array(self.rows[::-1])
         before = np.cumsum(rows[:, _SIZE]) - rows[:, _SIZE]
         weights = np.clip(self._window * self._usual_size() - before, 0.0, rows[:, _SIZE])
@@ -98,7 +98,7 @@ class LoadHistory:
 
 
 def weighted_median(values: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
-    """The value below and above which lies half of the weight; the mean of two where the halves meet between them."""
+    """Return the value below and above which half of the weight lies; the mean of two where it lies between them."""
     order = np.argsort(values, kind="stable")
     values, total = values[order], np.cumsum(weights[order])
     half = total[-1] / 2

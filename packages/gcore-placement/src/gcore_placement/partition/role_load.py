@@ -1,4 +1,4 @@
-"""What a step or a wave asked of a role, and how long the role takes for it with other devices."""
+"""The load of a role in a step or a wave, and its seconds on other numbers of devices."""
 
 from dataclasses import dataclass
 
@@ -29,17 +29,17 @@ class RoleLoad:
     finish_s: float
     """Seconds until the role was done, as measured."""
     was_waiting: bool
-    """Whether the other role held it up: it finished as soon as it could with more devices, too."""
+    """The other role held it up: it would not have finished earlier with more devices."""
 
     def __post_init__(self) -> None:
         for name in ("work_device_s", "floor_s", "busy_device_s", "finish_s"):
             check_amounts(name, getattr(self, name))
 
     def correction(self, devices: int, last: float) -> float:
-        """What to multiply `work_device_s` with, so that it agrees with what was measured on so many devices.
+        """Return the factor by which `work_device_s` agrees with the measurement on so many devices.
 
-        A role that was not held up tells its work by when it finished. One that was has at most the work that kept its
-        devices busy, and else what was last known.
+        The work of a role that was not held up follows from the time at which it finished. A role that was held up has
+        at most the work that kept its devices busy, and otherwise the correction that was last known.
         """
         if not self.work_device_s:
             return last
@@ -50,20 +50,20 @@ class RoleLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineWork:
-    """What an engine's replicas were asked together, in tokens."""
+    """The work of all replicas of an engine, in tokens."""
 
     num_tokens: float
-    """Generated."""
+    """Tokens to generate."""
     num_context_tokens: float
-    """For every token generated the tokens that its sequence held, summed."""
+    """Sum, over all generated tokens, of the tokens that the sequence held."""
     num_prefill_tokens: float
-    """Of prompts, computed."""
+    """Tokens of prompts to compute."""
     longest: float
-    """Generated for one sequence."""
+    """Most tokens generated for one sequence."""
 
 
 def engine_load(costs: EngineCosts, work: EngineWork) -> tuple[float, float]:
-    """What an engine's law says of the sequences that its replicas generate.
+    """Return the load of an engine by its law.
 
     Every token adds `decode_per_sequence_s`, and what its sequence holds adds `decode_per_context_token_s`, wherever it
     is decoded. A step's base is paid for the longest sequence, and, where sequences queue, for all tokens before it,
@@ -71,8 +71,8 @@ def engine_load(costs: EngineCosts, work: EngineWork) -> tuple[float, float]:
     simulated waves of 256 prompts, whatever the partition, for judgements of 100 to 6000 tokens.
 
     Args:
-        costs: of one replica.
-        work: of all replicas.
+        costs: costs of one replica.
+        work: work of all replicas.
 
     Returns:
         Device-seconds of work that replicas share, and seconds that more of them do not shorten.
@@ -86,5 +86,5 @@ def engine_load(costs: EngineCosts, work: EngineWork) -> tuple[float, float]:
 
 
 def stage_seconds(work_R: ArrayLike, floor_R: ArrayLike, devices_PR: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[num_partitions], seconds until both roles are done, for each one's work, floor and devices in a partition."""
+    """Return the seconds until both roles are done in each partition: [num_partitions]."""
     return np.max(np.asarray(floor_R) + np.asarray(work_R) / devices_PR, axis=-1)

@@ -1,4 +1,4 @@
-"""Partitions: which devices generate and which judge while both go on, and which of these a cluster allows."""
+"""Partitions of the devices between generation and reward, and the set of them that a cluster allows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Partition:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleLimits:
-    """What one role needs of a partition.
+    """The limits of one role in a partition.
 
     Raises:
         PlacementError: a count is below 1, or more replicas are needed than are allowed.
@@ -38,9 +38,9 @@ class RoleLimits:
     devices_per_replica: int
     """Divides the role's devices: those of tensor and pipeline parallelism."""
     min_replicas: int = 1
-    """Fewer would not hold what the role must keep in memory."""
+    """Fewest replicas that hold what the role must keep in memory."""
     max_replicas: int | None = None
-    """More would leave the other role, or the host, without memory; None: as many as fit."""
+    """Most replicas, so that the other role and the host have memory; None: as many as fit."""
 
     def __post_init__(self) -> None:
         check_positive("devices_per_replica", self.devices_per_replica)
@@ -49,7 +49,7 @@ class RoleLimits:
             raise refusal("max_replicas", self.max_replicas, f"at least min_replicas ({self.min_replicas})")
 
     def counts(self, num_devices: int, unit_devices: int) -> range:
-        """How many replicas the role may have, in whole units."""
+        """Return the numbers of replicas that the role may have, in whole units."""
         per_unit = lcm(self.devices_per_replica, unit_devices) // self.devices_per_replica
         most = num_devices // self.devices_per_replica
         if self.max_replicas is not None:
@@ -59,7 +59,7 @@ class RoleLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionSpace:
-    """The partitions of a cluster in which neither role has room for more: what may be chosen from.
+    """The partitions of a cluster in which neither role could have another replica.
 
     Raises:
         PlacementError: a count is below 1, or no partition meets the limits.
@@ -69,7 +69,7 @@ class PartitionSpace:
     policy: RoleLimits
     reward: RoleLimits
     unit_devices: int = 1
-    """Each role holds a multiple of these, such as whole nodes: what moves at once is at least as much."""
+    """Each role has a multiple of these, such as whole nodes; at least as many move at once."""
 
     def __post_init__(self) -> None:
         check_positive("num_devices", self.num_devices)
@@ -80,13 +80,13 @@ class PartitionSpace:
                 for limits in (self.policy, self.reward)
             )
             raise PlacementError(
-                f"num_devices is {self.num_devices}: the fewest replicas of both roles, in units of "
-                f"{self.unit_devices} devices, need {least}"
+                f"num_devices is {self.num_devices}; expected at least {least}, for the fewest replicas of both roles "
+                f"in units of {self.unit_devices} devices"
             )
 
     @cached_property
     def partitions(self) -> tuple[Partition, ...]:
-        """By policy replicas, ascending: neighbours differ by one step of at least one role."""
+        """All partitions, by ascending policy replicas; neighbours differ by one step of at least one role."""
         policy_counts = self.policy.counts(self.num_devices, self.unit_devices)
         reward_counts = self.reward.counts(self.num_devices, self.unit_devices)
         found: list[Partition] = []
@@ -108,10 +108,10 @@ class PartitionSpace:
         return np.array([[p.policy_devices, p.reward_devices] for p in self.partitions], dtype=np.float64)
 
     def index(self, partition: Partition) -> int:
-        """Where a partition is among `partitions`.
+        """Return the index of a partition among `partitions`.
 
         Raises:
-            PlacementError: it is none of them.
+            PlacementError: it is not one of them.
         """
         try:
             return self.partitions.index(partition)
@@ -121,11 +121,11 @@ class PartitionSpace:
             ) from None
 
     def nearest(self, policy_devices: float) -> Partition:
-        """The partition whose policy has about so many devices."""
+        """Return the partition whose policy has about so many devices."""
         return self.partitions[int(np.abs(self.role_devices[:, 0] - policy_devices).argmin())]
 
     def from_data(self, data: Mapping[str, int]) -> Partition:
-        """What `dataclasses.asdict` made of a partition. Raises PlacementError if it is none of this cluster's."""
+        """Return the partition of a mapping. Raises PlacementError if the cluster does not allow it."""
         partition = Partition(**data)
         self.index(partition)
         return partition
@@ -143,5 +143,5 @@ class PartitionSpace:
 
 
 def _num_fitting(counts: range, most: int) -> int:
-    """How many of the counts are at most so many."""
+    """Return the number of counts that are at most ``most``."""
     return 0 if most < counts.start else (most - counts.start) // counts.step + 1

@@ -1,4 +1,4 @@
-"""How much of their data sheets devices reach."""
+"""The shares of their data sheets that devices reach."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ from gcore_placement.errors import check_amounts, check_share, refusal
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """What devices reach of their data sheets, and what programs add.
+    """The shares of their data sheets that devices reach, and the overheads of programs.
 
-    The defaults are what is commonly seen: Megatron trains at 40 to 50 % of the peak (arXiv 2104.04473 and the tables
-    of its repository); engines read memory at about three quarters of its rate. Measured spans correct the predictions
-    made with them, see `Correction`. Every share is above 0 and at most 1.
+    The defaults are common values: Megatron trains at 40 to 50 % of the peak (arXiv 2104.04473 and the tables
+    of its repository); engines read memory at about three quarters of its rate. `Correction` corrects the
+    predictions by measurements. Every share is above 0 and at most 1.
 
     Raises:
         PlacementError: a field is out of its bounds.
@@ -39,22 +39,22 @@ class Efficiency:
     activations: float = 1.25
     """Bytes of activations, over those that the formula counts: transformers' norms, which are not fused, keep more."""
     decode_step_s: float = 0.003
-    """Seconds that a decoding step takes beside its arithmetic."""
+    """Seconds that a decoding step takes in addition to its arithmetic."""
     decode_sequence_s: float = 5e-6
     """Seconds that each running sequence adds to it."""
     all_reduce_s: float = 1e-5
-    """Seconds of a sum over devices beside its bytes."""
+    """Seconds of a sum over devices in addition to its bytes."""
     overlap: float = 1.0
-    """How far a device does at the same time what could be done at the same time, reading weights and multiplying by
-    them, or gathering weights and multiplying by others: 1: the longer of the two is what it takes; 0: their sum, as on
-    a CPU, whose cores do all of it."""
+    """Overlap of work that could be done at the same time: reading weights and multiplying, or gathering weights and
+    multiplying by others. 1: it takes as long as the longer of the two; 0: as long as both, as on a CPU, whose
+    cores do all of it."""
     micro_batch_s: float = 0.02
-    """Seconds that a micro-batch takes beside its arithmetic."""
+    """Seconds that a micro-batch takes in addition to its arithmetic."""
     swap_s: float = 1.0
-    """Seconds to put an engine to sleep, or to wake it, beside its bytes."""
+    """Seconds to put an engine to sleep, or to wake it, in addition to its bytes."""
 
     def together_s(self, one_s: NDArray[np.float64], other_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Seconds of two things that could be done at the same time."""
+        """Return the seconds of two kinds of work that could be done at the same time."""
         return np.maximum(one_s, other_s) + (1 - self.overlap) * np.minimum(one_s, other_s)
 
     def __post_init__(self) -> None:

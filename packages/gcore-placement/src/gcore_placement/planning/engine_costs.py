@@ -1,4 +1,4 @@
-"""What an engine takes, from its model's shape and a device's data sheet: a roofline (Williams et al. 2009)."""
+"""The costs of an engine, from its model's shape and a device's data sheet: a roofline (Williams et al. 2009)."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class EngineLaws:
     prefill_per_token_s: float
 
     def costs(self, index: int) -> EngineCosts:
-        """One of them."""
+        """Return the law at an index."""
         return EngineCosts(
             devices_per_replica=self.devices_per_replica,
             max_num_seqs=int(self.max_num_seqs[index]),
@@ -40,7 +40,7 @@ class EngineLaws:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRoofline:
-    """A model on `tp` devices of a cluster, one replica."""
+    """One replica of a model on `tp` devices of a cluster."""
 
     model: ModelShape
     cluster: Cluster
@@ -49,7 +49,7 @@ class EngineRoofline:
     efficiency: Efficiency
 
     def laws(self, max_num_seqs: NDArray[np.float64]) -> EngineLaws:
-        """The replica's laws where so many sequences run at once, each a line in the number that runs.
+        """Return the replica's laws for several maxima of running sequences, each linear in the number that runs.
 
         A law goes through `decode_s` at one sequence and at its most. Between them `decode_s` of a dense model is at
         most as high; that of a mixture of experts can be higher, for few sequences meet many experts.
@@ -66,39 +66,39 @@ class EngineRoofline:
         )
 
     def sequence_bytes(self, *, prompt_lengths: Lengths, response_lengths: Lengths) -> float:
-        """Of keys and values on each device for each running sequence, at the worst moment of a step.
+        """Return the bytes of keys and values per running sequence on each device, at the worst moment of a step.
 
-        Either all have begun together, and the worst moment is when those that are left, times what they hold, are
-        most; or sequences end and begin steadily, and one caught at random has E[L^2] / 2 E[L] tokens of its response.
+        Either all have started together, and the worst moment is when those that are left, times what they hold, are
+        most; or sequences end and start steadily, and one caught at random has E[L^2] / 2 E[L] tokens of its response.
         """
         steady = prompt_lengths.mean + response_lengths.mean_square / (2 * response_lengths.mean)
         held = max(steady, response_lengths.most_alive(prompt_lengths.mean))
         return held * kv_bytes_per_token(self.model, self.tp, self.compute_bytes)
 
     def decode_s(self, num_seqs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Seconds of a step in which each of so many sequences gets a token, but for reading what they hold.
+        """Return the seconds of a step in which each sequence gets a token, without reading their keys and values.
 
         The weights are read (of experts, those that a token goes to) and multiplied by, see `Efficiency.overlap`; two
-        sums over the devices in each layer; and what a step takes beside. Shape of `num_seqs`.
+        sums over the devices in each layer; and the overhead of a step. The result has the shape of `num_seqs`.
         """
         reading_s = self.compute_bytes * self.model.parameters_read(num_seqs) / self.tp * self._byte_s
         computing_s = num_seqs * self._products_s(self.efficiency.decode)
         starts_s = 2 * self.model.workload.num_hidden_layers * self.efficiency.all_reduce_s if self.tp > 1 else 0.0
-        beside_s = self.efficiency.decode_step_s + num_seqs * self.efficiency.decode_sequence_s
-        return self.efficiency.together_s(reading_s, computing_s) + starts_s + num_seqs * self._sums_s + beside_s
+        overhead_s = self.efficiency.decode_step_s + num_seqs * self.efficiency.decode_sequence_s
+        return self.efficiency.together_s(reading_s, computing_s) + starts_s + num_seqs * self._sums_s + overhead_s
 
     @property
     def _byte_s(self) -> float:
         return 1 / (self.cluster.device.memory_bytes_per_s * self.efficiency.memory)
 
     def _products_s(self, share: float) -> float:
-        """Of a token's matrix products."""
+        """Return the seconds of a token's matrix products."""
         flops = _FLOPS_PER_WEIGHT * self.model.num_multiplied_parameters
         return flops / (self.tp * self.cluster.device.flops_per_s * share)
 
     @property
     def _sums_s(self) -> float:
-        """Of moving a token's two sums in each layer, by a ring."""
+        """The seconds of a token's two sums in each layer, over a ring."""
         workload = self.model.workload
         size_bytes = 2 * workload.num_hidden_layers * workload.hidden_size * self.compute_bytes
         rate = self.cluster.link_bytes_per_s(self.tp) * self.efficiency.links

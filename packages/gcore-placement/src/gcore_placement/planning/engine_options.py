@@ -1,4 +1,4 @@
-"""Engines of a role, by their size and the memory they have: how many sequences they take, and how long."""
+"""The engines that a role may have: for each size and memory, their sequences and their seconds."""
 
 from dataclasses import dataclass
 
@@ -27,19 +27,19 @@ class Engines:
 
     tp: int
     most_num_seqs: int
-    """That memory holds in each."""
+    """Most sequences that the memory of each engine holds."""
     weights_bytes: float
-    """On each device, and so are all bytes here."""
+    """Bytes on each device, as all bytes here."""
     workspace_bytes: float
     kv_sequence_bytes: float
-    """Of a running sequence."""
+    """Keys and values of a running sequence."""
     longest_bytes: float
-    """Of the longest one."""
+    """Keys and values of the longest sequence."""
     laws: EngineLaws
     waves_s: NDArray[np.float64]
     """[num_waves, num_replicas] seconds."""
     last_s: NDArray[np.float64]
-    """Seconds of the last judgement; of a policy, 0."""
+    """Seconds of the last judgement; 0 for a policy."""
 
 
 class EngineOptions:
@@ -73,13 +73,13 @@ class EngineOptions:
         self._known: dict[tuple[int, int], Engines | None] = {}
 
     def of(self, num_devices: int, free_bytes: float) -> list[Engines]:
-        """Those that fit into so much memory of each of so many devices, smallest first."""
+        """Return the engines that fit into the free memory of so many devices, smallest first."""
         steps = int(free_bytes / self._cluster.device.memory_bytes * _MEMORY_STEPS)
         found = [self._engines(tp, steps) for tp in self._sizes if tp <= num_devices]
         return [engines for engines in found if engines is not None]
 
     def least_bytes(self, tp: int) -> float:
-        """That each device of an engine needs: weights, workspace, and room for the longest sequence."""
+        """Return the bytes that each device of an engine needs: weights, workspace, and the longest sequence."""
         weights = engine_weights(self.model, tp, self._job.compute_bytes)
         return weights + engine_workspace(self.model, tp, self._job.compute_bytes) + self._longest_bytes(tp)
 
@@ -88,16 +88,16 @@ class EngineOptions:
         return longest * kv_bytes_per_token(self.model, tp, self._job.compute_bytes)
 
     def sizes(self, num_devices: int) -> list[int]:
-        """Tensor-parallel sizes, whether they fit or not."""
+        """Return all tensor-parallel sizes, including those that do not fit."""
         return [tp for tp in self._sizes if tp <= num_devices]
 
     def _engines(self, tp: int, memory_steps: int) -> Engines | None:
         if (tp, memory_steps) not in self._known:
             free_bytes = memory_steps / _MEMORY_STEPS * self._cluster.device.memory_bytes
-            self._known[tp, memory_steps] = self._made(tp, free_bytes)
+            self._known[tp, memory_steps] = self._build(tp, free_bytes)
         return self._known[tp, memory_steps]
 
-    def _made(self, tp: int, free_bytes: float) -> Engines | None:
+    def _build(self, tp: int, free_bytes: float) -> Engines | None:
         job, compute_bytes = self._job, self._job.compute_bytes
         roofline = EngineRoofline(
             model=self.model, cluster=self._cluster, tp=tp, compute_bytes=compute_bytes, efficiency=self._efficiency
@@ -109,7 +109,7 @@ class EngineOptions:
         if most < 1 or free_bytes < self.least_bytes(tp):
             return None
         replicas = np.arange(1, self._cluster.num_devices // tp + 1, dtype=np.float64)
-        # No engine is sized for more sequences than come to it.
+        # No engine is sized for more sequences than it gets.
         each = np.ceil(job.wave_prompts.max() * job.n / replicas)
         laws = self._correction.engine(
             "reward" if self._is_judge else "generation", roofline.laws(np.clip(each, 1, most))

@@ -1,4 +1,4 @@
-"""How training and engines are laid out over devices, and which layouts there are."""
+"""Layouts of training and engines over devices."""
 
 from dataclasses import dataclass, fields
 from itertools import product
@@ -15,12 +15,12 @@ Backend = Literal["torch", "megatron"]
 
 _MOST_CONTEXT_PARALLEL = 8
 _TOKENS_IN_LONGEST = (1, 2, 4, 8)
-"""Token budgets of a micro-batch that are tried, in longest sequences."""
+"""Token budgets of a micro-batch to try, in longest sequences."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingLayout:
-    """How a step is trained. Sizes carry verl's and Megatron's names."""
+    """The layout of training. Sizes have verl's and Megatron's names."""
 
     backend: Backend
     """torch: parameters, gradients and moments are sharded over all ranks (FSDP, ZeRO-3). megatron: moments are, over
@@ -73,7 +73,7 @@ class TrainingLayouts:
 
     @classmethod
     def of(cls, *layouts: TrainingLayout) -> "TrainingLayouts":
-        """These."""
+        """Build the arrays of these layouts."""
         return _from_rows(
             [
                 (
@@ -95,7 +95,7 @@ class TrainingLayouts:
 
 
 def training_layouts(job: Job, cluster: Cluster, num_devices: int) -> TrainingLayouts:
-    """All ways to train on so many devices; whether they fit into memory is not looked at.
+    """Return all ways to train on so many devices, including those that do not fit into memory.
 
     Tensor-parallel ranks divide heads and stay within a node; pipeline stages divide the layers; the torch backend has
     neither. There are no more data-parallel ranks than prompts, whose responses stay together. Micro-batches hold the
@@ -123,7 +123,7 @@ def training_layouts(job: Job, cluster: Cluster, num_devices: int) -> TrainingLa
 
 
 def engine_sizes(model: ModelShape, cluster: Cluster, num_devices: int) -> list[int]:
-    """Tensor-parallel sizes of an engine: powers of two that divide the heads, within a node or over whole ones."""
+    """Return tensor-parallel sizes of an engine: powers of two that divide the heads, in a node or over whole ones."""
     sizes = _powers(min(num_devices, model.workload.num_attention_heads))
     return [
         tp
@@ -133,7 +133,7 @@ def engine_sizes(model: ModelShape, cluster: Cluster, num_devices: int) -> list[
 
 
 def divides_heads(model: ModelShape, tp: int) -> bool:
-    """Whether so many ranks share the heads evenly; key-value heads may be copied where there are fewer than ranks."""
+    """Return whether ``tp`` ranks share the heads evenly; key-value heads may be copied if fewer than ranks."""
     heads, kv_heads = model.workload.num_attention_heads, model.workload.num_key_value_heads
     return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 

@@ -10,20 +10,20 @@ from gcore_placement.workload.job import Job
 from gcore_placement.workload.model_shape import ModelShape
 
 MASTER_BYTES = 4
-"""Of a trained parameter, of its gradient and of each of AdamW's two moments."""
+"""Bytes of a trained parameter, of its gradient and of each of AdamW's two moments."""
 MAX_LOGITS = 1 << 24
 """Most logits of a chunk, in the trainer."""
 LOGITS_COPIES = 3
-"""Float32 arrays of a chunk that are alive at once: log-probabilities, and two that their gradient is made of."""
+"""Float32 arrays of a chunk that are alive at once: log-probabilities, and two for their gradient."""
 PREFILL_TOKENS = 8192
 """Most tokens of an engine's pass over prompts."""
 
 Bytes = Mapping[str, NDArray[np.float64]]
-"""Name of a part to bytes a device."""
+"""Bytes of a device by part."""
 
 
 def training_memory(job: Job, layouts: TrainingLayouts, *, activations: float = 1.0) -> Bytes:
-    """What a device holds at the peak of a training step.
+    """Return the bytes of a device at the peak of a training step.
 
     With P parameters of the heaviest pipeline stage on a tensor-parallel rank, and s = DP x CP ranks that share them:
 
@@ -33,7 +33,7 @@ def training_memory(job: Job, layouts: TrainingLayouts, *, activations: float = 
       float32 weights and moments 12 P / s;
     - activations by Korthikanti et al. 2022 (arXiv 2205.05198, equations 4 and 5, tensor with sequence parallelism),
       see `ModelShape.activations_per_token`: of a micro-batch's N / CP tokens (all are about as large), L / PP layers
-      for each of the micro-batches that the first stage has begun, at most PP (one forward, one backward); with
+      for each of the micro-batches that the first stage has started, at most PP (one forward, one backward); with
       recomputation the layers' inputs (table 2);
     - logits a chunk at a time, and the head's gradient in float32, which FSDP's gathered gradients are already; with
       recomputation all of one layer's activations where these are more, as logits are gone by then;
@@ -54,7 +54,7 @@ def training_memory(job: Job, layouts: TrainingLayouts, *, activations: float = 
             parts[name] = parts.get(name, 0.0) + size
     # One model computes at a time.
     parts["gathered"] = _largest([_gathered(model, layouts, job.compute_bytes) for model in job.trained])
-    kept = [_kept(model, layouts, _begun(job, layouts)) for model in job.trained]
+    kept = [_kept(model, layouts, _in_flight(job, layouts)) for model in job.trained]
     parts["activations"] = activations * job.compute_bytes * tokens * _largest(kept)
     one_layer = [model.activations_per_token / layouts.tp for model in job.trained]
     layer_bytes = np.where(layouts.recompute, activations * job.compute_bytes * tokens * _largest(one_layer), 0.0)
@@ -69,34 +69,34 @@ def training_memory(job: Job, layouts: TrainingLayouts, *, activations: float = 
 
 
 def resident_state(parts: Bytes) -> NDArray[np.float64]:
-    """Of `training_memory`, what stays between steps unless it is moved to the host."""
+    """Return the part of `training_memory` that stays between steps unless it is moved to the host."""
     return parts["weights"] + parts["gradients"] + parts["optimizer"] + parts["reference"]
 
 
 def total(parts: Bytes) -> NDArray[np.float64]:
-    """Their sum."""
+    """Return the sum of all parts."""
     return np.sum(list(parts.values()), axis=0)
 
 
 def engine_weights(model: ModelShape, tp: int, compute_bytes: int) -> float:
-    """Bytes of a model's weights on each device of an engine."""
+    """Return the bytes of a model's weights on each device of an engine."""
     return compute_bytes * model.num_parameters / tp
 
 
 def engine_workspace(model: ModelShape, tp: int, compute_bytes: int) -> float:
-    """Bytes on each device of a pass over `PREFILL_TOKENS` prompt tokens: two states of a layer, and its MLP."""
+    """Return the bytes per device of a pass over `PREFILL_TOKENS` prompt tokens: two states of a layer, and its MLP."""
     w = model.workload
     widest = max(w.intermediate_size, w.num_experts_per_tok * w.moe_intermediate_size)
     return compute_bytes * PREFILL_TOKENS * (2 * w.hidden_size + 3 * widest / tp)
 
 
 def kv_bytes_per_token(model: ModelShape, tp: int, compute_bytes: int) -> float:
-    """Bytes of a token's keys and values on each device; heads are copied where there are fewer than devices."""
+    """Return the bytes of a token's keys and values per device; heads are copied where there are fewer than devices."""
     return compute_bytes * model.kv_values_per_token / min(tp, model.workload.num_key_value_heads)
 
 
 def _held(model: ModelShape, layouts: TrainingLayouts) -> NDArray[np.float64]:
-    """Parameters of the heaviest stage on each tensor-parallel rank: whole layers, and the embedding or the head."""
+    """Return the parameters of the heaviest stage on a tensor-parallel rank: whole layers, and embedding or head."""
     layers = np.ceil(model.workload.num_hidden_layers / layouts.pp)
     one_table = model.workload.hidden_size * (model.workload.vocab_size + 1)
     outer = np.where(layouts.pp == 1, model.num_outer_parameters, one_table)
@@ -122,25 +122,25 @@ def _gathered(model: ModelShape, layouts: TrainingLayouts, compute_bytes: int) -
     return np.where(layouts.sharded, np.where(layouts.dp * layouts.cp > 1, gathered, alone), 0.0)
 
 
-def _kept(model: ModelShape, layouts: TrainingLayouts, begun: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Activations that a token keeps until its backward pass."""
-    layers = begun * np.ceil(model.workload.num_hidden_layers / layouts.pp)
+def _kept(model: ModelShape, layouts: TrainingLayouts, in_flight: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the activations that a token keeps until its backward pass."""
+    layers = in_flight * np.ceil(model.workload.num_hidden_layers / layouts.pp)
     of_layer = np.where(layouts.recompute, model.workload.hidden_size, model.activations_per_token)
     return layers * of_layer / layouts.tp
 
 
-def _begun(job: Job, layouts: TrainingLayouts) -> NDArray[np.float64]:
-    """Micro-batches of which the first stage holds activations."""
+def _in_flight(job: Job, layouts: TrainingLayouts) -> NDArray[np.float64]:
+    """Return the micro-batches whose activations the first stage holds."""
     return np.minimum(layouts.pp, _micro_batches(job, layouts))
 
 
 def _micro_batches(job: Job, layouts: TrainingLayouts) -> NDArray[np.float64]:
-    """Of a replica in a step."""
+    """Return the micro-batches of a replica in a step."""
     return np.ceil(np.maximum(1.0, _tokens_of_a_replica(job, layouts) / layouts.max_tokens))
 
 
 def _tokens_of_a_replica(job: Job, layouts: TrainingLayouts) -> NDArray[np.float64]:
-    """In a step."""
+    """Return the tokens of a replica in a step."""
     return job.training_tokens / layouts.dp
 
 

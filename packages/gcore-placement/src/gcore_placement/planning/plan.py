@@ -1,4 +1,4 @@
-"""What the planner says: where each role runs, what a step takes, what memory holds, and why."""
+"""The result of the planner: the devices of each role, the seconds of a step, the memory, and the reasons."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -18,7 +18,7 @@ class EnginePlan:
     tensor_model_parallel_size: int
     num_replicas: int
     num_devices: int
-    """That the role has while it works; in the colocated strategy, all."""
+    """Devices of the role while it works; all of them in the colocated strategy."""
     max_num_seqs: int
 
 
@@ -27,10 +27,10 @@ class Alternative:
     """A choice that the plan does not make."""
 
     choice: str
-    """What is chosen among: strategy, policy engine, judge's engine, training."""
+    """The kind of choice: strategy, policy engine, judge's engine, training."""
     option: str
     reason: str
-    """What it costs, or why it does not fit."""
+    """The costs of the option, or why it does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Plan:
 
     cluster: Cluster
     num_devices: int
-    """That the plan uses."""
+    """Devices that the plan uses."""
     strategy: Strategy
     policy: EnginePlan
     judge: EnginePlan | None
@@ -51,7 +51,7 @@ class Plan:
     memory: Mapping[str, Mapping[str, float]]
     """Bytes of a device by phase (training, generation, reward) and part, at the peak."""
     usable_bytes: float
-    """Of a device's memory; the rest is left for contexts, buffers and fragmentation."""
+    """Usable memory of a device; the rest is for contexts, buffers and fragmentation."""
     correction: Mapping[str, float] | None
     """Factor of each stage's laws, measured over predicted seconds: 1 where too little was measured; None: it was not
     asked for."""
@@ -64,9 +64,9 @@ class Plan:
 
     @property
     def peak_bytes(self) -> float:
-        """Of the fullest device, at its peak."""
+        """Bytes of the fullest device, at its peak."""
         return max(sum(parts.values()) for parts in self.memory.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, such as JSON holds."""
+        """Return plain data, for JSON."""
         return {**asdict(self), "step_s": self.step_s, "peak_bytes": self.peak_bytes}

@@ -31,7 +31,6 @@ def plan(
 
     The plan may use fewer devices than there are where more do not help, and whole nodes where it uses several. Where
     split and dynamic take the same time, the plan is dynamic: its partition follows a workload that changes.
-    dynamic take the same time, the plan is dynamic: its partition follows a workload that changes.
 
     Args:
         strategy: None: the fastest; without a judge, colocated.

@@ -19,9 +19,9 @@ class StepTime:
 
     generation_s: float
     reward_s: float
-    """Beyond generation, where the two co-exist."""
+    """Seconds after generation, where both co-exist."""
     swap_s: float
-    """Engines sleep and wake."""
+    """Seconds in which engines sleep and wake."""
     preparation_s: float
     training_s: float
     weight_sync_s: float

@@ -1,4 +1,4 @@
-"""What preparation and training take under many layouts at once, from shapes and a device's data sheet."""
+"""The costs of preparation and training under many layouts at once, from shapes and a device's data sheet."""
 
 from dataclasses import dataclass
 
@@ -14,9 +14,9 @@ from gcore_placement.workload.job import Job
 from gcore_placement.workload.model_shape import ModelShape
 
 _FORWARD = 1 / 3
-"""Of the FLOPs of a forward and a backward pass."""
+"""Share of the forward pass in the FLOPs of a forward and a backward pass."""
 _LOGIT_PASSES = 26
-"""Times that the trainer reads or writes a token's logits in float32, half of them in the backward pass."""
+"""Reads and writes of a token's logits in float32, half of them in the backward pass."""
 _STATE_TRAFFIC_BYTES = 28
 """AdamW reads weight, gradient and two moments, and writes all but the gradient."""
 
@@ -32,12 +32,12 @@ class TrainingLaws:
     num_forward_passes: int
 
     def seconds(self, *, tokens: float, pairs: float, num_devices: int) -> NDArray[np.float64]:
-        """Preparation and training of a step."""
+        """Return the seconds of preparation and training of a step."""
         work_s = (self.per_token_s * tokens + self.per_pair_s * pairs) / num_devices
         return self.base_s + work_s * (1 + self.num_forward_passes * self.forward_share)
 
     def costs(self, index: int, *, sync_s: float, moving_s: float) -> TrainingCosts:
-        """Those of one layout; `moving_s`: seconds to bring its state from the host and back."""
+        """Return the costs of one layout; `moving_s`: seconds to bring its state from the host and back."""
         return TrainingCosts(
             base_s=float(self.base_s[index]) + moving_s,
             per_token_s=float(self.per_token_s[index]),
@@ -49,13 +49,13 @@ class TrainingLaws:
 
 
 def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, efficiency: Efficiency) -> TrainingLaws:
-    """The laws of all layouts.
+    """Return the laws of all layouts.
 
     Products and attention take their FLOPs over their shares of the peak, a third more where they are recomputed, as
     the head always is (its logits are made a chunk at a time, and again for the backward pass), and 1 + (PP - 1) / m
     times that for the pipeline's bubble at m micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1).
-    Reading and writing logits, `_LOGIT_PASSES` times, is much where a vocabulary is large and a model small. Added to
-    each token, and not hidden behind any of this:
+    Reading and writing logits, `_LOGIT_PASSES` times, takes long where a vocabulary is large and a model small. Added
+    to each token, and not hidden by any of this:
 
     - TP with sequence parallelism: four gathers or scatters of the token's state in each layer's forward pass, and as
       many in its backward pass (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2);
@@ -96,13 +96,13 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
 
 
 def _rates(sizes: NDArray[np.float64], cluster: Cluster, efficiency: Efficiency) -> NDArray[np.float64]:
-    """Bytes a second of each device among groups of these sizes."""
+    """Return the bytes per second of each device in groups of these sizes."""
     found = np.array([cluster.link_bytes_per_s(int(size)) for size in sizes])
     return found * efficiency.links
 
 
 def _scoring_s(model: ModelShape, cluster: Cluster, efficiency: Efficiency) -> float:
-    """Device-seconds of a token's logits beside their products."""
+    """Return the device-seconds of a token's logits in addition to their products."""
     size_bytes = MASTER_BYTES * _LOGIT_PASSES * model.workload.vocab_size
     return size_bytes / (cluster.device.memory_bytes_per_s * efficiency.memory)
 
@@ -110,7 +110,7 @@ def _scoring_s(model: ModelShape, cluster: Cluster, efficiency: Efficiency) -> f
 def _moved_s(
     model: ModelShape, job: Job, layouts: TrainingLayouts, cluster: Cluster, efficiency: Efficiency
 ) -> NDArray[np.float64]:
-    """Device-seconds of a token in which its state, keys and values are moved."""
+    """Return the device-seconds of a token in which its state, keys and values are moved."""
     w, tp, cp, pp = model.workload, layouts.tp, layouts.cp, layouts.pp
     state_bytes = float(w.hidden_size * job.compute_bytes)
     passes = np.where(layouts.recompute, 3.0, 2.0)
@@ -125,7 +125,7 @@ def _moved_s(
 def _update_s(
     model: ModelShape, job: Job, layouts: TrainingLayouts, cluster: Cluster, efficiency: Efficiency
 ) -> NDArray[np.float64]:
-    """Seconds of a step's update: AdamW, and under ZeRO-1 the gradients' scatter and the weights' gather."""
+    """Return the seconds of an update: AdamW, and under ZeRO-1 the gradients' scatter and the weights' gather."""
     parameters, ranks = model.num_parameters / (layouts.tp * layouts.pp), layouts.dp * layouts.cp
     adam_s = _STATE_TRAFFIC_BYTES * parameters / ranks / (cluster.device.memory_bytes_per_s * efficiency.memory)
     moved_bytes = (MASTER_BYTES + job.compute_bytes) * parameters * (ranks - 1) / ranks
@@ -136,7 +136,7 @@ def _update_s(
 def _zero_3_s(
     model: ModelShape, job: Job, layouts: TrainingLayouts, cluster: Cluster, efficiency: Efficiency
 ) -> NDArray[np.float64]:
-    """Seconds of a micro-batch's gathers of all weights, forward and backward, and of the gradients' scatter."""
+    """Return a micro-batch's seconds of gathers of all weights, forward and backward, and of the gradients' scatter."""
     ranks = layouts.num_devices
     moved_bytes = (2 * job.compute_bytes + MASTER_BYTES) * model.num_parameters * (ranks - 1) / ranks
     return moved_bytes / _rates(ranks, cluster, efficiency)

@@ -1,4 +1,4 @@
-"""Ways to train on so many devices: their memory, their seconds, and those of them worth a look."""
+"""The ways to train on a number of devices: their memory, their seconds, and those worth trying."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ class TrainingChoice:
     """Index among the layouts."""
     offload: bool
     seconds: float
-    """Of a step's preparation and training, and of moving the state."""
+    """Seconds of a step's preparation and training, and of moving the state."""
     state_bytes: float
-    """Of each device."""
+    """State of each device."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,15 +38,15 @@ class TrainingOptions:
     state_bytes: NDArray[np.float64]
     laws: TrainingLaws
     seconds: NDArray[np.float64]
-    """Of a step's preparation and training."""
+    """Seconds of a step's preparation and training."""
     moving_s: NDArray[np.float64]
-    """To bring the state from the host's memory and back."""
+    """Seconds to bring the state from the host's memory and back."""
 
     @classmethod
     def of(
         cls, job: Job, num_devices: int, *, cluster: Cluster, efficiency: Efficiency, correction: Correction
     ) -> "TrainingOptions":
-        """Those of so many devices."""
+        """Return the options for a number of devices."""
         layouts = training_layouts(job, cluster, num_devices)
         memory = training_memory(job, layouts, activations=efficiency.activations)
         laws = correction.training(training_laws(job, layouts, cluster=cluster, efficiency=efficiency))
@@ -63,8 +63,8 @@ class TrainingOptions:
         )
 
     def choices(self, usable_bytes: float, host_memory_bytes: float) -> list[TrainingChoice]:
-        """Of the layouts that fit: the fastest that moves its state to the host, and those that leave it where no other
-        is both faster and smaller."""
+        """Return the layouts to try: the fastest that fits and moves its state to the host, and those that fit and keep
+        it where no other is both faster and smaller."""
         found: list[TrainingChoice] = []
         fits = self.total_bytes <= usable_bytes
         with_moving = np.where(fits & (self.state_bytes <= host_memory_bytes), self.seconds + self.moving_s, np.inf)

@@ -8,7 +8,7 @@ class LeastLoaded:
 
     def __init__(self, num_replicas: int) -> None:
         self._loads = [0] * num_replicas
-        # Besides each replica's present load, the heap holds past ones, which are skipped.
+        # The heap holds each replica's present load, and past ones, which are skipped.
         self._heap = [(0, replica) for replica in range(num_replicas)]
 
     def take(self, amount: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Which sequences run on each of many replicas, and which of them ends next."""
+"""The running sequences of many replicas, and the one on each that ends next."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ class RunningSequences:
         self._block_end = np.full((num_replicas, num_blocks), np.inf)
 
     def add(self, replicas: NDArray[np.intp], items: NDArray[np.intp], ends: NDArray[np.float64]) -> None:
-        """One more sequence on each of the replicas."""
+        """Add a sequence to each of the replicas."""
         slot = self.num_running[replicas]
         block, place = slot // _BLOCK, slot % _BLOCK
         self._end[replicas, block, place] = ends
@@ -39,7 +39,7 @@ class RunningSequences:
         self._first_slot[replicas[is_first]] = slot[is_first]
 
     def remove_first(self, replicas: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Takes out what ends next on each of the replicas; which items these are."""
+        """Remove the sequence that ends next on each of the replicas; return their items."""
         block, place = np.divmod(self._first_slot[replicas], _BLOCK)
         item = self._item[replicas, block, place].astype(np.intp)
         last = self.num_running[replicas] - 1

@@ -42,17 +42,17 @@ JOBS = {
     "7B, 32B judge": JobCosts(policy=_ENGINE_7B, reward=_ENGINE_32B, training=_TRAINING_7B, swap=_SWAP_32B),
     "32B": JobCosts(policy=_ENGINE_32B, reward=_ENGINE_32B, training=_TRAINING_32B, swap=_SWAP_32B),
 }
-"""By the policy's size; the judge has the same, or its own."""
+"""Costs by the size of the policy; the judge has the same size, or its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """A cluster, and the batch that it is given."""
+    """A cluster and its batch size."""
 
     num_devices: int
     train_batch_size: int
     unit_devices: int
-    """What moves at once at least: a replica, nodes, or racks."""
+    """Least devices to move at once: a replica, nodes, or racks."""
 
 
 SCALES = {
@@ -60,7 +60,7 @@ SCALES = {
     512: Scale(num_devices=512, train_batch_size=1024, unit_devices=16),
     10_000: Scale(num_devices=10_000, train_batch_size=8192, unit_devices=400),
 }
-"""By devices. Batches grow less than clusters do: 64, 32 and 13 responses to a device, 16 to a prompt."""
+"""Scales by devices. Batches grow less than clusters do: 64, 32 and 13 responses per device, 16 per prompt."""
 
 _STEADY = TraceRecipe(
     name="steady",
@@ -129,7 +129,7 @@ SCENARIOS = {
         ),
     )
 }
-"""By name; sizes are set by the scale."""
+"""Trace recipes by name; the scale sets their sizes."""
 
 PUBLISHED = {
     curve.name: curve
@@ -153,7 +153,7 @@ PUBLISHED = {
         ),
     )
 }
-"""By name: response lengths of published runs. Neither had a judge: its lengths are an assumption."""
+"""Response lengths of published runs, by name. Neither had a judge: its lengths are an assumption."""
 
 
 def scenario(
@@ -167,7 +167,7 @@ def scenario(
     costs: JobCosts | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Simulator:
-    """The simulator of a scenario.
+    """Return the simulator of a scenario.
 
     Args:
         name: one of SCENARIOS or PUBLISHED.
@@ -202,7 +202,7 @@ def scenario(
 
 
 def sized(recipe: TraceRecipe, *, num_steps: int | None, train_batch_size: int, seed: int) -> TraceRecipe:
-    """The recipe over other steps, jumps after the same part of them."""
+    """Return the recipe with another number of steps, with jumps at the same fractions of them."""
     steps = recipe.num_steps if num_steps is None else num_steps
 
     def over(drift: Drift) -> Drift:

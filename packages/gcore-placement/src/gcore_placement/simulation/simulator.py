@@ -1,4 +1,4 @@
-"""Strategies of placement on one trace: what every step takes, and where all device-seconds go."""
+"""The simulator of placement strategies on one trace: seconds of each step, and where all device-seconds go."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from gcore_placement.workload.traces import Trace, Wave
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyRun:
-    """All steps under a strategy."""
+    """The steps of a trace under one strategy."""
 
     strategy: str
     num_devices: int
@@ -41,7 +41,7 @@ class StrategyRun:
         return sum(devices > 0 for step in self.steps for devices in step.moved_devices)
 
     def share(self, column: str) -> float:
-        """Of all device-seconds, for one of WORK and IDLE."""
+        """Return the share of one of WORK and IDLE in all device-seconds."""
         return sum(step.device_s[column] for step in self.steps) / (self.num_devices * self.seconds)
 
     @property
@@ -50,11 +50,11 @@ class StrategyRun:
 
 
 class Simulator:
-    """Runs one trace under any strategy; what strategies have in common is simulated once.
+    """Simulates one trace under any strategy; work that strategies have in common is simulated once.
 
     Args:
-        trace: what the steps ask for.
-        costs: what everything takes. A generative reward is needed: without one there is nothing to partition.
+        trace: the work of the steps.
+        costs: costs of all roles. A generative reward is needed: without one there is nothing to partition.
         space: the partitions that the cluster allows.
         progress: called with the number of waves just simulated.
 
@@ -84,22 +84,22 @@ class Simulator:
         by_step = [list(trace.waves(step)) for step in range(trace.num_steps)]
         self._waves = [wave for waves in by_step for wave in waves]
         self._end = np.cumsum([len(waves) for waves in by_step]).tolist()
-        """Of each step, behind its last wave."""
+        """For each step, the index after its last wave."""
         self._known: dict[tuple[int, int], WaveOutcome] = {}
-        """Waves on a partition to which nothing has just moved."""
+        """Outcomes of a wave on a partition without moves."""
 
     def colocated(self) -> StrategyRun:
-        """All devices generate, then all judge, wave after wave, with swaps between."""
+        """Simulate colocated: all devices generate, then all judge, wave after wave, with swaps between."""
         outcomes = in_turns(self.costs, self._waves, self.space.num_devices)
         self._progress(len(self._waves))
         return self._run("colocated", outcomes)
 
     def split(self, partition: Partition) -> StrategyRun:
-        """The same partition in every wave."""
+        """Simulate split: the same partition in each wave."""
         return self._known_run("split", [self.space.index(partition)] * len(self._waves))
 
     def best_split(self) -> StrategyRun:
-        """The partition that takes least over the whole trace, as only hindsight knows it.
+        """Simulate the split that is fastest over the whole trace, chosen with hindsight.
 
         Exact: a partition is left out only where a bound shows it to be slower.
         """
@@ -110,7 +110,7 @@ class Simulator:
             self._simulate(range(len(self._waves)), index)
 
     def clairvoyant(self) -> StrategyRun:
-        """In every wave the partition that takes least, known in advance, and moves for nothing.
+        """Simulate the fastest partition of each wave, known in advance, with moves that take no time.
 
         No strategy that keeps to the space's partitions takes less in any wave. Exact, as `best_split`.
         """
@@ -129,15 +129,15 @@ class Simulator:
         config: DynamicPartitionConfig | None = None,
         believed: JobCosts | None = None,
     ) -> StrategyRun:
-        """`DynamicPartition` decides after every wave.
+        """Simulate dynamic: `DynamicPartition` decides after each wave.
 
-        Devices that move load the weights of their new role and begin late: before a step by what that takes longer
-        than to wake, within one by all of it, behind the sleep of their old role.
+        Devices that move load the weights of their new role and start late: before a step by the time that loading
+        takes longer than waking, within a step by all of it, after the sleep of their old role.
 
         Args:
-            start: half of the devices for either role if None, which takes no knowledge of the trace.
-            config: how readily devices move; what moves take is that of the costs.
-            believed: what the policy takes the costs to be; as they are, if None.
+            start: None: half of the devices for each role.
+            config: conditions of moves; their seconds are those of the costs.
+            believed: the costs that `DynamicPartition` assumes; None: the true ones.
         """
         swap = self.costs.swap
         config = replace(
@@ -166,7 +166,7 @@ class Simulator:
         return self._run("dynamic", outcomes, partitions)
 
     def _run(self, strategy: str, outcomes: Sequence[WaveOutcome], partitions: Sequence[Partition] = ()) -> StrategyRun:
-        """Of the outcomes of all waves and the partitions that they ran on; none: in turns."""
+        """Combine the outcomes of all waves, and the partitions they ran on; no partitions: colocated."""
         devices = [partition.policy_devices for partition in partitions]
         moved = np.abs(np.diff(devices, prepend=devices[:1])).tolist()
         steps = [
@@ -183,20 +183,20 @@ class Simulator:
         return StrategyRun(strategy=strategy, num_devices=self.space.num_devices, steps=tuple(steps))
 
     def _known_run(self, strategy: str, chosen: Sequence[int]) -> StrategyRun:
-        """Each wave on the partition of an index, to which nothing has just moved."""
+        """Run each wave on the partition of an index, without moves."""
         for index in set(chosen):
             self._simulate([wave for wave, own in enumerate(chosen) if own == index], index)
         outcomes = [self._known[wave, index] for wave, index in enumerate(chosen)]
         return self._run(strategy, outcomes, [self.space.partitions[index] for index in chosen])
 
     def _outcome(self, wave: int, index: int) -> WaveOutcome:
-        """Of a wave on a partition; the rest of its step is simulated with it, as it may be asked for next."""
+        """Return the outcome of a wave on a partition; the rest of its step is simulated with it."""
         end = next(end for end in self._end if end > wave)
         self._simulate(range(wave, end), index)
         return self._known[wave, index]
 
     def _simulate(self, waves: Iterable[int], index: int) -> None:
-        """Makes waves on a partition known, all at once."""
+        """Simulate the waves on a partition that are not known, all at once."""
         unknown = [wave for wave in waves if (wave, index) not in self._known]
         if not unknown:
             return
@@ -209,7 +209,7 @@ class Simulator:
 
     @cached_property
     def _least_s(self) -> NDArray[np.float64]:
-        """[num_waves, num_partitions], seconds that a wave takes at least; what it does take, once that is known."""
+        """[num_waves, num_partitions], a lower bound of a wave's seconds; the exact seconds once they are known."""
         policy_P = [p.policy_replicas for p in self.space.partitions]
         reward_P = np.array([p.reward_replicas for p in self.space.partitions], dtype=np.float64)
         rows: list[NDArray[np.float64]] = []
@@ -222,7 +222,7 @@ class Simulator:
 
 
 def _least_generating_s(costs: EngineCosts, policy_replicas: Sequence[int], wave: Wave) -> NDArray[np.float64]:
-    """[num_partitions], seconds below which the policy's replicas cannot be done with a wave.
+    """Return a lower bound of the seconds in which the policy's replicas finish a wave: [num_partitions].
 
     A replica decodes `max_num_seqs` tokens a step at most, and a step for each token of its longest response; every
     token adds what it adds.
@@ -242,7 +242,7 @@ def _least_generating_s(costs: EngineCosts, policy_replicas: Sequence[int], wave
 def _least_judging_s(
     costs: EngineCosts, replicas_P: NDArray[np.float64], held_GN: NDArray[np.float64], length_GN: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """[num_partitions], seconds below which judges cannot be done, however responses are divided among them."""
+    """Return a lower bound of the seconds in which judges finish, however responses are divided: [num_partitions]."""
     context = (held_GN * length_GN + length_GN**2 / 2).sum()
     per_token_s = costs.decode_per_sequence_s + costs.decode_base_s / costs.max_num_seqs
     shared_s = (

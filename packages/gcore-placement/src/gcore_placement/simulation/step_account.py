@@ -1,4 +1,4 @@
-"""Where a simulated step's seconds and device-seconds go."""
+"""The account of a simulated step: its seconds by stage, and its device-seconds by work and cause of idleness."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from gcore_placement.simulation.waves import WaveOutcome, reward_costs
 WORK = tuple(_WORK_OF_STAGE.values())
 """Columns of work, as in the ledger of a run."""
 IDLE = ("long_tail", "waiting_for_reward", "waiting_for_weights", "swap", "imbalance", "unassigned")
-"""Causes of idleness that a simulation knows, by the ledger's names."""
+"""Causes of idleness that a simulation distinguishes, by the ledger's names."""
 
 _HELD_UP = 0.1
 """A reward that is done later than without any contention, by more than this share, held up the wave itself. Where both
@@ -21,17 +21,17 @@ roles take about as long, the last judgements of a wave meet a full engine, and 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedStep:
-    """One step under a strategy."""
+    """The account of one step under a strategy."""
 
     seconds: float
     stage_s: dict[str, float]
-    """Of its stages: swap, generation (with reward), preparation, training and weight_sync."""
+    """Seconds by stage: swap, generation (with reward), preparation, training and weight_sync."""
     device_s: dict[str, float]
     """Device-seconds of each of WORK and IDLE; they add up to devices * seconds."""
     partitions: tuple[Partition, ...] = ()
-    """Of its waves; none: the roles take turns on all devices."""
+    """The partitions of its waves; empty: the roles take turns on all devices."""
     moved_devices: tuple[int, ...] = ()
-    """That changed their role before each wave."""
+    """Devices that changed their role before each wave."""
 
 
 def whole_step(
@@ -43,7 +43,7 @@ def whole_step(
     partitions: Sequence[Partition] = (),
     moved_devices: Sequence[int] = (),
 ) -> SimulatedStep:
-    """A step of waves, and what all devices do together after them: preparation, training and weight sync.
+    """Combine waves into a step, with the preparation, training and weight sync of all devices after them.
 
     Engines wake before the waves and sleep after them; where roles take turns, also between waves.
     """
@@ -73,11 +73,11 @@ def whole_step(
 
 
 def wave_loads(believed: JobCosts, wave: WaveOutcome) -> tuple[RoleLoad, RoleLoad]:
-    """What the live policy would be told of a wave: of the policy, and of the reward.
+    """Return the loads of a wave that a live run would observe: of the policy, and of the reward.
 
     Args:
-        believed: the costs as a model has them, which need not be those of the simulation.
-        wave: side by side.
+        believed: the costs of the model in use, which need not be those of the simulation.
+        wave: a wave on a partition.
     """
     policy_work, policy_floor_s = engine_load(believed.policy, wave.policy_work)
     reward_work, reward_floor_s = engine_load(reward_costs(believed), wave.reward_work)

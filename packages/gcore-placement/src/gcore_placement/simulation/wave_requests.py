@@ -1,4 +1,4 @@
-"""What replicas are asked in waves of sampling; many waves at once, each with replicas of its own.
+"""The requests of replicas in waves of sampling; many waves at once, each with replicas of its own.
 
 Shapes: G groups and N responses to each, Q = all of these over W waves.
 """
@@ -13,7 +13,7 @@ from gcore_placement.workload.traces import Wave
 
 
 def policy_requests(waves: Sequence[Wave], num_replicas: int) -> Requests:
-    """Responses in order of groups, from second 0 on: each replica gets as long a run of neighbours.
+    """Return the responses in order of groups, from second 0: each replica gets an equal run of neighbours.
 
     So most groups stay together, and on each replica a group's prompt is computed once.
     """
@@ -38,7 +38,7 @@ def policy_requests(waves: Sequence[Wave], num_replicas: int) -> Requests:
 
 
 def judge_requests(waves: Sequence[Wave], ready_Q: NDArray[np.float64], num_replicas: int) -> Requests:
-    """Judgements, which a wave's replicas get in turns as responses are ready; each reads prompt and response."""
+    """Return the judgements, dealt in turn to a wave's replicas as responses finish; each reads prompt and response."""
     wave_Q = np.repeat(np.arange(len(waves)), [wave.response_length.size for wave in waves])
     read = np.concatenate([(w.prompt_length[:, None] + w.response_length).ravel() for w in waves])
     length = np.concatenate([wave.judge_length.ravel() for wave in waves])
@@ -54,11 +54,11 @@ def judge_requests(waves: Sequence[Wave], ready_Q: NDArray[np.float64], num_repl
 
 
 def wave_starts(waves: Sequence[Wave]) -> NDArray[np.intp]:
-    """[W], the first request of each wave."""
+    """Return the index of the first request of each wave: [W]."""
     sizes = np.array([wave.response_length.size for wave in waves])
     return np.cumsum(sizes) - sizes
 
 
 def context_tokens(requests: Requests) -> NDArray[np.float64]:
-    """[Q], for every token the tokens that its sequence holds, summed."""
+    """Return the sum over a request's tokens of the tokens that its sequence holds: [Q]."""
     return requests.context * requests.length + requests.length**2 / 2

@@ -1,6 +1,6 @@
-"""Waves of sampling, simulated: generated and judged side by side on a partition, or in turns on all devices.
+"""Simulate waves of sampling: generated and judged side by side on a partition, or in turns on all devices.
 
-Waves are independent: one begins when the one before it has all its scores. Shapes: W waves, Q requests of all waves.
+Waves are independent: one starts when the one before it has all its scores. Shapes: W waves, Q requests of all waves.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,12 +17,12 @@ from gcore_placement.simulation.wave_requests import context_tokens, judge_reque
 from gcore_placement.workload.traces import Wave
 
 _MAX_SLOTS = 4_000_000
-"""Running sequences of all replicas that are simulated at once: what bounds the memory."""
+"""Most running sequences to simulate at once, which bounds the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WaveOutcome:
-    """What became of one wave."""
+    """The outcome of one wave."""
 
     seconds: float
     device_s: dict[str, float]
@@ -39,7 +39,7 @@ class WaveOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """Replicas that have just changed their role, the last of their new role's: they begin late in the first wave."""
+    """Replicas that have just changed their role, the last of their new role: they start late in the first wave."""
 
     policy_replicas: int = 0
     reward_replicas: int = 0
@@ -59,7 +59,7 @@ class WaveRuns:
 def side_by_side(
     costs: JobCosts, waves: Sequence[Wave], partition: Partition, moved: Moved | None = None
 ) -> list[WaveOutcome]:
-    """Policy and reward co-exist on disjoint devices; each response is judged once it is done."""
+    """Simulate waves with policy and reward on disjoint devices; each response is judged once it is done."""
     outcomes: list[WaveOutcome] = []
     reward = reward_costs(costs)
     for chunk in _chunks(waves, costs, partition.policy_replicas, partition.reward_replicas):
@@ -103,7 +103,7 @@ def side_by_side(
 
 
 def in_turns(costs: JobCosts, waves: Sequence[Wave], num_devices: int) -> list[WaveOutcome]:
-    """All devices generate; then they swap, and all judge. The swap back is not the wave's."""
+    """Simulate waves in which all devices generate, swap, and judge. The swap back is not part of the wave."""
     outcomes: list[WaveOutcome] = []
     reward = reward_costs(costs)
     replicas = num_devices // costs.policy.devices_per_replica, num_devices // reward.devices_per_replica
@@ -131,7 +131,7 @@ def in_turns(costs: JobCosts, waves: Sequence[Wave], num_devices: int) -> list[W
 def run_side_by_side(
     costs: JobCosts, waves: Sequence[Wave], partition: Partition, late: Moved | None = None
 ) -> WaveRuns:
-    """The engines' runs behind `side_by_side`."""
+    """Run both engines on a partition; `side_by_side` accounts for the result."""
     late = late or Moved()
     responses = policy_requests(waves, partition.policy_replicas)
     _delay(responses, partition.policy_replicas, late.policy_replicas, late.load_s)
@@ -143,7 +143,7 @@ def run_side_by_side(
 
 
 def run_in_turns(costs: JobCosts, waves: Sequence[Wave], num_devices: int) -> WaveRuns:
-    """The engines' runs behind `in_turns`."""
+    """Run both engines in turns; `in_turns` accounts for the result."""
     policy_replicas = num_devices // costs.policy.devices_per_replica
     responses = policy_requests(waves, policy_replicas)
     generated = run_replicas(costs.policy, len(waves) * policy_replicas, responses)
@@ -158,7 +158,7 @@ def run_in_turns(costs: JobCosts, waves: Sequence[Wave], num_devices: int) -> Wa
 
 
 def reward_costs(costs: JobCosts) -> EngineCosts:
-    """The reward's engine, without which nothing here is called."""
+    """Return the costs of the reward's engine, which must be given."""
     assert costs.reward is not None
     return costs.reward
 
@@ -166,7 +166,7 @@ def reward_costs(costs: JobCosts) -> EngineCosts:
 def _chunks(
     waves: Sequence[Wave], costs: JobCosts, policy_replicas: int, reward_replicas: int
 ) -> Iterator[Sequence[Wave]]:
-    """So many waves at once that what runs of them fits `_MAX_SLOTS`."""
+    """Yield as many waves at once as fit into `_MAX_SLOTS`."""
     largest = max(wave.response_length.size for wave in waves)
     slots = max(
         replicas * min(engine.max_num_seqs, -(-largest // replicas))
@@ -177,21 +177,21 @@ def _chunks(
 
 
 def _delay(requests: Requests, num_replicas: int, num_late: int, late_s: float) -> None:
-    """Requests of the first wave's last replicas come when these are there."""
+    """Delay the requests of the first wave's last replicas until these have moved."""
     if num_late:
         is_late = (requests.replica < num_replicas) & (requests.replica >= num_replicas - num_late)
         requests.arrival[is_late] = np.maximum(requests.arrival[is_late], late_s)
 
 
 def _busy_s(run: EngineRun, replicas_per_wave: int, until_W: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[W] seconds that replicas had something to do, up to a moment of each wave, summed over its replicas."""
+    """Return the busy seconds of each wave's replicas up to a moment, summed: [W]."""
     wave_I = run.busy_replica // replicas_per_wave
     seconds_I = np.maximum(np.minimum(run.busy_to, until_W[wave_I]) - run.busy_from, 0.0)
     return np.asarray(np.bincount(wave_I, weights=seconds_I, minlength=len(until_W)), dtype=np.float64)
 
 
 def _alone_s(costs: EngineCosts, requests: Requests) -> NDArray[np.float64]:
-    """[Q], seconds of each request if nothing else ran."""
+    """Return the seconds of each request if nothing else ran: [Q]."""
     return (
         (costs.decode_base_s + costs.decode_per_sequence_s) * requests.length
         + costs.decode_per_context_token_s * context_tokens(requests)
@@ -200,7 +200,7 @@ def _alone_s(costs: EngineCosts, requests: Requests) -> NDArray[np.float64]:
 
 
 def _works(requests: Requests, starts: NDArray[np.intp]) -> list[EngineWork]:
-    """Of each wave; requests are in order of waves."""
+    """Return the work of each wave; requests are in order of waves."""
     sums = [
         np.add.reduceat(values, starts).tolist()
         for values in (requests.length, context_tokens(requests), requests.prefill)
@@ -221,7 +221,7 @@ def _outcomes(
     generation_W: NDArray[np.float64],
     uncontended_W: NDArray[np.float64],
 ) -> list[WaveOutcome]:
-    # What rounding leaves below 0 is nothing.
+    # Values below 0 come from rounding.
     rounded = {name: np.maximum(column_W, 0.0).tolist() for name, column_W in columns.items()}
     policy, reward = _works(runs.responses, starts), _works(runs.judgements, starts)
     return [

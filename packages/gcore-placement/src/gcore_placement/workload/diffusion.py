@@ -1,4 +1,4 @@
-"""Simulated workload of diffusion transformers: the floating-point operations that latents take."""
+"""The workload of diffusion transformers: floating-point operations per latent."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -33,7 +33,7 @@ class DiffusionWorkload:
     num_attention_heads: int
     attention_head_dim: int
     in_channels: int
-    """Of the latent."""
+    """Channels of the latent."""
     out_channels: int
     patch_size: int = 2
     mlp_ratio: int = 4

@@ -1,4 +1,4 @@
-"""One step of an RLHF job: its models, and how much of what they do."""
+"""One step of an RLHF job: its models and their work."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +13,7 @@ from gcore_placement.workload.model_shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
-    """The work of a step, as a mean over many.
+    """The mean work of a step.
 
     Raises:
         PlacementError: a number is out of its bounds, or a judge has no lengths.
@@ -32,13 +32,13 @@ class Job:
     """A generative reward model, which reads the prompt and the response and writes a judgement; None: scores are made
     elsewhere, at once."""
     judge_lengths: Lengths | None = None
-    """Of judgements."""
+    """Lengths of judgements."""
     reference: bool = False
     """A frozen copy of the policy scores all responses (KL)."""
     critic: ModelShape | None = None
     """A value model that is trained as the policy is."""
     compute_bytes: int = 2
-    """Of a number in matrix products, activations, keys and values, and of an engine's weights: 2 is bfloat16. Trained
+    """Bytes of a number in matrix products, activations, keys and values, and engine weights: 2 is bfloat16. Trained
     parameters, gradients and moments are float32."""
     old_log_probs: bool = False
     """The policy scores all responses again before it trains; else the engine's log-probs serve."""
@@ -84,7 +84,7 @@ class Job:
 
     @cached_property
     def judge_prompt_lengths(self) -> Lengths | None:
-        """What the judge reads: the mean prompt and a response."""
+        """Lengths that the judge reads: the mean prompt and a response."""
         if self.judge is None:
             return None
         return Lengths(

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from gcore_placement.errors import check_above_0, check_amount_list, check_amounts, refusal
 
 _EDGES = np.concatenate([np.linspace(0, 1, 513)[:-1], 1 - 2.0 ** -np.arange(10, 42), [1.0]])
-"""Of the probability that each length of a law stands for: finer and finer in the long tail."""
+"""Edges of the probabilities that the lengths of a law stand for, finer and finer in the long tail."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -24,7 +24,7 @@ class Lengths:
 
     @classmethod
     def log_normal(cls, *, median: float, sigma: float, longest: float) -> Self:
-        """Half are longer than `median`; `sigma` is the standard deviation of the logarithm; cut at `longest`.
+        """Return log-normal lengths, cut at `longest`; `sigma` is the standard deviation of their logarithm.
 
         Raises:
             PlacementError: median or longest is not above 0, sigma is negative, or the median is beyond the longest.
@@ -41,7 +41,7 @@ class Lengths:
 
     @classmethod
     def recorded(cls, lengths: ArrayLike) -> Self:
-        """As often as they were seen, at least one.
+        """Return the distribution of recorded lengths, at least one.
 
         Raises:
             PlacementError: there is none, or one is negative or not finite.
@@ -72,17 +72,17 @@ class Lengths:
         return float(self.values[-1])
 
     def expected_longest(self, count: float) -> float:
-        """Mean of the longest of so many draws."""
+        """Return the mean of the longest of ``count`` draws."""
         return float(self.values @ np.diff(self.edges ** max(1.0, count)))
 
     def cut(self, longest: float) -> "Lengths":
-        """The same, no length beyond `longest`."""
+        """Return the lengths cut at `longest`."""
         return Lengths(values=np.minimum(self.values, longest), edges=self.edges)
 
     def remaining(self) -> "Lengths":
-        """What is left of a sequence caught at a random moment of steady work.
+        """Return the remaining lengths of sequences at a random moment of steady work.
 
-        Of density (1 - F) / mean (the renewal equation's residual life). Only its values' grid is coarser.
+        Their density is (1 - F) / mean (the renewal equation's residual life). Only its values' grid is coarser.
         """
         rising = np.concatenate([[0.0], self.values])
         alive = 1 - self.edges[:-1]
@@ -91,7 +91,7 @@ class Lengths:
         return Lengths(values=np.interp(middles, cumulated / cumulated[-1], rising), edges=_EDGES)
 
     def most_alive(self, offset: float) -> float:
-        """Largest tokens held for each sequence, where all begin together and leave as they end; offset: of prompts."""
+        """Return the most tokens held per sequence if all start together and leave as they end; offset: of prompts."""
         alive = 1 - self.edges[:-1]
         return float(np.max(alive * (offset + self.values)))
 

@@ -1,4 +1,4 @@
-"""What a model holds: its parameters, and the keys and values of a token, from a Hugging Face `config.json`."""
+"""The shape of a model: its parameters, and the keys and values of a token, from a Hugging Face `config.json`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A model as the planner sees it: the work of a token, and what takes memory.
+    """A model's shape for the planner: the work of a token, and the memory.
 
     Counts are exact: they are those of transformers' causal language models.
     """
@@ -24,14 +24,14 @@ class ModelShape:
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
-    """Of the projection behind attention."""
+    """The projection after attention has a bias."""
     mlp_bias: bool = False
     qk_norm: bool = False
     """Queries and keys are normalised, head by head."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> Self:
-        """Reads the mapping in a `config.json`.
+        """Read the mapping in a `config.json`.
 
         Raises:
             PlacementError: `model_type` is not one of MODEL_TYPES, or the work of a token cannot be read; see
@@ -52,36 +52,36 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """All, embeddings that are tied counted once."""
+        """All parameters; tied embeddings count once."""
         w = self.workload
         return w.num_hidden_layers * self._attention_parameters + self._mlp_parameters + self.num_outer_parameters
 
     @property
     def num_active_parameters(self) -> int:
-        """Those that a token meets; of experts, the ones that it is sent to."""
+        """Parameters that a token meets; of the experts, those that it is sent to."""
         w = self.workload
         asleep = w.num_experts - w.num_experts_per_tok
         return self.num_parameters - w.num_moe_layers * asleep * self._expert_parameters
 
     @property
     def num_multiplied_parameters(self) -> int:
-        """Of the active ones, those that a token is multiplied by: all but embeddings that are not the head, too."""
+        """Active parameters that a token is multiplied by: all but embeddings that are not also the head."""
         return self.num_active_parameters - self._num_looked_up
 
     @property
     def num_outer_parameters(self) -> int:
-        """Of the embedding, the last norm and the head: what is in no layer."""
+        """Parameters outside the layers: the embedding, the last norm and the head."""
         w = self.workload
         return w.hidden_size * (w.vocab_size * (1 if self.tie_word_embeddings else 2) + 1)
 
     @property
     def num_layer_parameters(self) -> int:
-        """Of the mean layer, rounded up."""
+        """Parameters of the mean layer, rounded up."""
         return -(-(self.num_parameters - self.num_outer_parameters) // self.workload.num_hidden_layers)
 
     @property
     def head_flops_per_token(self) -> int:
-        """Of the workload's, forward and backward, those of the logits."""
+        """FLOPs of the logits, forward and backward, which the workload includes."""
         return 6 * self.workload.hidden_size * self.workload.vocab_size
 
     @property
@@ -107,7 +107,7 @@ class ModelShape:
         return outside + -(-mlps // w.num_hidden_layers)
 
     def parameters_read(self, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Parameters that forward passes over so many tokens each read.
+        """Return the parameters that forward passes over so many tokens each read.
 
         Experts that no token goes to are not, nor, but for a row a token, embeddings that are not the head, too.
         """
@@ -123,7 +123,7 @@ class ModelShape:
 
     @property
     def _attention_parameters(self) -> int:
-        """And norms, of a layer."""
+        """Parameters of a layer's attention and norms."""
         w = self.workload
         h, q, kv = w.hidden_size, w.query_size, w.key_value_size
         biases = self.qkv_bias * (q + 2 * kv) + self.output_bias * h
@@ -135,7 +135,7 @@ class ModelShape:
 
     @property
     def _mlp_parameters(self) -> int:
-        """Of all layers."""
+        """Parameters of the MLPs of all layers."""
         w = self.workload
         h, i = w.hidden_size, w.intermediate_size
         mixture = w.num_experts * (self._expert_parameters + h)

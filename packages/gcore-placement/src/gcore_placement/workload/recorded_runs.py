@@ -27,14 +27,14 @@ def run_trace(folder: str | Path, *, n: int, judge_median: float, max_judge_leng
     they are drawn from a log-normal distribution.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
         n: responses to a prompt.
         judge_median: tokens of a judgement; half are longer.
         max_judge_length: most tokens of one.
-        seed: of what the record does not tell.
+        seed: seed of everything that is not recorded.
 
     Raises:
-        PlacementError: the folder is no such run, or `judge_median` is not above 0.
+        PlacementError: the folder is not such a run, or `judge_median` is not above 0.
     """
     check_above_0("judge_median", judge_median)
     folder = Path(folder)
@@ -86,7 +86,7 @@ class PublishedCurve:
     points: Sequence[tuple[float, float, float]]
     """Step, mean tokens of a response, and most that were allowed from there on."""
     sigma: float = 0.9
-    """Of responses."""
+    """Standard deviation of the logarithm of response lengths."""
     prompt_length: float = 300
     judge_median: float = 800
     max_judge_length: float = 8192

@@ -1,4 +1,4 @@
-"""Traces that are made up: lengths that grow, acceptance that falls, long tails, judges slow and fast, jumps."""
+"""Recipes of traces: lengths that grow, acceptance that falls, long tails, slow and fast judges, jumps."""
 
 from dataclasses import dataclass, fields
 
@@ -19,10 +19,10 @@ class Drift:
     last: float
     jump_step: int | None = None
     back_step: int | None = None
-    """In which what has jumped is `first` again."""
+    """Step from which the value is `first` again after a jump."""
 
     def over(self, num_steps: int) -> NDArray[np.float64]:
-        """[num_steps], in equal ratios: twice as much takes as long from 1 to 2 as from 2 to 4."""
+        """Return the value of each step, which grows by equal ratios unless it jumps: [num_steps]."""
         if self.jump_step is not None:
             step = np.arange(num_steps)
             has_jumped = (step >= self.jump_step) & (step < (num_steps if self.back_step is None else self.back_step))
@@ -31,7 +31,7 @@ class Drift:
 
 
 def steady(value: float) -> Drift:
-    """A value that stays."""
+    """Return a value that does not change."""
     return Drift(first=value, last=value)
 
 
@@ -57,7 +57,7 @@ class TraceRecipe:
     response_sigma: float = 0.9
     """Standard deviation of the logarithm of lengths."""
     group_correlation: float = 0.3
-    """Share of that variance which the prompt explains."""
+    """Share of that variance that the prompt explains."""
     max_response_length: int = 16_384
     judge_median: Drift
     judge_sigma: float = 0.6
@@ -67,9 +67,9 @@ class TraceRecipe:
     gen_batch_ratio: float = 1.0
     """Prompts of a first wave, and most of any other, over `train_batch_size`: 3 in DAPO's recipe."""
     noise: float = 0.0
-    """Standard deviation of the logarithm of a step's medians, beside the drift."""
+    """Standard deviation of the logarithm of a step's medians, in addition to the drift."""
     payload_median_bytes: float = 0.0
-    """Of a prompt beside its tokens."""
+    """Median bytes of a prompt in addition to its tokens."""
     payload_sigma: float = 1.0
     seed: int = 0
 
@@ -95,7 +95,7 @@ class TraceRecipe:
                 check(f"{field.name}.last", drift.last)
 
     def trace(self) -> Trace:
-        """The trace; the same at every call."""
+        """Return the trace; it is the same at each call."""
         rng = np.random.default_rng(self.seed)
         noise = np.exp(self.noise * rng.standard_normal((2, self.num_steps)))
         responses = self.response_median.over(self.num_steps) * noise[0]
@@ -130,7 +130,7 @@ class TraceRecipe:
         )
 
     def _waves(self, acceptance: float, rng: np.random.Generator) -> list[NDArray[np.bool_]]:
-        """Of each wave, which groups the step trains on.
+        """Return, for each wave, which groups the step trains on.
 
         A wave has what is missing still, over the acceptance so far, and `gen_batch_ratio` batches at most. More than
         a batch are left out of the training; where the last wave leaves it short, it is smaller.

@@ -1,4 +1,4 @@
-"""Traces: what every step of a run asks for, whatever runs it; recorded or made up, kept in one file.
+"""Traces: the work of each step of a run, recorded or made from a recipe, stored in one file.
 
 Shapes: G groups (a prompt and its responses), N responses to each.
 """
@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from gcore_placement.errors import PlacementError, check_amounts, check_lengths, check_positive, refusal
 
 FORMAT = 1
-"""Of the file; others are refused."""
+"""Format of the file; others are refused."""
 _OF_RESPONSES = ("response_length", "judge_length")
 
 
@@ -58,7 +58,7 @@ class Trace:
     judge_length: NDArray[np.float64]
     """[G, N] of the judgement of each response."""
     payload_bytes: NDArray[np.float64]
-    """[G] of a prompt beside its tokens, such as images and video."""
+    """[G], bytes of a prompt in addition to its tokens, such as images and video."""
 
     def __post_init__(self) -> None:
         num_groups = self.response_length.shape[0]
@@ -90,11 +90,11 @@ class Trace:
         return np.searchsorted(self.step, np.arange(self.num_steps + 1))
 
     def step_slice(self, step: int) -> slice:
-        """The groups of a step."""
+        """Return the slice of a step's groups."""
         return slice(int(self._step_bounds[step]), int(self._step_bounds[step + 1]))
 
     def waves(self, step: int) -> Iterator[Wave]:
-        """Of a step, in their order."""
+        """Yield the waves of a step in order."""
         groups = self.step_slice(step)
         waves = self.wave[groups]
         bounds = groups.start + np.searchsorted(waves, np.arange(int(waves[-1]) + 2))
@@ -106,7 +106,7 @@ class Trace:
             )
 
     def training_tokens(self, step: int) -> tuple[float, float]:
-        """Tokens that the step trains on, and pairs of a query and a key token that it attends to.
+        """Return the tokens that the step trains on, and the pairs of query and key tokens.
 
         See `TransformerWorkload.flops`; a prompt is computed with each of its responses.
         """
@@ -116,16 +116,16 @@ class Trace:
         return float(lengths.sum()), float((lengths * (lengths + 1) / 2).sum())
 
     def save(self, path: str | Path) -> None:
-        """Writes one `.npz` file: the arrays under their names, `name` and `format`."""
+        """Write one `.npz` file: the arrays under their names, `name` and `format`."""
         arrays = {field.name: np.asarray(getattr(self, field.name)) for field in fields(self)}
         np.savez_compressed(Path(path), allow_pickle=False, format=np.int64(FORMAT), **arrays)
 
     @classmethod
     def load(cls, path: str | Path) -> "Trace":
-        """Reads what `save` wrote.
+        """Read a file that `save` has written.
 
         Raises:
-            PlacementError: the file is no trace, or one of another format.
+            PlacementError: the file is not a trace, or has another format.
         """
         names = {field.name for field in fields(cls)}
         try:
@@ -144,7 +144,7 @@ class Trace:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """What a run tells of one step: how much it sampled, and how long that was.
+    """The record of one step of a run: numbers of prompts and waves, and lengths.
 
     `quantiles` are pairs of a probability and a length in tokens, both rising, such as ((0, 12), (0.5, 900), (1, 8192))
     for the shortest, the median and the longest. Between them the logarithm of lengths is interpolated.
@@ -152,18 +152,18 @@ class RecordedStep:
 
     num_prompts: int
     num_accepted: int
-    """Of these prompts."""
+    """Prompts that were accepted."""
     prompt_quantiles: Sequence[tuple[float, float]]
     response_quantiles: Sequence[tuple[float, float]]
     judge_quantiles: Sequence[tuple[float, float]]
     payload_bytes: float = 0.0
-    """Mean of a prompt."""
+    """Mean bytes of a prompt."""
     num_waves: int = 1
-    """In which they were sampled: each has what the one before it did not keep, at least one prompt."""
+    """Waves of sampling: each has the prompts that the one before it did not keep, at least one."""
 
 
 def recorded_trace(name: str, steps: Sequence[RecordedStep], *, n: int, seed: int = 0) -> Trace:
-    """A trace with the steps, waves, sizes and lengths of a run that was recorded.
+    """Return a trace with the steps, waves, sizes and lengths of a recorded run.
 
     Raises:
         PlacementError: there is no step, a count is below 1, more waves than prompts, or quantiles do not rise.
@@ -196,7 +196,7 @@ def recorded_trace(name: str, steps: Sequence[RecordedStep], *, n: int, seed: in
 
 
 def _waves(step: RecordedStep) -> NDArray[np.int64]:
-    """[num_prompts], the wave of each."""
+    """Return the wave of each prompt: [num_prompts]."""
     dropped = 1 - step.num_accepted / step.num_prompts
     sizes = np.maximum(dropped ** np.arange(step.num_waves), 1 / step.num_prompts)
     ends = np.cumsum(sizes) / sizes.sum() * step.num_prompts
@@ -208,7 +208,7 @@ def _waves(step: RecordedStep) -> NDArray[np.int64]:
 
 
 def lengths_from_quantiles(quantiles: ArrayLike, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    """[count] whole lengths, shuffled, whose quantiles are the given ones: one from each of `count` equal shares.
+    """Return [count] whole lengths, shuffled, with the given quantiles: one from each of `count` equal shares.
 
     Raises:
         PlacementError: probabilities do not rise within 0 and 1, or lengths do not rise from at least 1.

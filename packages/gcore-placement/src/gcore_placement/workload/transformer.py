@@ -1,4 +1,4 @@
-"""Simulated workload: the floating-point operations a transformer spends on sequences, from its shape alone."""
+"""The workload of transformers: floating-point operations per sequence, from the model's shape alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -39,7 +39,7 @@ class TransformerWorkload:
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
-    """Of one expert."""
+    """Width of one expert."""
     num_moe_layers: int = 0
     """Layers whose MLP is a mixture of experts; the others have one of intermediate_size."""
 

@@ -42,7 +42,7 @@ class AdvantagesAndReturns:
 
     advantages: Sequence[NDArray[np.floating]]
     returns: Sequence[NDArray[np.floating]]
-    """What the critic learns to predict."""
+    """The critic's targets."""
 
 
 _Function = Callable[[ScoredGroup, AdvantageConfig], Sequence[NDArray[np.floating]] | AdvantagesAndReturns]
@@ -56,11 +56,11 @@ class AdvantageEstimator:
     """Returns the advantages [R_i] of each response, with returns if ``needs_critic``."""
     needs_critic: bool = False
     needs_greedy: bool = False
-    """Whether the greedy response to every prompt is generated and scored, too."""
+    """The greedy response to every prompt is generated and scored, too."""
     reads_token_rewards: bool = False
-    """Whether rewards are read token by token, so that they may hold a KL penalty; otherwise only their sum is."""
+    """Rewards are read token by token, so that they may hold a KL penalty; otherwise only their sum is."""
     whiten: bool = False
-    """Whether the advantages are whitened over the batch."""
+    """The advantages are whitened over the batch."""
     min_group_size: int = 1
     """Fewest responses to a prompt that can be compared."""
 

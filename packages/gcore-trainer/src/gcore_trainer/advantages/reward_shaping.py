@@ -1,4 +1,4 @@
-"""What is added to a response's score before advantages are made of it: a length penalty, a KL penalty."""
+"""Length and KL penalties, which are added to a response's score before advantages are computed."""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Literal, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_trainer.checks import require_finite
+from gcore_trainer.checks import require, require_finite
 from gcore_trainer.config import MAX_K3
 from gcore_trainer.errors import BatchError, ConfigError, StateError
 
@@ -17,7 +17,7 @@ RewardKL = Literal["k1", "k2", "k3"]
 def overlong_penalty(
     length: int, *, max_response_length: int, overlong_buffer_len: int, penalty_factor: float = 1.0
 ) -> float:
-    """Added to the score of a response that comes close to the length limit: DAPO (arXiv 2503.14476, eq. 13).
+    """Return the penalty of a response that comes close to the length limit: DAPO (arXiv 2503.14476, eq. 13).
 
     0 up to max_response_length - overlong_buffer_len tokens, from there falling linearly to -penalty_factor at the
     limit, and -penalty_factor beyond it.
@@ -41,9 +41,9 @@ def overlong_penalty(
 def kl_estimates(
     log_probs: NDArray[np.floating], ref_log_probs: NDArray[np.floating], mask: NDArray[np.bool_], kind: RewardKL
 ) -> NDArray[np.float64]:
-    """Per-token estimates of KL(policy || reference), shape [R], 0 outside the mask; without a gradient.
+    """Estimate KL(policy || reference) at every token, shape [R], 0 outside the mask; without a gradient.
 
-    The formulas are those of `gcore_trainer.losses.kl_penalty`. Their mean over a response, and over the batch's
+    The formulas are those of `gcore_trainer.kl_penalty`. Their mean over a response, and over the batch's
     responses, is what a KL controller is updated with.
 
     Args:
@@ -79,7 +79,7 @@ def kl_rewards(
     coef: float,
     kind: RewardKL = "k1",
 ) -> NDArray[np.float64]:
-    """Per-token rewards of one response, with the KL divergence to a reference policy in them.
+    """Compute the rewards of one response's tokens, with the KL divergence to a reference policy in them.
 
     -coef * KL_t at every token, and the score on the last one: arXiv 1909.08593, eq. 2, and arXiv 2009.01325,
     section 3.4, where ``kind`` is k1.
@@ -106,52 +106,55 @@ def kl_rewards(
 
 
 class FixedKLController:
-    """A weight of the KL penalty that stays what it is."""
+    """A constant weight of the KL penalty.
+
+    Args:
+        kl_coef: the weight.
+
+    Raises:
+        ConfigError: the weight is negative or not finite.
+    """
 
     def __init__(self, *, kl_coef: float) -> None:
-        """
-        Raises:
-            ConfigError: the coefficient is negative or not finite.
-        """
-        self.value = _checked_coef(kl_coef)
+        require("kl_coef", kl_coef, 0 <= kl_coef < math.inf, "a finite number, 0 or more")
+        self.value = float(kl_coef)
 
     def update(self, current_kl: float, n_steps: int) -> None:
         """Do nothing."""
 
     def state(self) -> dict[str, float]:
-        """What `load_state` takes."""
+        """Return the state for `load_state`."""
         return {"value": self.value}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Go on from a saved coefficient.
+        """Take over a saved weight.
 
         Raises:
             StateError: the state is not one of `state`.
         """
-        self.value = _loaded_value(state)
+        if set(state) != {"value"} or not 0 <= state["value"] < math.inf:
+            raise StateError(f"state is {dict(state)}; expected one entry 'value', a finite number, 0 or more")
+        self.value = float(state["value"])
 
 
-class AdaptiveKLController:
+class AdaptiveKLController(FixedKLController):
     """A weight of the KL penalty that follows the divergence: a controller in log space (arXiv 1909.08593, sec. 2.2).
 
     e = clip(KL / target_kl - 1, -0.2, 0.2);  value <- value (1 + e n_steps / horizon).
+
+    Args:
+        kl_coef: the first value.
+        target_kl: divergence that is sought, in the unit that `update` is given.
+        horizon: n_steps over which an error takes its full effect.
+
+    Raises:
+        ConfigError: a setting is out of its bounds.
     """
 
     def __init__(self, *, kl_coef: float, target_kl: float, horizon: int) -> None:
-        """
-        Args:
-            kl_coef: the first value.
-            target_kl: divergence that is sought, in the unit that `update` is given.
-            horizon: n_steps over which an error makes itself felt in full.
-
-        Raises:
-            ConfigError: a setting is out of its bounds.
-        """
-        if not 0 < target_kl < math.inf:
-            raise ConfigError(f"target_kl is {target_kl}; expected a finite number above 0")
-        if horizon < 1:
-            raise ConfigError(f"horizon is {horizon}; expected 1 or more")
-        self.value = _checked_coef(kl_coef)
+        require("target_kl", target_kl, 0 < target_kl < math.inf, "a finite number above 0")
+        require("horizon", horizon, horizon >= 1, "1 or more")
+        super().__init__(kl_coef=kl_coef)
         self._target_kl = target_kl
         self._horizon = horizon
 
@@ -173,27 +176,3 @@ class AdaptiveKLController:
             )
         error = min(max(current_kl / self._target_kl - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * n_steps / self._horizon
-
-    def state(self) -> dict[str, float]:
-        """What `load_state` takes."""
-        return {"value": self.value}
-
-    def load_state(self, state: Mapping[str, float]) -> None:
-        """Go on from a saved coefficient.
-
-        Raises:
-            StateError: the state is not one of `state`.
-        """
-        self.value = _loaded_value(state)
-
-
-def _checked_coef(kl_coef: float) -> float:
-    if not 0 <= kl_coef < math.inf:
-        raise ConfigError(f"kl_coef is {kl_coef}; expected a finite number, 0 or more")
-    return float(kl_coef)
-
-
-def _loaded_value(state: Mapping[str, float]) -> float:
-    if set(state) != {"value"} or not 0 <= state["value"] < math.inf:
-        raise StateError(f"state is {dict(state)}; expected one entry 'value', a finite number, 0 or more")
-    return float(state["value"])

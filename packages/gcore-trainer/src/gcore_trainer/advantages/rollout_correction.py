@@ -41,14 +41,14 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutCorrectionConfig:
-    """How a batch is corrected; with the defaults it is only measured."""
+    """The correction of a batch; with the defaults the mismatch is only measured."""
 
     rollout_is: RolloutIS | None = None
     """Importance sampling by each token's ratio (token) or by the product of a sequence's ratios (sequence)."""
     rollout_is_threshold: float = 2.0
-    """A larger weight is truncated to this one ..."""
+    """A larger weight is truncated to this one."""
     rollout_is_threshold_lower: float | None = None
-    """... and, if this is set, a weight below it or above ``rollout_is_threshold`` becomes 0 (IcePop)."""
+    """If this is set, a weight below it or above ``rollout_is_threshold`` becomes 0 instead (IcePop)."""
     rollout_is_batch_normalize: bool = False
     """Weights are divided by their mean over the batch."""
     rollout_rs: RolloutRS | None = None
@@ -57,9 +57,9 @@ class RolloutCorrectionConfig:
     With r the ratio: k1 is -log r, k2 is (log r)^2 / 2 and k3 is r - 1 - log r. seq_mean_k1 is the geometric mean.
     """
     rollout_rs_threshold: float | None = None
-    """What exceeds it is rejected: a divergence in k2 and k3, the inverse ratio pi_rollout / pi_old in k1 ..."""
+    """Upper bound, of a divergence in k2 and k3, of the inverse ratio pi_rollout / pi_old in k1; more is rejected."""
     rollout_rs_threshold_lower: float | None = None
-    """... where one below this is rejected as well; None: 1 / ``rollout_rs_threshold``."""
+    """Lower bound of the inverse ratio in k1; None: 1 / ``rollout_rs_threshold``."""
     rollout_token_veto_threshold: float | None = None
     """A sequence with a token whose ratio is below this is rejected as a whole."""
 
@@ -80,7 +80,7 @@ class RolloutCorrectionConfig:
 
     @property
     def is_active(self) -> bool:
-        """Whether anything is corrected."""
+        """True if anything is corrected."""
         return bool(self.rollout_is or self.rollout_rs or self.rollout_token_veto_threshold)
 
     def _check_rejection_thresholds(self) -> None:
@@ -110,7 +110,7 @@ def rollout_correction(
     *,
     batch: _Array | None = None,
 ) -> tuple[list[NDArray[np.float32]] | None, list[NDArray[np.bool_]], dict[str, float]]:
-    """Importance weights and what is left of the masks of some samples.
+    """Compute importance weights of some samples, and their masks without rejected tokens.
 
     Truncated importance sampling weighs by min(pi_old / pi_rollout, C): F. Yao et al., "Your Efficient RL Framework
     Secretly Brings You Off-Policy RL Training", 2025; with rejection: J. Liu et al., "When Speed Kills Stability:
@@ -168,7 +168,7 @@ def weight_moments(
     masks: Sequence[NDArray[np.bool_]],
     config: RolloutCorrectionConfig,
 ) -> _Array:
-    """Sum and count of the weights, shape [2]: of tokens, or one a sequence. Those of parts of a batch add up.
+    """Return sum and count of the weights, shape [2]; those of parts of a batch add up. A sequence may count as one.
 
     Raises:
         BatchError: as `rollout_correction`.
@@ -182,7 +182,7 @@ def weight_moments(
 
 @dataclass(frozen=True, kw_only=True)
 class _Tokens:
-    """The N tokens that count, end to end, of the S sequences that have any."""
+    """The N tokens that count of the S sequences that have any, laid end to end."""
 
     log_ratio: _Array
     """[N] log(pi_old / pi_rollout)."""
@@ -218,23 +218,23 @@ class _Tokens:
         return np.cumsum(self.counts) - self.counts
 
     def sums(self, values_N: NDArray[np.float64 | np.bool_]) -> _Array:
-        """[S]."""
+        """Sum over each sequence: [S]."""
         return np.add.reduceat(values_N.astype(np.float64), self.starts)
 
     def means(self, values_N: _Array) -> _Array:
-        """[S]."""
+        """Average over each sequence: [S]."""
         return self.sums(values_N) / self.counts
 
     def maxima(self, values_N: _Array) -> _Array:
-        """[S]."""
+        """Take the largest of each sequence: [S]."""
         return np.maximum.reduceat(values_N, self.starts)
 
     def spread(self, values_S: NDArray[_Scalar]) -> NDArray[_Scalar]:
-        """[N]."""
+        """Repeat each sequence's value at its tokens: [N]."""
         return np.repeat(values_S, self.counts)
 
     def scattered(self, values_N: NDArray[_Scalar], masks: Sequence[NDArray[np.bool_]]) -> list[NDArray[_Scalar]]:
-        """[R_i] of each sample, 0 outside its mask."""
+        """Distribute to samples: [R_i] of each, 0 outside its mask."""
         results = [np.zeros(mask.shape, values_N.dtype) for mask in masks]
         ends = np.cumsum([mask.sum() for mask in masks])
         for result, mask, part in zip(results, masks, np.split(values_N, ends[:-1]), strict=True):
@@ -322,7 +322,7 @@ def _within_thresholds(
 
 
 def _divergence_metrics(tokens: _Tokens) -> dict[str, float]:
-    """How far the two policies are apart: KL(rollout || old), perplexities, and chi-squared of the ratios."""
+    """Measure the mismatch of the policies: KL(rollout || old), perplexities, and chi-squared of the ratios."""
     old_S, rollout_S = -tokens.means(tokens.old), -tokens.means(tokens.rollout)
     difference_S = old_S - rollout_S
     ratio_N = _ratios(tokens.log_ratio)

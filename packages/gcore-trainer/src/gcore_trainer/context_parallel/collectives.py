@@ -56,13 +56,13 @@ def scatter_heads(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list
 
 
 def gather_heads(x_THD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The inverse of `scatter_heads`: from [T, H / U, D] to [T / U, H, D]."""
+    """Invert `scatter_heads`: from [T, H / U, D] to [T / U, H, D]."""
     received: torch.Tensor = _AllToAll.apply(group, x_THD.unflatten(0, (group.size(), -1)))
     return received.transpose(0, 1).flatten(1, 2)
 
 
 def repeat_for_ranks(x_TKD: torch.Tensor, *, num_query_heads: int, size: int) -> torch.Tensor:
-    """Repeat key-value heads as often as it takes for `size` ranks to divide them, each beside its query heads.
+    """Repeat key-value heads until `size` ranks divide them, each head next to its query heads.
 
     Raises:
         ConfigError: the ranks do not divide the query heads.
@@ -76,7 +76,7 @@ def repeat_for_ranks(x_TKD: torch.Tensor, *, num_query_heads: int, size: int) ->
 
 
 def sum_over_ranks(values_N: torch.Tensor, *groups: dist.ProcessGroup | None) -> torch.Tensor:
-    """Sum of the ranks' values [N], the same on all of them; its gradient is passed on as it is.
+    """Sum the ranks' values [N] on all of them; the gradient passes unchanged.
 
     For ranks that each compute some entries, leave the others 0, and then compute the same loss of all: each
     back-propagates what the loss says of its own entries. The parameters' gradients are then to be summed over ranks.

@@ -1,4 +1,4 @@
-"""The process groups of context parallelism, and what each of their ranks knows of its place in them."""
+"""The process groups of context parallelism, and a rank's place in them."""
 
 from dataclasses import dataclass
 
@@ -51,11 +51,11 @@ class ContextParallel:
 
     @property
     def padding(self) -> PaddingMultiples:
-        """What `pack` must pad rows and segments to."""
+        """Multiples that `pack` must pad rows and segments to."""
         return padding_multiples(ring_size=self.ring_size, ulysses_size=self.ulysses_size)
 
     def places(self, batch: PackedBatch) -> NDArray[np.int64]:
-        """The places [T / size] of the row that this rank holds, in its order.
+        """Return the places [T / size] of the row that this rank holds, in its order.
 
         Raises:
             BatchError: the row does not divide.
@@ -83,7 +83,7 @@ def make_context_parallel(cp_groups: list[list[int]], ulysses_size: int) -> Cont
     if sorted(rank for ranks in cp_groups for rank in ranks) != list(range(world_size)):
         raise ConfigError(f"cp_groups is {cp_groups}; expected each of the {world_size} ranks once")
     for ranks in cp_groups:
-        # torch orders a group's ranks by their number, whatever order it was given.
+        # torch orders a group's ranks by their number, whatever order was given.
         if ranks != sorted(ranks):
             raise ConfigError(f"cp_groups has {ranks}; expected ascending ranks")
         if ulysses_size < 1 or len(ranks) % ulysses_size:

@@ -1,4 +1,4 @@
-"""Which places of a packed row each rank of a context-parallel group holds.
+"""The places of a packed row that each rank of a context-parallel group holds.
 
 Ranks are ring-major: rank = ring_rank * ulysses_size + ulysses_rank. With R ring ranks every segment is cut in 2R equal
 chunks, and ring rank r holds chunks r and 2R - 1 - r of each: an early chunk sees few tokens and a late one many, so
@@ -16,7 +16,7 @@ from gcore_trainer.errors import BatchError
 
 @dataclass(frozen=True, kw_only=True)
 class PaddingMultiples:
-    """What `packing.pack` needs for a row that can be divided; `share_prefix` must be off where segments are padded."""
+    """Arguments of `pack` for a row that can be divided; `share_prefix` must be off if segments are padded."""
 
     multiple_of: int
     segment_multiple_of: int
@@ -27,14 +27,14 @@ class EqualSegments:
     """Segments of one length, whose chunks lie side by side in a ring rank's shard."""
 
     start: int
-    """Of the first segment's part, in the shard."""
+    """Place of the first segment's part in the shard."""
     num_segments: int
     chunk_length: int
     """Each segment has two chunks here."""
 
 
 def padding_multiples(*, ring_size: int, ulysses_size: int) -> PaddingMultiples:
-    """What the lengths of the row and of its segments must be multiples of."""
+    """Return the multiples that the lengths of the row and of its segments must be of."""
     if ring_size == 1:
         return PaddingMultiples(multiple_of=ulysses_size, segment_multiple_of=1)
     return PaddingMultiples(
@@ -45,7 +45,7 @@ def padding_multiples(*, ring_size: int, ulysses_size: int) -> PaddingMultiples:
 def local_places(
     segment_lengths: NDArray[np.int64], *, ring_size: int, ulysses_size: int, rank: int
 ) -> NDArray[np.int64]:
-    """The places [T / (ring_size * ulysses_size)] of the row that this rank holds, in its order.
+    """Return the places [T / (ring_size * ulysses_size)] of the row that this rank holds, in its order.
 
     A ring shard has segments of equal length side by side, shorter ones first; its Ulysses ranks hold equal contiguous
     slices of it.
@@ -71,7 +71,7 @@ def local_places(
 
 
 def equal_segments(segment_lengths: NDArray[np.int64], *, ring_size: int) -> list[EqualSegments]:
-    """What every ring rank's shard is made of, in order."""
+    """Return the segments of every ring rank's shard, in order."""
     result: list[EqualSegments] = []
     start = 0
     for length, count in zip(*np.unique(segment_lengths, return_counts=True), strict=True):

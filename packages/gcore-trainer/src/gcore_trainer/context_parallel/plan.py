@@ -1,6 +1,6 @@
 """Attention over a packed row that a context-parallel group divides."""
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -9,7 +9,7 @@ from gcore_trainer.context_parallel.groups import ContextParallel
 from gcore_trainer.context_parallel.layout import equal_segments
 from gcore_trainer.context_parallel.ring import ring_attention
 from gcore_trainer.errors import BatchError
-from gcore_trainer.packing.attention import AttentionPlan, PackedPlan
+from gcore_trainer.packing.attention import AttentionKind, AttentionPlan, PackedPlan
 from gcore_trainer.packing.pack import PackedBatch
 
 
@@ -40,51 +40,28 @@ class ContextParallelPlan(AttentionPlan):
             self._segments = equal_segments(batch.segment_lengths, ring_size=cp.ring_size)
 
     def attend(
-        self,
-        query_1HTD: torch.Tensor,
-        key_1KTD: torch.Tensor,
-        value_1KTD: torch.Tensor,
-        *,
-        scale: float | None,
-        sliding_window: int | None,
-        softcap: float | None = None,
-        sinks_H: torch.Tensor | None = None,
+        self, query_1HTD: torch.Tensor, key_1KTD: torch.Tensor, value_1KTD: torch.Tensor, kind: AttentionKind
     ) -> torch.Tensor:
         self.num_calls += 1
         q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
         if q_THD.shape[0] != self._num_tokens:
-            raise BatchError(f"attention was called with {q_THD.shape[0]} tokens: this rank holds {self._num_tokens}")
-        options: dict[str, Any] = {"scale": scale, "sliding_window": sliding_window, "softcap": softcap}
+            raise BatchError(
+                f"attention was called with {q_THD.shape[0]} tokens; expected the {self._num_tokens} of this rank"
+            )
         if self._cp.ulysses is None:
-            return self._attend_to_shard(q_THD, k_TKD, v_TKD, sinks_H=sinks_H, **options)[None]
+            return self._attend_to_shard(q_THD, k_TKD, v_TKD, kind)[None]
         size, num_heads = self._cp.ulysses_size, q_THD.shape[1]
         k_TKD, v_TKD = (repeat_for_ranks(x, num_query_heads=num_heads, size=size) for x in (k_TKD, v_TKD))
         q_THD, k_TKD, v_TKD = scatter_heads([q_THD, k_TKD, v_TKD], self._cp.ulysses)
-        if sinks_H is not None:
-            sinks_H = sinks_H.unflatten(0, (size, -1))[self._cp.ulysses_rank]
-        return gather_heads(self._attend_to_shard(q_THD, k_TKD, v_TKD, sinks_H=sinks_H, **options), self._cp.ulysses)[
-            None
-        ]
+        if kind.sinks is not None:
+            kind = replace(kind, sinks=kind.sinks.unflatten(0, (size, -1))[self._cp.ulysses_rank])
+        return gather_heads(self._attend_to_shard(q_THD, k_TKD, v_TKD, kind), self._cp.ulysses)[None]
 
     def _attend_to_shard(
-        self,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        *,
-        scale: float | None,
-        **options: Any,
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kind: AttentionKind
     ) -> torch.Tensor:
-        """[T, H, D] of all tokens of the row, or of the ring rank's shard of it, with some of the heads."""
+        """Compute [T, H, D] of all tokens of the row, or of the ring rank's shard of it, with some of the heads."""
         if self._cp.ring is None:
             q_1HTD, k_1KTD, v_1KTD = (x.transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
-            return self._packed.attend(q_1HTD, k_1KTD, v_1KTD, scale=scale, **options)[0]
-        return ring_attention(
-            q_THD,
-            k_TKD,
-            v_TKD,
-            group=self._cp.ring,
-            segments=self._segments,
-            scale=q_THD.shape[-1] ** -0.5 if scale is None else scale,
-            **options,
-        )
+            return self._packed.attend(q_1HTD, k_1KTD, v_1KTD, kind)[0]
+        return ring_attention(q_THD, k_TKD, v_TKD, kind, group=self._cp.ring, segments=self._segments)

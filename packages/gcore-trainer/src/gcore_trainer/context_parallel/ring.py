@@ -11,7 +11,7 @@ D/V dimension of keys/values, Q queries of a block.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,22 +19,20 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from gcore_trainer.context_parallel.layout import EqualSegments
-from gcore_trainer.packing.block_attention import attend_block, block_gradients, include_sinks, sink_gradients
+from gcore_trainer.packing.attention import AttentionKind
+from gcore_trainer.packing.block_attention import Scoring, attend_block, block_gradients, include_sinks, sink_gradients
 
 
 def ring_attention(
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
     v_TKV: torch.Tensor,
+    kind: AttentionKind,
     *,
     group: dist.ProcessGroup,
     segments: list[EqualSegments],
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention within each segment of a row that the ranks of a ring divide.
+    """Attend causally within each segment of a row that the ranks of a ring divide.
 
     A rank keeps no more than its own tokens' tensors for the backward pass, in which all travel once more.
 
@@ -42,22 +40,20 @@ def ring_attention(
         q_THD: of this rank's shard.
         k_TKD: K divides H.
         v_TKV: of the keys' tokens.
+        kind: of the layer.
         group: the ring; ranks pass to the next one.
-        segments: what the shards are made of.
-        scale: of the scores.
-        sliding_window: number of latest tokens that a query sees, its own included; None: all.
-        softcap: see `attend_block`.
-        sinks_H: see `block_attention.attention`.
+        segments: of which the shards are made.
 
     Returns:
         [T, H, V], of the queries' dtype; partial results are merged in float32 at least.
     """
-    return _RingAttention.apply(q_THD, k_TKD, v_TKV, sinks_H, group, segments, sliding_window, scale, softcap)
+    scoring = Scoring(scale=q_THD.shape[-1] ** -0.5 if kind.scale is None else kind.scale, softcap=kind.softcap)
+    return _RingAttention.apply(q_THD, k_TKD, v_TKV, kind.sinks, group, segments, kind.sliding_window, scoring)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Which of a segment's two local chunks of queries see which of the visiting two of keys."""
+    """Local chunks of queries of a segment (of two) that see visiting chunks of keys (of two)."""
 
     queries: slice
     keys: slice
@@ -66,15 +62,16 @@ class _Block:
     """Distances (position of the query - that of the key) of the first query to the first key, and from which on a
     query does not see a key; None: all queries see all keys, or all before them."""
 
-    def mask(self, length: int, *, like: torch.Tensor) -> torch.Tensor | None:
-        """[1, 1, length, length], 0 or -inf."""
+    def scoring(self, base: Scoring, length: int, *, like: torch.Tensor) -> Scoring:
+        """Return the scoring of this block: causal, or with a mask [1, 1, length, length]."""
         if self.band is None:
-            return None
+            return replace(base, is_causal=self.is_causal)
         first, window = self.band
         place = torch.arange(length, device=like.device)
         distance_QL = first + place[:, None] - place
         is_hidden = (distance_QL < 0) | (distance_QL >= window)
-        return torch.zeros_like(is_hidden, dtype=like.dtype).masked_fill_(is_hidden, -torch.inf)[None, None]
+        mask_QL = torch.zeros_like(is_hidden, dtype=like.dtype).masked_fill_(is_hidden, -torch.inf)
+        return replace(base, mask=mask_QL[None, None])
 
 
 class _RingAttention(torch.autograd.Function):
@@ -88,8 +85,7 @@ class _RingAttention(torch.autograd.Function):
         group: dist.ProcessGroup,
         segments: list[EqualSegments],
         window: int | None,
-        scale: float,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> torch.Tensor:
         rank, size = group.rank(), group.size()
         own_kv = torch.cat([k_TKD, v_TKV], dim=-1)
@@ -106,10 +102,7 @@ class _RingAttention(torch.autograd.Function):
                     _part(q_THD, segment, block.queries),
                     k_SKLD,
                     v_SKLV,
-                    scale=scale,
-                    is_causal=block.is_causal,
-                    softcap=softcap,
-                    mask=block.mask(segment.chunk_length, like=q_THD),
+                    block.scoring(scoring, segment.chunk_length, like=q_THD),
                 )
                 _merge(_part(out_THV, segment, block.queries), _part(lse_TH, segment, block.queries), out_SHQV, lse_SHQ)
             if passing is not None:
@@ -119,7 +112,7 @@ class _RingAttention(torch.autograd.Function):
         result = out_THV.to(q_THD.dtype)
         ctx.save_for_backward(q_THD, own_kv, sinks_H, result, lse_TH)
         ctx.group, ctx.segments, ctx.window, ctx.head_dims = group, segments, window, head_dims
-        ctx.options = {"scale": scale, "softcap": softcap}
+        ctx.scoring = scoring
         return result
 
     @staticmethod
@@ -133,7 +126,7 @@ class _RingAttention(torch.autograd.Function):
         rank, size = group.rank(), group.size()
         q_THD, kv, sinks_H, out_THV, lse_TH = ctx.saved_tensors
         grad_q_THD = torch.zeros_like(q_THD, dtype=lse_TH.dtype)
-        # Gradients of keys and values follow them around the ring, a step behind, and end where they belong.
+        # Gradients of keys and values follow them around the ring, a step later, and end where they belong.
         passing_grad: _Passing | None = None
         for step in range(size):
             passing = _Passing(kv, group) if step < size - 1 else None
@@ -148,9 +141,7 @@ class _RingAttention(torch.autograd.Function):
                     v_SKLV,
                     _part(out_THV, segment, block.queries),
                     _part(lse_TH, segment, block.queries),
-                    is_causal=block.is_causal,
-                    mask=block.mask(segment.chunk_length, like=q_THD),
-                    **ctx.options,
+                    block.scoring(ctx.scoring, segment.chunk_length, like=q_THD),
                 )
                 _part(grad_q_THD, segment, block.queries).add_(grad_q)
                 _part(grad_kv, segment, block.keys).add_(torch.cat([grad_k, grad_v], dim=-1))
@@ -164,7 +155,7 @@ class _RingAttention(torch.autograd.Function):
         grad_sinks_H = None
         if ctx.needs_input_grad[3]:
             grad_sinks_H = sink_gradients(grad_THV, out_THV, lse_TH, sinks_H).sum(0).to(sinks_H.dtype)
-        return grad_q_THD.to(q_THD.dtype), grad_k_TKD, grad_v_TKV, grad_sinks_H, None, None, None, None, None
+        return grad_q_THD.to(q_THD.dtype), grad_k_TKD, grad_v_TKV, grad_sinks_H, None, None, None, None
 
 
 class _Passing:
@@ -182,7 +173,7 @@ class _Passing:
         )
 
     def wait(self) -> torch.Tensor:
-        """What the previous rank sent."""
+        """Return the tensor that the previous rank sent."""
         for work in self._works:
             work.wait()
         return self._received
@@ -219,7 +210,7 @@ def _windowed_blocks(rank: int, source: int, size: int, length: int, window: int
 
 
 def _block(rank: int, *, source: int) -> _Block:
-    """What this rank computes with the chunks `source` and 2R - 1 - `source` of a segment."""
+    """Return what this rank computes with the chunks `source` and 2R - 1 - `source` of a segment."""
     if source == rank:
         return _Block(slice(0, 2), slice(0, 2), is_causal=True)
     if source < rank:

@@ -32,7 +32,7 @@ class NFTConfig:
     """DiffusionNFT (arXiv 2509.16117): the forward process is trained towards good images and away from bad ones."""
 
     beta: float = 0.1
-    """How far the implicit policies stand from the old one; in (0, 1]."""
+    """Distance of the implicit policies from the old one; in (0, 1]."""
     num_timesteps: int = 4
     """Noise levels drawn for each image and update."""
     adv_clip_max: float = 5.0
@@ -40,9 +40,9 @@ class NFTConfig:
     kl_loss_coef: float = 0.0
     """Weight of the squared distance to the reference's velocity; 0 needs no reference."""
     old_decay: float = 0.001
-    """What the old policy keeps of itself at an update grows by this each step ..."""
+    """Growth a step of the fraction that the old policy keeps of itself at an update."""
     old_decay_max: float = 0.5
-    """... up to this."""
+    """Largest such fraction."""
 
     def __post_init__(self) -> None:
         require("beta", self.beta, 0 < self.beta <= 1, "a number in (0, 1]")

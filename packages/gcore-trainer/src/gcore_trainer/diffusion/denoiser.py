@@ -1,4 +1,4 @@
-"""The model of a diffusers pipeline, told again what it was told when images were made."""
+"""The model of a diffusers pipeline, called with the conditions under which images were made."""
 
 import copy
 import inspect
@@ -92,7 +92,7 @@ class Denoiser:
         is_cast = dtype != torch.float32 and not self._is_sharded
         with torch.autocast(self.device.type, dtype=dtype, enabled=is_cast):
             output = self.model(**arguments, return_dict=False)[0]
-        # Behind the latents' channels there may be a learned variance.
+        # A learned variance may follow the latents' channels.
         output = output[:, : latents.shape[1]].float()
         if scale is None:
             return output
@@ -100,7 +100,7 @@ class Denoiser:
         return without + scale * (with_prompt - without)
 
     def copied(self) -> "Denoiser":
-        """Another one with the same weights, of which none is trained."""
+        """Return another one with the same weights, of which none is trained."""
         twin = copy.copy(self)
         twin.model = copy.deepcopy(self.model).requires_grad_(False)
         return twin
@@ -118,7 +118,7 @@ class Denoiser:
         self._is_sharded = True
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """By diffusers' names, of adapters by peft's; of a sharded model this rank's shards."""
+        """Return parameters by diffusers' names, adapters by peft's; of a sharded model this rank's shards."""
         for module in self.model.modules():
             # A forward pass without a backward one leaves some whole.
             if isinstance(module, FSDPModule):
@@ -126,11 +126,11 @@ class Denoiser:
         return dict(self.model.named_parameters())
 
     def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Those of `parameters` that are trained."""
+        """Return those of `parameters` that are trained."""
         return {name: p for name, p in self.parameters().items() if p.requires_grad}
 
     def weights(self, trained: dict[str, torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors by diffusers' names, adapters merged in; on every rank.
+        """Yield whole tensors by diffusers' names, adapters merged in, on every rank.
 
         Args:
             trained: to be taken in the place of the trained parameters.
@@ -144,7 +144,7 @@ class Denoiser:
 
 
 def pipeline_component(path: str | Path) -> tuple[str, str]:
-    """Name and class of the model in a pipeline's folder.
+    """Return name and class of the model in a pipeline's folder.
 
     Raises:
         UnsupportedModelError: the folder is no pipeline's, or it has neither a transformer nor a unet.

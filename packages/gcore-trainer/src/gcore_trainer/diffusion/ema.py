@@ -1,4 +1,4 @@
-"""A moving average of weights: what is shown and kept of a policy that learns in large steps."""
+"""A moving average of weights, for policies that learn in large steps."""
 
 from collections.abc import Mapping
 
@@ -12,11 +12,11 @@ class MovingAverage:
 
     Args:
         parameters: by name.
-        decay: what the average keeps of itself at an update. Early on it keeps less: (1 + n) / (10 + n) after n
+        decay: fraction that the average keeps of itself at an update. Early on it is less: (1 + n) / (10 + n) after n
             updates, as in TensorFlow's and diffusers' averages.
 
     Raises:
-        ConfigError: a decay that is none.
+        ConfigError: a decay out of its bounds.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], decay: float) -> None:
@@ -27,12 +27,12 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self, num_updates: int) -> None:
-        """Take in the parameters after so many updates."""
+        """Include the parameters after a number of updates."""
         decay = min(self._decay, (1 + num_updates) / (10 + num_updates))
         self.move(1 - decay)
 
     @torch.no_grad()
-    def move(self, share: float) -> None:
-        """Move towards the parameters by a share of the distance."""
+    def move(self, fraction: float) -> None:
+        """Move towards the parameters by a fraction of the distance."""
         for name, parameter in self._parameters.items():
-            self.tensors[name].lerp_(parameter.detach(), share)
+            self.tensors[name].lerp_(parameter.detach(), fraction)

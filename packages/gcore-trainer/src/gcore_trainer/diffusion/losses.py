@@ -8,12 +8,12 @@ from torch.nn.functional import logsigmoid
 from gcore_trainer.diffusion.process import column
 
 _MAX_LOG_RATIO = 20.0
-"""As of the losses of language models' policies."""
+"""The bound of policy losses of language models."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepLoss:
-    """A step's loss, with what happened to its ratio. All [B]."""
+    """The loss of a step, and what became of its ratio. All [B]."""
 
     loss: torch.Tensor
     ratio: torch.Tensor
@@ -24,7 +24,7 @@ class StepLoss:
 def clipped_step_loss(
     log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, *, clip_ratio: float
 ) -> StepLoss:
-    """PPO's clipped surrogate of one denoising step.
+    """Compute PPO's clipped surrogate of one denoising step.
 
     max(-A r, -A clip(r, 1 - clip_ratio, 1 + clip_ratio)), r = exp(log_probs - old_log_probs): DDPO (arXiv 2305.13301,
     eq. 6, clipped as its section 4.2 says) and Flow-GRPO (arXiv 2505.05470, eq. 5).
@@ -42,7 +42,7 @@ def guard_step_loss(
     *,
     clip_ratio: float,
 ) -> StepLoss:
-    """GRPO-Guard's (arXiv 2510.22319, eq. 8 and 11): the log-ratio without its bias, and steps of one weight.
+    """Compute GRPO-Guard's loss (arXiv 2510.22319, eq. 8 and 11): the log-ratio without its bias, equal weights.
 
     A Gaussian's log-ratio is on average -|m - m_old|^2 / 2 std^2, below 0: the clip from above hardly ever acts, and
     the more seldom the larger std is. With that added, and in units of std, it is the mean over dimensions of
@@ -64,7 +64,7 @@ def guard_step_loss(
 
 
 def gaussian_kl(means: torch.Tensor, ref_means: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
-    """[B] KL divergence of Gaussians with one std, its mean over dimensions: (m - m_ref)^2 / 2 std^2, exactly."""
+    """Compute [B] KL divergences of Gaussians with one std, means over dimensions of (m - m_ref)^2 / 2 std^2."""
     return ((means - ref_means) ** 2 / (2 * column(std, means) ** 2)).flatten(1).mean(1)
 
 
@@ -78,7 +78,7 @@ def nft_loss(
     *,
     beta: float,
 ) -> torch.Tensor:
-    """DiffusionNFT's (arXiv 2509.16117, eq. 8), with its self-normalised regression of x_0.
+    """Compute DiffusionNFT's loss (arXiv 2509.16117, eq. 8), with its self-normalised regression of x_0.
 
     r d(v+) + (1 - r) d(v-), divided by beta, with v+- = (1 -+ beta) v_old +- beta v and d the squared error of
     x_0 = x_s - s v+-, divided by its own mean absolute error (without gradient).
@@ -106,7 +106,7 @@ def nft_loss(
 def diffusion_dpo_loss(
     errors: torch.Tensor, ref_errors: torch.Tensor, *, beta: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Diffusion-DPO's (arXiv 2311.12908, eq. 14): -log sigmoid(-beta / 2 ((e_w - e_ref,w) - (e_l - e_ref,l))).
+    """Diffusion-DPO (arXiv 2311.12908, eq. 14): compute -log sigmoid(-beta / 2 ((e_w - e_ref,w) - (e_l - e_ref,l))).
 
     Args:
         errors: [2 P] mean squared errors of the policy: of pairs, the chosen image's before the rejected one's.

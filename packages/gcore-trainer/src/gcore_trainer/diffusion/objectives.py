@@ -1,4 +1,4 @@
-"""What a diffusion trainer minimises: an objective turns a pass over a micro-batch into its part of the batch's loss.
+"""Objectives of diffusion trainers, which turn a pass over a micro-batch into its part of the batch's loss.
 
 Parts add up, over passes, micro-batches and ranks. So a batch's gradient does not depend on how it is split.
 """
@@ -35,7 +35,7 @@ class Denoises(Protocol):
 
 
 class Gaussian(Protocol):
-    """What the next latents are drawn from."""
+    """The distribution that the next latents are drawn from."""
 
     @property
     def mean(self) -> torch.Tensor: ...
@@ -45,7 +45,7 @@ class Gaussian(Protocol):
 
 
 class TransitionKernel(Protocol):
-    """How a sampler takes a step; gcore-rollout has several, any other will do."""
+    """A sampler's step: from the model's output to the distribution of the next latents."""
 
     def __call__(
         self, output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor, /
@@ -54,7 +54,7 @@ class TransitionKernel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """Those that an objective may ask."""
+    """The models that an objective may call."""
 
     policy: Denoises
     old: Denoises | None = None
@@ -68,7 +68,7 @@ class DiffusionObjective(ABC):
     Attributes:
         needs_old: Whether the policy that samples is kept apart from the one that learns.
         needs_reference: Whether the initial policy is asked in training.
-        reads: Fields of the images that the loss reads, beside their conditions.
+        reads: Fields of the images that the loss reads, besides their conditions.
     """
 
     needs_old: bool = False
@@ -77,32 +77,33 @@ class DiffusionObjective(ABC):
 
     @abstractmethod
     def check(self, samples: Sequence[DiffusionSample]) -> None:
-        """
+        """Check that the images have all that the loss reads.
+
         Raises:
             BatchError: the images lack something that the loss needs.
         """
 
     @abstractmethod
     def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
-        """Passes over each micro-batch; the same on all ranks."""
+        """Return the number of passes over each micro-batch; the same on all ranks."""
 
     def weight(self, samples: Sequence[DiffusionSample]) -> int:
-        """What these images add to the batch's denominator, in each pass."""
+        """Return what these images add to the batch's denominator, in each pass."""
         return len(samples)
 
     @abstractmethod
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
-        """The part of the batch's loss that a pass over these images makes up.
+        """Compute the part of the batch's loss that a pass over these images makes up.
 
         Args:
             index: of the pass.
-            models: to be asked.
+            models: to be called.
             samples: a micro-batch.
             total: the batch's denominator: weights of all images, times passes.
         """
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Metrics from the batch's sums."""
+        """Make metrics of the batch's sums."""
         return sums
 
 
@@ -305,7 +306,7 @@ class RewardGradientObjective(DiffusionObjective):
 def drawn_noise(
     samples: Sequence[DiffusionSample], index: int, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Levels [B], uniform in (0, 1], and noise [B, ...], by each image's own seed and the pass's index."""
+    """Draw levels [B], uniform in (0, 1], and noise [B, ...], by each image's seed and the pass's index."""
     levels: list[torch.Tensor] = []
     noises: list[torch.Tensor] = []
     for sample in samples:

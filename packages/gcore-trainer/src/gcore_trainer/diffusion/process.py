@@ -1,4 +1,4 @@
-"""How clean latents are noised, and what a model is to say of them: the forward process that it was trained on."""
+"""Forward processes of diffusion models: the noising of clean latents, and a model's target there."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ class NoiseProcess(ABC):
 
     @abstractmethod
     def noised(self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
-        """The latents at these levels."""
+        """Return the latents at these levels."""
 
     @abstractmethod
     def target(self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
-        """What the model is to give there."""
+        """Return the target of the model's output there."""
 
     @abstractmethod
     def timesteps(self, level: torch.Tensor) -> torch.Tensor:
-        """[B] as the model is told them."""
+        """Return the timesteps [B] that are passed to the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,5 +74,5 @@ class DDPMProcess(NoiseProcess):
 
 
 def column(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[B] as [B, 1, ...]."""
+    """Reshape [B] to [B, 1, ...]."""
     return values.to(like).reshape((-1,) + (1,) * (like.ndim - 1))

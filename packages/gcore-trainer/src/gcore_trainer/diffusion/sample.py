@@ -1,4 +1,4 @@
-"""What a diffusion trainer learns from."""
+"""Samples of diffusion trainers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -24,16 +24,16 @@ class DiffusionSample:
     clean_latents: NDArray[np.float32]
     """[...] of the finished image."""
     conditions: Conditions
-    """What the model is told beside latents and timestep, by its names; with guidance [2, ...]: without, with it."""
+    """Inputs of the model besides latents and timestep, by its names; with guidance [2, ...]: without, with it."""
     shared_conditions: Conditions = field(default_factory=dict[str, NDArray[np.generic]])
-    """The same of what has no entry for each image."""
+    """Further inputs, which have no entry for each image."""
     guidance_scale: float | None = None
-    """Of classifier-free guidance, where conditions are [2, ...]; None: the model is asked once."""
+    """Scale of classifier-free guidance, if conditions are [2, ...]; None: the model is called once."""
     advantage: float | None = None
     latents: NDArray[np.float32] | None = None
     """[K, ...] before each step; none where steps are not trained on."""
     next_latents: NDArray[np.float32] | None = None
-    """[K, ...] behind it."""
+    """[K, ...] after it."""
     old_means: NDArray[np.float32] | None = None
     """[K, ...] of the Gaussians that they were drawn from, by the policy before the step's first update."""
     old_log_probs: NDArray[np.float32] | None = None
@@ -41,15 +41,15 @@ class DiffusionSample:
     ref_means: NDArray[np.float32] | None = None
     """[K, ...] of the reference's; needed where a KL term is."""
     levels: NDArray[np.float32] | None = None
-    """[K] the sampler's noise levels before ..."""
+    """[K] the sampler's noise levels before each step."""
     next_levels: NDArray[np.float32] | None = None
-    """... and behind each step."""
+    """[K] the sampler's noise levels after each step."""
     timesteps: NDArray[np.float32] | None = None
-    """[K] as the model is told them."""
+    """[K] the timesteps that are passed to the model."""
     noise_seed: int = 0
-    """Of what an objective draws for this image."""
+    """Seed of what an objective draws for this image."""
     prompt: str = ""
-    """For rewards that are differentiated."""
+    """The prompt, for rewards that are differentiated."""
 
     def __post_init__(self) -> None:
         if self.latents is None:
@@ -82,7 +82,7 @@ class DiffusionSample:
                 require_finite(f"{name}.{label}", np.asarray(value))
 
     def at_steps(self, steps: Sequence[int]) -> "DiffusionSample":
-        """With these steps alone, in this order."""
+        """Keep only these steps, in this order."""
         indices = list(steps)
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         chosen = {n: values[n][indices] for n in (*_PER_STEP, *_OF_STEPS) if values[n] is not None}
@@ -95,7 +95,7 @@ DiffusionMicroBatch = list[DiffusionSample]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Conditioned:
-    """What a model is told of B images beside latents and timesteps."""
+    """Inputs of a model for B images, besides latents and timesteps."""
 
     per_image: dict[str, torch.Tensor]
     """[B, ...], or with guidance [B, 2, ...]."""
@@ -104,7 +104,7 @@ class Conditioned:
 
     @classmethod
     def of(cls, samples: Sequence[DiffusionSample], device: torch.device) -> "Conditioned":
-        """Of a micro-batch, whose images were made with the same settings."""
+        """Collect those of a micro-batch, whose images were made with the same settings."""
         first = samples[0]
         per_image = {
             name: torch.from_numpy(np.stack([s.conditions[name] for s in samples])).to(device)
@@ -115,7 +115,7 @@ class Conditioned:
 
 
 def stacked(samples: Sequence[DiffusionSample], name: str, device: torch.device, *, step: int | None = None) -> Any:
-    """[B, ...] of a field, at a step where it has one for each.
+    """Stack a field of samples to [B, ...], at one step if it has an entry for each.
 
     Raises:
         BatchError: an image has none.

@@ -28,7 +28,7 @@ class DiffusionTrainer(BaseTrainer):
         optimizer: see `OptimizerConfig`.
         objective: what is minimised.
         reference: the initial policy, where the objective asks it in training.
-        ema_decay: of an average of the weights, which `export_weights` then gives on request; None: there is none.
+        ema_decay: decay of an average of the weights, which `export_weights` gives on request; None: there is none.
         old_decay: of an objective that keeps the sampling policy apart: what that keeps of itself, by the number of
             updates.
         parallel: the ranks among which parameters and images are divided; None: this process is alone.
@@ -128,7 +128,7 @@ class DiffusionTrainer(BaseTrainer):
         return {name: value.item() for name, value in sums.items()}
 
     def _follow(self) -> None:
-        """Move what follows the parameters."""
+        """Move the averages towards the parameters."""
         if self._ema is not None:
             self._ema.update(self.step)
         if self._old is not None:
@@ -141,7 +141,7 @@ class DiffusionTrainer(BaseTrainer):
                         parameter.lerp_(trained[name].detach(), share)
 
     def export_weights(self, *, averaged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """diffusers' names and whole tensors, one at a time, on every rank: of the policy that is to sample.
+        """Yield diffusers' names and whole tensors of the policy that samples, one at a time, on every rank.
 
         Args:
             averaged: of the moving average.
@@ -186,7 +186,7 @@ def step_means(
     kernel: TransitionKernel,
     replicas: Replicas | None = None,
 ) -> list[list[NDArray[np.float32]]]:
-    """Means [K, ...] of the Gaussians at each image's recorded steps, under a model: a reference's, for the KL term.
+    """Compute means [K, ...] of the Gaussians at each image's recorded steps, under a reference, for the KL term.
 
     Args:
         denoiser: the model.

@@ -21,9 +21,9 @@ class PolicyTokens:
     """The tokens of a loss. All shape [N]; tokens that do not count have log-probabilities and advantages of 0."""
 
     log_probs: torch.Tensor
-    """Of the policy, with their gradient."""
+    """Log-probabilities under the policy, with their gradient."""
     old_log_probs: torch.Tensor
-    """Of the policy before the step's first update, which the ratio is against."""
+    """Log-probabilities under the policy before the step's first update: the ratio's denominator."""
     advantages: torch.Tensor
     mask: torch.Tensor
     """Bool, True where a token counts."""
@@ -64,7 +64,7 @@ class PolicyLossFunction:
     function: _Function
     """Returns a `PolicyLoss`, or the losses [N] alone if it clips nothing."""
     has_dual_clip: bool = False
-    """Whether it reads ``clip_ratio_c``."""
+    """The function reads ``clip_ratio_c``."""
 
     def __call__(self, tokens: PolicyTokens, config: PolicyLossConfig) -> PolicyLoss:
         """Compute the loss of every token.

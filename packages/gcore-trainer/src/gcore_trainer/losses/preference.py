@@ -33,7 +33,7 @@ def dpo_loss(
     loss_type: DPOLossType = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> DPOLoss:
-    """Direct preference optimisation, per pair.
+    """Compute the loss of direct preference optimisation, per pair.
 
     With h = (log pi - log pi_ref)(chosen) - (log pi - log pi_ref)(rejected):
 
@@ -86,7 +86,7 @@ def bradley_terry_loss(
     margin: torch.Tensor | None = None,
     center_coefficient: float = 0.0,
 ) -> torch.Tensor:
-    """A reward model's loss of every pair, shape [P].
+    """Compute a reward model's loss of every pair, shape [P].
 
     -log sigmoid(r_chosen - r_rejected - margin) + center_coefficient (r_chosen + r_rejected)^2: arXiv 2203.02155,
     eq. 1; the margin is Llama 2's (arXiv 2307.09288, eq. 2). A comparison leaves the rewards' origin open; the last
@@ -110,7 +110,7 @@ def bradley_terry_loss(
 
 
 def _require_one_shape(**tensors: torch.Tensor) -> None:
-    """Shapes [P] and [P, 1] would make [P, P] pairs without a word."""
+    """Refuse shapes [P] and [P, 1], which would broadcast to [P, P] pairs."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if any(len(shape) != 1 for shape in shapes.values()) or len(set(shapes.values())) != 1:
         raise BatchError(f"shapes are {shapes}; expected equal shapes of one dimension")

@@ -1,4 +1,4 @@
-"""What a critic learns by, and how well it predicts.
+"""The loss of a critic, and the quality of its predictions.
 
 Shapes: N response tokens of any number of sequences, laid end to end.
 """
@@ -9,7 +9,7 @@ import torch
 def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, *, cliprange_value: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's clipped value loss, per token.
+    """Compute PPO's clipped value loss, per token.
 
     0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2): arXiv 1707.06347, section 5, as OpenAI's baselines have
     it (arXiv 2005.12729, section 3).
@@ -29,7 +29,7 @@ def value_loss(
 
 
 def value_moments(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """What `explained_variance` needs of a part of a batch, shape [5] in float64; those of parts add up.
+    """Return the moments [5], in float64, that `explained_variance` needs; those of parts of a batch add up.
 
     Count, and sum and sum of squares of the returns and of the errors.
 
@@ -44,7 +44,7 @@ def value_moments(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tenso
 
 
 def explained_variance(moments: torch.Tensor) -> float:
-    """Share of the returns' variance that the values explain: 1 - var(R - V) / (var(R) + 1e-5), verl's form.
+    """Return the explained fraction of the returns' variance: 1 - var(R - V) / (var(R) + 1e-5), verl's form.
 
     1 is a perfect critic, 0 one that knows only the mean; less is worse than that. Of fewer than two tokens it is 0.
 

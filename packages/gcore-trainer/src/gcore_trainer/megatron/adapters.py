@@ -1,4 +1,4 @@
-"""Low-rank adapters beside Megatron-Core's linear layers: one for each Hugging Face layer that is fused in them."""
+"""Low-rank adapters of Megatron-Core's linear layers: one for each Hugging Face layer that is fused in them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,11 +27,11 @@ Pieces = dict[torch.nn.Parameter, list[Piece]]
 
 
 def target_layers(architecture: Architecture, config: LoRAConfig) -> frozenset[str]:
-    """Hugging Face names of the layers of the whole model that get an adapter. Experts get none.
+    """Return Hugging Face names of the layers of the whole model that get an adapter; experts get none.
 
     Args:
         architecture: of the model.
-        config: its names are matched as peft does: a layer's full name, or the end of it behind a dot.
+        config: its names are matched as peft does: a layer's full name, or the end of it after a dot.
 
     Raises:
         ConfigError: a name matches no layer.
@@ -59,9 +59,9 @@ def add_adapters(
     targets: frozenset[str],
     config: LoRAConfig,
 ) -> Pieces:
-    """Put adapters beside linear layers, and freeze all else.
+    """Add adapters to linear layers, and freeze all else.
 
-    B begins at 0, so that the model computes what it did; A is `initial_a`'s.
+    B starts at 0, so that the model computes what it did; A is `initial_a`'s.
 
     Args:
         stages: of this rank.
@@ -116,14 +116,14 @@ class AdaptedLinear(torch.nn.Module):
         self.lora_A = torch.nn.ParameterList()
         self.lora_B = torch.nn.ParameterList()
         self.pieces: Pieces = {}
-        """Of the adapters' parameters."""
+        """Pieces of the adapters' parameters."""
         self._rank = config.rank
         self._scale = config.alpha / config.rank
         self._sequence_parallel: bool = base.sequence_parallel
         adapters = {layer: pair for layer, pair in adapter_pieces(weight, config.rank).items() if layer in targets}
         number_of = {layer: i for i, layer in enumerate(adapters)}
         self._blocks = [(number_of.get(p.name.removesuffix(".weight")), p.shape[0]) for p in weight]
-        """Of each block of the output's rows: number of its adapter, if it has one, and how many rows."""
+        """Number of the adapter, if any, and number of rows of each block of the output."""
         for layer, (piece_of_a, piece_of_b) in adapters.items():
             whole_a = initial_a(layer, *piece_of_a.global_shape)
             first, columns = piece_of_a.offset[1], piece_of_a.shape[1]
@@ -139,7 +139,7 @@ class AdaptedLinear(torch.nn.Module):
             self.pieces |= {a: [piece_of_a], b: [piece_of_b]}
 
     def forward(self, input_T1I: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Output [T, 1, O] and the bias that is not yet in it, divided as those of the layer that has W."""
+        """Return output [T, 1, O] and the bias that is not yet in it, divided as those of the layer that has W."""
         output_T1O, bias = self.base(input_T1I)
         hidden = self._whole(linear(input_T1I, torch.cat(list(self.lora_A)))) * self._scale
         updates = [linear(h, b) for h, b in zip(hidden.split(self._rank, dim=-1), self.lora_B, strict=True)]

@@ -1,4 +1,4 @@
-"""What Megatron-Core must know of a Hugging Face model, and whether a layout can divide it."""
+"""The architecture of a Hugging Face model for Megatron-Core, and the check that a layout divides it."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -30,7 +30,7 @@ class Experts:
     """Experts that each token passes through."""
     ffn_hidden_size: int
     normalises: bool
-    """Whether the weights of a token's experts are scaled to add up to 1."""
+    """The weights of a token's experts are scaled to add up to 1."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,7 +38,7 @@ class Architecture:
     """A decoder of one of `MODEL_TYPES`."""
 
     hf_config: Any
-    """As transformers has it."""
+    """The config of transformers."""
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
@@ -51,12 +51,13 @@ class Architecture:
     has_qkv_bias: bool
     has_qk_norm: bool
     is_tied: bool
-    """Whether the head is the embedding."""
+    """The head is the embedding."""
     experts: Experts | None
 
     @classmethod
     def of(cls, hf_config: Any) -> Self:
-        """
+        """Read the architecture of a config of transformers.
+
         Raises:
             UnsupportedModelError: the model has something that is not converted.
         """
@@ -103,7 +104,8 @@ class Architecture:
         )
 
     def check_layout(self, parallel: ParallelConfig, world_size: int) -> None:
-        """
+        """Check that a layout divides the model.
+
         Raises:
             ConfigError: the sizes do not divide the world or the model.
         """

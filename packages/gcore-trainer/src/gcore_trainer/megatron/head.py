@@ -1,4 +1,4 @@
-"""The head behind the last stage: scores of a row's response tokens."""
+"""The head after the last stage: scores of a row's response tokens."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ class Head:
         self._sequence_parallel = sequence_parallel
 
     def scores(self, chunk: Any, hidden_T1D: torch.Tensor, row: Row) -> Any:
-        """`TokenScores`, or values [N].
+        """Compute `TokenScores`, or values [N].
 
         Args:
             chunk: the last stage, whose weights these are.

@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gcore_trainer.megatron.architecture import Architecture
+from gcore_trainer.packing.attention import AttentionKind
 from gcore_trainer.packing.row import Row
 from gcore_trainer.parallel import ParallelConfig
 
@@ -34,12 +35,12 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class PlanAttention(torch.nn.Module):
-    """Takes the place of Megatron-Core's dot-product attention, which knows neither packing nor context parallelism."""
+    """Replaces Megatron-Core's dot-product attention, which knows neither packing nor context parallelism."""
 
     def __init__(self, softmax_scale: float | None = None, **others: Any) -> None:
         super().__init__()
         del others
-        self._scale = softmax_scale
+        self._kind = AttentionKind(scale=softmax_scale)
 
     def forward(
         self,
@@ -51,15 +52,15 @@ class PlanAttention(torch.nn.Module):
         packed_seq_params: Row,
         **others: Any,
     ) -> torch.Tensor:
-        """[T, 1, H * D]."""
+        """Compute the attention output [T, 1, H * D]."""
         del attention_mask, others
         q_1HTD, k_1KTD, v_1KTD = (x.permute(1, 2, 0, 3) for x in (query_T1HD, key_T1KD, value_T1KD))
-        out_1THD = packed_seq_params.plan.attend(q_1HTD, k_1KTD, v_1KTD, scale=self._scale, sliding_window=None)
+        out_1THD = packed_seq_params.plan.attend(q_1HTD, k_1KTD, v_1KTD, self._kind)
         return out_1THD[0].flatten(1).unsqueeze(1)
 
 
 class RowRotary(torch.nn.Module):
-    """Takes the place of Megatron-Core's own: angles come from the row's positions, not from its length."""
+    """Replaces Megatron-Core's rotary embedding: angles come from the row's positions, not from its length."""
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
@@ -72,12 +73,12 @@ class RowRotary(torch.nn.Module):
             self._inv_freq, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
 
     def get_rotary_seq_len(self, inference: Any, decoder: Any, hidden: Any, config: Any, row: Row) -> Row:
-        """Whatever `forward` is to be called with."""
+        """Return the argument of `forward`."""
         del inference, decoder, hidden, config
         return row
 
     def forward(self, row: Row, **others: Any) -> torch.Tensor:
-        """Angles [T, 1, 1, D] of the tokens that attention sees on this rank."""
+        """Return the angles [T, 1, 1, D] of the tokens that attention sees on this rank."""
         del others
         positions_T = row.positions[0]
         angles = positions_T.float()[:, None] * self._inv_freq.to(positions_T.device)
@@ -87,7 +88,7 @@ class RowRotary(torch.nn.Module):
 def transformer_config(
     architecture: Architecture, parallel: ParallelConfig, *, dtype: torch.dtype, recompute: bool
 ) -> TransformerConfig:
-    """Megatron-Core's description of the model and its layout."""
+    """Describe the model and its layout for Megatron-Core."""
     vpp = parallel.virtual_pipeline_model_parallel_size
     others: dict[str, Any] = {}
     if architecture.experts is not None:
@@ -153,7 +154,7 @@ def transformer_config(
 def make_chunks(
     architecture: Architecture, parallel: ParallelConfig, config: TransformerConfig, *, has_value_head: bool
 ) -> list[HiddenStatesGPT]:
-    """This rank's layers, a chunk for each of its virtual stages; all matrices are 0."""
+    """Make this rank's layers, a chunk for each of its virtual stages; all matrices are 0."""
     vpp = parallel.virtual_pipeline_model_parallel_size
     tp = parallel.tensor_model_parallel_size
     chunks: list[HiddenStatesGPT] = []

@@ -20,7 +20,7 @@ _Outcome = tuple[torch.Tensor, Any]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pass:
-    """What goes through the stages together."""
+    """A row that goes through the stages."""
 
     row: Row
     samples: MicroBatch | None
@@ -45,7 +45,7 @@ class Pipeline:
             finish: what to make of the last stage, its output and the pass.
 
         Returns:
-            on the last stage what `finish` made beside each loss, on the others nothing.
+            on the last stage what `finish` returned with each loss, on the others nothing.
         """
 
         def forward_step(passes: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -59,7 +59,7 @@ class Pipeline:
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=list(self._chunks) if len(iterators) > 1 else self._chunks[0],
             num_microbatches=len(passes),
-            # Of interleaved stages; elsewhere stages tell each other the lengths of their messages.
+            # Of interleaved stages; elsewhere stages send each other the lengths of their messages.
             seq_length=passes[0].row.num_tokens,
             micro_batch_size=1,
             forward_only=not torch.is_grad_enabled(),
@@ -74,7 +74,7 @@ class Pipeline:
 
 
 def from_last_stage(value: T) -> T:
-    """The last stage's value, which can be pickled, on all stages."""
+    """Broadcast the last stage's value, which can be pickled, to all stages."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return value
     box = [value]

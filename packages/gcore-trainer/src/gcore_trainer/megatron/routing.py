@@ -42,7 +42,8 @@ class LayerRouters:
             layer.register_forward_pre_hook(self._impose, with_kwargs=True)
 
     def check(self, rows: Sequence[Row]) -> None:
-        """
+        """Check the routing that rows bring.
+
         Raises:
             BatchError: a row's routing is of another model.
         """
@@ -54,7 +55,7 @@ class LayerRouters:
                 )
 
     def record(self, is_recording: bool) -> None:
-        """Whether the passes from now on are recorded."""
+        """Record the passes from now on, or stop."""
         for router in self._routers.values():
             router.recorded = [] if is_recording else None
 

@@ -29,7 +29,7 @@ class Objective(ABC, Generic[ScoresT]):
     loss_name: ClassVar[str]
     """Metric of the loss; 0 for a batch in which no sample has a gradient."""
     entropy_grad: bool = False
-    """Whether the entropies need a gradient."""
+    """The entropies need a gradient."""
 
     @abstractmethod
     def check(self, micro_batches: Sequence[MicroBatch]) -> None:

@@ -11,50 +11,52 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from gcore_trainer.errors import UnsupportedModelError
-from gcore_trainer.packing.block_attention import attention
+from gcore_trainer.packing.block_attention import Scoring, attention
 from gcore_trainer.packing.mask import describe, window_of
 from gcore_trainer.packing.pack import Bucket, PackedBatch, sequence_rectangles
 
 ATTENTION_NAME = "gcore_packed"
 
 _UNSUPPORTED_ARGUMENTS = ("position_bias", "indices", "block_indices")
-"""What models hand to their attention that changes its result, and that is not computed here."""
+"""Arguments of a model's attention that change its result, and that are not computed here."""
 
 _NUM_WINDOW_ROWS = 512
 """Queries of a tile under a sliding window: its keys are at most so many and the window's."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionKind:
+    """A layer's attention. H query heads."""
+
+    scale: float | None = None
+    """Factor of the scores; None: 1 / sqrt(D)."""
+    sliding_window: int | None = None
+    """Number of latest tokens of its sequence that a query sees, its own included; None: all."""
+    softcap: float | None = None
+    """Replace scores x by softcap * tanh(x / softcap); None: do not."""
+    sinks: torch.Tensor | None = None
+    """[H] a further score of each head's softmax, without a value; None: none."""
+
+
 class AttentionPlan(Protocol):
-    """How the tokens of a packed row attend to each other; made once a micro-batch, used by every layer."""
+    """The attention pattern of a packed row; made once a micro-batch, used by every layer."""
 
     num_calls: int
     """Attention layers served so far."""
 
     def attend(
-        self,
-        query_1HTD: torch.Tensor,
-        key_1KTD: torch.Tensor,
-        value_1KTD: torch.Tensor,
-        *,
-        scale: float | None,
-        sliding_window: int | None,
-        softcap: float | None = None,
-        sinks_H: torch.Tensor | None = None,
+        self, query_1HTD: torch.Tensor, key_1KTD: torch.Tensor, value_1KTD: torch.Tensor, kind: AttentionKind
     ) -> torch.Tensor:
-        """Attention output [1, T, H, D] of the T tokens that this process holds.
+        """Compute the attention output [1, T, H, D] of the T tokens that this process holds.
 
         Args:
             query_1HTD: with rotary embeddings applied, as the keys.
             key_1KTD: K divides H.
             value_1KTD: of the keys' tokens.
-            scale: of the scores; None: 1 / sqrt(D).
-            sliding_window: number of latest tokens of its sequence that a query sees, its own included; None: all.
-            softcap: replace scores x by softcap * tanh(x / softcap); None: do not.
-            sinks_H: [H] a further score of each head's softmax, without a value; None: none.
+            kind: of the layer.
         """
         ...
 
@@ -85,53 +87,27 @@ class PackedPlan(AttentionPlan):
         self.num_calls = 0
 
     def attend(
-        self,
-        query_1HTD: torch.Tensor,
-        key_1KTD: torch.Tensor,
-        value_1KTD: torch.Tensor,
-        *,
-        scale: float | None,
-        sliding_window: int | None,
-        softcap: float | None = None,
-        sinks_H: torch.Tensor | None = None,
+        self, query_1HTD: torch.Tensor, key_1KTD: torch.Tensor, value_1KTD: torch.Tensor, kind: AttentionKind
     ) -> torch.Tensor:
         self.num_calls += 1
         q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
+        scale = q_THD.shape[-1] ** -0.5 if kind.scale is None else kind.scale
         outputs: list[torch.Tensor] = []
-        for tiles in self._tiles_of(sliding_window):
+        for tiles in self._tiles_of(kind.sliding_window):
             rows: list[torch.Tensor] = []
             for tile in tiles:
                 shape = (tile.num_segments, -1)
                 q_SHQD = q_THD.index_select(0, tile.query_index).unflatten(0, shape).transpose(1, 2)
                 k_SKKD = k_TKD.index_select(0, tile.key_index).unflatten(0, shape).transpose(1, 2)
                 v_SKKD = v_TKD.index_select(0, tile.key_index).unflatten(0, shape).transpose(1, 2)
-                if softcap is None and sinks_H is None:
-                    out_SHQD = scaled_dot_product_attention(
-                        q_SHQD,
-                        k_SKKD,
-                        v_SKKD,
-                        attn_mask=tile.mask,
-                        is_causal=tile.mask is None,
-                        scale=scale,
-                        enable_gqa=q_THD.shape[1] != k_TKD.shape[1],
-                    )
-                else:
-                    out_SHQD = attention(
-                        q_SHQD,
-                        k_SKKD,
-                        v_SKKD,
-                        mask=tile.mask,
-                        is_causal=tile.mask is None,
-                        scale=q_THD.shape[-1] ** -0.5 if scale is None else scale,
-                        softcap=softcap,
-                        sinks_H=sinks_H,
-                    )
+                scoring = Scoring(scale=scale, is_causal=tile.mask is None, softcap=kind.softcap, mask=tile.mask)
+                out_SHQD = attention(q_SHQD, k_SKKD, v_SKKD, scoring, sinks_H=kind.sinks)
                 rows.append(out_SHQD.transpose(1, 2))
             outputs.append(torch.cat(rows, dim=1).flatten(0, 1))
         return torch.cat(outputs).index_select(0, self._unpack_index)[None]
 
     def mix(self, hidden_1TD: torch.Tensor, mixer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Output [1, T, D] of a layer that mixes the tokens of a sequence, from first to last, in a way of its own.
+        """Compute the output [1, T, D] of a layer that mixes the tokens of a sequence otherwise, from first to last.
 
         Linear attention has a state and no mask, so it is given whole sequences: other layers compute a shared prompt
         once, and such a layer once for each of its responses.
@@ -150,7 +126,7 @@ class PackedPlan(AttentionPlan):
         return torch.cat(outputs).index_select(0, unpack_index_T)[None]
 
     def _tiles_of(self, window: int | None) -> list[list[_Tile]]:
-        """Those of each bucket; made once, for the layers share them."""
+        """Return the tiles of each bucket; made once, because layers share them."""
         if window not in self._tiles:
             self._tiles[window] = [
                 list(_tiles(bucket, window, device=self._device, dtype=self._dtype)) for bucket in self._batch.buckets
@@ -186,7 +162,7 @@ def _tiles(bucket: Bucket, window: int | None, *, device: torch.device, dtype: t
 
 
 def _positions(bucket: Bucket) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Places of queries [S or 1, Lq] and keys [S or 1, Lk] in their sequences; what pads a prompt is behind all."""
+    """Return places of queries [S or 1, Lq] and keys [S or 1, Lk] in their sequences; padding comes after all."""
     num_queries = bucket.query_index.shape[1]
     own_1Q = np.arange(num_queries)[None]
     if bucket.prompt_lengths is None:
@@ -235,10 +211,8 @@ def _forward(
         sliding_window = window_of(attention_mask)
     if sliding_window is not None and sliding_window < 1:
         raise UnsupportedModelError(f"sliding_window is {sliding_window}; expected at least 1, or none")
-    output = packed.attend(
-        query, key, value, scale=scaling, sliding_window=sliding_window, softcap=softcap, sinks_H=s_aux
-    )
-    return output, None
+    kind = AttentionKind(scale=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
+    return packed.attend(query, key, value, kind), None
 
 
 def register() -> None:

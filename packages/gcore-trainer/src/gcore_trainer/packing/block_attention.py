@@ -8,35 +8,48 @@ An attention sink (gpt-oss; StreamingLLM, arXiv:2309.17453) is one more score in
 of the log-sum-exp, merged like a block whose output is 0.
 """
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
 
 _aten = torch.ops.aten
 
 _NUM_PLAIN_ROWS = 1024
-"""Most queries whose scores are in memory at a time, where no kernel does it ..."""
+"""Most queries whose scores are in memory at a time, without a kernel."""
 
 _NUM_PLAIN_SCORES = 1 << 26
-"""... and most scores: 256 MB in float32."""
+"""Most scores in memory at a time, without a kernel: 256 MB in float32."""
 
 _CUDA_MAX_HEAD_DIM = 256
-"""Of the flash-attention kernel."""
+"""Largest head dimension of the flash-attention kernel."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scoring:
+    """The scores of a block of queries and a block of keys."""
+
+    scale: float
+    """Factor of the scores."""
+    is_causal: bool = False
+    """Query i sees keys up to i only, of as many keys as there are queries."""
+    softcap: float | None = None
+    """Replace scores x by softcap * tanh(x / softcap) (Gemma 2, arXiv:2408.00118, section 2); None: do not."""
+    mask: torch.Tensor | None = None
+    """[S or 1, 1, Q, L], added to the scores after the cap: 0, or -inf if a query does not see a key."""
 
 
 def attention(
     q_SHQD: torch.Tensor,
     k_SKLD: torch.Tensor,
     v_SKLV: torch.Tensor,
+    scoring: Scoring,
     *,
-    scale: float,
-    is_causal: bool,
-    softcap: float | None = None,
-    mask: torch.Tensor | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Differentiable attention [S, H, Q, V] with what torch's own lacks: soft caps of the scores, and sinks.
+    """Compute attention [S, H, Q, V], differentiably; torch's own, unless scores have soft caps or there are sinks.
 
     Under autocast it computes in autocast's dtype, as torch's own does.
 
@@ -44,44 +57,36 @@ def attention(
         q_SHQD: queries.
         k_SKLD: keys.
         v_SKLV: values.
-        scale: see `attend_block`.
-        is_causal: see `attend_block`.
-        softcap: see `attend_block`.
-        mask: see `attend_block`.
+        scoring: of the queries and keys.
         sinks_H: a further score of each head's softmax; None: none.
     """
+    if scoring.softcap is None and sinks_H is None:
+        return scaled_dot_product_attention(
+            q_SHQD,
+            k_SKLD,
+            v_SKLV,
+            attn_mask=scoring.mask,
+            is_causal=scoring.is_causal,
+            scale=scoring.scale,
+            enable_gqa=q_SHQD.shape[1] != k_SKLD.shape[1],
+        )
     device_type = q_SHQD.device.type
     if torch.is_autocast_enabled(device_type):
         q_SHQD, k_SKLD, v_SKLV = (x.to(torch.get_autocast_dtype(device_type)) for x in (q_SHQD, k_SKLD, v_SKLV))
-    return _Attention.apply(q_SHQD, k_SKLD, v_SKLV, sinks_H, mask, scale, is_causal, softcap)
+    return _Attention.apply(q_SHQD, k_SKLD, v_SKLV, sinks_H, scoring)
 
 
 def attend_block(
-    q_SHQD: torch.Tensor,
-    k_SKLD: torch.Tensor,
-    v_SKLV: torch.Tensor,
-    *,
-    scale: float,
-    is_causal: bool,
-    softcap: float | None = None,
-    mask: torch.Tensor | None = None,
+    q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, v_SKLV: torch.Tensor, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to all keys, or causally to as many as there are queries.
-
-    Args:
-        q_SHQD: queries.
-        k_SKLD: keys.
-        v_SKLV: values.
-        scale: factor of the scores.
-        is_causal: whether query i sees keys up to i only.
-        softcap: replace scores x by softcap * tanh(x / softcap) (Gemma 2, arXiv:2408.00118, section 2); None: do not.
-        mask: [S or 1, 1, Q, L], added to the scores after the cap: 0, or -inf where a query does not see a key.
+    """Attend to a block of keys.
 
     Returns:
         Output [S, H, Q, V] of the queries' dtype, and log-sum-exp of the scores [S, H, Q] in float32 at least. A query
         that sees no key has output 0 and log-sum-exp -inf.
     """
-    match _kernel(q_SHQD, v_SKLV, has_kernel=softcap is None and mask is None):
+    scale, is_causal = scoring.scale, scoring.is_causal
+    match _kernel(q_SHQD, v_SKLV, scoring):
         case "cpu":
             return _aten._scaled_dot_product_flash_attention_for_cpu(
                 q_SHQD, k_SKLD, v_SKLV, 0.0, is_causal, scale=scale
@@ -97,8 +102,8 @@ def attend_block(
             # Autocast would narrow the matrix products.
             with torch.autocast(q_SHQD.device.type, enabled=False):
                 for rows, keys in _row_blocks(q_SHQD, k_SKLD, is_causal=is_causal):
-                    scores_SKGQL = _scores(q_SHQD, k_SKLD, rows, keys, scale=scale, softcap=softcap)
-                    _hide(scores_SKGQL, rows, keys, is_causal=is_causal, mask=mask)
+                    scores_SKGQL = _scores(q_SHQD, k_SKLD, rows, keys, scoring)
+                    _hide(scores_SKGQL, rows, keys, scoring)
                     lse_SKGQ = scores_SKGQL.logsumexp(-1)
                     probs_SKGQL = _probs(scores_SKGQL, lse_SKGQ)
                     outs.append((probs_SKGQL @ _widened(v_SKLV[:, :, None, keys])).flatten(1, 2))
@@ -109,7 +114,7 @@ def attend_block(
 def include_sinks(
     out_HV: torch.Tensor, lse_H: torch.Tensor, sinks_H: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp over a query's keys and its head's sink, from those over its keys.
+    """Include the head's sink in the output and log-sum-exp over a query's keys.
 
     Args:
         out_HV: [..., V].
@@ -123,7 +128,7 @@ def include_sinks(
 def sink_gradients(
     grad_HV: torch.Tensor, out_HV: torch.Tensor, lse_H: torch.Tensor, sinks_H: torch.Tensor
 ) -> torch.Tensor:
-    """Each query's part of the gradient of its head's sink, in the shape of ``lse_H``.
+    """Compute each query's part of the gradient of its head's sink, in the shape of ``lse_H``.
 
     Args:
         grad_HV: of the output, [..., V].
@@ -142,27 +147,21 @@ def block_gradients(
     v_SKLV: torch.Tensor,
     out_SHQV: torch.Tensor,
     lse_SHQ: torch.Tensor,
-    *,
-    scale: float,
-    is_causal: bool,
-    softcap: float | None = None,
-    mask: torch.Tensor | None = None,
+    scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The block's part of the gradients of queries, keys and values, in their shapes.
+    """Compute the block's part of the gradients of queries, keys and values, in their shapes.
 
     Args:
         grad_SHQV: of the output over all keys.
-        q_SHQD: as handed to `attend_block`.
-        k_SKLD: likewise.
-        v_SKLV: likewise.
+        q_SHQD: as in `attend_block`, like ``k_SKLD``, ``v_SKLV`` and ``scoring``.
+        k_SKLD: keys of the block.
+        v_SKLV: values of the block.
         out_SHQV: over all keys.
         lse_SHQ: over all keys.
-        scale: as handed to `attend_block`.
-        is_causal: likewise.
-        softcap: likewise.
-        mask: likewise.
+        scoring: of the queries and keys.
     """
-    match _kernel(q_SHQD, v_SKLV, has_kernel=softcap is None and mask is None):
+    scale, is_causal = scoring.scale, scoring.is_causal
+    match _kernel(q_SHQD, v_SKLV, scoring):
         case "cpu":
             return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ, 0.0, is_causal, scale=scale
@@ -189,18 +188,7 @@ def block_gradients(
                 scale=scale,
             )
         case "plain":
-            return _plain_gradients(
-                grad_SHQV,
-                q_SHQD,
-                k_SKLD,
-                v_SKLV,
-                out_SHQV,
-                lse_SHQ,
-                scale=scale,
-                is_causal=is_causal,
-                softcap=softcap,
-                mask=mask,
-            )
+            return _plain_gradients(grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ, scoring)
 
 
 class _Attention(torch.autograd.Function):
@@ -211,17 +199,13 @@ class _Attention(torch.autograd.Function):
         k_SKLD: torch.Tensor,
         v_SKLV: torch.Tensor,
         sinks_H: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        scale: float,
-        is_causal: bool,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> torch.Tensor:
-        options: dict[str, Any] = {"scale": scale, "is_causal": is_causal, "softcap": softcap}
-        out_SHQV, lse_SHQ = attend_block(q_SHQD, k_SKLD, v_SKLV, mask=mask, **options)
+        out_SHQV, lse_SHQ = attend_block(q_SHQD, k_SKLD, v_SKLV, scoring)
         if sinks_H is not None:
             out_SHQV, lse_SHQ = include_sinks(out_SHQV, lse_SHQ, sinks_H[:, None])
-        ctx.options = options
-        ctx.save_for_backward(q_SHQD, k_SKLD, v_SKLV, sinks_H, mask, out_SHQV, lse_SHQ)
+        ctx.scoring = scoring
+        ctx.save_for_backward(q_SHQD, k_SKLD, v_SKLV, sinks_H, out_SHQV, lse_SHQ)
         return out_SHQV
 
     @staticmethod
@@ -229,14 +213,14 @@ class _Attention(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator is typed loosely
         ctx: Any, *grad_outputs: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        q_SHQD, k_SKLD, v_SKLV, sinks_H, mask, out_SHQV, lse_SHQ = ctx.saved_tensors
+        q_SHQD, k_SKLD, v_SKLV, sinks_H, out_SHQV, lse_SHQ = ctx.saved_tensors
         grad_SHQV = grad_outputs[0].contiguous()  # that of a sum has no strides, which kernels do not take
-        grads = block_gradients(grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ, mask=mask, **ctx.options)
+        grads = block_gradients(grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ, ctx.scoring)
         grad_sinks_H = None
         if ctx.needs_input_grad[3]:
             parts_SHQ = sink_gradients(grad_SHQV, out_SHQV, lse_SHQ, sinks_H[:, None])
             grad_sinks_H = parts_SHQ.sum((0, 2)).to(sinks_H.dtype)
-        return *grads, grad_sinks_H, None, None, None, None
+        return *grads, grad_sinks_H, None
 
 
 def _plain_gradients(
@@ -246,19 +230,16 @@ def _plain_gradients(
     v_SKLV: torch.Tensor,
     out_SHQV: torch.Tensor,
     lse_SHQ: torch.Tensor,
-    *,
-    scale: float,
-    is_causal: bool,
-    softcap: float | None,
-    mask: torch.Tensor | None,
+    scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scale, softcap = scoring.scale, scoring.softcap
     groups = (k_SKLD.shape[1], -1)
     grad_q: list[torch.Tensor] = []
     grad_k_SKLD, grad_v_SKLV = torch.zeros_like(_widened(k_SKLD)), torch.zeros_like(_widened(v_SKLV))
-    for rows, keys in _row_blocks(q_SHQD, k_SKLD, is_causal=is_causal):
-        scores_SKGQL = _scores(q_SHQD, k_SKLD, rows, keys, scale=scale, softcap=softcap)
+    for rows, keys in _row_blocks(q_SHQD, k_SKLD, is_causal=scoring.is_causal):
+        scores_SKGQL = _scores(q_SHQD, k_SKLD, rows, keys, scoring)
         slope_SKGQL = scale if softcap is None else (1 - (scores_SKGQL / softcap).square()) * scale
-        _hide(scores_SKGQL, rows, keys, is_causal=is_causal, mask=mask)
+        _hide(scores_SKGQL, rows, keys, scoring)
         probs_SKGQL = _probs(scores_SKGQL, lse_SHQ[:, :, rows].unflatten(1, groups))
         grad_SKGQV = _widened(grad_SHQV[:, :, rows]).unflatten(1, groups)
         delta_SKGQ = (grad_SKGQV * out_SHQV[:, :, rows].unflatten(1, groups)).sum(-1)
@@ -271,9 +252,9 @@ def _plain_gradients(
     return torch.cat(grad_q, dim=2).to(q_SHQD.dtype), grad_k_SKLD.to(k_SKLD.dtype), grad_v_SKLV.to(v_SKLV.dtype)
 
 
-def _kernel(q_SHQD: torch.Tensor, v_SKLV: torch.Tensor, *, has_kernel: bool) -> Literal["cpu", "cuda", "plain"]:
+def _kernel(q_SHQD: torch.Tensor, v_SKLV: torch.Tensor, scoring: Scoring) -> Literal["cpu", "cuda", "plain"]:
     head_dim = q_SHQD.shape[-1]
-    if not has_kernel or head_dim != v_SKLV.shape[-1]:
+    if scoring.softcap is not None or scoring.mask is not None or head_dim != v_SKLV.shape[-1]:
         return "plain"
     if q_SHQD.device.type == "cpu":
         return "cpu"
@@ -296,28 +277,26 @@ def _row_blocks(q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, *, is_causal: bool) 
     return [(x, slice(0, x.stop if is_causal else num_keys)) for x in rows]
 
 
-def _scores(
-    q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, rows: slice, keys: slice, *, scale: float, softcap: float | None
-) -> torch.Tensor:
-    """[S, K, H / K, rows, keys]."""
+def _scores(q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, rows: slice, keys: slice, scoring: Scoring) -> torch.Tensor:
+    """Compute the scores [S, K, H / K, rows, keys], without the mask."""
     q_SKGQD = _widened(q_SHQD[:, :, rows]).unflatten(1, (k_SKLD.shape[1], -1))
-    scores_SKGQL = q_SKGQD @ _widened(k_SKLD[:, :, None, keys]).mT * scale
-    if softcap is not None:
-        scores_SKGQL.div_(softcap).tanh_().mul_(softcap)
+    scores_SKGQL = q_SKGQD @ _widened(k_SKLD[:, :, None, keys]).mT * scoring.scale
+    if scoring.softcap is not None:
+        scores_SKGQL.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
     return scores_SKGQL
 
 
-def _hide(scores_SKGQL: torch.Tensor, rows: slice, keys: slice, *, is_causal: bool, mask: torch.Tensor | None) -> None:
+def _hide(scores_SKGQL: torch.Tensor, rows: slice, keys: slice, scoring: Scoring) -> None:
     """Set scores to -inf where a query does not see a key."""
-    if is_causal:
+    if scoring.is_causal:
         row, column = (torch.arange(x.start, x.stop, device=scores_SKGQL.device) for x in (rows, keys))
         scores_SKGQL.masked_fill_(column > row[:, None], -torch.inf)
-    if mask is not None:
-        scores_SKGQL.add_(mask[:, :, None, rows, keys])
+    if scoring.mask is not None:
+        scores_SKGQL.add_(scoring.mask[:, :, None, rows, keys])
 
 
 def _probs(scores_SKGQL: torch.Tensor, lse_SKGQ: torch.Tensor) -> torch.Tensor:
-    """0, and not NaN, for a query that sees no key."""
+    """Compute probabilities; 0, and not NaN, for a query that sees no key."""
     return (scores_SKGQL - lse_SKGQ.clamp(min=torch.finfo(lse_SKGQ.dtype).min)[..., None]).exp()
 
 

@@ -25,7 +25,7 @@ class DescribedMask(torch.Tensor):
     hides: frozenset[str]
     """Names of the functions of ``transformers.masking_utils`` that hide tokens, and of any others."""
     window: int | None
-    """In tokens; None: no sliding window."""
+    """Sliding window in tokens; None: there is none."""
 
 
 def describe(

@@ -1,11 +1,11 @@
-"""Laying samples end to end, so that no padding is computed and a prompt shared by many samples is computed once.
+"""Packing of samples end to end, so that no padding is computed and a prompt shared by many samples is computed once.
 
 A micro-batch becomes one row of T tokens, made of segments. A *causal* segment starts from nothing: a prompt, or a
 prompt with its only response. A *branch* segment is one of several responses to a prompt: its tokens see the prompt's
 and their own predecessors. A response's last token predicts nothing, so it is never an input.
 
-Where the row is divided among ranks, its length must be a multiple of something: padding tokens, of id 0, then stand
-behind the real ones of a causal segment or make up a last segment of their own, so that no real token sees them.
+Where the row is divided among ranks, its length must be a multiple of something: padding tokens, of id 0, then
+follow the real ones of a causal segment or make up a last segment of their own, so that no real token sees them.
 """
 
 import math
@@ -28,7 +28,7 @@ class Bucket:
     """[S, Lk]."""
     prompt_lengths: NDArray[np.int64] | None
     """[S] for branches, whose keys are Lk - Lq places of their prompts, so many of them real, and then the queries'
-    own places, causally. None: the keys are the queries' places, causally; padding is behind every real token."""
+    own places, causally. None: the keys are the queries' places, causally; padding follows every real token."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,7 +40,7 @@ class PackedBatch:
     positions: NDArray[np.int64]
     """[T] place of each token in its own sequence; padding at the end of a segment repeats the last."""
     segment_lengths: NDArray[np.int64]
-    """Of all segments, in the row's order and with their padding; they sum to T."""
+    """Lengths of all segments, in the row's order and with their padding; they sum to T."""
     buckets: list[Bucket]
     unpack_index: NDArray[np.int64]
     """[T] where each token's attention output stands among the flattened rectangles of all buckets."""
@@ -53,9 +53,9 @@ class PackedBatch:
     target_ids: NDArray[np.int64]
     """[N]."""
     last_prompt_places: NDArray[np.int64]
-    """Of each sample, where its prompt ends in the row ..."""
+    """Place of each sample's last prompt token in the row."""
     first_response_places: NDArray[np.int64]
-    """... and where its response would begin; it has one input token less than tokens."""
+    """Place of each sample's first response token in the row; the last response token has none."""
 
 
 @dataclass(frozen=True)

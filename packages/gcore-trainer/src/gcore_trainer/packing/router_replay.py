@@ -1,6 +1,6 @@
 """Router replay: the experts that each token passed through, recorded in one pass and imposed on later ones.
 
-A mixture of experts whose routers choose anew in every pass makes ratios to old log-probs jump where nothing was
+A mixture of experts whose routers choose again in every pass makes ratios to old log-probs jump where nothing was
 learned: near a tie, rounding decides. "Routing Replay" of GSPO, arXiv 2507.18071, section 5.3; verl's ``R2`` records in
 the trainer's pass for the old log-probs.
 
@@ -59,7 +59,7 @@ class ReplayedRouter:
 
 
 class _TopK(TorchFunctionMode):
-    """Inside, the top k of the experts' scores are those imposed, and are known afterwards."""
+    """Imposes and reports the top k of the experts' scores within its context."""
 
     def __init__(self, router: ReplayedRouter) -> None:
         super().__init__()
@@ -85,13 +85,13 @@ class _TopK(TorchFunctionMode):
 
 
 def transformers_routers(model: torch.nn.Module) -> list[ReplayedRouter]:
-    """The routers of a transformers model, first to last layer; none where it has no such layers."""
+    """Return the routers of a transformers model, first to last layer."""
     found: list[Any] = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
     return [ReplayedRouter(r, num_experts=r.num_experts, top_k=r.top_k) for r in found]
 
 
 def routing_of_row(samples: MicroBatch, batch: PackedBatch) -> NDArray[np.int64] | None:
-    """The experts [T, L, K] of each token of a packed row; None: the samples leave the choice to the routers.
+    """Return the experts [T, L, K] of each token of a packed row; None: the routers choose.
 
     Of a prompt that samples share, it is what the first of them has.
 
@@ -104,7 +104,7 @@ def routing_of_row(samples: MicroBatch, batch: PackedBatch) -> NDArray[np.int64]
     if len(given) < len(samples) or len({r.shape[1:] for r in given}) > 1:
         shapes = sorted({None if s.routed_experts is None else s.routed_experts.shape[1:] for s in samples}, key=str)
         raise BatchError(f"routed_experts of a micro-batch have layers and experts {shapes}; expected the same")
-    # Padding passes through experts too, whichever.
+    # Padding passes through experts, too; any will do.
     _, num_layers, top_k = given[0].shape
     routing = np.empty((batch.input_ids.size, num_layers, top_k), np.int64)
     routing[...] = np.arange(top_k)
@@ -114,7 +114,7 @@ def routing_of_row(samples: MicroBatch, batch: PackedBatch) -> NDArray[np.int64]
 
 
 def input_places(samples: Sequence[Sample], batch: PackedBatch) -> list[NDArray[np.int64]]:
-    """Where each sample's [P + R - 1] input tokens stand in the row."""
+    """Return the places [P + R - 1] of each sample's input tokens in the row."""
     return [
         np.concatenate([np.arange(last - s.prompt_ids.size, last) + 1, first + np.arange(s.response_ids.size - 1)])
         for s, last, first in zip(samples, batch.last_prompt_places, batch.first_response_places, strict=True)

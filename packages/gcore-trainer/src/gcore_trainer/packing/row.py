@@ -1,4 +1,4 @@
-"""A rank's share of a packed row, as every backend's model gets it: tokens, attention, and what they predict."""
+"""A rank's tokens of a packed row, with their attention and targets, as every backend's model gets them."""
 
 import math
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class Row:
     num_targets: int
     """N."""
     num_tokens: int
-    """Of the whole row, on all ranks that divide it."""
+    """Tokens of the whole row, on all ranks that divide it."""
     places: torch.Tensor
     """[T] where each of the T stands in the whole row."""
     input_places: Sequence[NDArray[np.int64]]
@@ -54,7 +54,7 @@ class Row:
     cp: ContextParallel
 
     def of_all_ranks(self, values_n: torch.Tensor) -> torch.Tensor:
-        """[N] of all response tokens, from the [n] that each rank has, in float32 at least (see `sum_over_ranks`)."""
+        """Collect [N] of all response tokens from the [n] of each rank, in float32 at least (see `sum_over_ranks`)."""
         values_n = values_n.to(torch.promote_types(values_n.dtype, torch.float32))
         if self.cp.size == 1:
             return values_n
@@ -62,7 +62,7 @@ class Row:
         return sum_over_ranks(values_N, self.cp.ulysses, self.cp.ring)
 
     def of_samples(self, routing_TLK: torch.Tensor) -> list[NDArray[np.int16]]:
-        """[P + R - 1, L, K] of each sample's tokens, from the [T, L, K] that each rank has of the row."""
+        """Collect [P + R - 1, L, K] of each sample's tokens from the [T, L, K] of each rank."""
         whole = routing_TLK.new_zeros((self.num_tokens, *routing_TLK.shape[1:]))
         whole[self.places] = routing_TLK
         found = sum_over_ranks(whole, self.cp.ulysses, self.cp.ring).cpu().numpy().astype(np.int16)
@@ -92,7 +92,7 @@ class RowMaker:
     multiple_of: int = 1
 
     def make(self, micro_batches: Sequence[MicroBatch], *, equal_lengths: bool = False) -> list[Row]:
-        """A row of each micro-batch.
+        """Make a row of each micro-batch.
 
         Args:
             micro_batches: the same on all ranks that work on them.

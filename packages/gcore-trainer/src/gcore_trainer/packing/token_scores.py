@@ -15,11 +15,11 @@ MAX_LOGITS = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScores:
-    """Of N response tokens in the samples' order. All shape [N], in float32 at least."""
+    """Scores of N response tokens in the samples' order. All shape [N], in float32 at least."""
 
     log_probs: torch.Tensor
     entropies: torch.Tensor
-    """Of the distribution each token was drawn from, in nats."""
+    """Entropy of the distribution that each token was drawn from, in nats."""
 
 
 ScoresT = TypeVar("ScoresT", TokenScores, torch.Tensor)
@@ -27,7 +27,7 @@ ScoresT = TypeVar("ScoresT", TokenScores, torch.Tensor)
 
 
 def named_scores(scores: TokenScores | torch.Tensor) -> torch.Tensor:
-    """What a model's scores are named after: a policy's log-probabilities, or a critic's values, [N]."""
+    """Return the main scores [N] of a model: a policy's log-probabilities, or a critic's values."""
     return scores.log_probs if isinstance(scores, TokenScores) else scores
 
 
@@ -39,7 +39,7 @@ class VocabShard:
     start: int
     """First token of the part."""
     vocab_size: int
-    """Of the whole vocabulary; rows from here on are padding."""
+    """Size of the whole vocabulary; rows from here on are padding."""
 
 
 def token_scores(
@@ -87,7 +87,7 @@ def token_scores(
 
 @dataclass(frozen=True, kw_only=True)
 class _Head:
-    """What follows the head's matrix product."""
+    """The operations after the head's matrix product."""
 
     temperature: float
     scale: float
@@ -138,7 +138,7 @@ class _TokenScores(torch.autograd.Function):
         head, entropy_grad, vocab, chunk = ctx.settings
         logits = _Logits(weight_VD, bias_V, targets_N, head, vocab)
         grad_hidden_ND = torch.empty_like(hidden_ND)
-        # Sums over many chunks: not in half precision. A head beside adapters is frozen.
+        # Sums over many chunks: not in half precision. With adapters the head is frozen.
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=_wide(weight_VD.dtype)) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=_wide(bias_V.dtype)) if needs_bias else None
@@ -185,7 +185,7 @@ class _Logits:
         self._vocab = vocab
 
     def of(self, hidden_ND: torch.Tensor, rows: slice) -> torch.Tensor:
-        """[C, V]; -inf where the vocabulary is padding."""
+        """Compute the logits [C, V]; -inf for padding of the vocabulary."""
         logits_CV = hidden_ND[rows] @ self._weight_VD.T
         logits_CV = logits_CV.to(_wide(logits_CV.dtype))
         if self._bias_V is not None:
@@ -196,12 +196,12 @@ class _Logits:
         return logits_CV
 
     def places(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which of the chunk's targets are in this rank's part, shape [C], and their columns there."""
+        """Find the chunk's targets in this rank's part: whether each is there, [C], and its column."""
         column = self._targets_N[rows] - (self._vocab.start if self._vocab else 0)
         return (column >= 0) & (column < self._weight_VD.shape[0]), column
 
     def scores(self, hidden_ND: torch.Tensor, begin: int, chunk: int) -> tuple[torch.Tensor, ...]:
-        """Log-probs, entropies and log of the sum of exponentials of a chunk, [C] each."""
+        """Compute log-probs, entropies and log-sum-exp of a chunk, [C] each."""
         rows = slice(begin, begin + chunk)
         logits_CV = self.of(hidden_ND, rows)
         peak_C = self._reduced(logits_CV.amax(-1), dist.ReduceOp.MAX)

@@ -35,7 +35,7 @@ class RowImages:
 
 
 class Vision:
-    """How a transformers model of the Qwen-VL kind sees.
+    """The vision tower of a transformers model of the Qwen-VL kind.
 
     Args:
         model: ``...ForConditionalGeneration``.
@@ -47,7 +47,7 @@ class Vision:
         self._merge: int = model.config.vision_config.spatial_merge_size
 
     def row_images(self, samples: MicroBatch, batch: PackedBatch) -> RowImages | None:
-        """What the row's tokens need of their images; None: there are none.
+        """Collect the images of a row's samples; None: there are none.
 
         Raises:
             BatchError: a prompt's image tokens are not those of its images.
@@ -81,7 +81,7 @@ class Vision:
         )
 
     def embed(self, input_ids: torch.Tensor, images: RowImages | None) -> torch.Tensor:
-        """Embeddings [1, T, D] of a row's tokens [1, T], with its images in them."""
+        """Embed a row's tokens [1, T] with its images: [1, T, D]."""
         embeddings_1TD = self._model.get_input_embeddings()(input_ids)
         if images is None:
             if not torch.is_grad_enabled():
@@ -96,7 +96,7 @@ class Vision:
     def _positions(
         self, prompt_ids: NDArray[np.int64], is_image: NDArray[np.bool_], grid_thw: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], int]:
-        """[3, P] of a prompt, and what those behind it have over their places: images take fewer positions."""
+        """Return positions [3, P] of a prompt, and the offset of later ones: images take fewer positions."""
         positions, offset = self._model.base_model.get_rope_index(
             torch.from_numpy(prompt_ids)[None],
             mm_token_type_ids=torch.from_numpy(is_image.astype(np.int64))[None],
@@ -116,7 +116,8 @@ class Vision:
 
 
 def refuse_images(samples: MicroBatch, reason: str) -> None:
-    """
+    """Refuse samples with images.
+
     Raises:
         BatchError: any of the samples has images.
     """
@@ -125,7 +126,7 @@ def refuse_images(samples: MicroBatch, reason: str) -> None:
 
 
 def checkpoint_name(model: Any, name: str) -> str:
-    """What a Hugging Face folder calls a parameter of a model: transformers renames those of vision-language models."""
+    """Return a parameter's name in a Hugging Face folder: transformers renames those of vision-language models."""
     from transformers.core_model_loading import revert_weight_conversion
 
     [renamed] = revert_weight_conversion(model, {name: torch.empty(0)})

@@ -29,7 +29,7 @@ class FrozenModel:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which replica this rank belongs to."""
+        """The replica that this rank belongs to."""
         return self._replicas.rank
 
     @property
@@ -38,7 +38,7 @@ class FrozenModel:
         return self._replicas.size
 
     def scores(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
-        """Log-probabilities or values [R] of each sample's response.
+        """Compute log-probabilities or values [R] of each sample's response.
 
         Args:
             micro_batches: this replica's; another may have more of them, or none.

@@ -1,4 +1,4 @@
-"""How a model of transformers changes the logits of its head, read from its config."""
+"""Changes of a transformers model to the logits of its head, read from its config."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +21,13 @@ _DIVIDED = frozenset(
         "minicpm3",
     }
 )
-"""Those that divide them, or the hidden states before the head, by ``logits_scaling`` ..."""
+"""Model types that divide their logits, or the hidden states before the head, by ``logits_scaling``."""
 
 _MULTIPLIED_BY_SCALING = frozenset({"hyperclovax"})
-"""... and those that multiply them by it."""
+"""Model types that multiply their logits by ``logits_scaling``."""
 
 _MULTIPLIED = frozenset({"cohere", "cohere2", "cohere2_moe"})
-"""Those that multiply them by ``logit_scale``."""
+"""Model types that multiply their logits by ``logit_scale``."""
 
 
 @dataclass(frozen=True, kw_only=True)

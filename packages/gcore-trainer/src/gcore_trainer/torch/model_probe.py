@@ -16,11 +16,11 @@ from gcore_trainer.errors import TrainerError, UnsupportedModelError
 from gcore_trainer.sample import Sample
 
 _LENGTHS = ((5, 4), (5, 7), (1, 3), (5, 2), (30, 12))
-"""Of prompts and responses; all prompts of 5 tokens are the same."""
+"""Lengths of prompts and responses; all prompts of 5 tokens are the same."""
 _MAX_DIFFERENCE = 1e-3
-"""Of float32, whose rounding is far below."""
+"""Largest difference in float32, whose rounding is far below."""
 _MAX_ROUNDED_DIFFERENCE = 0.05
-"""With fewer bits; more where transformers' own eager and SDPA attention differ by more than a quarter of it."""
+"""The same with fewer bits; four times the difference of transformers' own eager and SDPA attention, if larger."""
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Raised by models that are called in a way that they do not know."""
 

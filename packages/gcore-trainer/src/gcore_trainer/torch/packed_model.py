@@ -47,7 +47,7 @@ class PackedModel(PackedTransformer[TokenScores]):
         return TokenScores(log_probs=log_probs_N, entropies=entropies_N)
 
     def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
-        """Log-probabilities [R] of each sample's response, without gradient."""
+        """Compute log-probabilities [R] of each sample's response, without gradient."""
         return by_sample(self.predict(micro_batches), micro_batches)
 
     def _of_hidden(
@@ -71,7 +71,7 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
     """A sequence classifier of one label, as a critic or reward model: a value for every token's place.
 
     It is transformers' ``...ForSequenceClassification`` with ``num_labels=1``; a causal LM's folder loads with a head
-    of zeros, so that a new critic's values begin at 0.
+    of zeros, so that a new critic's values start at 0.
     """
 
     scores = "values"
@@ -96,7 +96,7 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
         return packed
 
     def score(self, samples: MicroBatch, *, entropy_grad: bool = False) -> torch.Tensor:
-        """Values [N] of the states before each response token, in float32 at least."""
+        """Compute values [N] of the states before each response token, in float32 at least."""
         del entropy_grad
         (values_N,) = self._run(samples)
         return values_N
@@ -123,7 +123,7 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
         return torch.cat([values[0][0, -target_ids.numel() : -1, 0], last_11[0]])
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
-        """Values [R] of the states before each sample's response tokens, without gradient."""
+        """Compute values [R] of the states before each sample's response tokens, without gradient."""
         return by_sample(self.predict(micro_batches), micro_batches)
 
     def _of_hidden(

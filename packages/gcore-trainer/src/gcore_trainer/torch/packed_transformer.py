@@ -41,7 +41,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
     Args:
         model: loaded with ``attn_implementation=ATTENTION_NAME``; use `from_pretrained`.
         share_prefix: compute equal prompts of a micro-batch once.
-        compute_dtype: of matrix products, beside parameters in another dtype; None: the parameters' own.
+        compute_dtype: of matrix products, which may differ from the parameters'; None: the parameters' own.
         gradient_checkpointing: keep only each layer's input for the backward pass, and compute the rest again.
         lora: train adapters, and nothing else; None: all parameters.
         max_length: tokens of the longest prompt and response of the run. Models whose rotary embeddings depend on the
@@ -91,11 +91,11 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         self.lora = lora
         self.model = model
         self.vision = Vision(model) if model.config.model_type in VISION_MODELS else None
-        """How the model sees; None: it does not."""
+        """Vision tower of the model; None: there is none."""
         self.share_prefix = share_prefix
         self.compute_dtype = model.dtype
         self.root = _Root(model, self._forward)
-        """What runs a forward pass; FSDP wraps it."""
+        """Module of the whole forward pass; FSDP wraps it."""
         self.num_computed_tokens = 0
         """Tokens that have passed through the model."""
         self._routers = transformers_routers(model)
@@ -161,7 +161,8 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         return {}
 
     def _check_head(self, model: Any) -> None:
-        """
+        """Check the model's head.
+
         Raises:
             UnsupportedModelError: something after the model's layers is not computed.
         """
@@ -197,7 +198,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             self.num_computed_tokens = 0
 
     def layers(self) -> list[torch.nn.Module]:
-        """The model's layers, first to last."""
+        """Return the model's layers, first to last."""
         count: int = self._text_config.num_hidden_layers
         model: torch.nn.Module = self.model if self.vision is None else self.model.base_model.language_model
         stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
@@ -214,7 +215,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         return len(self._routers)
 
     def divide_tokens(self, context: ContextParallel) -> None:
-        """Hold only this rank's share of every row; all ranks of ``context`` score the same samples.
+        """Hold only this rank's tokens of every row; all ranks of ``context`` score the same samples.
 
         Gradients of parameters are then parts, to be summed over these ranks.
 
@@ -251,7 +252,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
 
     @torch.no_grad()
     def predict(self, micro_batches: Sequence[MicroBatch], num_passes: int | None = None) -> list[NDArray[np.float32]]:
-        """Log-probabilities or values [N] of each micro-batch, without gradient.
+        """Compute log-probabilities or values [N] of each micro-batch, without gradient.
 
         Args:
             micro_batches: those of this rank.
@@ -279,7 +280,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
     def _of_hidden(
         self, hidden_nD: torch.Tensor, target_ids: torch.Tensor, entropy_grad: bool
     ) -> tuple[torch.Tensor, ...]:
-        """The head's part of a forward pass, [n] each. FSDP finds tensors in a tuple, not in a class of ours."""
+        """Compute the head's part of a forward pass, [n] each; FSDP finds tensors in a tuple, not in a dataclass."""
 
     def _run(self, samples: MicroBatch, *, entropy_grad: bool = False) -> tuple[torch.Tensor, ...]:
         rows = RowMaker(
@@ -304,7 +305,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         return scores
 
     def _impose(self, routing_TLK: torch.Tensor | None) -> None:
-        """Until the next pass, for a backward pass may compute layers again."""
+        """Impose a routing until the next pass, because a backward pass may compute layers again."""
         if routing_TLK is not None:
             own = (self.num_routers, *{router.top_k for router in self._routers})
             if routing_TLK.shape[1:] != own:

@@ -1,1 +1,1 @@
-"""What trainers of all backends share."""
+"""The common part of trainers of all backends."""

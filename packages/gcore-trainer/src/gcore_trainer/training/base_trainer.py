@@ -1,4 +1,4 @@
-"""What trainers of all kinds of models have in common: the learning rate, steps that are skipped, and the state."""
+"""The common part of trainers of all kinds of models: the learning rate, skipped steps, and the state."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""The data-parallel replicas of a trainer, as one of them sees the others."""
+"""The data-parallel replicas of a trainer, seen by one of them."""
 
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ class Replicas:
         self.rank = dist.get_rank(group) if group else 0
 
     def gather(self, value: T) -> list[T]:
-        """Every replica's value, by rank."""
+        """Return every replica's value, by rank."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -30,7 +30,7 @@ class Replicas:
         return values
 
     def gather_or_raise(self, value: T, error: TrainerError | None) -> list[T]:
-        """Every replica's value; where one brings an error, all of them raise it, and none waits for another.
+        """Return every replica's value; if one passes an error, all of them raise it, so that none waits for another.
 
         Raises:
             TrainerError: the first replica's that has one.

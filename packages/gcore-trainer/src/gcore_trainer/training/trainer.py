@@ -1,4 +1,4 @@
-"""The interface of every training backend of language models, and what their steps have in common."""
+"""The interface of every training backend of language models, and the common part of their steps."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence

@@ -18,7 +18,7 @@ from gcore_llm.roles import SamplingRoles, build_engine, build_tokenizer
 from gcore_llm.services import sharing
 from gcore_llm.trainer_worker import start_trainer
 from gcore_rollout import Completion, Engine, Failure, Request, WrappedEngine
-from gcore_runs.settings import resolve
+from gcore_runs.settings.values import resolve
 
 
 def run(task: Task, *, engine: Literal["hf", "vllm"]) -> list[StepFigures]:

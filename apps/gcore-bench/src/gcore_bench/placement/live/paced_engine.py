@@ -13,7 +13,7 @@ from gcore_rollout import Completion, HFEngine, Request
 
 @dataclass(frozen=True, kw_only=True)
 class Phases:
-    """Most tokens of a response, which change as a run goes on.
+    """Most tokens of a response, which change during a run.
 
     Attributes:
         metrics: where the run writes a row for each step.
@@ -26,7 +26,7 @@ class Phases:
     max_tokens: Sequence[int]
 
     def present(self) -> int:
-        """Of the phase that the run is in."""
+        """Return the most tokens in the present phase."""
         steps = self.metrics.read_text().count('"timing_s/step"') if self.metrics.exists() else 0
         return self.max_tokens[min(steps // self.num_steps, len(self.max_tokens) - 1)]
 
@@ -43,7 +43,7 @@ class PacedEngine(HFEngine):
         super().__init__(model, **options)
         model.register_forward_pre_hook(self._begin)
         model.register_forward_hook(self._wait)
-        self._began_s = 0.0
+        self._start_s = 0.0
 
     @classmethod
     def paced(
@@ -82,8 +82,8 @@ class PacedEngine(HFEngine):
         await super().wake()
 
     def _begin(self, *_: Any) -> None:
-        self._began_s = time.monotonic()
+        self._start_s = time.monotonic()
 
     def _wait(self, *_: Any) -> None:
         # The event loop waits, too, as it does for what is computed.
-        time.sleep(max(0.0, self._began_s + self.step_s - time.monotonic()))
+        time.sleep(max(0.0, self._start_s + self.step_s - time.monotonic()))

@@ -19,7 +19,7 @@ from gcore_llm.tiny_model import make_tiny_model
 from gcore_placement.ledger import CAUSES, Ledger, read_spans
 
 PHASE_TOKENS = (8, 72, 8)
-"""Of a response: beside a verdict of 24, judging takes three quarters of the work, then a quarter, then most again."""
+"""Tokens of a response in each phase. A verdict has 24: judging takes 3/4 of the work, then 1/4, then most again."""
 
 _VERDICT_TOKENS = 24
 _SLOTS = 4
@@ -37,16 +37,16 @@ class LiveRow:
 
     strategy: str
     seconds: float
-    """From the beginning of the first step to the end of the last, moves included."""
+    """Seconds from the start of the first step to the end of the last, moves included."""
     phase_s: list[float]
-    """Of them, in each phase."""
+    """Seconds of each phase."""
     moved_to_judge: int
     moved_to_policy: int
     idle_share: float
     shares: dict[str, float]
-    """By cause of idleness."""
+    """Idle shares by cause."""
     is_alike: bool
-    """Whether every step had the samples and scores of the first run: no request was lost, and none came twice."""
+    """Each step had the samples and scores of the first run: no request was lost, and none came twice."""
     load: float
 
 

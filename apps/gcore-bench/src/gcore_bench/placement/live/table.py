@@ -37,7 +37,7 @@ def live_table(rows: Sequence[LiveRow]) -> Table:
 
 
 def live_aims(rows: Sequence[LiveRow]) -> list[str]:
-    """Whether gcore's aims are met."""
+    """Return whether gcore's aims are met."""
     [dynamic] = [row for row in rows if row.strategy == "dynamic"]
     others = [row for row in rows if row.strategy != "dynamic"]
     moves = min(dynamic.moved_to_judge, dynamic.moved_to_policy)

@@ -1,1 +1,1 @@
-"""The part planner: what gcore-placement foretells of small runs on this machine, and what they take."""
+"""The part planner: predictions of small runs on this machine, compared with measurements."""

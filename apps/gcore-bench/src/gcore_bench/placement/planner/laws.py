@@ -1,4 +1,4 @@
-"""The planner's laws for this machine: fitted to some runs, foretelling others."""
+"""The planner's laws for this machine, fitted to some runs to predict others."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,26 +34,26 @@ _DIFFERENCE = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Laws:
-    """What devices reach, by how many ranks train."""
+    """Efficiencies of the devices, by the number of training ranks."""
 
     alone: Efficiency
     ranks: Mapping[int, Efficiency]
 
     def efficiency(self, run: SmallRun) -> Efficiency:
-        """That of the run's number of ranks."""
+        """Return the efficiency for the run's number of ranks."""
         return self.ranks.get(run.ranks, self.alone)
 
     def seconds(self, run: SmallRun) -> float:
-        """Foretold."""
+        """Predict the seconds of a run."""
         return predicted_seconds(run, self.efficiency(run))
 
     def peak_bytes(self, run: SmallRun) -> float | None:
-        """Foretold of a training process; None where none is measured alone."""
+        """Predict the peak of a training process; None where none is measured alone."""
         return predicted_bytes(run, self.efficiency(run)) if run.kind == "training" else None
 
 
 def predicted_seconds(run: SmallRun, efficiency: Efficiency) -> float:
-    """Of the stages that the run has, by `predict_step`."""
+    """Predict the seconds of the stages that the run has, by `predict_step`."""
     job, cluster = run.job, Cluster(num_devices=run.ranks, device=CPU)
     num_seqs = min(run.max_num_seqs, job.train_batch_size * job.n)
     roofline = EngineRoofline(model=job.policy, cluster=cluster, tp=1, compute_bytes=4, efficiency=efficiency)
@@ -71,14 +71,14 @@ def predicted_seconds(run: SmallRun, efficiency: Efficiency) -> float:
 
 
 def predicted_bytes(run: SmallRun, efficiency: Efficiency) -> float:
-    """Of a training process at its peak."""
+    """Predict the peak bytes of a training process."""
     return float(total(training_memory(run.job, _layouts(run), activations=efficiency.activations))[0])
 
 
 def fit_laws(runs: Sequence[SmallRun], seconds: Sequence[float], peak_bytes: Sequence[float | None]) -> Laws:
     """Fit `Efficiency` as gcore-placement's README says.
 
-    Engines give the memory's rate, by which training's update is foretold, and training alone gives attention's; each
+    Engines give the memory's rate, which predicts training's update, and training alone gives attention's; each
     number of training ranks is fitted by itself; activations are fitted to the peaks of all.
 
     Args:

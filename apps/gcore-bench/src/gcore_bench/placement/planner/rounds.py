@@ -1,4 +1,4 @@
-"""Rounds of small runs, those fitted to and those held out in turn, and what was foretold of them."""
+"""Rounds of small runs, fitted and held out in turn, and their predictions."""
 
 import os
 import tempfile
@@ -43,17 +43,17 @@ class PlannerRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerFigures:
-    """All runs, and the laws that foretold them."""
+    """All runs, and the laws that predicted them."""
 
     rows: list[PlannerRow]
     efficiencies: dict[str, dict[str, float]]
-    """By the number of training ranks."""
+    """Efficiencies by the number of training ranks."""
     load: float
-    """Runnable processes on the machine, the most that a round began with."""
+    """Runnable processes on the machine, the most at the start of a round."""
 
 
 def run_planner(options: PlacementOptions, *, say: Callable[[str], object]) -> PlannerFigures:
-    """Measure every run, ``options.rounds`` times in turn; fit the laws to some, and foretell all.
+    """Measure each run ``options.rounds`` times in turn, fit the laws to some, and predict all.
 
     Raises:
         BenchError: a process failed.

@@ -1,4 +1,4 @@
-"""The small runs: some that the laws are fitted to, and others that they are to foretell."""
+"""The small runs: some to fit the laws to, and others to predict."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ class SmallRun:
     responses: tuple[tuple[int, ...], ...]
     """Tokens of each response to each prompt; all of a prompt are alike where they are generated."""
     is_held_out: bool = True
-    """Foretold by laws that other runs are fitted to."""
+    """Predicted by laws that are fitted to other runs."""
     max_tokens: int = 2048
-    """Of a micro-batch."""
+    """Most tokens of a micro-batch."""
     gradient_checkpointing: bool = False
     ranks: int = 1
-    """Of FSDP, in training."""
+    """Ranks of FSDP, in training."""
     max_num_seqs: int = 256
-    """Of the engine."""
+    """Most sequences of the engine."""
 
     @cached_property
     def job(self) -> Job:
@@ -50,7 +50,7 @@ class SmallRun:
 
 
 def small_runs(*, seed: int, quick: bool) -> list[SmallRun]:
-    """Those fitted to, and those held out: other models, batches, lengths and limits."""
+    """Return the runs to fit to, and the held-out runs with other models, batches, lengths and limits."""
     return _quick_runs(seed) if quick else _full_runs(seed)
 
 
@@ -121,12 +121,12 @@ def _quick_runs(seed: int) -> list[SmallRun]:
 
 
 def qwen2(hidden_size: int, *, layers: int = 4, vocab_size: int = 8192) -> dict[str, Any]:
-    """With embeddings that are the head too."""
+    """Return a model whose embeddings are also the head."""
     return _config("qwen2", hidden_size, layers, vocab_size, is_tied=True)
 
 
 def llama(hidden_size: int, *, layers: int, vocab_size: int) -> dict[str, Any]:
-    """With a head of its own."""
+    """Return a model with a head of its own."""
     return _config("llama", hidden_size, layers, vocab_size, is_tied=False)
 
 

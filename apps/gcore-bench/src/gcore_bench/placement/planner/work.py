@@ -1,4 +1,4 @@
-"""What a process of a small run does: a training step, generation, or a whole run of `gcore-llm train`."""
+"""The work of a process of a small run: a training step, generation, or a whole run of `gcore-llm train`."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ def _in_its_world(spec: Spec, work: Callable[[TorchParallel | None], dict[str, f
 
 
 def _train(run: SmallRun, rank: int, times: int, parallel: TorchParallel | None) -> dict[str, float]:
-    # Libraries' own buffers are nobody's tensors.
+    # Buffers of the libraries are not counted as tensors.
     tiny = {**run.config, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1}
     batches = _batches(run, rank)
     warm = _trainer({**tiny, "num_key_value_heads": 1, "num_hidden_layers": 1, "vocab_size": 64}, run, parallel)
@@ -140,8 +140,8 @@ def _whole_step_s(run: SmallRun, folder: Path, times: int) -> float:
     from gcore_llm.config import ActorConfig, AlgorithmConfig, DataConfig, TrainConfig
     from gcore_llm.rollout_config import RolloutConfig
     from gcore_llm.tiny_model import tiny_tokenizer
-    from gcore_llm.train import train
     from gcore_llm.trainer_config import TrainerConfig
+    from gcore_llm.training import train
     from gcore_runs.display import Display
     from gcore_runs.run_folder import read_jsonl
 

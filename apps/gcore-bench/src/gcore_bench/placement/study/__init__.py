@@ -1,1 +1,1 @@
-"""The study behind gcore-placement's open questions: simulations that take half an hour."""
+"""The study of gcore-placement's open questions: simulations that take half an hour."""

@@ -25,7 +25,7 @@ def gae_advantages(
     gamma: float,
     lam: float,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Generalised advantage estimation along one response (arXiv 1506.02438, eq. 16), before whitening.
+    """Compute generalised advantage estimates along one response (arXiv 1506.02438, eq. 16), before whitening.
 
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  return_t = A_t + V_t. Tokens outside the
     mask take no part, and the value after the last token is 0.

@@ -1,4 +1,4 @@
-"""Where the parameters of a Megatron-Core model are in the Hugging Face model: one map for loading, export and state.
+"""The places of Megatron-Core's parameters in the Hugging Face model: one map for loading, export and state.
 
 A parameter is made of pieces. Each is a box of one Hugging Face tensor, and contiguous in the parameter.
 """
@@ -24,9 +24,9 @@ class Piece:
     offset: tuple[int, ...]
     """First index of the box in each dimension."""
     shape: tuple[int, ...]
-    """Of the box; row-major in the parameter."""
+    """Extents of the box; row-major in the parameter."""
     start: int
-    """Its first element in the flattened parameter."""
+    """First element in the flattened parameter."""
 
     @property
     def size(self) -> int:
@@ -34,7 +34,7 @@ class Piece:
         return math.prod(self.shape)
 
     def view(self, flat: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """The box, as a view.
+        """Return the box, as a view.
 
         Args:
             flat: elements of the flattened parameter ...
@@ -43,7 +43,7 @@ class Piece:
         return flat[self.start - first : self.start - first + self.size].view(self.shape)
 
     def within(self, start: int, end: int) -> "Iterator[Piece]":
-        """What of this piece lies in a range of the flattened parameter, as one to three pieces or none."""
+        """Yield the parts of this piece in a range of the flattened parameter, as up to three pieces."""
         start, end = max(start, self.start) - self.start, min(end, self.start + self.size) - self.start
         columns = self.shape[-1]
         while start < end:
@@ -77,7 +77,7 @@ class Place:
 
 
 def pieces_of(architecture: Architecture, place: Place, name: str, layer: int | None) -> list[Piece]:
-    """The pieces of one parameter.
+    """Return the pieces of one parameter.
 
     Args:
         architecture: of the model.
@@ -123,7 +123,7 @@ def pieces_of(architecture: Architecture, place: Place, name: str, layer: int | 
 
 
 def adapter_pieces(weight: Sequence[Piece], rank: int) -> dict[str, tuple[Piece, Piece]]:
-    """Adapters of the Hugging Face layers that a linear layer is made of, each as a parameter of its own.
+    """Return the adapters of the Hugging Face layers that a linear layer is made of, each as a parameter.
 
     Args:
         weight: of the linear layer; each layer's rows in it follow each other in the whole tensor.
@@ -163,7 +163,7 @@ class _Maker:
         return [_whole(self._prefix + name, shape)]
 
     def vocabulary(self, name: str) -> list[Piece]:
-        """Rows, of which the last rank's last may be padding."""
+        """Divide by rows; the last rank's last rows may be padding."""
         vocab_size, hidden_size = self._architecture.vocab_size, self._architecture.hidden_size
         rows = -(-vocab_size // self._place.tp_size)
         first = self._place.tp_rank * rows
@@ -175,7 +175,7 @@ class _Maker:
         ]
 
     def columns(self, name: str, num_columns: int) -> list[Piece]:
-        """Columns, of a matrix whose rows are the hidden size."""
+        """Divide by columns a matrix whose rows are the hidden size."""
         width, hidden_size = num_columns // self._place.tp_size, self._architecture.hidden_size
         return [
             Piece(
@@ -188,7 +188,7 @@ class _Maker:
         ]
 
     def qkv(self, suffix: str, columns: tuple[int, ...]) -> list[Piece]:
-        """Of each query group its queries, its key and its value, one group behind the other."""
+        """Lay out queries, key and value of each query group, one group after the other."""
         a = self._architecture
         groups = a.num_query_groups // self._place.tp_size
         rows_of = {"q": a.num_heads // a.num_query_groups * a.head_dim, "k": a.head_dim, "v": a.head_dim}

@@ -1,4 +1,4 @@
-"""From TOML and command line to a command's checked settings, and back."""
+"""Conversion of nested values, from TOML or the command line, to checked settings, and back."""
 
 import dataclasses
 import math
@@ -7,34 +7,17 @@ import tomllib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
-from gcore_runs.arguments import setting_types
 from gcore_runs.errors import UserError
-from gcore_runs.other_names import hint
+from gcore_runs.settings.arguments import setting_types
+from gcore_runs.settings.other_names import hint
+from gcore_runs.settings.run_config import BaseRunConfig
 
-
-class RunConfig(Protocol):
-    """What the settings of every command that makes a run have in common. They are a frozen dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def runs_dir(self) -> str: ...
-    @property
-    def resume(self) -> str: ...
-    @property
-    def threads(self) -> int: ...
-    @property
-    def device(self) -> str: ...
-
-
-ConfigT = TypeVar("ConfigT", bound=RunConfig)
+ConfigT = TypeVar("ConfigT", bound=BaseRunConfig)
 SettingsT = TypeVar("SettingsT")
 
 _MAX_INT = 2**63 - 1
@@ -47,7 +30,7 @@ def merge(base: SettingsT, overrides: Mapping[str, Any], *, source: str = "") ->
     Args:
         base: settings to start from.
         overrides: as a TOML file has them.
-        source: the file that they are from, for errors; empty: options.
+        source: the file that they are from, for errors; empty: options of a command line.
 
     Raises:
         UserError: an unknown field (with the nearest known one), a wrong type, a value out of bounds.
@@ -59,7 +42,7 @@ def merge(base: SettingsT, overrides: Mapping[str, Any], *, source: str = "") ->
 
 
 def validated(kind: type[SettingsT], values: Mapping[str, Any], *, source: str = "") -> SettingsT:
-    """Make a dataclass from nested values; text is converted where another type is wanted.
+    """Make a dataclass from nested values; text is converted where a field has another type.
 
     Raises:
         UserError: a wrong type, a number that is not finite, a value out of bounds.
@@ -103,14 +86,14 @@ def converted(field: str, value: object, kind: Any) -> Any:
 
 
 def _expected(error: Mapping[str, Any]) -> str:
-    """What pydantic says would be accepted."""
+    """Return what pydantic would accept, as the second half of an error."""
     expected: str = error["msg"].replace("Input should be ", "expected ")
     return expected.partition(",")[0] if error["type"].endswith("_parsing") else expected
 
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Making one takes longer than using it."""
+    """Return a cached adapter: making one takes longer than using it."""
     return TypeAdapter(kind)
 
 
@@ -135,7 +118,7 @@ def _merge_known(
 
 
 def _innermost(key: str, value: object) -> str:
-    """The name of an unknown field, or of the first one in an unknown section."""
+    """Return the name of an unknown field, or of the first one in an unknown section."""
     while isinstance(value, Mapping) and value:
         inner, value = next(iter(value.items()))
         key = f"{key}.{inner}"
@@ -143,7 +126,7 @@ def _innermost(key: str, value: object) -> str:
 
 
 def read_toml(path: Path | str) -> dict[str, Any]:
-    """A TOML file's content.
+    """Return a TOML file's content.
 
     Raises:
         UserError: missing, or not TOML.
@@ -156,8 +139,8 @@ def read_toml(path: Path | str) -> dict[str, Any]:
         raise UserError(f"config is {path}: not TOML: {error}") from None
 
 
-def to_toml(config: RunConfig) -> str:
-    """Every field, resolved; unset ones (None) are left out."""
+def to_toml(config: BaseRunConfig) -> str:
+    """Return every field as TOML; unset ones (None) are left out."""
     return tomli_w.dumps(_without_none(dataclasses.asdict(config)))
 
 
@@ -170,7 +153,7 @@ def _without_none(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolve(config: ConfigT) -> ConfigT:
-    """Replace what depends on the machine (threads, device) by what this machine gives."""
+    """Return the settings with ``threads`` and ``device`` of this machine in place of 0 and auto."""
     import torch
 
     if config.threads > _MAX_THREADS:
@@ -181,14 +164,16 @@ def resolve(config: ConfigT) -> ConfigT:
     try:
         parsed = torch.device(device)
     except RuntimeError:
-        raise UserError(f"device is {device!r}: cpu, cuda, cuda:NUMBER or auto is needed") from None
+        raise UserError(f"device is {device!r}; expected cpu, cuda, cuda:NUMBER or auto") from None
     if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device is {device!r}: this machine has {torch.cuda.device_count()} CUDA devices")
+        raise UserError(
+            f"device is {device!r}; expected one of this machine's {torch.cuda.device_count()} CUDA devices"
+        )
     return dataclasses.replace(config, threads=config.threads or len(os.sched_getaffinity(0)), device=device)
 
 
-def differences(old: RunConfig, new: RunConfig) -> list[str]:
-    """Fields that differ, as ``name: old -> new``."""
+def differences(old: BaseRunConfig, new: BaseRunConfig) -> list[str]:
+    """Return the fields that differ, as ``name: old -> new``."""
     a, b = (dict(_flat(dataclasses.asdict(c), "")) for c in (old, new))
     return [
         f"{name}: {a.get(name)} -> {b.get(name)}" for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)

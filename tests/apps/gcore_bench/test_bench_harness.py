@@ -41,7 +41,7 @@ class Options(QuickOptions):
         ({"sigma": float("nan")}, r"sigma is nan; expected a number in \[0, 10\)"),
         ({"ranks": (2, 0)}, "ranks holds 0; expected at least 1"),
         ({"ranks": ()}, "ranks is empty; expected at least one entry"),
-        ({"json": Path("/nowhere/x.json")}, "json is /nowhere/x.json; expected a file in a folder that exists"),
+        ({"json": Path("/nowhere/x.json")}, "json is /nowhere/x.json; expected a file in an existing folder"),
     ],
 )
 def test_options_out_of_their_bounds_are_refused(options: dict[str, Any], message: str) -> None:
@@ -144,6 +144,7 @@ def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("importable")
 def test_ranks_are_watched_and_their_figures_merged(tmp_path: Path) -> None:
     outcome = run_children(specs(tmp_path, "right"), folder=tmp_path, poll_s=0.2)
@@ -152,12 +153,14 @@ def test_ranks_are_watched_and_their_figures_merged(tmp_path: Path) -> None:
     assert max(footprint.num_processes for _, footprint in outcome.footprints) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("importable")
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="ValueError: not me"):
         run_children(specs(tmp_path, "wrong"), folder=tmp_path, poll_s=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("importable")
 def test_children_that_do_not_end_in_time_are_ended(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="it did not end within 3 s"):

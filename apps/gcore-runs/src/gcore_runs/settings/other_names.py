@@ -1,4 +1,4 @@
-"""Names that other libraries have for our settings, and the nearest setting to any unknown name."""
+"""Hints for unknown settings: the name here of another library's setting, or the nearest name."""
 
 import difflib
 from collections.abc import Callable, Collection
@@ -91,7 +91,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "save_total_limit": ("trainer.max_ckpt_to_keep",),
     "report_to": ("trainer.tensorboard",),
 }
-"""Settings of ours by the end of another library's name; of several, those that a command has."""
+"""Settings here by the end of another library's name; a command's own is the first that it has."""
 
 _ALWAYS_ON_POLICY = (
     "there is no such setting: responses are sampled from the policy's whole distribution, whose log-probabilities the "
@@ -109,7 +109,7 @@ NOT_HERE: dict[str, str] = {
     "rollout.tensor_model_parallel_size": "there is no such setting: each engine is on one device",
     "logging_steps": "there is no such setting: every step is written to metrics.jsonl",
 }
-"""What replaces settings of other libraries that have no counterpart, by the end of their names."""
+"""What is done here instead of another library's setting without a counterpart, by the end of its name."""
 
 
 def hint(name: str, known: Collection[str], spelled: Callable[[str], str] = str) -> str:
@@ -144,7 +144,7 @@ def hint(name: str, known: Collection[str], spelled: Callable[[str], str] = str)
 
 
 def _with_relatives(said: str, parts: list[str], known: Collection[str], spelled: Callable[[str], str]) -> str:
-    """``said``, and the settings of the section that the name is in."""
+    """Return ``said`` with the settings of the section that the name is in."""
     for depth in range(len(parts) - 1, -1, -1):
         section = "".join(f"{part}." for part in parts[:depth])
         relatives = sorted(n for n in known if n.startswith(section))

@@ -1,4 +1,4 @@
-"""The logs of a run's processes, merged by time."""
+"""Merge the logs of a run's processes by time."""
 
 import heapq
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from gcore_runs.errors import UserError
-from gcore_runs.logs import MARK, NUM_OLD_FILES
+from gcore_runs.logs.writing import MARK, NUM_OLD_FILES
 
 _POLL_S = 0.3
 
@@ -21,18 +21,18 @@ _POLL_S = 0.3
 def merged_lines(
     folder: Path, *, role: str = "", rank: int | None = None, last: int = 0, follow: bool = False
 ) -> Generator[str]:
-    """Lines of the files that `logs.log_to` wrote into ``folder``, by time.
+    """Yield the lines of the files that `log_to` wrote into ``folder``, by time.
 
-    Output, which bears no time, has that of what its process logged next, and the level OUT.
+    Output has no time of its own: it gets that of its process's next record, and the level OUT.
 
     Args:
         role: processes of this role alone; empty: all.
         rank: processes of this rank alone; None: all.
-        last: of what is there already, so many lines; 0: all.
-        follow: go on with what is written from now on, by new processes too, without an end.
+        last: how many of the existing lines; 0: all.
+        follow: continue with lines that are written from now on, by new processes too, without an end.
 
     Raises:
-        UserError: there are no such logs, and they are not waited for.
+        UserError: there are no such logs, and ``follow`` is not set.
     """
     files: dict[Path, _LogFile] = {}
     with ExitStack() as opened:
@@ -59,24 +59,24 @@ def _is_of(path: Path, role: str, rank: int | None) -> bool:
 
 
 class _LogFile:
-    """One process's file, with those that it has been renamed to."""
+    """One process's file, with its rotated ones."""
 
     def __init__(self, path: Path, *, is_followed: bool) -> None:
         self._path = path
         self._is_followed = is_followed
         self._file: BinaryIO | None = None
-        # Output need not end where a line does, and then a record stands behind it.
+        # Output need not end with a line break, so a record may follow it on the same line.
         self._record = re.compile(rf"(\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{{6}}Z) {re.escape(path.stem)} ([A-Z]+) ")
 
     def read(self) -> Iterator[tuple[str, str]]:
-        """Time and line of all that has not been read yet, to the file's end; the times never go back."""
+        """Yield time and line of everything that has not been read yet; the times never decrease."""
         output: list[str] = []
         for raw in self._lines():
             line = raw.decode(errors="replace").rstrip("\n")
             record = self._record.search(line)
             before = line if record is None else line[: record.start()]
             if before or record is None:
-                # Of a progress bar, as it stood last.
+                # The last state of a progress bar.
                 output.append(before.rstrip("\r").rpartition("\r")[2])
             if record is not None:
                 yield from self._dated(output, record[1])

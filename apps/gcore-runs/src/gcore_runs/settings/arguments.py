@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from gcore_runs.errors import UserError
-from gcore_runs.other_names import hint
+from gcore_runs.settings.other_names import hint
 
 _FLAG_VALUES = ("true", "false", "1", "0", "yes", "no", "on", "off")
 
@@ -112,12 +112,12 @@ def nested(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_entry(name: str, types_by_name: Mapping[str, Any]) -> bool:
-    """Whether ``name`` is an entry of a setting that is a mapping."""
+    """Return whether ``name`` is an entry of a setting that is a mapping."""
     return any(get_origin(kind) is dict and name.startswith(f"{n}.") for n, kind in types_by_name.items())
 
 
 def _type_of(name: str, types_by_name: Mapping[str, Any]) -> tuple[Any, bool]:
-    """The type of a setting, None if there is none, and whether it is an entry of a mapping."""
+    """Return the type of a setting (None: there is no such setting), and whether it is an entry of a mapping."""
     if _is_entry(name, types_by_name):
         return str, True
     kind = types_by_name.get(name)
@@ -141,7 +141,7 @@ def _values(rest: list[str], kind: Any, *, is_entry: bool, is_given: bool) -> li
 
 
 def _parsed(text: str) -> Any:
-    """A value as TOML reads it; text that is none is itself."""
+    """Return a value as TOML reads it, and any other text unchanged."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -1,4 +1,4 @@
-"""What each command trains: its model, its objective, and how it judges held-out rows."""
+"""The model that a fine-tuning command trains, with its objective and its evaluation."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,13 +21,13 @@ from gcore_trainer import (
 )
 
 
-class Trainee:
+class TrainedModel:
     """A model in training, with its tokenizer.
 
     Args:
         config: of the command.
-        model: folder to begin with.
-        tokenizer: saved beside the model.
+        model: folder to start from.
+        tokenizer: exported with the model.
         total_training_steps: where the learning rate's decay ends.
     """
 
@@ -45,11 +45,11 @@ class Trainee:
         self.trainer = TorchTrainer(self._packed, optimizer=optimizer, objective=self._objective)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], after_each: Callable[[], None]) -> dict[str, float]:
-        """The objective's metrics as before an update, under ``val/``.
+        """Return the objective's metrics of held-out samples, under ``val/``, without an update.
 
         Args:
             micro_batches: held-out samples.
-            after_each: called behind every micro-batch.
+            after_each: called after every micro-batch.
         """
         samples = [s for batch in micro_batches for s in batch]
         totals: BatchTotals = self._objective.totals(samples)
@@ -72,8 +72,9 @@ class Trainee:
     def export(self, path: Path) -> None:
         """Write a Hugging Face folder.
 
-        transformers scores a classifier's last token that is no padding. So padding is the tokenizer's only where it
-        does not end responses; otherwise a padded batch would be scored before its end, and is refused instead.
+        transformers scores a classifier's last token that is no padding. So the tokenizer's padding token is set only
+        where it does not end responses; otherwise a padded batch would be scored before its end, and is refused
+        instead.
         """
         if self._objective.scores == "values":
             pad = self._tokenizer.pad_token_id

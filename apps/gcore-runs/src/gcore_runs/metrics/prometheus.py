@@ -16,16 +16,16 @@ class PrometheusExporter:
     """Serves ``http://HOST:PORT/metrics`` until it is closed.
 
     Every metric of metrics.jsonl is a gauge: ``critic/score/mean`` is ``gcore_critic_score_mean``, and its HELP text
-    the metric's own name. Beside them are ``gcore_step``, ``gcore_info`` and the histogram ``gcore_step_seconds``.
+    the metric's own name. There are also ``gcore_step``, ``gcore_info`` and the histogram ``gcore_step_seconds``.
 
     Args:
         run: the run's name.
-        port: 0: one that is free; see `port`.
+        port: 0: any free one; see `port`.
         host: address to serve at; the default is this machine's own.
         app: the distribution whose run it is, for its version.
 
     Raises:
-        UserError: it cannot be served there, such as where the port is in use.
+        UserError: it cannot be served there, for example because the port is in use.
     """
 
     def __init__(self, *, run: str, port: int, host: str = "127.0.0.1", app: str = "gcore-runs") -> None:
@@ -36,7 +36,7 @@ class PrometheusExporter:
         self._step = Gauge("gcore_step", "The last step that is done.", registry=self._registry)
         self._step_seconds = Histogram(
             "gcore_step_seconds",
-            "Seconds of a step, since this process began.",
+            "Seconds of a step, since this process started.",
             buckets=_STEP_BUCKETS_S,
             registry=self._registry,
         )
@@ -45,17 +45,17 @@ class PrometheusExporter:
             self._server, self._thread = start_http_server(port, addr=host, registry=self._registry)
         except (OSError, OverflowError) as error:
             raise UserError(
-                f"trainer.prometheus_port is {port} and trainer.prometheus_host {host!r}: a free port of an address of "
-                f"this machine is needed ({error})"
+                f"trainer.prometheus_port is {port} and trainer.prometheus_host {host!r}; expected a free port of "
+                f"an address of this machine ({error})"
             ) from None
 
     @property
     def port(self) -> int:
-        """Where it is served."""
+        """The port of the server."""
         return self._server.server_port
 
     def update(self, step: int, metrics: dict[str, float]) -> None:
-        """Serve these values from now on; metrics that are not among them keep theirs."""
+        """Serve these values from now on; other metrics keep theirs."""
         for name, value in metrics.items():
             if name not in self._gauges:
                 self._gauges[name] = self._new_gauge(name)

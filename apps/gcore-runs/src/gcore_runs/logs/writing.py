@@ -1,4 +1,4 @@
-"""What the processes of a run log: a file for each of them, in one folder."""
+"""Logging of a run's processes, each to a file of one folder."""
 
 import ctypes
 import faulthandler
@@ -20,13 +20,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 MAX_FILE_BYTES = 16 * 2**20
-"""A file that would grow beyond is renamed to NAME.log.1, and a new one begun."""
+"""Size at which a file is renamed to NAME.log.1, and a new one started."""
 
 NUM_OLD_FILES = 3
-"""So many of the former are kept."""
+"""Number of renamed files that are kept."""
 
 MARK = "MARK"
-"""Level of a line that tells when the output above it was written."""
+"""Level of a line that dates the output above it."""
 
 _MARK_EVERY_S = 0.5
 _IOLBF = 1
@@ -34,11 +34,11 @@ _IOLBF = 1
 
 _logger = logging.getLogger(__name__)
 _active = ExitStack()
-"""Ends the logging of this process, or of the one that it was forked from."""
+"""The logging of this process, or of the one that it was forked from; closing it ends the logging."""
 
 
 def logs_of(checkpoints: Path) -> Path:
-    """The folder of logs of the run that has these checkpoints."""
+    """Return the folder of logs of the run with these checkpoints."""
     return checkpoints.parent / "logs"
 
 
@@ -47,14 +47,14 @@ def log_to(
 ) -> ExitStack:
     """Send what this process logs to ``folder/ROLE-RANK.log``, until the result is closed or this is called again.
 
-    A line begins with the time in UTC, the process and the level. Warnings are logged, too, and the error that leaves
+    A line starts with the time in UTC, the process and the level. Warnings are logged, too, and the error that leaves
     the result's ``with`` block. What is in the file already stays.
 
     Args:
         role: letters, such as engine.
         rank: among the processes of this role; None: there is one.
         redirect: what is written to standard output and standard error, by native libraries too, goes into the file. It
-            is there at once, whatever kills the process, but as it was written: a line of level MARK follows within
+            is there at once, however the process ends, but as it was written: a line of level MARK follows within
             half a second. Without it warnings and errors are shown on standard error as well, as Python does by itself.
         max_file_bytes: see `MAX_FILE_BYTES`.
 
@@ -62,7 +62,7 @@ def log_to(
         ValueError: ``role`` is something else.
     """
     if not re.fullmatch(r"[a-z]+", role):
-        raise ValueError(f"role is {role!r}: lower-case letters are needed")
+        raise ValueError(f"role is {role!r}; expected lower-case letters")
     _active.close()
     process = role if rank is None else f"{role}-{rank}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ class _Prefixed(logging.Formatter):
 
 
 class _File(RotatingFileHandler):
-    """A log file that takes standard output and standard error along when it begins anew."""
+    """A log file that keeps standard output and standard error when it is rotated."""
 
     def __init__(self, path: Path, *, max_bytes: int, redirect: bool) -> None:
         super().__init__(path, maxBytes=max_bytes, backupCount=NUM_OLD_FILES, encoding="utf-8")
@@ -125,7 +125,7 @@ class _File(RotatingFileHandler):
         self._dated_bytes = self._status().st_size
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """Drop a record for which there is no space: what the run itself cannot write ends it, with an error."""
+        """Drop a record if the disk is full: the run ends with an error where it cannot write its own files."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
@@ -135,7 +135,7 @@ class _File(RotatingFileHandler):
             os.dup2(self._descriptor(), descriptor)
 
     def mark(self) -> None:
-        """Tell the time of output behind the last line that tells one."""
+        """Date the output after the last dated line."""
         self.acquire()
         try:
             status = self._status()

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
-from gcore_runs.arguments import Arguments, check_no_positional, nested, read_arguments, setting_types
 from gcore_runs.errors import UserError
-from gcore_runs.settings import ConfigT, SettingsT, merge, read_toml, validated
+from gcore_runs.settings.arguments import Arguments, check_no_positional, nested, read_arguments, setting_types
+from gcore_runs.settings.values import ConfigT, SettingsT, merge, read_toml, validated
 
 ArgsT = TypeVar("ArgsT")
 
@@ -14,13 +14,13 @@ _HELP = ("-h", "--help")
 
 
 def parse(args: Sequence[str], *, prog: str, recipes: Mapping[str, Callable[[], ConfigT]], description: str) -> ConfigT:
-    """Recipe, then TOML file, then command line, each over the one before.
+    """Return settings from a recipe, a TOML file and the command line, each over the one before.
 
     Args:
-        args: the command's.
-        prog: the command as a person calls it: ``gcore-llm train``.
+        args: the command's arguments.
+        prog: the command as a user types it: ``gcore-llm train``.
         recipes: ``own_data`` and ``embedded`` are among them.
-        description: of the command's help.
+        description: the first line of the command's help.
 
     Raises:
         UserError: see `merge`.
@@ -35,7 +35,7 @@ def parse(args: Sequence[str], *, prog: str, recipes: Mapping[str, Callable[[], 
     base = merge(base, from_file, source=config)
     description = (
         f"{description}\n\n"
-        f"--recipe {{{','.join(sorted(recipes))}}}: settings to begin with; default: own_data with --model, else "
+        f"--recipe {{{','.join(sorted(recipes))}}}: settings to start from; default: own_data with --model, else "
         "embedded. --config FILE.toml: settings over these, under the same names ([actor.optim] lr = 1e-6). "
         "Options go over both."
     )
@@ -43,7 +43,7 @@ def parse(args: Sequence[str], *, prog: str, recipes: Mapping[str, Callable[[], 
 
 
 def parse_over(base: SettingsT, args: Sequence[str], *, prog: str, description: str) -> SettingsT:
-    """A TOML file (``--config``), then the command line, over ``base``.
+    """Return ``base`` with a TOML file (``--config``) and then the command line over it.
 
     Raises:
         UserError: see `merge`.
@@ -55,7 +55,7 @@ def parse_over(base: SettingsT, args: Sequence[str], *, prog: str, description: 
 
 
 def parse_arguments(kind: type[ArgsT], args: Sequence[str], *, prog: str, description: str = "") -> ArgsT:
-    """The fields of the dataclass ``kind`` from the command line; those without a default are positional.
+    """Return a dataclass of ``kind`` from the command line; fields without a default are positional.
 
     Raises:
         UserError: an unknown option, a wrong value, too many or too few positional arguments.

@@ -1,4 +1,4 @@
-"""Where numbers go: metrics.jsonl, and TensorBoard and Prometheus if wanted."""
+"""Writer of a run's metrics: to metrics.jsonl, and to TensorBoard and Prometheus if the settings say so."""
 
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -7,24 +7,24 @@ from typing import TYPE_CHECKING, Self
 from gcore_runs.run_folder import RunFolder, append_json, read_jsonl, write_jsonl
 
 if TYPE_CHECKING:
-    from gcore_runs.prometheus import PrometheusExporter
+    from gcore_runs.metrics.prometheus import PrometheusExporter
 
 
 def metrics_server(*, run: str, port: int, host: str, app: str) -> "AbstractContextManager[PrometheusExporter | None]":
-    """What serves a run's metrics for Prometheus; nothing where ``port`` is 0.
+    """Return a context that serves a run's metrics for Prometheus; an empty one if ``port`` is 0.
 
     Raises:
-        UserError: they cannot be served there.
+        UserError: they cannot be served at that address.
     """
     if not port:
         return nullcontext()
-    from gcore_runs.prometheus import PrometheusExporter
+    from gcore_runs.metrics.prometheus import PrometheusExporter
 
     return PrometheusExporter(run=run, port=port, host=host, app=app)
 
 
 class MetricsWriter:
-    """Appends one row a step, beginning behind ``last_step``: rows of steps that will be made again are removed."""
+    """Appends a row for each step after ``last_step``; rows of later steps, which are run again, are removed."""
 
     def __init__(
         self, run: RunFolder, *, last_step: int, tensorboard: bool, prometheus: "PrometheusExporter | None" = None

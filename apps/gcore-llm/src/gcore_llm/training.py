@@ -1,0 +1,181 @@
+"""`gcore-llm train`: from settings to a finished run."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gcore_llm.config import TrainConfig
+from gcore_llm.model_limits import check_lengths
+from gcore_llm.prompts import PromptSets, load_files
+from gcore_llm.report import write_report
+from gcore_llm.tasks import load_task
+from gcore_llm.tiny_model import tiny_tokenizer
+from gcore_llm.warmup import make_warm_model, require_worked_examples
+from gcore_runs.errors import UserError
+from gcore_runs.run_folder import Result
+from gcore_runs.settings.values import resolve
+from gcore_runs.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from gcore_controller import Backend, TrainerGroup
+    from gcore_llm.evaluate import Evaluation
+    from gcore_llm.modality import Job
+    from gcore_llm.recorder import RunRecorder
+    from gcore_llm.rewards import Rewards
+    from gcore_llm.services import Inputs
+    from gcore_runs.display import Display
+    from gcore_runs.metrics.writer import MetricsWriter
+    from gcore_runs.spans import SpanWriter
+
+
+def train(config: TrainConfig, display: "Display | None" = None) -> Result:
+    """Train a policy by reinforcement learning, or resume the run of this name.
+
+    Args:
+        config: the run's settings.
+        display: where progress is shown; None: nowhere, and `logging` gets the same lines.
+
+    Returns:
+        the run's folder, and its first and last evaluation.
+
+    Raises:
+        UserError: wrong settings or data, found before anything is written.
+        KeyboardInterrupt: after a checkpoint of the last finished step.
+    """
+    from gcore_controller import DeviceTimers
+    from gcore_llm.rewards import Rewards
+    from gcore_llm.roles import build_environment
+    from gcore_llm.services import Inputs
+    from gcore_runs.instrumented_engine import Instrumentation
+
+    config = resolve(config)
+    with Supervisor(config, app="gcore-llm", display=display) as supervisor:
+        say, devices = supervisor.display.say, DeviceTimers()
+        tokenizer = _checked_tokenizer(config)
+        prompts = load_prompts(config, tokenizer)
+        check_lengths(config, prompts)
+        _check_cluster(config)
+        with supervisor.started(
+            Rewards.start(config, instrumentation=Instrumentation(devices=devices, announce=say))
+        ) as rewards:
+            say(f"trying the reward on an empty response, for at most {config.reward_calls.timeout_s:g} s")
+            supervisor.run_async(_try_rewards(rewards, prompts, supervisor))
+            inputs = Inputs(
+                config=config,
+                tokenizer=tokenizer,
+                prompts=prompts,
+                rewards=rewards,
+                environment=build_environment(config, tokenizer, rewards.runner),
+                devices=devices,
+                announce=say,
+            )
+            run = supervisor.open_run(*_notices(config, prompts))
+            if not config.model and not run.model.is_dir():
+                supervisor.run_async(
+                    make_warm_model(config, run, prompts, tokenizer, rewards.runner, supervisor.display)
+                )
+            first_step = supervisor.resume(config.trainer.total_training_steps)
+            if first_step is not None:
+                _train(inputs, Path(config.model) if config.model else run.model, first_step, supervisor)
+        return supervisor.finish(write_report)
+
+
+def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptSets:
+    """Load the prompts that the config names, from a task or from files."""
+    if config.task.name:
+        return load_task(config.task, config.data, tokenizer, seed=config.seed)
+    if not config.data.train_files:
+        raise UserError("data.train_files is not set; expected one or more .jsonl or .parquet files with model")
+    return load_files(config.data, tokenizer, seed=config.data.shuffle_seed)
+
+
+def _checked_tokenizer(config: TrainConfig) -> Any:
+    """Check the models and engine that the config names, and return the policy's tokenizer."""
+    from gcore_llm.engines import check_engine
+    from gcore_llm.roles import build_tokenizer, check_model
+
+    rollout, model = config.rollout, Path(config.model)
+    if not config.model and not config.task.name:
+        raise UserError("model is not set; expected a local Hugging Face folder with data.train_files")
+    if config.model:
+        check_model(model)
+    elif rollout.is_on_servers:
+        raise UserError(f"model is not set; expected a folder with rollout.engine {rollout.engine!r}")
+    if config.critic.model and config.algorithm.estimator.needs_critic:
+        check_model(Path(config.critic.model), setting="critic.model")
+    if rollout.speculative.model:
+        check_model(Path(rollout.speculative.model), setting="rollout.speculative.model")
+    if rollout.weights_dir and not Path(rollout.weights_dir).is_dir():
+        raise UserError(f"rollout.weights_dir is {rollout.weights_dir!r}; expected an existing folder")
+    check_engine(rollout, model, setting="rollout", max_length=config.data.max_length)
+    if config.model:
+        return build_tokenizer(model)
+    require_worked_examples(
+        config.task.name,
+        instead="on which the embedded model is warmed up, or a model of your own for any task: --model FOLDER",
+    )
+    return tiny_tokenizer()
+
+
+def _notices(config: TrainConfig, prompts: PromptSets) -> list[str]:
+    left_out = f"left out {prompts.num_too_long} prompts longer than {config.data.max_prompt_length} tokens"
+    sizes = f"{len(prompts.train):,} training prompts, {len(prompts.val):,} held out"
+    return [left_out, sizes] if prompts.num_too_long else [sizes]
+
+
+def _check_cluster(config: TrainConfig) -> None:
+    if config.runtime == "ray":
+        from gcore_runs.on_ray.cluster import check_cluster
+
+        check_cluster(config)
+
+
+async def _try_rewards(rewards: "Rewards", prompts: PromptSets, supervisor: Supervisor) -> None:
+    """Call each reward once, so that a broken one is found before the model is loaded."""
+    from gcore_rollout import Failed
+
+    first = prompts.train[0]
+    scored = await rewards.runner.try_on(prompt=first.text, completion="", row=first.row)
+    if isinstance(scored, Failed):
+        supervisor.display.say(f"warning: the trial gave no score: {scored.error}")
+    if rewards.comparison is not None:
+        await rewards.comparison.try_on(first)
+
+
+def _train(inputs: "Inputs", model: Path, first_step: int, supervisor: Supervisor) -> None:
+    """Run the controllers' program on its services, and export the policy."""
+    from gcore_llm.micro_batches import workload_of
+    from gcore_llm.modality import Job
+    from gcore_llm.recorder import RunRecorder
+    from gcore_runs.run_loop import RunLoop
+
+    run, total = supervisor.run, inputs.config.trainer.total_training_steps
+    with supervisor.started(_start(inputs, model, run.checkpoints)) as services:
+
+        def recorder(job: Job, writer: "MetricsWriter", spans: "SpanWriter") -> "RunRecorder":
+            return RunRecorder(job, run, services.learner, writer=writer, spans=spans, display=supervisor.display)
+
+        job = Job(
+            config=services.config,
+            prompts=inputs.prompts,
+            workload=workload_of(model),
+            first_step=first_step,
+            is_evaluated=supervisor.is_evaluated(first_step, total),
+            is_policy_behind=first_step > 0,
+        )
+        RunLoop(supervisor=supervisor, services=services, recorder=recorder).to_the_end(job)
+        supervisor.export(lambda path: _export(services.learner, inputs.tokenizer, path))
+
+
+async def _start(inputs: "Inputs", model: Path, checkpoints: Path) -> "Backend[Job, TrainConfig, Evaluation]":
+    if inputs.config.runtime == "ray":
+        from gcore_llm.on_ray import start_on_ray
+
+        return await start_on_ray(inputs, model, checkpoints)
+    from gcore_llm.services import start_inline
+
+    return await start_inline(inputs, model, checkpoints)
+
+
+def _export(learner: "TrainerGroup", tokenizer: Any, path: Path) -> None:
+    learner.save_pretrained(path)
+    tokenizer.save_pretrained(path)

@@ -1,0 +1,1 @@
+"""Logs of a run's processes: one file for each, merged by time."""

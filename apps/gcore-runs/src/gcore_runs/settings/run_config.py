@@ -1,0 +1,254 @@
+"""The settings that runs of several commands share, each documented and bounded in one place.
+
+An app's config extends these dataclasses: it adds settings of its own, and declares a shared one again where its
+default or its meaning differs.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, Protocol, Self
+
+from gcore_controller import Sizes
+from gcore_runs.errors import UserError, check_at_least, check_port, check_run_name
+from gcore_runs.settings.cluster import PlacementConfig, RayConfig
+from gcore_trainer import LoRAConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseDataConfig:
+    """Files of training and held-out rows."""
+
+    train_files: tuple[str, ...] = ()
+    """JSONL or Parquet files."""
+    val_files: tuple[str, ...] = ()
+    """Files of held-out rows; empty: data.val-size rows are taken out of the training files."""
+    val_size: int = 64
+    """How many rows to hold out if there are no val-files; never more than a tenth of them."""
+    train_batch_size: int = 32
+    """Rows a step."""
+    shuffle_seed: int = 0
+    """Seed of the order of rows, and of which are held out."""
+
+    def __post_init__(self) -> None:
+        check_at_least("data.train_batch_size", self.train_batch_size, 1)
+        check_at_least("data.val_size", self.val_size, 0)
+        check_at_least("data.shuffle_seed", self.shuffle_seed, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The run's length, its checkpoints and evaluations, and where its metrics go."""
+
+    fewest_steps: ClassVar[int] = 1
+
+    total_training_steps: int = 200
+    """Steps of the whole run."""
+    save_freq: int = 25
+    """Steps between checkpoints."""
+    max_ckpt_to_keep: int = 2
+    """Checkpoints kept, the last ones."""
+    test_freq: int = 50
+    """Steps between evaluations on held-out rows; the first and last step always evaluate."""
+    tensorboard: bool = True
+    """Write TensorBoard events alongside metrics.jsonl."""
+    prometheus_port: int = 0
+    """Serve the metrics for Prometheus at http://PROMETHEUS-HOST:PORT/metrics; 0: do not."""
+    prometheus_host: str = "127.0.0.1"
+    """Address to serve them at; 127.0.0.1: to this machine alone."""
+
+    def __post_init__(self) -> None:
+        check_at_least("trainer.total_training_steps", self.total_training_steps, self.fewest_steps)
+        for name in ("save_freq", "max_ckpt_to_keep", "test_freq"):
+            check_at_least(f"trainer.{name}", getattr(self, name), 1)
+        check_port("trainer.prometheus_port", self.prometheus_port)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseTrainerConfig(ScheduleConfig):
+    """How training runs, and the run's length."""
+
+    num_processes: int = 1
+    """Training ranks, each a process with a device of its own."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("trainer.num_processes", self.num_processes, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseActorConfig:
+    """Which of the policy's parameters are trained, and in how much memory."""
+
+    lora_rank: int = 0
+    """Train adapters of this rank, and nothing else; 0: all parameters."""
+    lora_alpha: int = 32
+    """An adapter's output is scaled by lora-alpha / lora-rank."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Layers that get an adapter, such as q_proj or to_q; all-linear: all but the head."""
+    enable_gradient_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work."""
+
+    def __post_init__(self) -> None:
+        check_at_least("actor.lora_rank", self.lora_rank, 0)
+        check_at_least("actor.lora_alpha", self.lora_alpha, 1)
+
+    @property
+    def lora(self) -> LoRAConfig | None:
+        """The adapters; None without any."""
+        if not self.lora_rank:
+            return None
+        return LoRAConfig(rank=self.lora_rank, alpha=self.lora_alpha, target_modules=self.target_modules)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseAlgorithmConfig:
+    """Dynamic sampling, from scores to the groups of a step."""
+
+    filter_groups: bool = True
+    """Dynamic sampling: drop groups whose responses all score alike and sample again."""
+    max_num_gen_batches: int = 4
+    """Most waves of sampling a step; then the step trains on what it has."""
+
+    def __post_init__(self) -> None:
+        check_at_least("algorithm.max_num_gen_batches", self.max_num_gen_batches, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseRunConfig:
+    """Settings of every command that makes a run."""
+
+    may_change: ClassVar[tuple[str, ...]] = (
+        "trainer.total_training_steps",
+        "trainer.total_epochs",
+        "trainer.save_freq",
+        "trainer.test_freq",
+        "trainer.max_ckpt_to_keep",
+        "trainer.prometheus_port",
+        "trainer.prometheus_host",
+        "resume",
+        "threads",
+        "device",
+    )
+    """Settings, and beginnings of their names, that a resumed run may change."""
+
+    name: str = "default"
+    """The run's folder is RUNS_DIR/NAME."""
+    runs_dir: str = "runs"
+    """Folder of all run folders."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: continue the run of this name; never: start a new one in NAME-2, NAME-3, ..."""
+    model: str = ""
+    """A local folder of the model to train; empty: a tiny one is made."""
+    seed: int = 0
+    """Seed of everything random but the order of the data."""
+    threads: int = 0
+    """Threads of matrix products; 0: one a core."""
+    device: str = "auto"
+    """cpu, cuda, cuda:NUMBER, or auto: cuda where there is one."""
+    trainer: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+    def __post_init__(self) -> None:
+        check_at_least("threads", self.threads, 0)
+        check_at_least("seed", self.seed, 0)
+        check_run_name(self.name)
+
+
+class Replicas(Protocol):
+    """Settings of an engine that runs in several processes."""
+
+    @property
+    def num_processes(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseRLConfig(BaseRunConfig, ABC):
+    """Settings of a run of reinforcement learning, whose controllers, engines and ranks may be on a cluster."""
+
+    may_change: ClassVar[tuple[str, ...]] = (
+        *BaseRunConfig.may_change,
+        "runtime",
+        "ray",
+        "placement",
+        "controllers",
+        "trainer.num_processes",
+        "rollout.num_processes",
+    )
+
+    runtime: Literal["inline", "ray"] = "inline"
+    """inline: all controllers in this process; ray: controllers, engines and training ranks are actors of a Ray
+    cluster, and what dies is replaced."""
+    controllers: int = 1
+    """SPMD controllers, each with a slice of the prompts, and on ray with engines of its own."""
+    ray: RayConfig = field(default_factory=RayConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    rollout: Replicas
+    trainer: BaseTrainerConfig = field(default_factory=BaseTrainerConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("controllers", self.controllers, 1)
+        if self.runtime == "ray" and 0 < self.rollout.num_processes < self.controllers:
+            raise UserError(
+                f"rollout.num_processes is {self.rollout.num_processes}; expected controllers={self.controllers} or "
+                "more with runtime 'ray', or 0 for one of each controller"
+            )
+        if self.placement.strategy != "split":
+            self._check_placement()
+
+    @property
+    @abstractmethod
+    def judge(self) -> tuple[str, Replicas | None]:
+        """Name of the judge's section, and its settings; None: the run starts no judge of its own."""
+
+    @abstractmethod
+    def with_processes(self, *, engines: int, judges: int, ranks: int) -> Self:
+        """Return these settings with the given numbers of processes; 0 judges: as many as now."""
+
+    @property
+    def rank_unit(self) -> int:
+        """Training ranks are started and stopped in multiples of this."""
+        return 1
+
+    @property
+    def sizes(self) -> Sizes:
+        """Processes of each role on ray."""
+        _, judge = self.judge
+        engines, in_turns = self.rollout.num_processes or self.controllers, self.placement.strategy == "colocated"
+        judges = 0 if judge is None else engines if in_turns else judge.num_processes or 1
+        return Sizes(
+            controllers=self.controllers,
+            engines=engines,
+            judges=judges,
+            ranks=self.trainer.num_processes,
+            in_turns=in_turns,
+        )
+
+    def with_sizes(self, sizes: Sizes) -> Self:
+        """Return these settings with other numbers of processes."""
+        sized = self.with_processes(engines=sizes.engines, judges=sizes.judges, ranks=sizes.ranks)
+        placement = replace(self.placement, strategy="colocated") if sizes.in_turns else self.placement
+        return replace(sized, controllers=sizes.controllers, placement=placement)
+
+    def _check_placement(self) -> None:
+        section, judge = self.judge
+        if self.runtime != "ray" or judge is None:
+            raise UserError(
+                f"placement.strategy is {self.placement.strategy!r}; expected 'split', or runtime 'ray' (now "
+                f"{self.runtime!r}) and a judge in {section} that is not on servers, with whose engines the policy's "
+                "share devices"
+            )
+        engines = self.rollout.num_processes or self.controllers
+        if self.placement.strategy == "colocated" and judge.num_processes not in (0, engines):
+            raise UserError(
+                f"{section}.num_processes is {judge.num_processes}; expected rollout.num_processes={engines}, or 0 for "
+                "as many, with placement.strategy 'colocated'"
+            )
+
+
+def check_one_source(data: BaseDataConfig, task: str, *, of: str) -> None:
+    """
+    Raises:
+        UserError: both files and a task are given.
+    """
+    if data.train_files and task:
+        raise UserError(f"task.name is {task!r} and data.train_files is set; expected one source of {of}")
