@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gcore_controller.inline import run_inline
+from gcore_controller.runtimes.inline import run_inline
 from gcore_llm.config import AlgorithmConfig, KLControlConfig
 from gcore_llm.groups import Group, Response
 from gcore_llm.preparation import kl_controller, prepare

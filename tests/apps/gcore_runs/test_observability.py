@@ -42,13 +42,13 @@ from gcore_llm.report import write_report
 from gcore_rollout import EngineReplicas, Request, SamplingParams
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
+from gcore_runs.instrumented_engine import Instrumentation
 from gcore_runs.logs.merging import merged_lines
 from gcore_runs.logs.writing import log_to
 from gcore_runs.metrics.prometheus import PrometheusExporter
 from gcore_runs.metrics.writer import MetricsWriter
 from gcore_runs.run_folder import RunFolder, read_jsonl
 from gcore_runs.spans import SpanWriter, StepSpans
-from gcore_runs.watched import Watched
 
 
 def span(stage: str, start_s: float, end_s: float) -> Span:
@@ -209,9 +209,9 @@ def stages(spans: Sequence[Span]) -> list[str]:
 
 async def test_replicas_are_busy_while_they_have_samples_to_make() -> None:
     devices = DeviceTimers()
-    watched = Watched(devices=devices)
+    instrumentation = Instrumentation(devices=devices)
     inner = [FakeEngine(step_s=0.02) for _ in range(2)]
-    engine = EngineReplicas([watched.timed(each, place) for place, each in enumerate(inner)])
+    engine = EngineReplicas([instrumentation.instrument(each, place) for place, each in enumerate(inner)])
     made = [c async for c in engine.generate([request("long", max_tokens=20), request("short", max_tokens=2)])]
     assert [len(c.token_ids) for c in made] == [2, 20]
     spans = devices.drain()
@@ -258,7 +258,7 @@ class SleepingLearner:
 async def test_training_ranks_are_busy_in_calls_of_the_learner() -> None:
     devices = DeviceTimers()
     learner: Any = SleepingLearner()
-    policy = Watched(devices=devices).timed(FakeEngine(), 0)
+    policy = Instrumentation(devices=devices).instrument(FakeEngine(), 0)
 
     async def program(ctx: Context[None]) -> None:
         part = SharedLearner(learner, ctx.group, devices, num_ranks=2)
@@ -289,7 +289,9 @@ async def test_engine_processes_log_and_are_seen_whichever_has_a_place(tmp_path:
     config = own_data()
     config = replace(config, threads=1, device="cpu", rollout=replace(config.rollout, num_processes=2))
     devices, logs = DeviceTimers(), tmp_path / "logs"
-    engine = await start_policy(config, tiny, eos_token_ids=[1], watched=Watched(devices=devices, logs=logs))
+    engine = await start_policy(
+        config, tiny, eos_token_ids=[1], instrumentation=Instrumentation(devices=devices, logs=logs)
+    )
     try:
         assert len([c async for c in engine.generate([request("r", max_tokens=4, n=8)])]) == 8
         spans = devices.drain()

@@ -9,7 +9,7 @@ from typing import Any
 from gcore_diffusion.config import DiffusionConfig
 from gcore_rollout import PRELOAD_DIFFUSERS, DiffusersEngine, Engine, engine_factory, start_replicas
 from gcore_runs.errors import UserError
-from gcore_runs.watched import Watched
+from gcore_runs.instrumented_engine import Instrumentation
 
 
 def sampler_factory(config: DiffusionConfig, *, model: Path) -> Callable[[], DiffusersEngine]:
@@ -88,7 +88,9 @@ class Engines:
             await self.judge.close()
 
 
-async def start_engines(config: DiffusionConfig, model: Path, watched: Watched, *, is_trial: bool = False) -> Engines:
+async def start_engines(
+    config: DiffusionConfig, model: Path, instrumentation: Instrumentation, *, is_trial: bool = False
+) -> Engines:
     """Start each role's engine in this process, or several in their own, which are replaced if they die.
 
     Args:
@@ -104,25 +106,27 @@ async def start_engines(config: DiffusionConfig, model: Path, watched: Watched, 
     num_threads = max(1, config.threads // max(1, num_engines + num_judges))
 
     async def start(
-        make: Callable[[], Engine[Any, Any]], count: int, watched: Watched, preload: tuple[str, ...]
+        make: Callable[[], Engine[Any, Any]], count: int, instrumentation: Instrumentation, preload: tuple[str, ...]
     ) -> Engine[Any, Any]:
         if not count:
-            return watched.timed(make(), 0)
+            return instrumentation.instrument(make(), 0)
         return await start_replicas(
-            lambda place: watched.logged(make, place),
+            lambda place: instrumentation.logged(make, place),
             count,
             num_threads=num_threads,
             preload=preload,
-            wrap=watched.timed,
-            announce=watched.announce,
+            wrap=instrumentation.instrument,
+            announce=instrumentation.announce,
         )
 
     sampler = sampler_factory(config, model=model)
-    policy = await start(sampler, num_engines, replace(watched, role="engine"), PRELOAD_DIFFUSERS)
+    policy = await start(sampler, num_engines, replace(instrumentation, role="engine"), PRELOAD_DIFFUSERS)
     if not config.reward.is_judged:
         return Engines(policy=policy, judge=None)
     try:
-        judges = await start(judge_factory(config), num_judges, replace(watched, role="judge"), judge.kind.preload)
+        judges = await start(
+            judge_factory(config), num_judges, replace(instrumentation, role="judge"), judge.kind.preload
+        )
         return Engines(policy=policy, judge=judges)
     except BaseException:
         await policy.close()

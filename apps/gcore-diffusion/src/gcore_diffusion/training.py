@@ -16,6 +16,7 @@ from gcore_runs.settings.values import resolve
 from gcore_runs.supervisor import Supervisor
 
 if TYPE_CHECKING:
+    from gcore_controller import Backend, TrainerGroup
     from gcore_diffusion.evaluate import Evaluation
     from gcore_diffusion.modality import Job
     from gcore_diffusion.recorder import RunRecorder
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from gcore_diffusion.roles import SamplingRoles
     from gcore_runs.display import Display
     from gcore_runs.metrics.writer import MetricsWriter
-    from gcore_runs.services import SavedLearner, Services
     from gcore_runs.spans import SpanWriter
 
 
@@ -91,7 +91,7 @@ async def _start(
     rewards: "Rewards | None",
     checkpoints: Path,
     display: "Display",
-) -> "Services[Job, DiffusionConfig, Evaluation]":
+) -> "Backend[Job, DiffusionConfig, Evaluation]":
     """Make and score an image in this process, then start the services.
 
     Args:
@@ -101,24 +101,24 @@ async def _start(
     from gcore_diffusion.engines import start_engines
     from gcore_diffusion.rewards import build_rewards
     from gcore_diffusion.roles import SamplingRoles
-    from gcore_diffusion.services import LocalServices
+    from gcore_diffusion.services import inline_backend
+    from gcore_runs.instrumented_engine import Instrumentation
     from gcore_runs.logs.writing import logs_of
-    from gcore_runs.watched import Watched
 
     devices, is_on_ray = DeviceTimers(), config.runtime == "ray"
-    watched = Watched(devices=devices, logs=logs_of(checkpoints), announce=display.say)
-    engines = await start_engines(config, model, watched, is_trial=is_on_ray)
+    instrumentation = Instrumentation(devices=devices, logs=logs_of(checkpoints), announce=display.say)
+    engines = await start_engines(config, model, instrumentation, is_trial=is_on_ray)
     try:
         rewards = rewards or build_rewards(config, judge=engines.judge)
         sampler = SamplingRoles(policy=engines.policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
         if not is_on_ray:
-            return LocalServices(config, sampler, engines, model, checkpoints)
+            return inline_backend(config, sampler, engines, model, checkpoints)
     except BaseException:
         await engines.close()
         raise
     await engines.close()
-    from gcore_diffusion.on_ray.services import start_on_ray
+    from gcore_diffusion.on_ray import start_on_ray
 
     return await start_on_ray(config, model, checkpoints, announce=display.say)
 
@@ -150,7 +150,7 @@ async def _try(config: DiffusionConfig, sampler: "SamplingRoles", prompts: Promp
 
 
 def _train(
-    services: "Services[Job, DiffusionConfig, Evaluation]",
+    services: "Backend[Job, DiffusionConfig, Evaluation]",
     prompts: PromptSets,
     first_step: int,
     supervisor: Supervisor,
@@ -176,7 +176,7 @@ def _train(
     RunLoop(supervisor=supervisor, services=services, recorder=recorder).to_the_end(job)
 
 
-def _export(learner: "SavedLearner", model: Path, path: Path) -> None:
+def _export(learner: "TrainerGroup", model: Path, path: Path) -> None:
     """Write the pipeline's folder with the trained denoiser in it."""
     from gcore_trainer import pipeline_component
 

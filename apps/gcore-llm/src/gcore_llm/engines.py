@@ -23,14 +23,18 @@ from gcore_rollout import (
 )
 from gcore_rollout import engine_factory as factory_of
 from gcore_runs.errors import UserError
-from gcore_runs.watched import UNWATCHED, Watched
+from gcore_runs.instrumented_engine import NO_INSTRUMENTATION, Instrumentation
 
 # Entries of a model's config.json that do not change what the model computes.
 _NOTES = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
 
 async def start_policy(
-    config: TrainConfig, model: Path, *, eos_token_ids: Sequence[int], watched: Watched = UNWATCHED
+    config: TrainConfig,
+    model: Path,
+    *,
+    eos_token_ids: Sequence[int],
+    instrumentation: Instrumentation = NO_INSTRUMENTATION,
 ) -> Engine:
     """Start the policy's engine, with the weights of a model folder.
 
@@ -39,10 +43,12 @@ async def start_policy(
     """
     rollout = config.rollout
     if not rollout.is_on_servers:
-        return await _start(rollout, config, model, watched, eos_token_ids=eos_token_ids)
+        return await _start(rollout, config, model, instrumentation, eos_token_ids=eos_token_ids)
 
     def connect() -> Engine:
-        return _connect(rollout, config, model, watched, eos_token_ids=eos_token_ids, weights_dir=rollout.weights_dir)
+        return _connect(
+            rollout, config, model, instrumentation, eos_token_ids=eos_token_ids, weights_dir=rollout.weights_dir
+        )
 
     # Servers may have the last weights of another run. A new engine calls the weights that they have version 0.
     engine = connect()
@@ -54,17 +60,21 @@ async def start_policy(
 
 
 async def start_judge(
-    config: TrainConfig, model: Path, *, eos_token_ids: Sequence[int], watched: Watched = UNWATCHED
+    config: TrainConfig,
+    model: Path,
+    *,
+    eos_token_ids: Sequence[int],
+    instrumentation: Instrumentation = NO_INSTRUMENTATION,
 ) -> Engine:
     """Start a judge's engine.
 
     Raises:
         RolloutError: it does not start.
     """
-    settings, watched = config.reward_model.judge, replace(watched, role="judge")
+    settings, instrumentation = config.reward_model.judge, replace(instrumentation, role="judge")
     if settings.is_on_servers:
-        return _connect(settings, config, model, watched, eos_token_ids=eos_token_ids)
-    return await _start(settings, config, model, watched, eos_token_ids=eos_token_ids)
+        return _connect(settings, config, model, instrumentation, eos_token_ids=eos_token_ids)
+    return await _start(settings, config, model, instrumentation, eos_token_ids=eos_token_ids)
 
 
 def check_engine(settings: EngineConfig, model: Path, *, setting: str, max_length: int | None = None) -> None:
@@ -148,22 +158,27 @@ def engine_factory(
 
 
 async def _start(
-    settings: EngineConfig, config: TrainConfig, model: Path, watched: Watched, *, eos_token_ids: Sequence[int]
+    settings: EngineConfig,
+    config: TrainConfig,
+    model: Path,
+    instrumentation: Instrumentation,
+    *,
+    eos_token_ids: Sequence[int],
 ) -> Engine:
     """Start an engine in this process, or replicas in processes of their own."""
     make = engine_factory(settings, config, model, eos_token_ids=eos_token_ids)
     if not settings.num_processes:
-        return watched.timed(make(), 0)
+        return instrumentation.instrument(make(), 0)
     # All processes that generate at the same time share the cores.
     judges = config.reward_model.judge.num_processes if config.reward_model.is_judge else 0
     return await start_replicas(
-        lambda place: watched.logged(make, place),
+        lambda place: instrumentation.logged(make, place),
         settings.num_processes,
         num_threads=max(1, config.threads // (max(1, config.rollout.num_processes) + judges)),
         preload=settings.kind.preload,
         gpus=visible_gpus(config.device),
-        wrap=watched.timed,
-        announce=watched.announce,
+        wrap=instrumentation.instrument,
+        announce=instrumentation.announce,
     )
 
 
@@ -171,7 +186,7 @@ def _connect(
     settings: EngineConfig,
     config: TrainConfig,
     model: Path,
-    watched: Watched,
+    instrumentation: Instrumentation,
     *,
     eos_token_ids: Sequence[int],
     weights_dir: str | None = None,
@@ -184,8 +199,8 @@ def _connect(
         max_num_seqs=config.rollout.max_num_seqs,
         eos_token_ids=eos_token_ids,
     )
-    engines = [watched.timed(server, place) for place, server in enumerate(servers)]
-    return EngineReplicas(engines, announce=watched.announce) if len(engines) > 1 else engines[0]
+    engines = [instrumentation.instrument(server, place) for place, server in enumerate(servers)]
+    return EngineReplicas(engines, announce=instrumentation.announce) if len(engines) > 1 else engines[0]
 
 
 def _settings(config_json: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from gcore_rollout import (
     reward_names,
 )
 from gcore_runs.errors import UserError
-from gcore_runs.watched import UNWATCHED, Watched
+from gcore_runs.instrumented_engine import NO_INSTRUMENTATION, Instrumentation
 
 JudgeT = TypeVar("JudgeT")
 
@@ -82,7 +82,9 @@ class Rewards:
         self._close = close
 
     @classmethod
-    async def start(cls, config: TrainConfig, *, watched: Watched = UNWATCHED, judge: Engine | None = None) -> Self:
+    async def start(
+        cls, config: TrainConfig, *, instrumentation: Instrumentation = NO_INSTRUMENTATION, judge: Engine | None = None
+    ) -> Self:
         """Load the rewards that the config names.
 
         Args:
@@ -102,11 +104,11 @@ class Rewards:
         rewards = {"function": reward_function(config)} if has_function else {}
         weights = {"function": 1.0} if has_function else {}
         if settings.is_pairwise:
-            compare, close = await _pairwise_judge(config, watched, judge)
+            compare, close = await _pairwise_judge(config, instrumentation, judge)
             comparison = Comparison(GroupRewardRunner(compare, _runner_config(config)), weight=settings.weight)
             alone = CompositeReward(rewards, weights=weights) if has_function else no_reward
             return cls(alone, config, comparison=comparison, close=close)
-        model, close = await _MODELS[settings.kind](config, watched, judge)
+        model, close = await _MODELS[settings.kind](config, instrumentation, judge)
         rewards["model"], weights["model"] = model, settings.weight
         return cls(CompositeReward(rewards, weights=weights), config, close=close)
 
@@ -152,9 +154,11 @@ def reward_function(config: TrainConfig) -> RewardFunction:
     )
 
 
-async def _server(config: TrainConfig, watched: Watched, judge: Engine | None) -> tuple[RewardFunction, Close]:
+async def _server(
+    config: TrainConfig, instrumentation: Instrumentation, judge: Engine | None
+) -> tuple[RewardFunction, Close]:
     """Return a reward from a server."""
-    del watched, judge
+    del instrumentation, judge
     # The runner around it does not retry failures that were retried here.
     server = HTTPReward(
         config.reward_model.path,
@@ -165,9 +169,11 @@ async def _server(config: TrainConfig, watched: Watched, judge: Engine | None) -
     return server, server.close
 
 
-async def _classifier(config: TrainConfig, watched: Watched, judge: Engine | None) -> tuple[RewardFunction, Close]:
+async def _classifier(
+    config: TrainConfig, instrumentation: Instrumentation, judge: Engine | None
+) -> tuple[RewardFunction, Close]:
     """Load a sequence classifier."""
-    del watched, judge
+    del instrumentation, judge
     import torch
 
     from gcore_rollout import SequenceClassifierReward
@@ -190,7 +196,9 @@ async def _classifier(config: TrainConfig, watched: Watched, judge: Engine | Non
     return classifier, close
 
 
-async def _judge(config: TrainConfig, watched: Watched, engine: Engine | None) -> tuple[RewardFunction, Close]:
+async def _judge(
+    config: TrainConfig, instrumentation: Instrumentation, engine: Engine | None
+) -> tuple[RewardFunction, Close]:
     """Start a generative reward model that scores responses one by one."""
     judge = config.reward_model.judge
     make = partial(
@@ -200,14 +208,16 @@ async def _judge(config: TrainConfig, watched: Watched, engine: Engine | None) -
         reduce=judge.reduce,
         on_unparsable="drop" if judge.unparsable_score is None else judge.unparsable_score,
     )
-    return await _asking(config, make, watched, engine)
+    return await _asking(config, make, instrumentation, engine)
 
 
 _MODELS = {"judge": _judge, "classifier": _classifier, "server": _server}
 """The kinds of reward model."""
 
 
-async def _pairwise_judge(config: TrainConfig, watched: Watched, engine: Engine | None) -> tuple[PairwiseJudge, Close]:
+async def _pairwise_judge(
+    config: TrainConfig, instrumentation: Instrumentation, engine: Engine | None
+) -> tuple[PairwiseJudge, Close]:
     """Start a generative reward model that compares the responses of a group."""
     _check_pairwise(config)
     judge = config.reward_model.judge
@@ -217,11 +227,11 @@ async def _pairwise_judge(config: TrainConfig, watched: Watched, engine: Engine 
         parse=WinnerPattern(pattern=judge.pattern or WinnerPattern.pattern),
         on_unparsable="drop" if judge.unparsable_score is None else "tie",
     )
-    return await _asking(config, make, watched, engine)
+    return await _asking(config, make, instrumentation, engine)
 
 
 async def _asking(
-    config: TrainConfig, make: Callable[..., JudgeT], watched: Watched, engine: Engine | None
+    config: TrainConfig, make: Callable[..., JudgeT], instrumentation: Instrumentation, engine: Engine | None
 ) -> tuple[JudgeT, Close]:
     """Make a reward of the judge's model, and return it with what frees the model."""
     judge, path = config.reward_model.judge, Path(config.reward_model.path)
@@ -230,7 +240,9 @@ async def _asking(
     tokenizer = build_tokenizer(path)
     encoder = ChatEncoder(tokenizer)
     if engine is None:
-        engine = await start_judge(config, path, eos_token_ids=eos_token_ids(tokenizer, path), watched=watched)
+        engine = await start_judge(
+            config, path, eos_token_ids=eos_token_ids(tokenizer, path), instrumentation=instrumentation
+        )
     model = JudgeModel(
         engine=engine,
         encode=lambda question: encoder.first([{"role": "user", "content": question}]),

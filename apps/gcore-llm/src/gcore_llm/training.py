@@ -16,6 +16,7 @@ from gcore_runs.settings.values import resolve
 from gcore_runs.supervisor import Supervisor
 
 if TYPE_CHECKING:
+    from gcore_controller import Backend, TrainerGroup
     from gcore_llm.evaluate import Evaluation
     from gcore_llm.modality import Job
     from gcore_llm.recorder import RunRecorder
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from gcore_llm.services import Inputs
     from gcore_runs.display import Display
     from gcore_runs.metrics.writer import MetricsWriter
-    from gcore_runs.services import SavedLearner, Services
     from gcore_runs.spans import SpanWriter
 
 
@@ -45,7 +45,7 @@ def train(config: TrainConfig, display: "Display | None" = None) -> Result:
     from gcore_llm.rewards import Rewards
     from gcore_llm.roles import build_environment
     from gcore_llm.services import Inputs
-    from gcore_runs.watched import Watched
+    from gcore_runs.instrumented_engine import Instrumentation
 
     config = resolve(config)
     with Supervisor(config, app="gcore-llm", display=display) as supervisor:
@@ -54,7 +54,9 @@ def train(config: TrainConfig, display: "Display | None" = None) -> Result:
         prompts = load_prompts(config, tokenizer)
         check_lengths(config, prompts)
         _check_cluster(config)
-        with supervisor.started(Rewards.start(config, watched=Watched(devices=devices, announce=say))) as rewards:
+        with supervisor.started(
+            Rewards.start(config, instrumentation=Instrumentation(devices=devices, announce=say))
+        ) as rewards:
             say(f"trying the reward on an empty response, for at most {config.reward_calls.timeout_s:g} s")
             supervisor.run_async(_try_rewards(rewards, prompts, supervisor))
             inputs = Inputs(
@@ -164,16 +166,16 @@ def _train(inputs: "Inputs", model: Path, first_step: int, supervisor: Superviso
         supervisor.export(lambda path: _export(services.learner, inputs.tokenizer, path))
 
 
-async def _start(inputs: "Inputs", model: Path, checkpoints: Path) -> "Services[Job, TrainConfig, Evaluation]":
+async def _start(inputs: "Inputs", model: Path, checkpoints: Path) -> "Backend[Job, TrainConfig, Evaluation]":
     if inputs.config.runtime == "ray":
-        from gcore_llm.on_ray.services import start_on_ray
+        from gcore_llm.on_ray import start_on_ray
 
         return await start_on_ray(inputs, model, checkpoints)
-    from gcore_llm.services import LocalServices
+    from gcore_llm.services import start_inline
 
-    return await LocalServices.start(inputs, model, checkpoints)
+    return await start_inline(inputs, model, checkpoints)
 
 
-def _export(learner: "SavedLearner", tokenizer: Any, path: Path) -> None:
+def _export(learner: "TrainerGroup", tokenizer: Any, path: Path) -> None:
     learner.save_pretrained(path)
     tokenizer.save_pretrained(path)

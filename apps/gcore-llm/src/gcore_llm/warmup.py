@@ -68,7 +68,7 @@ async def warm_up(
     from gcore_controller import InlineCollectives, InlineGroup, StageTimer
     from gcore_llm.evaluate import evaluate
     from gcore_llm.roles import SamplingRoles, build_engine
-    from gcore_runs.watched import Watched
+    from gcore_runs.instrumented_engine import Instrumentation
 
     worked, warmup = WORKED_EXAMPLES[config.task.name], config.warmup
     samples = [worked_sample(tokenizer, p.token_ids, worked(p.row)) for p in prompts.train]
@@ -79,7 +79,7 @@ async def warm_up(
         temperature=config.rollout.temperature,
         max_length=config.data.max_length,
     )
-    policy = await build_engine(config, initial, tokenizer, watched=Watched(logs=run.logs))
+    policy = await build_engine(config, initial, tokenizer, instrumentation=Instrumentation(logs=run.logs))
     sampler = SamplingRoles(policy=policy, reward=reward, tokenizer=tokenizer)
 
     async def check(step: int, loss: float) -> bool:

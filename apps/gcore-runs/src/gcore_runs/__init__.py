@@ -4,9 +4,10 @@ import importlib as _importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gcore_controller import RankError
     from gcore_runs.command_line import Command, RunArgs, logs_command, report_command, run_command, run_training
     from gcore_runs.display import Display
-    from gcore_runs.errors import RankError, UserError, check_at_least, check_finite, check_fraction, one_line
+    from gcore_runs.errors import UserError, check_at_least, check_finite, check_fraction, one_line
     from gcore_runs.logs.writing import log_to, logged, logs_of
     from gcore_runs.metrics.writer import MetricsWriter
     from gcore_runs.report import STAGES, Kind, Signal, render_report

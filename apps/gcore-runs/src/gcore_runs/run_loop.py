@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from gcore_ckpt import Checkpointer
-from gcore_runs.errors import RankError
+from gcore_controller import Backend, RankError
+from gcore_runs.job import RunConfig, RunJob
 from gcore_runs.metrics.writer import MetricsWriter
-from gcore_runs.recording import Present, Saving
-from gcore_runs.services import RunConfig, RunJob, Services
+from gcore_runs.recorder import BaseRunRecorder, Present
 from gcore_runs.spans import SpanWriter
 from gcore_runs.supervisor import Supervisor
 
@@ -33,8 +33,8 @@ class RunLoop(Generic[JobT, ConfigT, EvaluationT]):
     """
 
     supervisor: Supervisor
-    services: Services[JobT, ConfigT, EvaluationT]
-    recorder: Callable[[JobT, MetricsWriter, SpanWriter], Saving[EvaluationT]]
+    services: Backend[JobT, ConfigT, EvaluationT]
+    recorder: Callable[[JobT, MetricsWriter, SpanWriter], BaseRunRecorder[JobT, EvaluationT]]
 
     def to_the_end(self, job: JobT) -> None:
         """Run the job; after an earlier process of the run, from the models of its last checkpoint.
@@ -71,7 +71,7 @@ class RunLoop(Generic[JobT, ConfigT, EvaluationT]):
                     loss = _Loss(error=error)
                     num_losses += 1
             spans.resume(last_step=job.first_step, cause=recovery.cause)
-            display.say(f"{recovery.said}; continuing after step {job.first_step}")
+            display.say(f"{recovery.message}; continuing after step {job.first_step}")
 
     def _attempt(self, job: JobT, spans: SpanWriter) -> "_Loss | None":
         """Run a job once; however it ends, its last step is saved if the models are still there."""
@@ -94,7 +94,7 @@ class RunLoop(Generic[JobT, ConfigT, EvaluationT]):
                 return _Loss(error=error, present=recorder.present(), has_progressed=has_progressed)
         return None
 
-    async def _run(self, job: JobT, recorder: Saving[EvaluationT]) -> None:
+    async def _run(self, job: JobT, recorder: BaseRunRecorder[JobT, EvaluationT]) -> None:
         main = asyncio.current_task()
         assert main is not None
         with recorder.interrupt.cancels(main):
@@ -123,6 +123,6 @@ class _Loss:
 
     error: Exception
     present: Present | None = None
-    """See `Saving.present`."""
+    """See `BaseRunRecorder.present`."""
     has_progressed: bool = False
     """Whether it finished a step."""
