@@ -22,8 +22,8 @@ from gcore_ckpt import Checkpointer
 from gcore_diffusion.cli import parse_train
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.demo.digits import PROMPTS, DigitReward, load
-from gcore_diffusion.grids import grid
 from gcore_diffusion.recipes import RECIPES
+from gcore_diffusion.sampling.grids import grid
 from gcore_runs.run_folder import RunFolder
 from gcore_runs.settings.values import merge, resolve, to_toml
 

@@ -20,8 +20,8 @@ from gcore_ckpt import Checkpointer
 from gcore_controller import Announced, Announcer, RankError, RayTrainerGroup
 from gcore_controller.runtimes.events import Event
 from gcore_llm.config import TrainConfig
-from gcore_llm.trainer_config import TrainerConfig
-from gcore_llm.trainer_worker import ray_trainer_spec
+from gcore_llm.learning.trainer_worker import ray_trainer_spec
+from gcore_llm.settings.trainer_config import TrainerConfig
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,8 @@ from command_line import Cli
 
 from gcore_controller import Context, run_simulated
 from gcore_controller.trainer_group import deal
-from gcore_llm.micro_batches import workload_of
+from gcore_llm.learning.micro_batches import workload_of
+from gcore_llm.learning.trainer_worker import Role
 from gcore_llm.simulate import run as run_module
 from gcore_llm.simulate.command import parse_simulate
 from gcore_llm.simulate.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig
@@ -24,7 +25,6 @@ from gcore_llm.simulate.load import LoadMeter
 from gcore_llm.simulate.reward import ModelledReward
 from gcore_llm.simulate.run import Simulation, simulate
 from gcore_llm.simulate.work import coarse_workload, make_prompts, sample_name, weights_bytes
-from gcore_llm.trainer_worker import Role
 from gcore_placement import RunningLedger
 from gcore_placement.simulation.running_ledger import IDLE, WORK
 from gcore_rollout import Completion, Request, RolloutError, SamplingParams

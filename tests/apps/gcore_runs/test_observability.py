@@ -35,15 +35,15 @@ from fake_engine import FakeEngine  # pyright: ignore[reportMissingImports]
 import gcore_runs.logs.merging as merging
 from gcore_controller import Context, DeviceTimers, SharedTrainerClient, Span, merge_spans, on_wall_clock, run_inline
 from gcore_llm.cli import main
-from gcore_llm.engines import start_policy
 from gcore_llm.recipes import own_data
 from gcore_llm.report import write_report
+from gcore_llm.sampling.engines import start_policy
 from gcore_rollout import EngineReplicas, Request, SamplingParams
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
-from gcore_runs.instrumented_engine import Instrumentation
 from gcore_runs.logs.merging import merged_lines
 from gcore_runs.logs.writing import log_to
+from gcore_runs.loop.instrumented_engine import Instrumentation
 from gcore_runs.metrics.prometheus import PrometheusExporter
 from gcore_runs.metrics.writer import MetricsWriter
 from gcore_runs.run_folder import RunFolder, read_jsonl

@@ -21,14 +21,14 @@ from gcore_controller import (
     Wave,
 )
 from gcore_diffusion.config import DiffusionConfig
-from gcore_diffusion.evaluate import Evaluation, evaluate
-from gcore_diffusion.groups import Group
-from gcore_diffusion.preparation import prepared, training_sample, updates
-from gcore_diffusion.prompts import Prompt, PromptSets
+from gcore_diffusion.learning.preparation import prepared, training_sample, updates
 from gcore_diffusion.roles import Roles
-from gcore_diffusion.sampling import has_reference_pass, image_sampling, scored
+from gcore_diffusion.sampling.evaluate import Evaluation, evaluate
+from gcore_diffusion.sampling.groups import Group
+from gcore_diffusion.sampling.image_sampling import has_reference_pass, image_sampling, scored
+from gcore_diffusion.sampling.prompts import Prompt, PromptSets
 from gcore_rollout import ImageRequest, ImageSample
-from gcore_runs.job import RunJob
+from gcore_runs.loop.job import RunJob
 from gcore_trainer import DiffusionMicroBatch
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from gcore_controller import ActorRole, Context, Handles, RayBackend, RayTrainerClient, RemoteRecorder
 from gcore_diffusion.config import DiffusionConfig
-from gcore_diffusion.engines import judge_factory, sampler_factory
-from gcore_diffusion.evaluate import Evaluation
+from gcore_diffusion.learning.trainer_worker import trainer_spec
 from gcore_diffusion.modality import Job, diffusion_program
-from gcore_diffusion.rewards import build_rewards
 from gcore_diffusion.roles import Roles
-from gcore_diffusion.trainer_worker import trainer_spec
+from gcore_diffusion.sampling.engines import judge_factory, sampler_factory
+from gcore_diffusion.sampling.evaluate import Evaluation
+from gcore_diffusion.sampling.rewards import build_rewards
 from gcore_runs.on_ray.controller_process import ControllerServices
 from gcore_runs.on_ray.start import EngineFactory, start_ray_backend
 from gcore_trainer import DiffusionMicroBatch

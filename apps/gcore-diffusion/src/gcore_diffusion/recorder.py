@@ -1,9 +1,9 @@
 """Recording of an image model's run: the grids of images of its evaluations."""
 
-from gcore_diffusion.evaluate import Evaluation
-from gcore_diffusion.grids import write_grid
 from gcore_diffusion.modality import Job
-from gcore_runs.recorder import BaseRunRecorder
+from gcore_diffusion.sampling.evaluate import Evaluation
+from gcore_diffusion.sampling.grids import write_grid
+from gcore_runs.loop.recorder import BaseRunRecorder
 
 
 class RunRecorder(BaseRunRecorder[Job, Evaluation]):

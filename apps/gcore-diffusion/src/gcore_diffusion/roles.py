@@ -8,7 +8,7 @@ from gcore_rollout import Engine, ImageRequest, ImageSample
 from gcore_trainer import DiffusionMicroBatch
 
 if TYPE_CHECKING:
-    from gcore_diffusion.rewards import Rewards
+    from gcore_diffusion.sampling.rewards import Rewards
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,12 @@ from gcore_controller import (
     share_trainer,
 )
 from gcore_diffusion.config import DiffusionConfig
-from gcore_diffusion.engines import Engines
-from gcore_diffusion.evaluate import Evaluation
+from gcore_diffusion.learning.trainer_worker import DiffusionTrainerWorker
 from gcore_diffusion.modality import Job, diffusion_program
-from gcore_diffusion.rewards import reward_gradient
 from gcore_diffusion.roles import Roles, SamplingRoles
-from gcore_diffusion.trainer_worker import DiffusionTrainerWorker
+from gcore_diffusion.sampling.engines import Engines
+from gcore_diffusion.sampling.evaluate import Evaluation
+from gcore_diffusion.sampling.rewards import reward_gradient
 
 
 def inline_backend(

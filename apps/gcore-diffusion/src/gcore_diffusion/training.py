@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.demo.digits import PROMPTS
 from gcore_diffusion.pipeline_files import check_pipeline
-from gcore_diffusion.prompts import PromptSets, load_prompts
 from gcore_diffusion.report import write_report
+from gcore_diffusion.sampling.prompts import PromptSets, load_prompts
 from gcore_runs.errors import UserError
+from gcore_runs.loop.supervisor import Supervisor
 from gcore_runs.run_folder import Result
 from gcore_runs.settings.values import resolve
-from gcore_runs.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from gcore_controller import Backend, TrainerGroup
-    from gcore_diffusion.evaluate import Evaluation
     from gcore_diffusion.modality import Job
     from gcore_diffusion.recorder import RunRecorder
-    from gcore_diffusion.rewards import Rewards
     from gcore_diffusion.roles import SamplingRoles
+    from gcore_diffusion.sampling.evaluate import Evaluation
+    from gcore_diffusion.sampling.rewards import Rewards
     from gcore_runs.display import Display
     from gcore_runs.metrics.writer import MetricsWriter
     from gcore_runs.spans import SpanWriter
@@ -62,8 +62,8 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
 
 def _checked_rewards(config: DiffusionConfig) -> "Rewards | None":
     """Return the rewards; None: they need a judge, which is started with the engines."""
-    from gcore_diffusion.engines import judge_factory
-    from gcore_diffusion.rewards import build_rewards
+    from gcore_diffusion.sampling.engines import judge_factory
+    from gcore_diffusion.sampling.rewards import build_rewards
 
     if config.reward.is_judged:
         judge_factory(config)
@@ -98,12 +98,12 @@ async def _start(
         rewards: None: they need a judge, which is started here.
     """
     from gcore_controller import DeviceTimers
-    from gcore_diffusion.engines import start_engines
-    from gcore_diffusion.rewards import build_rewards
     from gcore_diffusion.roles import SamplingRoles
+    from gcore_diffusion.sampling.engines import start_engines
+    from gcore_diffusion.sampling.rewards import build_rewards
     from gcore_diffusion.services import inline_backend
-    from gcore_runs.instrumented_engine import Instrumentation
     from gcore_runs.logs.writing import logs_of
+    from gcore_runs.loop.instrumented_engine import Instrumentation
 
     devices, is_on_ray = DeviceTimers(), config.runtime == "ray"
     instrumentation = Instrumentation(devices=devices, logs=logs_of(checkpoints), announce=display.say)
@@ -125,8 +125,8 @@ async def _start(
 
 async def _try(config: DiffusionConfig, sampler: "SamplingRoles", prompts: PromptSets) -> None:
     """Make an image and score one, so that an error is found before anything is trained."""
-    from gcore_diffusion.rewards import try_reward
-    from gcore_diffusion.sampling import images, kernel_of
+    from gcore_diffusion.sampling.image_sampling import images, kernel_of
+    from gcore_diffusion.sampling.rewards import try_reward
     from gcore_rollout import ImageRequest, ImageSampling, RolloutError
 
     sampling = ImageSampling(
@@ -158,7 +158,7 @@ def _train(
     """Run the controllers' program on its services."""
     from gcore_diffusion.modality import Job
     from gcore_diffusion.recorder import RunRecorder
-    from gcore_runs.run_loop import RunLoop
+    from gcore_runs.loop.run_loop import RunLoop
 
     def recorder(job: Job, writer: "MetricsWriter", spans: "SpanWriter") -> "RunRecorder":
         return RunRecorder(

@@ -7,15 +7,15 @@ from typing import Any
 
 from gcore_controller import ActorRole, Context, Handles, RayBackend, RayTrainerClient, RemoteRecorder
 from gcore_llm.config import TrainConfig
-from gcore_llm.engine_config import EngineConfig
-from gcore_llm.engines import engine_factory
-from gcore_llm.evaluate import Evaluation
-from gcore_llm.micro_batches import sample_flops
+from gcore_llm.learning.micro_batches import sample_flops
+from gcore_llm.learning.trainer_worker import ray_trainer_spec
 from gcore_llm.modality import Job, rlhf_program
-from gcore_llm.rewards import Rewards
 from gcore_llm.roles import Roles, build_environment, build_tokenizer, eos_token_ids
+from gcore_llm.sampling.engines import engine_factory
+from gcore_llm.sampling.evaluate import Evaluation
+from gcore_llm.sampling.rewards import Rewards
 from gcore_llm.services import Inputs
-from gcore_llm.trainer_worker import ray_trainer_spec
+from gcore_llm.settings.engine_config import EngineConfig
 from gcore_runs.on_ray.controller_process import ControllerServices
 from gcore_runs.on_ray.start import EngineFactory, start_ray_backend
 

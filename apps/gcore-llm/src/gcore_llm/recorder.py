@@ -4,12 +4,12 @@ import logging
 from functools import cached_property
 from pathlib import Path
 
-from gcore_llm.evaluate import Evaluation
 from gcore_llm.forecast import Forecast
-from gcore_llm.mismatch import warning
+from gcore_llm.learning.mismatch import warning
 from gcore_llm.modality import Job
+from gcore_llm.sampling.evaluate import Evaluation
 from gcore_placement import PlacementError
-from gcore_runs.recorder import BaseRunRecorder
+from gcore_runs.loop.recorder import BaseRunRecorder
 from gcore_runs.run_folder import write_jsonl
 
 _logger = logging.getLogger(__name__)

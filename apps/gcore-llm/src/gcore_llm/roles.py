@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from gcore_controller import DeviceTimers, TrainerClient
-from gcore_llm.comparison import Comparison
 from gcore_llm.config import TrainConfig
-from gcore_llm.engines import start_policy
+from gcore_llm.sampling.comparison import Comparison
+from gcore_llm.sampling.engines import start_policy
 from gcore_rollout import (
     ChatEncoder,
     Engine,
@@ -25,7 +25,7 @@ from gcore_rollout import (
     load_function,
 )
 from gcore_runs.errors import UserError
-from gcore_runs.instrumented_engine import NO_INSTRUMENTATION, Instrumentation
+from gcore_runs.loop.instrumented_engine import NO_INSTRUMENTATION, Instrumentation
 from gcore_runs.weights_files import check_safetensors
 from gcore_trainer import MicroBatch
 

@@ -15,14 +15,14 @@ from gcore_controller import (
     share_trainer,
 )
 from gcore_llm.config import TrainConfig
-from gcore_llm.evaluate import Evaluation
+from gcore_llm.data.prompts import PromptSets
+from gcore_llm.learning.trainer_worker import start_trainer
 from gcore_llm.modality import Job, rlhf_program
-from gcore_llm.prompts import PromptSets
-from gcore_llm.rewards import Rewards
 from gcore_llm.roles import EnvironmentRole, Roles, SamplingRoles, build_engine
-from gcore_llm.trainer_worker import start_trainer
-from gcore_runs.instrumented_engine import Instrumentation
+from gcore_llm.sampling.evaluate import Evaluation
+from gcore_llm.sampling.rewards import Rewards
 from gcore_runs.logs.writing import logs_of
+from gcore_runs.loop.instrumented_engine import Instrumentation
 from gcore_trainer import MicroBatch
 
 if TYPE_CHECKING:

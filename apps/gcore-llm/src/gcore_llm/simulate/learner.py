@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_controller.trainer_group import deal
-from gcore_llm.micro_batches import sample_flops
+from gcore_llm.learning.micro_batches import sample_flops
+from gcore_llm.learning.trainer_worker import Role
 from gcore_llm.simulate.config import SimulateConfig
 from gcore_llm.simulate.load import LoadMeter
-from gcore_llm.trainer_worker import Role
 from gcore_placement import RunningLedger, TransformerWorkload
 from gcore_placement.simulation.running_ledger import Work
 from gcore_runs.errors import UserError

@@ -17,8 +17,8 @@ from gcore_controller import (
 )
 from gcore_rollout import Engine, EngineHandle, RayEngine, end_engine_actor, start_engine_actor
 from gcore_rollout.errors import EngineDiedError
-from gcore_runs.job import RunJob
 from gcore_runs.logs.writing import logged, logs_of
+from gcore_runs.loop.job import RunJob
 from gcore_runs.on_ray.cluster import connect
 from gcore_runs.on_ray.controller_process import ControllerServices, PlacedConfig, controller_services
 from gcore_runs.on_ray.live_placement import LivePlacement
