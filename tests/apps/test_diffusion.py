@@ -264,15 +264,18 @@ def test_an_interrupt_saves_the_last_step(cli: Cli, own_args: list[str]) -> None
 BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
     "group of one": (lambda _: ["--rollout.n", "1"], "rollout.n is 1: at least 2 is needed"),
     "kernel without noise": (lambda _: ["--rollout.kernel", "ode"], "rollout.kernel is 'ode' and algorithm.name is"),
-    "kernel of another kind": (lambda _: ["--rollout.kernel", "ddim"], "kernel is DDIM: the model is of flow matching"),
+    "kernel of another kind": (lambda _: ["--rollout.kernel", "ddim"], "kernel is DDIM; expected a flow kernel"),
     "noise where none is": (
         lambda _: ["--algorithm.name", "nft"],
         "rollout.kernel is 'flow_sde' and",
     ),
     "window": (lambda _: ["--rollout.window-size", "9"], "rollout.window_size is 9: at most"),
-    "unknown reward": (lambda _: ["--reward.kind", "pretty"], "reward.kind is 'pretty': jpeg_compressibility"),
+    "unknown reward": (lambda _: ["--reward.kind", "pretty"], "reward.kind is 'pretty'; expected jpeg_compressibility"),
     "no such function": (lambda file: ["--reward.kind", f"{file}:blue"], "has no function 'blue'"),
-    "too few scores": (lambda file: ["--reward.kind", f"{file}:few"], "returned 1 scores of 2 images"),
+    "too few scores": (
+        lambda file: ["--reward.kind", f"{file}:few"],
+        "returned 1 scores; expected one for each of 2 images",
+    ),
     "no number": (lambda file: ["--reward.kind", f"{file}:nothing"], "returned nan for an image"),
     "size for a reward": (
         lambda _: ["--reward.held-out", "digit", "--rollout.size", "32", "32"],
