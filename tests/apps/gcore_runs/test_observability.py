@@ -33,10 +33,9 @@ sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
 from fake_engine import FakeEngine  # pyright: ignore[reportMissingImports]
 
 import gcore_runs.logs.merging as merging
-from gcore_controller import Context, DeviceTimers, Span, merge_spans, on_wall_clock, run_inline
+from gcore_controller import Context, DeviceTimers, SharedTrainerClient, Span, merge_spans, on_wall_clock, run_inline
 from gcore_llm.cli import main
 from gcore_llm.engines import start_policy
-from gcore_llm.learner_part import SharedLearner
 from gcore_llm.recipes import own_data
 from gcore_llm.report import write_report
 from gcore_rollout import EngineReplicas, Request, SamplingParams
@@ -250,7 +249,8 @@ class SleepingLearner:
         await self.score(role, micro_batches)
         return {"size": float(len(micro_batches))}
 
-    def export_weights(self) -> Iterator[Any]:
+    def export_weights(self, *, averaged: bool = False) -> Iterator[Any]:
+        del averaged
         time.sleep(0.02)
         return iter(())
 
@@ -261,7 +261,7 @@ async def test_training_ranks_are_busy_in_calls_of_the_learner() -> None:
     policy = Instrumentation(devices=devices).instrument(FakeEngine(), 0)
 
     async def program(ctx: Context[None]) -> None:
-        part = SharedLearner(learner, ctx.group, devices, num_ranks=2)
+        part = SharedTrainerClient(learner, ctx.group, devices, num_ranks=2)
         batches: Any = [f"of {ctx.rank}"]
         assert await part.score("reference", batches) == batches
         assert await part.score_and_route(batches) == batches
