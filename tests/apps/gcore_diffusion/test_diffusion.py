@@ -119,7 +119,7 @@ def test_embedded_run_folder(cli: Cli) -> None:
     cli.ok("sample", run, "red 7", "--n", "3", "--out", "three.png")
     assert (cli.cwd / "three.png").is_file()
     assert cli.ok("report", run).strip().endswith("report.html")
-    assert "gcore_diffusion" in cli.ok("logs", run, "--lines", "50")
+    assert "held-out images" in cli.ok("logs", run, "--lines", "50")
 
 
 ALGORITHMS: dict[str, list[str]] = {

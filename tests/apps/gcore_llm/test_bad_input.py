@@ -45,7 +45,7 @@ def write(cli: Cli, name: str, text: str) -> str:
             ["--trainer.num-processes", "2", "--trainer.parallel.context-parallel-size", "4"],
             "context_parallel_size=4 is 4; expected a divisor of the world of 2 ranks: 4 ranks would fit",
         ),
-        (["--trainer.parallel.tensor-model-parallel-size", "2"], "is 2: the torch backend needs 1"),
+        (["--trainer.parallel.tensor-model-parallel-size", "2"], "is 2; expected 1 for the torch backend"),
         (["--trainer.parallel.ulysses-sequence-parallel-size", "2"], "ulysses_sequence_parallel_size is 2"),
         (["--algorithm.kl-ctrl.kl-coef", "0.1"], "or gae or reinforce_plus_plus"),
         (["--algorithm.lam", "1.5"], "algorithm.lam is 1.5; expected a number in [0, 1]"),
@@ -248,7 +248,7 @@ def test_a_prompt_too_long_for_the_model(cli: Cli, own_args: list[str]) -> None:
     """The tiny model takes 512 tokens."""
     write(cli, "long.jsonl", json.dumps({"prompt": "1" * 510}) + "\n")
     args = [*option_set(own_args, "--data.train-files", "long.jsonl"), "--data.max-prompt-length", "600"]
-    assert "the model takes at most 512" in cli.refused(*args)
+    assert "expected at most 512, which the model takes" in cli.refused(*args)
     # Nothing has been trained yet, so the name is free for other settings.
     assert "all 1 prompts are longer" in cli.refused(*args, "--data.max-prompt-length", "20")
     write(cli, "long.jsonl", json.dumps({"prompt": "1" * 500}) + "\n")
@@ -342,7 +342,7 @@ def test_wrong_arguments_of_sample_and_eval(cli: Cli, own_args: list[str]) -> No
         (["--temperature", "nan"], "temperature is nan; expected a finite number"),
         (["--temperature", "-1"], "temperature is -1.0; expected 0 or more"),
         (["--max-tokens", "-5"], "max_tokens is -5; expected 0 or more"),
-        (["--max-tokens", "5000"], "the model takes at most 512"),
+        (["--max-tokens", "5000"], "expected at most 512, which the model takes"),
         (["--seed", "-1"], "seed is -1; expected 0 or more"),
         (["--top-p", "0.9"], "unknown option --top-p; there is no such setting: responses are sampled from"),
         (["again"], "unexpected argument 'again'; expected gcore-llm sample RUN PROMPT"),
@@ -362,7 +362,7 @@ def test_simulate(cli: Cli) -> None:
     (cli.cwd / "model").mkdir()
     (cli.cwd / "model/config.json").write_text("{")
     for options, expected in (
-        (["--json", "nowhere/x.json"], "json is 'nowhere/x.json': a file in an existing folder is needed"),
+        (["--json", "nowhere/x.json"], "json is 'nowhere/x.json'; expected a file in an existing folder"),
         (["--json", "."], ".: Is a directory"),
         (["--model", "nowhere"], "nowhere"),
         (["--model", "model"], "model"),

@@ -118,11 +118,11 @@ def test_vllm_sees_what_the_trainer_sees(cli: Cli, job: list[str]) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "no mark", "images": ["a.png"]}, "places for 0 images and 1 images"),
-        ({"prompt": "<image><image>", "images": ["a.png"]}, "places for 2 images and 1 images"),
-        ({"prompt": "<image>", "images": None}, "places for 1 images and 0 images"),
+        ({"prompt": "no mark", "images": ["a.png"]}, "a prompt has 1 images; expected 0"),
+        ({"prompt": "<image><image>", "images": ["a.png"]}, "a prompt has 1 images; expected 2"),
+        ({"prompt": "<image>", "images": None}, "a prompt has 0 images; expected 1"),
         ({"prompt": "<image>", "images": ["b.png"]}, "is 'b.png'; expected an existing file"),
-        ({"prompt": "<image>", "images": [3]}, "is 3: a path, or the bytes of an image file"),
+        ({"prompt": "<image>", "images": [3]}, "is 3; expected a path, or the bytes of an image file"),
         ({"prompt": "<image>", "images": ["rows.jsonl"]}, "no image file that Pillow reads"),
     ],
 )
@@ -145,21 +145,24 @@ def test_rows_whose_images_do_not_fit_are_refused(cli: Cli, job: list[str], row:
         ),
         (["--rollout.multi-turn.max-revisions", "1"], "rollout.multi_turn makes several turns"),
         (["--algorithm.adv-estimator", "gae"], "algorithm.adv_estimator is 'gae'"),
-        (["--model", ""], "model is ''"),
     ],
 )
 def test_what_cannot_see_is_refused_before_the_start(cli: Cli, job: list[str], extra: list[str], message: str) -> None:
     error = cli.refused(*job, *extra)
-    assert "data.image_key is 'images'" in error
+    assert "with data.image_key 'images'" in error
     assert message in error
     assert not (cli.cwd / "runs").exists()
+
+
+def test_the_embedded_model_cannot_see(cli: Cli) -> None:
+    assert "model is ''; expected a vision-language model" in cli.refused("train", "--data.image-key", "images")
 
 
 def test_a_model_that_sees_nothing_is_refused(cli: Cli, job: list[str], tiny: Path) -> None:
     (cli.cwd / "a.png").write_bytes(square("red", 28))
     write_rows(cli.cwd / "rows.jsonl", [{"prompt": "<image>", "images": "a.png", "colour": "red"}])
     error = cli.refused(*option_set(option_set(job, "--data.train-files", "rows.jsonl"), "--model", str(tiny)))
-    assert "is no model whose images are understood" in error
+    assert "is 'qwen3'; expected qwen2_vl or qwen2_5_vl for images" in error
 
 
 def test_equal_tokens_behind_other_images_are_computed_twice(model: Path) -> None:

@@ -261,10 +261,13 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
         (["--rollout.num-processes", "-1"], "rollout.num_processes is -1; expected 0 or more"),
         (["--rollout.urls", "http://h:1"], "rollout.engine is 'hf' and rollout.urls is ['http://h:1']"),
         (["--rollout.engine", "vllm_server"], "rollout.engine is 'vllm_server' and rollout.urls is []"),
-        (["--rollout.engine", "vllm_server", "--rollout.urls", "h:1"], "rollout.urls has 'h:1': http://HOST:PORT"),
+        (
+            ["--rollout.engine", "vllm_server", "--rollout.urls", "h:1"],
+            "rollout.urls has 'h:1'; expected http://HOST:PORT",
+        ),
         (
             ["--rollout.engine", "vllm_server", "--rollout.urls", "http://h:1", "http://h:1"],
-            "each server may come once",
+            "expected each server once",
         ),
         (
             ["--rollout.engine", "sglang_server", "--rollout.urls", "http://h:1"],
