@@ -24,7 +24,7 @@ HEAVY = {
         "gcore_llm.services",
         "gcore_llm.training",
         "gcore_rollout.engines.hf.engine",
-        "gcore_runs.run_loop",
+        "gcore_runs.loop.run_loop",
         "gcore_trainer.torch.trainer",
         "torch.utils.tensorboard",
         "transformers.models.qwen3.modeling_qwen3",

@@ -43,7 +43,7 @@ def on_ray(cluster: "Cluster") -> Iterator["Run"]:
     """Run programs on the same controllers, one after another."""
     from runtimes import HANG_S
 
-    from gcore_controller.ray_runtime import RayControllers
+    from gcore_controller.runtimes.ray import RayControllers
 
     del cluster
     started: dict[int, RayControllers] = {}

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError
 from runtimes import AnyProgram, Ctx
 
 from gcore_controller.errors import ClusterError, ControllerDiedError, DeadlineError
-from gcore_controller.ray_runtime import RayControllers, check_token, run_ray
+from gcore_controller.runtimes.ray import RayControllers, check_token, run_ray
 
 NUM_NODES = 2
 
@@ -171,7 +171,7 @@ async def test_a_lost_node_is_named(cluster: Cluster, tmp_path: Path) -> None:
 
 async def test_deadline_when_a_controller_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that blocks its event loop neither keeps a run from ending nor a later one from starting."""
-    monkeypatch.setattr("gcore_controller.ray_runtime.controllers._END_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("gcore_controller.runtimes.ray.controllers._END_TIMEOUT_S", 1.0)
 
     async def program(ctx: Ctx) -> None:
         if ctx.rank:
@@ -290,7 +290,7 @@ async def test_no_room_in_time() -> None:
     holding = asyncio.create_task(run_ray(holder, roles=list[str](), world_size=2, num_cpus=4))
     while ray.available_resources().get("CPU"):
         await asyncio.sleep(0.05)
-    with pytest.raises(ClusterError, match=r"2 controllers, each with \{'CPU': 1.0\}, found no room within 0.5 s"):
+    with pytest.raises(ClusterError, match=r"2 controllers, each with \{'CPU': 1.0\}, found no capacity within 0.5 s"):
         await run_ray(holder, roles=list[str](), world_size=2, start_timeout_s=0.5)
     holding.cancel()
     with pytest.raises(asyncio.CancelledError):

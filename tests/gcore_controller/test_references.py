@@ -17,8 +17,8 @@ from runtimes import AnyProgram, Ctx, Run, inline, over_messages
 
 from gcore_controller import Context, Reference, run_simulated
 from gcore_controller.errors import ReferenceLostError
-from gcore_controller.ray_runtime import RayReference, put, run_ray
 from gcore_controller.references import HeldReference, nbytes_of
+from gcore_controller.runtimes.ray import RayReference, put, run_ray
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning")
 

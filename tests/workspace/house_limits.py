@@ -19,9 +19,7 @@ CYCLES: list[tuple[str, ...]] = [
     ),
     ("gcore_ckpt.ranks.dtensor", "gcore_ckpt.ranks.shards"),
     ("gcore_ckpt.storage.local", "gcore_ckpt.storage.object_store", "gcore_ckpt.storage"),
-    ("gcore_diffusion.judge", "gcore_diffusion.rewards"),
-    ("gcore_diffusion.learner", "gcore_diffusion.roles", "gcore_diffusion.sampling"),
-    ("gcore_runs.recording", "gcore_runs.services"),
+    ("gcore_diffusion.judge", "gcore_diffusion.sampling.rewards"),
 ]
 FULL_FOLDERS: dict[str, int] = {
     "apps/gcore-bench/src/gcore_bench/ckpt": 26,

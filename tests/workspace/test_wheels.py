@@ -25,7 +25,7 @@ NEEDED_TO_IMPORT = {
 """Third-party distributions without which ``import gcore_x`` fails."""
 
 WITHOUT_EXTRA = [
-    ("controller", "ray", "ray", "import gcore_controller.ray_runtime"),
+    ("controller", "ray", "ray", "import gcore_controller.runtimes.ray"),
     ("placement", "cli", "rich", "import gcore_placement.cli.plan_table"),
     ("rollout", "http", "aiohttp", "from gcore_rollout import HTTPReward as use; use('http://localhost')"),
     ("rollout", "math-verify", "math_verify", "from gcore_rollout import MathVerifyReward as use; use()"),

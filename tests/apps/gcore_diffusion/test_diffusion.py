@@ -22,8 +22,8 @@ from gcore_ckpt import Checkpointer
 from gcore_diffusion.cli import parse_train
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.demo.digits import PROMPTS, DigitReward, load
-from gcore_diffusion.grids import grid
 from gcore_diffusion.recipes import RECIPES
+from gcore_diffusion.sampling.grids import grid
 from gcore_runs.run_folder import RunFolder
 from gcore_runs.settings.values import merge, resolve, to_toml
 
@@ -186,7 +186,7 @@ def test_a_cluster_trains_alike_whatever_dies(cli: Cli, own_args: list[str]) -> 
     cli.ok(*args, "--name", "one")
     command = cli.start(*args, "--runtime", "ray", "--controllers", "2", "--trainer.num-processes", "2")
     run = cli.cwd / "runs/default"
-    for number, title in enumerate(("ray::EngineActor", "ray::_Rank", "ray::ControllerActor"), start=1):
+    for number, title in enumerate(("ray::EngineActor", "ray::TrainingRank", "ray::ControllerActor"), start=1):
         while not command.has_ended() and not ((run / "metrics.jsonl").exists() and len(step_rows(run)) >= number):
             time.sleep(0.02)
         os.kill(descendants(command.pid, title)[0], signal.SIGKILL)
@@ -332,7 +332,7 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
             "--reward.kind",
             "jpeg_compressibility",
         ],
-        "algorithm.name is 'reward_gradient': a differentiable one is needed",
+        "algorithm.name is 'reward_gradient'; expected a differentiable function",
     ),
 }
 

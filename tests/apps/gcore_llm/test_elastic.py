@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
+from gcore_controller import Sizes
 from gcore_controller.errors import ClusterError
+from gcore_controller.runtimes.ray.capacity import has_capacity, largest
 from gcore_llm.config import TrainConfig
-from gcore_llm.reward_config import JudgeConfig, RewardModelConfig
-from gcore_llm.rollout_config import RolloutConfig
-from gcore_llm.trainer_config import TrainerConfig
-from gcore_runs.on_ray.room import has_room, largest
+from gcore_llm.settings.reward_config import JudgeConfig, RewardModelConfig
+from gcore_llm.settings.rollout_config import RolloutConfig
+from gcore_llm.settings.trainer_config import TrainerConfig
 from gcore_runs.settings.cluster import RayConfig
-from gcore_runs.sizes import Sizes
 from gcore_trainer import ParallelConfig
 
 # Scores wait while there is a file of this name.
@@ -83,7 +83,7 @@ def test_a_run_grows_and_shrinks_with_its_cluster(cli: Cli, own_args: list[str],
     hold.unlink()
     finished = command.wait()
     assert finished.code == 0, finished
-    assert f"the cluster has room for {half}, of {whole}" in finished.out
+    assert f"the cluster has capacity for {half}, of {whole}" in finished.out
     assert before + 2 < 10
     assert_same_metrics(run, cli.cwd / "runs/undisturbed")
 
@@ -148,7 +148,7 @@ def test_more_nodes_make_no_run_smaller(nodes: list[int], more: int) -> None:
     before, after = size(nodes), size([*nodes, more])
     if before is None:
         return
-    assert has_room([{"CPU": float(count)} for count in nodes], config, before)
+    assert has_capacity([{"CPU": float(count)} for count in nodes], config, before)
     assert after is not None
     assert before.controllers <= before.engines
     assert before.ranks % 2 == 0

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,19 +17,18 @@ from process_tree import descendants, left_after
 from ray.cluster_utils import Cluster
 
 from gcore_ckpt import Checkpointer
+from gcore_controller import Announced, Announcer, RankError, RayTrainerGroup
+from gcore_controller.runtimes.events import Event
 from gcore_llm.config import TrainConfig
-from gcore_llm.on_ray.services import rank_learner
-from gcore_llm.trainer_config import TrainerConfig
-from gcore_runs.errors import RankError
-from gcore_runs.on_ray.reports import Announcements, Report
-from gcore_runs.on_ray.training_ranks import RayLearner
+from gcore_llm.learning.trainer_worker import ray_trainer_spec
+from gcore_llm.settings.trainer_config import TrainerConfig
 
 pytestmark = pytest.mark.slow
 
 NUM_KILLS = int(os.environ.get("GCORE_CHAOS_KILLS", "3"))
 """In the run that is disturbed; more of them make it longer."""
 
-TITLES = {"controller": "ray::ControllerActor", "engine": "ray::EngineActor", "training rank": "ray::_Rank"}
+TITLES = {"controller": "ray::ControllerActor", "engine": "ray::EngineActor", "training rank": "ray::TrainingRank"}
 
 # Every process notes what it scores.
 REWARD = """
@@ -164,19 +162,19 @@ def test_whatever_dies_every_prompt_is_trained_on_once(cli: Cli, own_args: list[
 
 async def test_announcements_of_controllers() -> None:
     """They reach the process of the run without being waited for; if that is gone, they are in the log alone."""
-    sent: list[Report] = []
+    sent: list[Event] = []
 
-    async def report(report: Report) -> None:
-        sent.append(report)
+    async def send(event: Event) -> None:
+        sent.append(event)
         if len(sent) > 1:
             raise ConnectionError("the run has ended")
 
-    announce = Announcements(report)
+    announce = Announcer(send)
     announce("engine 1 is gone")
     announce("engine 2 is gone")
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert sent == [Report("announced", (f"engine {i} is gone",)) for i in (1, 2)]
+    assert sent == [Announced(f"engine {i} is gone") for i in (1, 2)]
 
 
 @pytest.fixture
@@ -196,9 +194,13 @@ def own_cluster() -> Iterator[None]:
 def test_a_rank_that_dies_in_a_save_is_told(tiny: Path, tmp_path: Path) -> None:
     """While the other one, which is asked first, waits for it."""
     config = TrainConfig(device="cpu", threads=2, runtime="ray", trainer=TrainerConfig(num_processes=2))
-    make = partial(rank_learner, tiny, tmp_path / "checkpoints")
-    learner = RayLearner(make, logs=tmp_path / "logs")
-    asyncio.run(learner.start(config))
+    spec = ray_trainer_spec(config, tiny, tmp_path / "checkpoints")
+    learner = RayTrainerGroup()
+
+    def start() -> None:
+        asyncio.run(learner.start(spec, num_cpus=1.0, num_gpus=0.0, timeout_s=600.0))
+
+    start()
     place = learner.ranks.places[1]
     pid = int(place.split()[1])
     os.kill(pid, signal.SIGSTOP)
@@ -209,7 +211,7 @@ def test_a_rank_that_dies_in_a_save_is_told(tiny: Path, tmp_path: Path) -> None:
             learner.save(1, {"step": 1, "controllers": []})
     finally:
         killer.join()
-        asyncio.run(learner.start(config))
+        start()
     learner.save(1, {"step": 1, "controllers": []})
     learner.close()
     assert Checkpointer(tmp_path / "checkpoints").steps() == [1]

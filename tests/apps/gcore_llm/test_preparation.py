@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gcore_controller.inline import run_inline
+from gcore_controller.runtimes.inline import run_inline
 from gcore_llm.config import AlgorithmConfig, KLControlConfig
-from gcore_llm.groups import Group, Response
-from gcore_llm.preparation import kl_controller, prepare
+from gcore_llm.learning.preparation import kl_controller, prepare
+from gcore_llm.sampling.groups import Group, Response
 from gcore_trainer import BatchError, RolloutCorrectionConfig, Sample, advantage_estimators
 
 ESTIMATORS = advantage_estimators()

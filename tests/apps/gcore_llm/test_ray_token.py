@@ -21,7 +21,7 @@ BIN = Path(sys.executable).parent
 PROGRAM = """
 import asyncio, sys
 from gcore_controller.errors import ClusterError
-from gcore_controller.ray_runtime import run_ray
+from gcore_controller.runtimes.ray import run_ray
 
 async def program(ctx):
     return await ctx.group.all_gather(ctx.rank)

@@ -13,8 +13,9 @@ import pytest
 from command_line import Cli
 
 from gcore_controller import Context, run_simulated
-from gcore_llm.learner import Role
-from gcore_llm.micro_batches import workload_of
+from gcore_controller.trainer_group import deal
+from gcore_llm.learning.micro_batches import workload_of
+from gcore_llm.learning.trainer_worker import Role
 from gcore_llm.simulate import run as run_module
 from gcore_llm.simulate.command import parse_simulate
 from gcore_llm.simulate.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig
@@ -28,7 +29,6 @@ from gcore_placement import RunningLedger
 from gcore_placement.simulation.running_ledger import IDLE, WORK
 from gcore_rollout import Completion, Request, RolloutError, SamplingParams
 from gcore_runs.errors import UserError
-from gcore_runs.ranks import deal
 from gcore_trainer import MicroBatch
 
 COLUMNS = (*WORK, *IDLE)

@@ -33,22 +33,21 @@ sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
 from fake_engine import FakeEngine  # pyright: ignore[reportMissingImports]
 
 import gcore_runs.logs.merging as merging
-from gcore_controller import Context, DeviceTimers, Span, merge_spans, on_wall_clock, run_inline
+from gcore_controller import Context, DeviceTimers, SharedTrainerClient, Span, merge_spans, on_wall_clock, run_inline
 from gcore_llm.cli import main
-from gcore_llm.engines import start_policy
-from gcore_llm.learner_part import SharedLearner
 from gcore_llm.recipes import own_data
 from gcore_llm.report import write_report
+from gcore_llm.sampling.engines import start_policy
 from gcore_rollout import EngineReplicas, Request, SamplingParams
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
 from gcore_runs.logs.merging import merged_lines
 from gcore_runs.logs.writing import log_to
+from gcore_runs.loop.instrumented_engine import Instrumentation
 from gcore_runs.metrics.prometheus import PrometheusExporter
 from gcore_runs.metrics.writer import MetricsWriter
 from gcore_runs.run_folder import RunFolder, read_jsonl
 from gcore_runs.spans import SpanWriter, StepSpans
-from gcore_runs.watched import Watched
 
 
 def span(stage: str, start_s: float, end_s: float) -> Span:
@@ -209,9 +208,9 @@ def stages(spans: Sequence[Span]) -> list[str]:
 
 async def test_replicas_are_busy_while_they_have_samples_to_make() -> None:
     devices = DeviceTimers()
-    watched = Watched(devices=devices)
+    instrumentation = Instrumentation(devices=devices)
     inner = [FakeEngine(step_s=0.02) for _ in range(2)]
-    engine = EngineReplicas([watched.timed(each, place) for place, each in enumerate(inner)])
+    engine = EngineReplicas([instrumentation.instrument(each, place) for place, each in enumerate(inner)])
     made = [c async for c in engine.generate([request("long", max_tokens=20), request("short", max_tokens=2)])]
     assert [len(c.token_ids) for c in made] == [2, 20]
     spans = devices.drain()
@@ -250,7 +249,8 @@ class SleepingLearner:
         await self.score(role, micro_batches)
         return {"size": float(len(micro_batches))}
 
-    def export_weights(self) -> Iterator[Any]:
+    def export_weights(self, *, averaged: bool = False) -> Iterator[Any]:
+        assert not averaged
         time.sleep(0.02)
         return iter(())
 
@@ -258,10 +258,10 @@ class SleepingLearner:
 async def test_training_ranks_are_busy_in_calls_of_the_learner() -> None:
     devices = DeviceTimers()
     learner: Any = SleepingLearner()
-    policy = Watched(devices=devices).timed(FakeEngine(), 0)
+    policy = Instrumentation(devices=devices).instrument(FakeEngine(), 0)
 
     async def program(ctx: Context[None]) -> None:
-        part = SharedLearner(learner, ctx.group, devices, num_ranks=2)
+        part: SharedTrainerClient[Any] = SharedTrainerClient(learner, ctx.group, devices, num_ranks=2)
         batches: Any = [f"of {ctx.rank}"]
         assert await part.score("reference", batches) == batches
         assert await part.score_and_route(batches) == batches
@@ -289,7 +289,9 @@ async def test_engine_processes_log_and_are_seen_whichever_has_a_place(tmp_path:
     config = own_data()
     config = replace(config, threads=1, device="cpu", rollout=replace(config.rollout, num_processes=2))
     devices, logs = DeviceTimers(), tmp_path / "logs"
-    engine = await start_policy(config, tiny, eos_token_ids=[1], watched=Watched(devices=devices, logs=logs))
+    engine = await start_policy(
+        config, tiny, eos_token_ids=[1], instrumentation=Instrumentation(devices=devices, logs=logs)
+    )
     try:
         assert len([c async for c in engine.generate([request("r", max_tokens=4, n=8)])]) == 8
         spans = devices.drain()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         TrainerConfig,
     )
     from gcore_diffusion.recipes import embedded, embedded_nft
-    from gcore_diffusion.reward_config import JudgeConfig, RewardConfig
+    from gcore_diffusion.sampling.reward_config import JudgeConfig, RewardConfig
     from gcore_diffusion.training import train
 
 _MODULES = {
@@ -25,7 +25,7 @@ _MODULES = {
         "ActorConfig AlgorithmConfig DataConfig DemoConfig DiffusionConfig RolloutConfig TrainerConfig"
     ),
     "gcore_diffusion.recipes": "embedded embedded_nft",
-    "gcore_diffusion.reward_config": "JudgeConfig RewardConfig",
+    "gcore_diffusion.sampling.reward_config": "JudgeConfig RewardConfig",
     "gcore_diffusion.training": "train",
 }
 """The public names by module, which is imported when one of them is first used."""

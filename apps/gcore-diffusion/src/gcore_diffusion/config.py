@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Self
 
-from gcore_diffusion.reward_config import JudgeConfig, RewardConfig
+from gcore_diffusion.sampling.reward_config import JudgeConfig, RewardConfig
 from gcore_runs.errors import UserError, check_at_least, check_finite, check_fraction
 from gcore_runs.settings.run_config import (
     BaseActorConfig,

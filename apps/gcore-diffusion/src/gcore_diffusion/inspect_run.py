@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from gcore_diffusion.config import DiffusionConfig
-from gcore_diffusion.grids import write_grid
-from gcore_diffusion.sampling import images
+from gcore_diffusion.sampling.grids import write_grid
+from gcore_diffusion.sampling.image_sampling import images
 from gcore_rollout import DiffusersEngine, ImageRequest, ImageSampling
 from gcore_runs.errors import UserError, check_at_least
 from gcore_runs.run_folder import RunFolder

@@ -21,14 +21,14 @@ from gcore_controller import (
     Wave,
 )
 from gcore_diffusion.config import DiffusionConfig
-from gcore_diffusion.evaluate import Evaluation, evaluate
-from gcore_diffusion.groups import Group
-from gcore_diffusion.preparation import prepared, training_sample, updates
-from gcore_diffusion.prompts import Prompt, PromptSets
+from gcore_diffusion.learning.preparation import prepared, training_sample, updates
 from gcore_diffusion.roles import Roles
-from gcore_diffusion.sampling import has_reference_pass, image_sampling, scored
+from gcore_diffusion.sampling.evaluate import Evaluation, evaluate
+from gcore_diffusion.sampling.groups import Group
+from gcore_diffusion.sampling.image_sampling import has_reference_pass, image_sampling, scored
+from gcore_diffusion.sampling.prompts import Prompt, PromptSets
 from gcore_rollout import ImageRequest, ImageSample
-from gcore_runs.services import RunJob
+from gcore_runs.loop.job import RunJob
 from gcore_trainer import DiffusionMicroBatch
 
 
@@ -154,7 +154,7 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
     async def update(self, ctx: Context[Roles], step: int, update: list[DiffusionMicroBatch]) -> dict[str, float]:
         """See `Modality.update`."""
         del step
-        return await ctx.roles.learner.train_step(update)
+        return await ctx.roles.learner.train_step("actor", update)
 
     def update_metrics(self, updates: Sequence[dict[str, float]]) -> dict[str, float]:
         """Return the mean of each metric over the updates that had images."""
@@ -199,5 +199,5 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         inputs, size = [training_sample(sample) for sample in samples], self._config.actor.micro_batch_size
         found: list[NDArray[np.float32]] = []
         for start in range(0, len(inputs), size):
-            found += await ctx.roles.learner.reference_means(inputs[start : start + size])
+            found += await ctx.roles.learner.score_alone("reference", inputs[start : start + size])
         return found

@@ -10,7 +10,7 @@ from gcore_diffusion.config import (
     DiffusionConfig,
     RolloutConfig,
 )
-from gcore_diffusion.reward_config import RewardConfig
+from gcore_diffusion.sampling.reward_config import RewardConfig
 from gcore_trainer import DenoisingPolicyConfig, OptimizerConfig
 
 

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gcore_controller import DeviceTimers
+from gcore_controller import DeviceTimers, TrainerClient
 from gcore_rollout import Engine, ImageRequest, ImageSample
+from gcore_trainer import DiffusionMicroBatch
 
 if TYPE_CHECKING:
-    from gcore_diffusion.learner import LearnerPart
-    from gcore_diffusion.rewards import Rewards
+    from gcore_diffusion.sampling.rewards import Rewards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,6 @@ class SamplingRoles:
 class Roles(SamplingRoles):
     """The roles that a controller holds."""
 
-    learner: "LearnerPart"
+    learner: TrainerClient[DiffusionMicroBatch]
     owns_process: bool = False
     """True if only the controller computes in its process."""

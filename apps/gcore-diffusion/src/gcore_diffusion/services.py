@@ -1,50 +1,41 @@
-"""What runs a job in this process."""
+"""The backend of a run of gcore-diffusion in this process."""
 
 from pathlib import Path
 
-from gcore_controller import Context, Recorder
+from gcore_controller import (
+    InlineBackend,
+    InProcessTrainerGroup,
+    Program,
+    Recorder,
+    share_trainer,
+)
 from gcore_diffusion.config import DiffusionConfig
-from gcore_diffusion.engines import Engines
-from gcore_diffusion.evaluate import Evaluation
-from gcore_diffusion.learner import Learner, SharedLearner
+from gcore_diffusion.learning.trainer_worker import DiffusionTrainerWorker
 from gcore_diffusion.modality import Job, diffusion_program
-from gcore_diffusion.rewards import reward_gradient
 from gcore_diffusion.roles import Roles, SamplingRoles
-from gcore_runs.services import InlineServices
+from gcore_diffusion.sampling.engines import Engines
+from gcore_diffusion.sampling.evaluate import Evaluation
+from gcore_diffusion.sampling.rewards import reward_gradient
 
 
-class LocalServices(InlineServices[DiffusionConfig, SamplingRoles]):
-    """Everything belongs to this process, but for engines that are processes of their own.
+def inline_backend(
+    config: DiffusionConfig, sampler: SamplingRoles, engines: Engines, model: Path, checkpoints: Path
+) -> InlineBackend[Job, DiffusionConfig, SamplingRoles, Evaluation]:
+    """Load the models in training, and return the backend.
 
     Args:
         config: the run's.
-        sampler: what makes and scores images.
-        engines: its, to be closed in the end.
-        model: the pipeline's folder.
-        checkpoints: where checkpoints are.
+        sampler: generates and scores images.
+        engines: those of the sampler, which the backend closes.
+        model: folder of the pipeline.
+        checkpoints: folder of the checkpoints.
     """
+    worker = DiffusionTrainerWorker(config, model, checkpoints, reward=reward_gradient(config))
+    learner = InProcessTrainerGroup(worker, in_thread=True)
 
-    def __init__(
-        self, config: DiffusionConfig, sampler: SamplingRoles, engines: Engines, model: Path, checkpoints: Path
-    ) -> None:
-        super().__init__(config, sampler)
-        self._learner = Learner(config, model, checkpoints, reward=reward_gradient(config))
-        self._engines = engines
+    def program(job: Job, recorder: Recorder[Evaluation]) -> Program[SamplingRoles, None]:
+        return share_trainer(learner, diffusion_program(job, recorder), roles=Roles, num_ranks=1)
 
-    @property
-    def learner(self) -> Learner:
-        """See `Services.learner`."""
-        return self._learner
-
-    async def run(self, job: Job, recorder: Recorder[Evaluation]) -> None:
-        """See `Services.run`."""
-        program = diffusion_program(job, recorder)
-
-        async def controller(ctx: Context[SamplingRoles]) -> None:
-            part = SharedLearner(self._learner, ctx.group, ctx.roles.devices)
-            await program(ctx.with_roles(Roles(**vars(ctx.roles), learner=part)))
-
-        await self.run_program(controller)
-
-    async def _close_engines(self) -> None:
-        await self._engines.close()
+    return InlineBackend(
+        config, roles=sampler, world_size=config.controllers, learner=learner, program=program, close=engines.close
+    )

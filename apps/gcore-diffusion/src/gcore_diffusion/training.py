@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.demo.digits import PROMPTS
 from gcore_diffusion.pipeline_files import check_pipeline
-from gcore_diffusion.prompts import PromptSets, load_prompts
 from gcore_diffusion.report import write_report
+from gcore_diffusion.sampling.prompts import PromptSets, load_prompts
 from gcore_runs.errors import UserError
+from gcore_runs.loop.supervisor import Supervisor
 from gcore_runs.run_folder import Result
 from gcore_runs.settings.values import resolve
-from gcore_runs.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from gcore_diffusion.evaluate import Evaluation
+    from gcore_controller import Backend, TrainerGroup
     from gcore_diffusion.modality import Job
     from gcore_diffusion.recorder import RunRecorder
-    from gcore_diffusion.rewards import Rewards
     from gcore_diffusion.roles import SamplingRoles
+    from gcore_diffusion.sampling.evaluate import Evaluation
+    from gcore_diffusion.sampling.rewards import Rewards
     from gcore_runs.display import Display
     from gcore_runs.metrics.writer import MetricsWriter
-    from gcore_runs.services import SavedLearner, Services
     from gcore_runs.spans import SpanWriter
 
 
@@ -62,8 +62,8 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
 
 def _checked_rewards(config: DiffusionConfig) -> "Rewards | None":
     """Return the rewards; None: they need a judge, which is started with the engines."""
-    from gcore_diffusion.engines import judge_factory
-    from gcore_diffusion.rewards import build_rewards
+    from gcore_diffusion.sampling.engines import judge_factory
+    from gcore_diffusion.sampling.rewards import build_rewards
 
     if config.reward.is_judged:
         judge_factory(config)
@@ -91,42 +91,42 @@ async def _start(
     rewards: "Rewards | None",
     checkpoints: Path,
     display: "Display",
-) -> "Services[Job, DiffusionConfig, Evaluation]":
+) -> "Backend[Job, DiffusionConfig, Evaluation]":
     """Make and score an image in this process, then start the services.
 
     Args:
         rewards: None: they need a judge, which is started here.
     """
     from gcore_controller import DeviceTimers
-    from gcore_diffusion.engines import start_engines
-    from gcore_diffusion.rewards import build_rewards
     from gcore_diffusion.roles import SamplingRoles
-    from gcore_diffusion.services import LocalServices
+    from gcore_diffusion.sampling.engines import start_engines
+    from gcore_diffusion.sampling.rewards import build_rewards
+    from gcore_diffusion.services import inline_backend
     from gcore_runs.logs.writing import logs_of
-    from gcore_runs.watched import Watched
+    from gcore_runs.loop.instrumented_engine import Instrumentation
 
     devices, is_on_ray = DeviceTimers(), config.runtime == "ray"
-    watched = Watched(devices=devices, logs=logs_of(checkpoints), announce=display.say)
-    engines = await start_engines(config, model, watched, is_trial=is_on_ray)
+    instrumentation = Instrumentation(devices=devices, logs=logs_of(checkpoints), announce=display.say)
+    engines = await start_engines(config, model, instrumentation, is_trial=is_on_ray)
     try:
         rewards = rewards or build_rewards(config, judge=engines.judge)
         sampler = SamplingRoles(policy=engines.policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
         if not is_on_ray:
-            return LocalServices(config, sampler, engines, model, checkpoints)
+            return inline_backend(config, sampler, engines, model, checkpoints)
     except BaseException:
         await engines.close()
         raise
     await engines.close()
-    from gcore_diffusion.on_ray.services import start_on_ray
+    from gcore_diffusion.on_ray import start_on_ray
 
     return await start_on_ray(config, model, checkpoints, announce=display.say)
 
 
 async def _try(config: DiffusionConfig, sampler: "SamplingRoles", prompts: PromptSets) -> None:
     """Make an image and score one, so that an error is found before anything is trained."""
-    from gcore_diffusion.rewards import try_reward
-    from gcore_diffusion.sampling import images, kernel_of
+    from gcore_diffusion.sampling.image_sampling import images, kernel_of
+    from gcore_diffusion.sampling.rewards import try_reward
     from gcore_rollout import ImageRequest, ImageSampling, RolloutError
 
     sampling = ImageSampling(
@@ -150,7 +150,7 @@ async def _try(config: DiffusionConfig, sampler: "SamplingRoles", prompts: Promp
 
 
 def _train(
-    services: "Services[Job, DiffusionConfig, Evaluation]",
+    services: "Backend[Job, DiffusionConfig, Evaluation]",
     prompts: PromptSets,
     first_step: int,
     supervisor: Supervisor,
@@ -158,7 +158,7 @@ def _train(
     """Run the controllers' program on its services."""
     from gcore_diffusion.modality import Job
     from gcore_diffusion.recorder import RunRecorder
-    from gcore_runs.run_loop import RunLoop
+    from gcore_runs.loop.run_loop import RunLoop
 
     def recorder(job: Job, writer: "MetricsWriter", spans: "SpanWriter") -> "RunRecorder":
         return RunRecorder(
@@ -176,7 +176,7 @@ def _train(
     RunLoop(supervisor=supervisor, services=services, recorder=recorder).to_the_end(job)
 
 
-def _export(learner: "SavedLearner", model: Path, path: Path) -> None:
+def _export(learner: "TrainerGroup", model: Path, path: Path) -> None:
     """Write the pipeline's folder with the trained denoiser in it."""
     from gcore_trainer import pipeline_component
 

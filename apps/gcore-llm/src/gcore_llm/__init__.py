@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     )
     from gcore_llm.finetune.run import fine_tune
     from gcore_llm.recipes import embedded, own_data
-    from gcore_llm.reward_config import JudgeConfig, RewardCallsConfig, RewardModelConfig
-    from gcore_llm.rollout_config import MultiTurnConfig, RolloutConfig
-    from gcore_llm.trainer_config import TrainerConfig
+    from gcore_llm.settings.reward_config import JudgeConfig, RewardCallsConfig, RewardModelConfig
+    from gcore_llm.settings.rollout_config import MultiTurnConfig, RolloutConfig
+    from gcore_llm.settings.trainer_config import TrainerConfig
     from gcore_llm.training import train
 
 _MODULES = {
@@ -42,9 +42,9 @@ _MODULES = {
     "gcore_llm.finetune.config": "DPORunConfig LengthConfig OptimConfig RewardModelRunConfig RowsConfig SFTRunConfig",
     "gcore_llm.finetune.run": "fine_tune",
     "gcore_llm.recipes": "embedded own_data",
-    "gcore_llm.reward_config": "JudgeConfig RewardCallsConfig RewardModelConfig",
-    "gcore_llm.rollout_config": "MultiTurnConfig RolloutConfig",
-    "gcore_llm.trainer_config": "TrainerConfig",
+    "gcore_llm.settings.reward_config": "JudgeConfig RewardCallsConfig RewardModelConfig",
+    "gcore_llm.settings.rollout_config": "MultiTurnConfig RolloutConfig",
+    "gcore_llm.settings.trainer_config": "TrainerConfig",
     "gcore_llm.training": "train",
 }
 """The public names by module, which is imported when one of them is first used."""

@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
-from gcore_llm.engine_config import EngineConfig
-from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
-from gcore_llm.rollout_config import RolloutConfig
-from gcore_llm.trainer_config import TrainerConfig
+from gcore_llm.settings.engine_config import EngineConfig
+from gcore_llm.settings.reward_config import RewardCallsConfig, RewardModelConfig
+from gcore_llm.settings.rollout_config import RolloutConfig
+from gcore_llm.settings.trainer_config import TrainerConfig
 from gcore_runs.errors import UserError, check_at_least, check_finite, check_fraction
 from gcore_runs.settings.run_config import (
     BaseActorConfig,

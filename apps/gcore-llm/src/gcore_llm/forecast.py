@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.learner import has_critic, has_reference
+from gcore_llm.learning.trainer_worker import has_critic, has_reference
 from gcore_placement import (
     Cluster,
     Correction,

@@ -7,10 +7,10 @@ from typing import Any
 from gcore_ckpt import Checkpointer, load
 from gcore_controller import InlineCollectives, InlineGroup, StageTimer
 from gcore_llm.config import TrainConfig
-from gcore_llm.evaluate import Evaluation, evaluate
-from gcore_llm.prompts import Problem, make_prompts
-from gcore_llm.rewards import Rewards
+from gcore_llm.data.prompts import Problem, make_prompts
 from gcore_llm.roles import SamplingRoles, build_engine, build_environment, build_tokenizer, check_model
+from gcore_llm.sampling.evaluate import Evaluation, evaluate
+from gcore_llm.sampling.rewards import Rewards
 from gcore_llm.training import load_prompts
 from gcore_rollout import Engine, Request, SamplingParams
 from gcore_runs.errors import UserError

@@ -23,19 +23,19 @@ from gcore_controller import (
     Wave,
 )
 from gcore_llm.config import TrainConfig
-from gcore_llm.evaluate import Evaluation, evaluate
-from gcore_llm.generate import Generation
-from gcore_llm.groups import Group, UnfinishedGroup
-from gcore_llm.learner import has_critic, has_reference, needs_old_log_probs
-from gcore_llm.micro_batches import group_costs, sample_flops, split_in_micro_batches
-from gcore_llm.mismatch import choose, mismatch, probe, single_responses
-from gcore_llm.performance import speed
-from gcore_llm.preparation import kl_controller, prepare
-from gcore_llm.prompts import Prompt, PromptSets
+from gcore_llm.data.prompts import Prompt, PromptSets
+from gcore_llm.learning.micro_batches import group_costs, sample_flops, split_in_micro_batches
+from gcore_llm.learning.mismatch import choose, mismatch, probe, single_responses
+from gcore_llm.learning.performance import speed
+from gcore_llm.learning.preparation import kl_controller, prepare
+from gcore_llm.learning.trainer_worker import has_critic, has_reference, needs_old_log_probs
 from gcore_llm.roles import Roles
+from gcore_llm.sampling.evaluate import Evaluation, evaluate
+from gcore_llm.sampling.generate import Generation
+from gcore_llm.sampling.groups import Group, UnfinishedGroup
 from gcore_placement import TransformerWorkload, balance
 from gcore_rollout import EpisodeEnd, SamplingParams, part_means
-from gcore_runs.services import RunJob
+from gcore_runs.loop.job import RunJob
 from gcore_trainer import MicroBatch, Sample
 
 _SampledPart = tuple[NDArray[np.float64], list[Mapping[str, float]], Counter[str]]

@@ -9,8 +9,8 @@ from gcore_llm.config import (
     TrainConfig,
     WarmupConfig,
 )
-from gcore_llm.rollout_config import RolloutConfig
-from gcore_llm.trainer_config import TrainerConfig
+from gcore_llm.settings.rollout_config import RolloutConfig
+from gcore_llm.settings.trainer_config import TrainerConfig
 from gcore_trainer import OptimizerConfig, PolicyLossConfig
 
 

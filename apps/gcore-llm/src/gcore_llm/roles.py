@@ -7,13 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gcore_controller import DeviceTimers
-from gcore_llm.comparison import Comparison
+from gcore_controller import DeviceTimers, TrainerClient
 from gcore_llm.config import TrainConfig
-from gcore_llm.engines import start_policy
-from gcore_llm.learner import Learner, LocalLearner
-from gcore_llm.learner_part import LearnerPart
-from gcore_llm.micro_batches import sample_flops, workload_of
+from gcore_llm.sampling.comparison import Comparison
+from gcore_llm.sampling.engines import start_policy
 from gcore_rollout import (
     ChatEncoder,
     Engine,
@@ -28,8 +25,9 @@ from gcore_rollout import (
     load_function,
 )
 from gcore_runs.errors import UserError
-from gcore_runs.watched import UNWATCHED, Watched
+from gcore_runs.loop.instrumented_engine import NO_INSTRUMENTATION, Instrumentation
 from gcore_runs.weights_files import check_safetensors
+from gcore_trainer import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +68,7 @@ class SamplingRoles:
 class Roles(SamplingRoles):
     """The roles that a controller holds."""
 
-    learner: LearnerPart
+    learner: TrainerClient[MicroBatch]
     owns_process: bool = False
     """Whether only the controller computes in its process."""
 
@@ -131,9 +129,13 @@ def eos_token_ids(tokenizer: Any, model: Path | None) -> list[int]:
     return sorted(i for i in ids if i is not None)
 
 
-async def build_engine(config: TrainConfig, model: Path, tokenizer: Any, *, watched: Watched = UNWATCHED) -> Engine:
+async def build_engine(
+    config: TrainConfig, model: Path, tokenizer: Any, *, instrumentation: Instrumentation = NO_INSTRUMENTATION
+) -> Engine:
     """Start the policy's engine with the weights of a model folder."""
-    return await start_policy(config, model, eos_token_ids=eos_token_ids(tokenizer, model), watched=watched)
+    return await start_policy(
+        config, model, eos_token_ids=eos_token_ids(tokenizer, model), instrumentation=instrumentation
+    )
 
 
 def build_environment(config: TrainConfig, tokenizer: Any, reward: RewardRunner) -> EnvironmentRole | None:
@@ -176,13 +178,3 @@ def _revision(config: TrainConfig, reward: RewardRunner, row: Mapping[str, Any])
     return RevisionEnvironment(
         messages, score, good_enough=multi_turn.good_enough, max_revisions=multi_turn.max_revisions
     )
-
-
-def build_learner(config: TrainConfig, model: Path, checkpoints: Path) -> Learner:
-    """Load the models in training, in this process or on ranks of their own."""
-    if config.trainer.num_processes == 1 and config.trainer.backend == "torch":
-        return LocalLearner(config, model, checkpoints)
-    from gcore_llm.learner_ranks import RankedLearner
-
-    workload = workload_of(model)
-    return RankedLearner(config, model, checkpoints, cost_of=lambda batch: sample_flops(workload, batch))

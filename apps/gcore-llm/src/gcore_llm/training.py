@@ -4,26 +4,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.model_limits import check_lengths
-from gcore_llm.prompts import PromptSets, load_files
+from gcore_llm.data.model_limits import check_lengths
+from gcore_llm.data.prompts import PromptSets, load_files
+from gcore_llm.data.tasks import load_task
+from gcore_llm.demo.tiny_model import tiny_tokenizer
+from gcore_llm.demo.warmup import make_warm_model, require_worked_examples
 from gcore_llm.report import write_report
-from gcore_llm.tasks import load_task
-from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_llm.warmup import make_warm_model, require_worked_examples
 from gcore_runs.errors import UserError
+from gcore_runs.loop.supervisor import Supervisor
 from gcore_runs.run_folder import Result
 from gcore_runs.settings.values import resolve
-from gcore_runs.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from gcore_llm.evaluate import Evaluation
+    from gcore_controller import Backend, TrainerGroup
     from gcore_llm.modality import Job
     from gcore_llm.recorder import RunRecorder
-    from gcore_llm.rewards import Rewards
+    from gcore_llm.sampling.evaluate import Evaluation
+    from gcore_llm.sampling.rewards import Rewards
     from gcore_llm.services import Inputs
     from gcore_runs.display import Display
     from gcore_runs.metrics.writer import MetricsWriter
-    from gcore_runs.services import SavedLearner, Services
     from gcore_runs.spans import SpanWriter
 
 
@@ -42,10 +42,10 @@ def train(config: TrainConfig, display: "Display | None" = None) -> Result:
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
     from gcore_controller import DeviceTimers
-    from gcore_llm.rewards import Rewards
     from gcore_llm.roles import build_environment
+    from gcore_llm.sampling.rewards import Rewards
     from gcore_llm.services import Inputs
-    from gcore_runs.watched import Watched
+    from gcore_runs.loop.instrumented_engine import Instrumentation
 
     config = resolve(config)
     with Supervisor(config, app="gcore-llm", display=display) as supervisor:
@@ -54,7 +54,9 @@ def train(config: TrainConfig, display: "Display | None" = None) -> Result:
         prompts = load_prompts(config, tokenizer)
         check_lengths(config, prompts)
         _check_cluster(config)
-        with supervisor.started(Rewards.start(config, watched=Watched(devices=devices, announce=say))) as rewards:
+        with supervisor.started(
+            Rewards.start(config, instrumentation=Instrumentation(devices=devices, announce=say))
+        ) as rewards:
             say(f"trying the reward on an empty response, for at most {config.reward_calls.timeout_s:g} s")
             supervisor.run_async(_try_rewards(rewards, prompts, supervisor))
             inputs = Inputs(
@@ -88,8 +90,8 @@ def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptSets:
 
 def _checked_tokenizer(config: TrainConfig) -> Any:
     """Check the models and engine that the config names, and return the policy's tokenizer."""
-    from gcore_llm.engines import check_engine
     from gcore_llm.roles import build_tokenizer, check_model
+    from gcore_llm.sampling.engines import check_engine
 
     rollout, model = config.rollout, Path(config.model)
     if not config.model and not config.task.name:
@@ -141,10 +143,10 @@ async def _try_rewards(rewards: "Rewards", prompts: PromptSets, supervisor: Supe
 
 def _train(inputs: "Inputs", model: Path, first_step: int, supervisor: Supervisor) -> None:
     """Run the controllers' program on its services, and export the policy."""
-    from gcore_llm.micro_batches import workload_of
+    from gcore_llm.learning.micro_batches import workload_of
     from gcore_llm.modality import Job
     from gcore_llm.recorder import RunRecorder
-    from gcore_runs.run_loop import RunLoop
+    from gcore_runs.loop.run_loop import RunLoop
 
     run, total = supervisor.run, inputs.config.trainer.total_training_steps
     with supervisor.started(_start(inputs, model, run.checkpoints)) as services:
@@ -164,16 +166,16 @@ def _train(inputs: "Inputs", model: Path, first_step: int, supervisor: Superviso
         supervisor.export(lambda path: _export(services.learner, inputs.tokenizer, path))
 
 
-async def _start(inputs: "Inputs", model: Path, checkpoints: Path) -> "Services[Job, TrainConfig, Evaluation]":
+async def _start(inputs: "Inputs", model: Path, checkpoints: Path) -> "Backend[Job, TrainConfig, Evaluation]":
     if inputs.config.runtime == "ray":
-        from gcore_llm.on_ray.services import start_on_ray
+        from gcore_llm.on_ray import start_on_ray
 
         return await start_on_ray(inputs, model, checkpoints)
-    from gcore_llm.services import LocalServices
+    from gcore_llm.services import start_inline
 
-    return await LocalServices.start(inputs, model, checkpoints)
+    return await start_inline(inputs, model, checkpoints)
 
 
-def _export(learner: "SavedLearner", tokenizer: Any, path: Path) -> None:
+def _export(learner: "TrainerGroup", tokenizer: Any, path: Path) -> None:
     learner.save_pretrained(path)
     tokenizer.save_pretrained(path)

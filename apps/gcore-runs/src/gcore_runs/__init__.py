@@ -4,10 +4,13 @@ import importlib as _importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gcore_controller import RankError
     from gcore_runs.command_line import Command, RunArgs, logs_command, report_command, run_command, run_training
     from gcore_runs.display import Display
-    from gcore_runs.errors import RankError, UserError, check_at_least, check_finite, check_fraction, one_line
+    from gcore_runs.errors import UserError, check_at_least, check_finite, check_fraction, one_line
     from gcore_runs.logs.writing import log_to, logged, logs_of
+    from gcore_runs.loop.run_loop import RunLoop
+    from gcore_runs.loop.supervisor import Supervisor
     from gcore_runs.metrics.writer import MetricsWriter
     from gcore_runs.report import STAGES, Kind, Signal, render_report
     from gcore_runs.run_folder import (
@@ -19,7 +22,6 @@ if TYPE_CHECKING:
         write_atomically,
         write_jsonl,
     )
-    from gcore_runs.run_loop import RunLoop
     from gcore_runs.settings.arguments import as_option, setting_types
     from gcore_runs.settings.cluster import PlacementConfig, RayConfig
     from gcore_runs.settings.options import parse, parse_arguments, parse_over
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
         check_one_source,
     )
     from gcore_runs.settings.values import converted, merge, read_toml, resolve, to_toml, validated
-    from gcore_runs.supervisor import Supervisor
     from gcore_runs.weights_files import check_safetensors
 
 _MODULES = {
@@ -45,7 +46,7 @@ _MODULES = {
     "gcore_runs.metrics.writer": "MetricsWriter",
     "gcore_runs.report": "Kind STAGES Signal render_report",
     "gcore_runs.run_folder": "Result RunFolder append_json open_run read_jsonl write_atomically write_jsonl",
-    "gcore_runs.run_loop": "RunLoop",
+    "gcore_runs.loop.run_loop": "RunLoop",
     "gcore_runs.settings.arguments": "as_option setting_types",
     "gcore_runs.settings.cluster": "PlacementConfig RayConfig",
     "gcore_runs.settings.options": "parse parse_arguments parse_over",
@@ -54,7 +55,7 @@ _MODULES = {
         "ScheduleConfig check_one_source"
     ),
     "gcore_runs.settings.values": "converted merge read_toml resolve to_toml validated",
-    "gcore_runs.supervisor": "Supervisor",
+    "gcore_runs.loop.supervisor": "Supervisor",
     "gcore_runs.weights_files": "check_safetensors",
 }
 """The public names by module, which is imported when one of them is first used."""

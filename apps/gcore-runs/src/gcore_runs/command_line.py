@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import tyro
 
-from gcore_runs.errors import RankError, UserError, check_at_least, one_line, said
+from gcore_controller import RankError
+from gcore_runs.errors import UserError, check_at_least, one_line, said
 from gcore_runs.settings.options import parse_arguments
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def run_command(
 def _expected_errors() -> tuple[type[Exception], ...]:
     """Return the errors that are shown without a traceback, when there is one: their packages take time to import."""
     from gcore_ckpt import CheckpointError
-    from gcore_controller.errors import ControllerError
+    from gcore_controller import ControllerError
     from gcore_rollout import RolloutError
     from gcore_trainer import TrainerError
 

@@ -7,10 +7,6 @@ class UserError(Exception):
     """Wrong input; the message names the field, the value and what would be accepted."""
 
 
-class RankError(Exception):
-    """A training rank failed or died, and with it the training group."""
-
-
 def check_run_name(name: str) -> None:
     """
     Raises:

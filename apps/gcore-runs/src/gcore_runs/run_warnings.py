@@ -1,4 +1,4 @@
-"""What is wrong with a run that continues: one line on the screen, and a list for the report."""
+"""Warnings of a run: one line on the screen, and a list for the report."""
 
 from gcore_rollout import Failure
 from gcore_runs.display import Display

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
-from gcore_controller.collectives import Collectives
+from gcore_controller.collectives.base import Collectives
 from gcore_controller.references import Put, hold
 from gcore_controller.stages import StageTimer
 

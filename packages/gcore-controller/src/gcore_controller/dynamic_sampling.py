@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from gcore_controller.collectives import Collectives
+from gcore_controller.collectives.base import Collectives
 
 
 class Indexed(Protocol):

@@ -44,6 +44,10 @@ class ReferenceLostError(ControllerError):
     """The value of a reference is lost."""
 
 
+class RankError(ControllerError):
+    """A training rank failed or died, and with it the trainer group."""
+
+
 class DeadlineError(ControllerError):
     """A run took longer than its limit."""
 

@@ -7,7 +7,7 @@ the step.
 
 from typing import Generic
 
-from gcore_controller.collectives import Collectives
+from gcore_controller.collectives.base import Collectives
 from gcore_controller.prompts import PromptLoader, RowT, first_index
 
 _COUNTER = "prompts"

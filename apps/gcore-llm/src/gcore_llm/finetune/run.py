@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from gcore_ckpt import Checkpointer
 from gcore_controller import PromptLoader
+from gcore_llm.data.model_limits import longest_sequence
+from gcore_llm.demo.tiny_model import tiny_tokenizer
 from gcore_llm.finetune.config import DPORunConfig, FineTuneConfig
 from gcore_llm.finetune.data import Example, ExampleSets, in_micro_batches, load_examples
 from gcore_llm.finetune.demo import make_model, task_rows
 from gcore_llm.finetune.tokens import Encoder
-from gcore_llm.model_limits import longest_sequence
 from gcore_llm.report import write_report
-from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_runs.errors import UserError
-from gcore_runs.interrupt import Stop
+from gcore_runs.loop.interrupt import Stop
+from gcore_runs.loop.supervisor import Supervisor
 from gcore_runs.metrics.writer import MetricsWriter
 from gcore_runs.run_folder import Result
 from gcore_runs.settings.values import resolve
-from gcore_runs.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from gcore_llm.finetune.trained_model import TrainedModel
@@ -108,7 +108,7 @@ class _Loop:
             KeyboardInterrupt: after a checkpoint of the last finished step.
         """
         from gcore_llm.finetune.trained_model import TrainedModel
-        from gcore_llm.micro_batches import workload_of
+        from gcore_llm.learning.micro_batches import workload_of
 
         run = self._supervisor.run
         with Checkpointer(run.checkpoints, keep=self._config.trainer.max_ckpt_to_keep) as checkpointer:

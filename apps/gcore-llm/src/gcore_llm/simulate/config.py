@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gcore_llm.config import ActorConfig, AlgorithmConfig, DataConfig, TrainConfig
-from gcore_llm.performance import PEAK_FLOPS
-from gcore_llm.rollout_config import RolloutConfig
-from gcore_llm.trainer_config import TrainerConfig
+from gcore_llm.learning.performance import PEAK_FLOPS
+from gcore_llm.settings.rollout_config import RolloutConfig
+from gcore_llm.settings.trainer_config import TrainerConfig
 from gcore_placement import EngineCosts
 from gcore_runs.errors import UserError, check_at_least
 from gcore_trainer import PolicyLossConfig

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_llm.learner import Role
-from gcore_llm.micro_batches import sample_flops
+from gcore_controller.trainer_group import deal
+from gcore_llm.learning.micro_batches import sample_flops
+from gcore_llm.learning.trainer_worker import Role
 from gcore_llm.simulate.config import SimulateConfig
 from gcore_llm.simulate.load import LoadMeter
 from gcore_placement import RunningLedger, TransformerWorkload
 from gcore_placement.simulation.running_ledger import Work
 from gcore_runs.errors import UserError
-from gcore_runs.ranks import deal
 from gcore_trainer import MicroBatch
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ModelledLearner:
-    """Replicas with the interface of `gcore_llm.learner.Learner`; micro-batches are divided as `RankedLearner` does it.
+    """A `gcore_controller.SharedTrainerGroup` of modelled replicas, to which micro-batches are dealt as on real ones.
 
     A micro-batch takes its FLOPs over the FLOPs per second of a replica's devices, and ``micro_batch_s``. There are no
     weights: `export_weights` is empty, and `save` keeps its state in memory.
@@ -77,8 +77,9 @@ class ModelledLearner:
         self._num_updates += 1
         return {}
 
-    def export_weights(self) -> Iterator[tuple[str, "torch.Tensor"]]:
+    def export_weights(self, *, averaged: bool = False) -> Iterator[tuple[str, "torch.Tensor"]]:
         """Return nothing: there are no weights."""
+        del averaged
         return iter(())
 
     def save_pretrained(self, path: Path) -> None:

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from gcore_controller import Context, Span, StageTimer, State, run_simulated
-from gcore_llm.evaluate import Evaluation
 from gcore_llm.modality import Job, rlhf_program
 from gcore_llm.roles import SamplingRoles
+from gcore_llm.sampling.evaluate import Evaluation
 from gcore_llm.services import sharing
 from gcore_llm.simulate.config import SimulateConfig
 from gcore_llm.simulate.engine import ModelledEngine, ModelledWeights

@@ -1,4 +1,1 @@
-"""A run on a Ray cluster: controllers, engines and training ranks are actors, and the bytes go between these."""
-
-# Before Ray itself: it sets what Ray reads on import, and says which extra is missing.
-from gcore_controller import ray_runtime as ray_runtime
+"""The parts of a run on Ray that come from other packages than gcore-controller: engines, placement, and settings."""

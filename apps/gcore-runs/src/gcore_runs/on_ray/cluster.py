@@ -1,4 +1,4 @@
-"""The cluster of a run: the one that its config names, or a new one on this machine."""
+"""The connection of a run to its cluster, with errors that name the setting."""
 
 import logging
 import os
@@ -8,17 +8,16 @@ import socket
 import ray
 from ray._private import worker as ray_worker
 
-from gcore_controller.errors import ClusterError
-from gcore_controller.ray_runtime import check_token
-from gcore_controller.ray_runtime import connect as connect_with_token
+from gcore_controller import ClusterError, SizedConfig, check_token
+from gcore_controller import connect as connect_with_token
 from gcore_runs.errors import UserError
-from gcore_runs.sizes import SizedConfig
 
 _CONNECT_TIMEOUT_S = 10.0
 
 
 def check_cluster(config: SizedConfig) -> None:
-    """
+    """Check the address and the token before anything is started.
+
     Raises:
         UserError: no cluster answers at the address, or it does not accept this process's token.
     """
@@ -29,8 +28,8 @@ def check_cluster(config: SizedConfig) -> None:
         socket.create_connection((found[1], int(found[2])), timeout=_CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise UserError(
-            f"ray.address is {_address(config)!r}: no Ray cluster answers there ({error}); HOST:PORT of its head is "
-            "needed, or none for a new one on this machine"
+            f"ray.address is {_address(config)!r}: no Ray cluster answers there ({error}); expected HOST:PORT of "
+            "its head, or an empty address for a new cluster on this machine"
         ) from error
     _quiet()
     try:
@@ -46,7 +45,7 @@ def _address(config: SizedConfig) -> str:
 
 
 def connect(config: SizedConfig) -> None:
-    """Connect to the cluster of the config or of RAY_ADDRESS, or start one on this machine with room for all."""
+    """Connect to the cluster of the config or of RAY_ADDRESS, or start one on this machine that is large enough."""
     _quiet()
     setattr(ray_worker, "_worker_logs_enabled", False)  # noqa: B010 - private, and Ray has no other way
     if address := _address(config):
@@ -68,5 +67,5 @@ def connect(config: SizedConfig) -> None:
 
 
 def _quiet() -> None:
-    """What dies is reported in a line of our own, in the place of Ray's paragraphs."""
+    """Silence Ray's own messages about processes that die; a run reports each in one line."""
     logging.getLogger("ray").setLevel(logging.ERROR)

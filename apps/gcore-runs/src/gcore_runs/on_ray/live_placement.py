@@ -1,4 +1,4 @@
-"""Which of a run's engines generate and which judge, or whether all do both in turns: decided after every step."""
+"""The decision, after every step, which engines generate and which judge, or whether all do both in turns."""
 
 import time
 from collections import deque
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gcore_controller import Span
+from gcore_controller import Sizes, Span
 from gcore_placement import (
     DynamicPartition,
     DynamicPartitionConfig,
@@ -16,31 +16,26 @@ from gcore_placement import (
     StrategyChoice,
 )
 from gcore_runs.settings.cluster import PlacementConfig
-from gcore_runs.sizes import Sizes
 
 Role = Literal["gen", "reward"]
-"""By its stage."""
+"""A role, named by its stage."""
 
 _NUM_STEPS = 20
-"""In which the fullest engines are looked for."""
+"""Number of steps in which the most loaded engines are looked for."""
 _SLACK = 0.1
-"""A role that waited for less than this share of its time was not held up."""
-
-
-class PlacementMovedError(Exception):
-    """Engines are to change their role, and the run is to go on with that."""
+"""A role that waited for less than this fraction of its time was not held up."""
 
 
 class LivePlacement:
-    """A dynamic partition of engines, which is told what each did and moves them one by one, or more after a jump.
+    """A dynamic partition of engines that observes their work and moves them one by one, or more after a jump.
 
     With ``auto``, it also chooses between that and engines of both roles on every device, in turns. Every controller
     keeps an engine of the policy, and a judge is always there.
 
     Attributes:
         whole: The sizes, with the engines as they are divided at first.
-        swap_s: That it takes to put both roles' engines to sleep and to wake them, as last measured; None: that is
-            still to be measured, for ``auto``.
+        swap_s: Seconds that it takes to put both roles' engines to sleep and to wake them, as last measured; None: to
+            be measured, for ``auto``.
     """
 
     def __init__(self, whole: Sizes, config: PlacementConfig) -> None:
@@ -57,13 +52,13 @@ class LivePlacement:
             self._choice = StrategyChoice(self._space, horizon_steps=config.horizon_steps)
         self.swap_s: float | None = None if self._choice is not None else 0.0
         self._unit_s: dict[Role, deque[float]] = {"gen": deque(maxlen=_NUM_STEPS), "reward": deque(maxlen=_NUM_STEPS)}
-        """Device-seconds that each role took for a token, or an image, in the last steps."""
+        """Device-seconds per token, or image, of each role in the last steps."""
         self._move_s = 0.0
         self._moved_at_s: float | None = None
 
     @property
     def sizes(self) -> Sizes:
-        """With the engines as they are to be divided."""
+        """The sizes, with the engines as they are to be divided."""
         if self._choice is not None and self._choice.strategy == "colocated":
             both = self._space.num_devices
             return replace(self.whole, engines=both, judges=both, in_turns=True)
@@ -71,7 +66,7 @@ class LivePlacement:
         return replace(self.whole, engines=partition.policy_replicas, judges=partition.reward_replicas)
 
     def observe(self, metrics: Mapping[str, float], devices: Mapping[str, Sequence[Span]]) -> None:
-        """Take in a step, and when each device worked in it."""
+        """Observe a step, and when each device worked in it."""
         now_s = time.monotonic()
         if self._moved_at_s is not None:
             # From the decision to the end of the first step after it.
@@ -99,7 +94,7 @@ class LivePlacement:
             self._moved_at_s = now_s
 
     def _work_s(self, role: Role, metrics: Mapping[str, float], devices: Mapping[str, Sequence[Span]]) -> float:
-        """Device-seconds of what a role generated, were its engines as full as they have lately been at best.
+        """Return the device-seconds of a role's work, as if its engines were as full as they recently were at most.
 
         An engine that runs one sample where it could run many is busy, and does little.
         """
@@ -111,7 +106,7 @@ class LivePlacement:
         return generated * min(self._unit_s[role])
 
     def metrics(self) -> dict[str, float]:
-        """Where the engines are, and what changes of that take, as last measured."""
+        """Return the engines of each role, and the measured costs of changes."""
         sizes = self.sizes
         return {
             "placement/engines": float(sizes.engines),
@@ -128,18 +123,18 @@ class LivePlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """What engines did in generation and rewarding."""
+    """The work of the engines in generation and rewarding."""
 
     policy: RoleLoad
     reward: RoleLoad
     stage_s: float
-    """From the first request to the last verdict."""
+    """Seconds from the first request to the last verdict."""
     swap_s: float
-    """Of the device that swapped for longest."""
+    """Seconds of the device that swapped for longest."""
 
     @classmethod
     def of(cls, devices: Mapping[str, Sequence[Span]], work_s: "Mapping[Role, float]") -> "_Step | None":
-        """None: nothing was generated, or nothing judged.
+        """Return the work of a step; None: nothing was generated, or nothing judged.
 
         Args:
             devices: when each worked.
@@ -159,7 +154,7 @@ class _Step:
 
 
 def _intervals(devices: Mapping[str, Sequence[Span]], stage: str) -> list[tuple[float, float]]:
-    """When devices were in a stage."""
+    """Return the intervals in which devices were in a stage."""
     return [(span.start_s, span.end_s) for spans in devices.values() for span in spans if span.stage == stage]
 
 
@@ -169,7 +164,7 @@ def _load(intervals: Iterable[tuple[float, float]], work_s: float, finish_s: flo
 
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Seconds in which at least one of them was under way."""
+    """Return the seconds that at least one interval covers."""
     total_s, end_s = 0.0, float("-inf")
     for start, stop in sorted(intervals):
         total_s += max(0.0, stop - max(start, end_s))

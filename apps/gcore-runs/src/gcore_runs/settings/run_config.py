@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Protocol, Self
 
+from gcore_controller import Sizes
 from gcore_runs.errors import UserError, check_at_least, check_port, check_run_name
 from gcore_runs.settings.cluster import PlacementConfig, RayConfig
-from gcore_runs.sizes import Sizes
 from gcore_trainer import LoRAConfig
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from gcore_controller.collectives import Collectives
+from gcore_controller.collectives.base import Collectives
 from gcore_controller.dynamic_sampling import GroupT
 
 Balance = Callable[[list[float], int], Sequence[Sequence[int]]]

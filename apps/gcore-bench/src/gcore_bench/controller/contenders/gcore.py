@@ -13,7 +13,7 @@ import ray
 from gcore_bench.controller.figures import WARMUP_STEPS, ControlFigures, anonymous_bytes, anonymous_peak
 from gcore_bench.controller.workload import FeatureMaker, Features, Payload, by_index, check_read, checksum
 from gcore_controller import Context, Reference
-from gcore_controller.ray_runtime import put, run_ray
+from gcore_controller.runtimes.ray import put, run_ray
 from gcore_placement import balance
 
 

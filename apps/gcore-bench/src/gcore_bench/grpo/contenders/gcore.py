@@ -10,11 +10,12 @@ from gcore_bench.grpo.measure import StepClock, StepFigures, TimedReward
 from gcore_bench.grpo.settings import load_train_prompts, train_config
 from gcore_bench.grpo.workload import Task
 from gcore_controller import Program, Span, State, run_inline
-from gcore_llm.evaluate import Evaluation
-from gcore_llm.micro_batches import workload_of
+from gcore_llm.learning.micro_batches import workload_of
+from gcore_llm.learning.trainer_worker import start_trainer
 from gcore_llm.modality import Job, rlhf_program
-from gcore_llm.rewards import make_runner, reward_function
-from gcore_llm.roles import SamplingRoles, build_engine, build_learner, build_tokenizer
+from gcore_llm.roles import SamplingRoles, build_engine, build_tokenizer
+from gcore_llm.sampling.evaluate import Evaluation
+from gcore_llm.sampling.rewards import make_runner, reward_function
 from gcore_llm.services import sharing
 from gcore_rollout import Completion, Engine, Failure, Request, WrappedEngine
 from gcore_runs.settings.values import resolve
@@ -31,7 +32,7 @@ def run(task: Task, *, engine: Literal["hf", "vllm"]) -> list[StepFigures]:
     runner = make_runner(reward, config)
     watched = _WatchedEngine(asyncio.run(build_engine(config, model, tokenizer)))
     # No checkpoint is saved in this run.
-    learner = build_learner(config, model, model.parent / "checkpoints")
+    learner = start_trainer(config, model, model.parent / "checkpoints")
     recorder = _Recorder(watched, reward)
     job = Job(
         config=config,

@@ -1,0 +1,1 @@
+"""Preparation and training: micro-batches, and the models of a training rank."""

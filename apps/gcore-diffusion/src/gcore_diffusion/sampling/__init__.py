@@ -1,0 +1,1 @@
+"""Generation and rewarding: engines, groups of images, rewards, evaluation."""

@@ -1,0 +1,170 @@
+"""The rewards that a config names."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.sampling.engines import judge_folder, judge_tokenizer
+from gcore_diffusion.sampling.reward_config import RewardConfig
+from gcore_rollout import (
+    ColourReward,
+    Engine,
+    ImageJudgeReward,
+    ImageRewardKind,
+    ImageRewardSettings,
+    JudgeModel,
+    RewardConfigError,
+    UnsupportedModelError,
+    VisionProcessor,
+    build_image_reward,
+    evaluate_images,
+    load_function,
+    register_image_reward,
+)
+from gcore_runs.errors import UserError
+
+_QUESTION = """How well does the image show this: {prompt}
+
+Think about it briefly, then end with "Score: N", where N is a whole number from 0 to 10.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewards:
+    """Scores images."""
+
+    trained: Callable[..., Any]
+    """The reward that is trained on."""
+    held_out: Callable[..., Any] | None
+    """A reward that is only measured."""
+    is_judged: bool = False
+    """Whether engines of a judge score, which are instrumented themselves."""
+
+
+def build_rewards(config: DiffusionConfig, *, judge: Engine | None) -> Rewards:
+    """Build the rewards of a run.
+
+    Args:
+        config: the run's.
+        judge: the engine of its judge, if it has one.
+
+    Raises:
+        UserError: there is no such reward, or it lacks a setting.
+        RewardError: a file does not import, or local weights are of another model.
+    """
+    settings, gradient = config.reward, reward_gradient(config)
+    build = partial(_build, settings=settings, device=config.device)
+    if gradient is not None:
+        trained = _score_of(gradient)
+    elif settings.is_judged:
+        assert judge is not None
+        trained = _judge_reward(settings, judge)
+    else:
+        trained = build(settings.kind or "digit", setting="reward.kind")
+    return Rewards(
+        trained=trained,
+        held_out=build(settings.held_out, setting="reward.held_out") if settings.held_out else None,
+        is_judged=settings.is_judged,
+    )
+
+
+def reward_gradient(config: DiffusionConfig) -> Callable[..., Any] | None:
+    """Load the differentiable reward, of latents and prompts, if the algorithm needs its gradient.
+
+    Raises:
+        RewardError: a file that does not import.
+    """
+    kind = config.reward.kind
+    if config.algorithm.name != "reward_gradient" or ":" not in kind or kind.startswith(("http://", "https://")):
+        return None
+    return load_function(kind, setting="reward.kind")
+
+
+async def try_reward(reward: Callable[..., Any], prompt: Any, *, height: int, width: int) -> None:
+    """Score two grey images of the run's size, so that a broken reward is found before anything is trained.
+
+    Raises:
+        RewardError: it does not score them.
+    """
+    if check := getattr(reward, "check", None):
+        check(height, width)
+    images = np.full((2, height, width, 3), 128, np.uint8)
+    await evaluate_images(reward, images, [prompt.text] * 2, [prompt.row] * 2)
+
+
+def _build(kind: str, *, settings: RewardConfig, device: str, setting: str) -> Callable[..., Any]:
+    known = ImageRewardSettings(path=settings.path, head=settings.head, jpeg_size=settings.jpeg_size, device=device)
+    try:
+        return build_image_reward(kind, known, setting=setting)
+    except RewardConfigError as error:
+        raise UserError(str(error)) from error
+
+
+def _digit(_: ImageRewardSettings) -> Callable[..., Any]:
+    from gcore_diffusion.demo.digits import DigitReward
+
+    return DigitReward()
+
+
+def _colour(_: ImageRewardSettings) -> Callable[..., Any]:
+    from gcore_diffusion.demo.digits import COLOURS
+
+    return ColourReward(COLOURS)
+
+
+register_image_reward("digit", ImageRewardKind(make=_digit))
+register_image_reward("colour", ImageRewardKind(make=_colour))
+
+
+def _judge_reward(settings: RewardConfig, engine: Engine) -> ImageJudgeReward:
+    """Return the reward that asks an engine of the judge's model.
+
+    Raises:
+        UserError: the folder has no such model.
+        RewardConfigError: the template or the pattern cannot be used.
+    """
+    path, judge = judge_folder(settings.path), settings.judge
+    tokenizer = judge_tokenizer(path)
+    try:
+        vision = VisionProcessor.from_pretrained(path)
+    except UnsupportedModelError as error:
+        raise UserError(f"reward.path is {str(path)!r}: {error}") from None
+
+    def encode(question: str) -> list[int]:
+        parts = [{"type": "image"}, {"type": "text", "text": question}]
+        message = {"role": "user", "content": parts}
+        text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    model = JudgeModel(
+        engine=engine,
+        encode=encode,
+        decode=partial(tokenizer.decode, skip_special_tokens=True),
+        sampling=judge.sampling,
+        n=judge.n,
+        vision=vision,
+    )
+    return ImageJudgeReward(
+        model=model,
+        template=judge.question(_QUESTION, setting="reward.judge.template"),
+        parse=judge.score_pattern,
+        reduce=judge.reduce,
+        unparsable_score=judge.unparsable_score,
+    )
+
+
+def _score_of(gradient: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the differentiable reward to score finished images."""
+    import torch
+
+    def score(pixels: Any, prompts: Any, rows: Any) -> Any:
+        del rows
+        latents = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1
+        with torch.no_grad():
+            return gradient(latents, prompts).double().numpy()
+
+    return score

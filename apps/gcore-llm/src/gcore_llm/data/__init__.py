@@ -1,0 +1,1 @@
+"""Prompts: files, images and reasoning-gym tasks."""

@@ -1,0 +1,1 @@
+"""The embedded model and its warm-up by worked examples."""

@@ -1,0 +1,1 @@
+"""Preparation and training: advantages, micro-batches, and the models of a training rank."""

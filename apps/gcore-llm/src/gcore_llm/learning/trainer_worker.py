@@ -1,0 +1,304 @@
+"""The models in training on one rank: the policy, and the critic and reference where the algorithm has them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from gcore_ckpt import Checkpointer
+from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTrainerGroup, TrainerSpec
+from gcore_llm.config import TrainConfig
+from gcore_llm.learning.micro_batches import sample_flops, workload_of
+from gcore_llm.learning.performance import memory
+from gcore_runs.errors import UserError
+from gcore_runs.training_ranks import rank_spec
+from gcore_trainer import LoRAConfig, MicroBatch, OptimizerConfig
+
+if TYPE_CHECKING:
+    from gcore_rollout import DigestedWeights
+    from gcore_trainer import FrozenModel, Objective, TorchParallel, Trainer
+
+Role = Literal["actor", "critic", "reference"]
+State = dict[str, Any]
+
+
+def has_critic(config: TrainConfig) -> bool:
+    """Whether the algorithm needs one."""
+    return config.algorithm.estimator.needs_critic
+
+
+def has_reference(config: TrainConfig) -> bool:
+    """Whether the algorithm needs the initial policy."""
+    return bool(config.actor.loss.kl_loss_coef or config.algorithm.kl_ctrl.kl_coef)
+
+
+def needs_old_log_probs(config: TrainConfig) -> bool:
+    """Whether the trainer's own log-probs are used beside the ratio: by a correction, or by the KL in the reward."""
+    return config.algorithm.rollout_correction.is_active or bool(config.algorithm.kl_ctrl.kl_coef)
+
+
+class LLMTrainerWorker:
+    """A `gcore_controller.TrainerWorker` of language models: all of them, or this rank's shards of them.
+
+    Args:
+        config: the run's.
+        model: Hugging Face folder to start from.
+        checkpoints: folder of the checkpoints.
+
+    Raises:
+        UserError: the model does not fit the settings.
+    """
+
+    def __init__(self, config: TrainConfig, model: Path, checkpoints: Path) -> None:
+        parallel = _join(config) if config.trainer.num_processes > 1 or config.trainer.backend == "megatron" else None
+        self._trainers: dict[Role, Trainer] = {"actor": _build_actor(config, model, parallel)}
+        if has_critic(config):
+            critic = Path(config.critic.model) if config.critic.model else model
+            self._trainers["critic"] = _build_critic(config, critic, parallel)
+        if config.actor.router_replay != "disabled" and not self._trainers["actor"].num_routers:
+            raise UserError(
+                f"actor.router_replay is {config.actor.router_replay!r}; expected 'disabled', because the model in "
+                f"{model} has no routers"
+            )
+        self._reference = _build_reference(config, model, parallel) if has_reference(config) else None
+        self._device = config.device
+        self._dtype = config.dtype
+        self._checkpointer = Checkpointer(checkpoints, keep=config.trainer.max_ckpt_to_keep)
+
+    @property
+    def num_updates(self) -> int:
+        """See `TrainerWorker.num_updates`."""
+        return sum(trainer.step for trainer in self._trainers.values())
+
+    @property
+    def roles(self) -> list[Role]:
+        """See `TrainerWorker.roles`."""
+        return [*self._trainers, *(["reference"] if self._reference else [])]
+
+    def replica(self, role: str) -> tuple[int, int]:
+        """See `TrainerWorker.replica`."""
+        model = self._reference if role == "reference" else self._trainers[cast("Role", role)]
+        assert model is not None
+        return model.data_parallel_rank, model.data_parallel_size
+
+    def score(self, role: str, micro_batches: Sequence[MicroBatch], *, with_routing: bool) -> list[list[Any]]:
+        """Return log-probabilities under the actor or reference, or the critic's values, [R] of each sample.
+
+        Args:
+            role: the model.
+            micro_batches: those of this replica.
+            with_routing: return pairs with the experts [tokens, layers, k] of the actor's routers, int16.
+        """
+        if role == "reference":
+            assert self._reference is not None
+            return self._reference.scores(micro_batches)
+        if role == "critic":
+            return self._trainers["critic"].values(micro_batches)
+        actor = self._trainers["actor"]
+        return actor.log_probs_and_routing(micro_batches) if with_routing else actor.log_probs(micro_batches)
+
+    def train_step(self, role: str, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """See `TrainerWorker.train_step`."""
+        metrics = self._trainers[cast("Role", role)].train_step(micro_batches)
+        if role == "critic":
+            metrics = {name.replace("actor/", "critic/"): value for name, value in metrics.items()}
+        return metrics | memory(self._device)
+
+    def export_weights(self, *, averaged: bool = False) -> "DigestedWeights":
+        """See `TrainerWorker.export_weights`; there is no average of a language model's weights."""
+        import torch
+
+        from gcore_rollout import DigestedWeights
+
+        assert not averaged
+        # Some parameters stay in float32 in engines of another type.
+        dtypes = [torch.float32, getattr(torch, self._dtype)]
+        return DigestedWeights(self._trainers["actor"].export_weights(), dtypes=dtypes)
+
+    def save_pretrained(self, path: Path) -> None:
+        """See `TrainerWorker.save_pretrained`."""
+        self._trainers["actor"].save_pretrained(path)
+
+    def save(self, step: int, rest: State) -> None:
+        """See `TrainerWorker.save`."""
+        self._checkpointer.save(step, {**rest, **self._states()})
+
+    def load(self) -> State:
+        """See `TrainerWorker.load`."""
+        template = self._states()
+        loaded = self._checkpointer.load({"step": None, "controllers": None, **template})
+        for role, trainer in self._trainers.items():
+            # Tensors were filled where they are.
+            trainer.load_state({**trainer.state(), **_numbers(loaded[_KEYS[role]])})
+        return {name: loaded[name] for name in ("step", "controllers")}
+
+    def close(self) -> None:
+        """See `TrainerWorker.close`."""
+        self._checkpointer.close()
+
+    def _states(self) -> State:
+        return {_KEYS[role]: _for_checkpoint(trainer.state()) for role, trainer in self._trainers.items()}
+
+
+def trainer_spec(config: TrainConfig, model: Path, checkpoints: Path, *, num_threads: int) -> TrainerSpec:
+    """Return how the ranks of a run's models are started.
+
+    Args:
+        config: the run's.
+        model: Hugging Face folder to start from.
+        checkpoints: folder of the checkpoints.
+        num_threads: threads of torch in each rank.
+    """
+    megatron = ["gcore_trainer.megatron.trainer"] if config.trainer.backend == "megatron" else []
+    checkpoints = checkpoints.absolute()
+    return rank_spec(
+        partial(_make_worker, config, model.absolute(), checkpoints),
+        num_ranks=config.trainer.num_processes,
+        device=config.device,
+        num_threads=num_threads,
+        checkpoints=checkpoints,
+        preload=[__name__, *_PRELOADED, *megatron],
+    )
+
+
+def start_trainer(config: TrainConfig, model: Path, checkpoints: Path) -> SharedTrainerGroup[MicroBatch]:
+    """Load the models in training, in this process or on ranks in local processes."""
+    if config.trainer.num_processes == 1 and config.trainer.backend == "torch":
+        return InProcessTrainerGroup(LLMTrainerWorker(config, model, checkpoints))
+    workload = workload_of(model)
+    spec = trainer_spec(config, model, checkpoints, num_threads=config.threads)
+    return LocalTrainerGroup(spec, cost_of=partial(sample_flops, workload))
+
+
+def ray_trainer_spec(config: TrainConfig, model: Path, checkpoints: Path) -> TrainerSpec:
+    """Return how the ranks are started on Ray, where they share the threads."""
+    num_threads = max(1, config.threads // config.sizes.ranks)
+    return trainer_spec(config, model, checkpoints, num_threads=num_threads)
+
+
+_PRELOADED = ["gcore_trainer.torch.trainer", "gcore_trainer.torch.frozen_model", "torch._dynamo"]
+
+
+def _make_worker(config: TrainConfig, model: Path, checkpoints: Path, device: str) -> LLMTrainerWorker:
+    import torch
+
+    torch.manual_seed(config.seed)
+    return LLMTrainerWorker(replace(config, device=device), model, checkpoints)
+
+
+_KEYS: dict[Role, str] = {"actor": "trainer", "critic": "critic"}
+"""The key of each trainer's state in a checkpoint."""
+
+
+def _for_checkpoint(state: State) -> State:
+    """Return a trainer's state with the shards as gcore-ckpt represents them."""
+    from gcore_ckpt import Shard, Shards
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: convert(entry) for name, entry in value.items()}
+        if isinstance(value, list):
+            return Shards([Shard(global_shape=p.global_shape, offset=p.offset, tensor=p.tensor) for p in value])
+        return value
+
+    return convert(state)
+
+
+def _numbers(state: State) -> State:
+    return {name: value for name, value in state.items() if not isinstance(value, dict)}
+
+
+def _join(config: TrainConfig) -> "TorchParallel | None":
+    from gcore_trainer import TorchParallel
+
+    parallel = config.trainer.parallel
+    if config.trainer.backend == "megatron":
+        # The reference does not run on Megatron; it is sharded over all ranks.
+        parallel = type(parallel)()
+    return TorchParallel.join(parallel, device_type=config.device.split(":")[0])
+
+
+def _model_options(config: TrainConfig) -> dict[str, Any]:
+    import torch
+
+    return {
+        "device": config.device,
+        "compute_dtype": getattr(torch, config.dtype),
+        "gradient_checkpointing": config.actor.enable_gradient_checkpointing,
+        "max_length": config.data.max_length,
+    }
+
+
+def _scheduled(optimizer: OptimizerConfig, config: TrainConfig) -> OptimizerConfig:
+    """Return the settings with the number of updates of the whole run, if it is not given."""
+    if optimizer.total_training_steps:
+        return optimizer
+    batch, actor = config.data.train_batch_size, config.actor
+    updates = -(-batch // (actor.ppo_mini_batch_size or batch)) * actor.ppo_epochs
+    return replace(optimizer, total_training_steps=config.trainer.total_training_steps * updates)
+
+
+def _build_actor(config: TrainConfig, model: Path, parallel: "TorchParallel | None") -> "Trainer":
+    from gcore_trainer import PolicyObjective
+
+    longest = config.actor.loss.max_response_length or config.data.max_response_length
+    objective = PolicyObjective(replace(config.actor.loss, max_response_length=longest))
+    if config.trainer.backend == "megatron":
+        optimizer = _scheduled(config.actor.optim, config)
+        return _build_megatron(config, model, optimizer, objective, lora=config.actor.lora)
+    from gcore_trainer import PackedModel, TorchTrainer
+
+    packed = PackedModel.from_pretrained(
+        model, temperature=config.rollout.temperature, lora=config.actor.lora, **_model_options(config)
+    )
+    return TorchTrainer(
+        packed, optimizer=_scheduled(config.actor.optim, config), objective=objective, parallel=parallel
+    )
+
+
+def _build_critic(config: TrainConfig, model: Path, parallel: "TorchParallel | None") -> "Trainer":
+    from gcore_trainer import ValueObjective
+
+    longest = config.critic.loss.max_response_length or config.data.max_response_length
+    objective = ValueObjective(replace(config.critic.loss, max_response_length=longest))
+    if config.trainer.backend == "megatron":
+        return _build_megatron(config, model, _scheduled(config.critic.optim, config), objective)
+    from gcore_trainer import PackedValueModel, TorchTrainer
+
+    packed = PackedValueModel.from_pretrained(model, **_model_options(config))
+    return TorchTrainer(
+        packed, optimizer=_scheduled(config.critic.optim, config), objective=objective, parallel=parallel
+    )
+
+
+def _build_megatron(
+    config: TrainConfig,
+    model: Path,
+    optimizer: OptimizerConfig,
+    objective: "Objective[Any]",
+    *,
+    lora: LoRAConfig | None = None,
+) -> "Trainer":
+    import torch
+
+    from gcore_trainer import MegatronTrainer
+
+    return MegatronTrainer(
+        model,
+        parallel=config.trainer.parallel,
+        optimizer=optimizer,
+        objective=objective,
+        temperature=config.rollout.temperature,
+        dtype=getattr(torch, config.dtype),
+        recompute=config.actor.enable_gradient_checkpointing,
+        lora=lora,
+        device=torch.device(config.device),
+    )
+
+
+def _build_reference(config: TrainConfig, model: Path, parallel: "TorchParallel | None") -> "FrozenModel":
+    from gcore_trainer import FrozenModel, PackedModel
+
+    packed = PackedModel.from_pretrained(model, temperature=config.rollout.temperature, **_model_options(config))
+    return FrozenModel(packed, parallel=parallel)

@@ -1,0 +1,1 @@
+"""Settings of engines, rewards, rollouts and the trainer."""

@@ -1,0 +1,1 @@
+"""Collectives between controllers: the protocol, its checks, and one implementation for each way to exchange values."""

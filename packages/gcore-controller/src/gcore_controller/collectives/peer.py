@@ -1,0 +1,240 @@
+"""Collectives between controllers that share no memory, over messages that they send each other directly."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from gcore_controller.collectives.base import CheckedCollectives
+from gcore_controller.collectives.call_log import CallLog, CollectiveCall, Whereabouts, again, mismatch
+from gcore_controller.errors import ControllerError, UnpicklableValueError
+
+T = TypeVar("T")
+
+TakeTickets = Callable[[int, int, str, int | None], Awaitable[range]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A value that one controller sends to another in one collective."""
+
+    call: CollectiveCall
+    src: int
+    hop: int
+    payload: Any
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A notice that a channel has failed on another controller."""
+
+    channel: str
+    error: ControllerError
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A notice that the program of another controller has returned, after so many calls on each channel."""
+
+    rank: int
+    num_calls: Mapping[str, int]
+
+
+Message = Part | Failed | Returned
+
+
+class _Box:
+    """The parts of one collective by source and hop, arrived or expected."""
+
+    def __init__(self) -> None:
+        self.call: CollectiveCall | None = None
+        """This rank's own, once it has been made."""
+        self._places: dict[tuple[int, int], asyncio.Future[Part]] = {}
+        self._error: ControllerError | None = None
+
+    def place(self, src: int, hop: int) -> "asyncio.Future[Part]":
+        if (src, hop) not in self._places:
+            self._places[src, hop] = asyncio.get_running_loop().create_future()
+            if self._error is not None:
+                self.fail(self._error)
+        return self._places[src, hop]
+
+    def arrived(self) -> list[Part]:
+        return [place.result() for place in self._places.values() if place.done()]
+
+    def fail(self, error: ControllerError) -> None:
+        self._error = error
+        for place in self._places.values():
+            if not place.done():
+                place.set_exception(again(error))
+                # The call that waits here may have been cancelled.
+                place.exception()
+
+
+class PeerCollectives(CheckedCollectives):
+    """One controller's end of `Collectives` over messages.
+
+    Values travel by dissemination (Bruck et al., IEEE TPDS 8(11), 1997) in ceil(log2(N)) hops, those of a broadcast
+    included; the parts of an all-to-all are sent directly. Every collective completes on a rank only after all ranks
+    have called it, so a completed one has been called alike everywhere.
+
+    Args:
+        send: gives a message to the controller of a rank, where the runtime calls `deliver`. It raises
+            `UnpicklableValueError` if the message cannot be sent.
+        take_tickets: has the controller of a rank take so many numbers of a counter, below a limit.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        send: Callable[[int, Message], Awaitable[None]],
+        take_tickets: TakeTickets,
+    ) -> None:
+        self._returned: dict[int, Mapping[str, int]] = {}
+        super().__init__(rank, world_size, CallLog(rank, self._returned))
+        self._transport = send
+        self._tickets_of = take_tickets
+        # All of this is shared by the channels, which are shallow copies.
+        self._boxes: dict[tuple[str, int], _Box] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def deliver(self, message: Message) -> None:
+        """Process a message from another controller, for any channel."""
+        match message:
+            case Part():
+                self._take(message)
+            case Failed():
+                self._fail(message.channel, message.error)
+            case Returned():
+                self._returned[message.rank] = message.num_calls
+                for call in self._log.waiting:
+                    if error := self._log.missing(call):
+                        self._fail(call.channel, error)
+
+    def finish(self) -> None:
+        """Notify the other ranks that the program of this one has returned, so that none waits for it."""
+        num_calls = self._log.num_calls
+        self._log.close()
+        # A notice that another rank sent when it returned usually covers this one already.
+        if not any(
+            all(count <= num_calls.get(channel, 0) for channel, count in known.items())
+            for known in self._returned.values()
+        ):
+            self._notify_all(Returned(self._rank, num_calls))
+
+    def whereabouts(self) -> Whereabouts:
+        return self._log.whereabouts
+
+    async def close(self) -> None:
+        """Cancel the calls in flight, and refuse further ones."""
+        self._log.close()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _take(self, part: Part) -> None:
+        if self._log.has_failed(part.call.channel):
+            return
+        box = self._box(part.call)
+        if box.call is not None and box.call.op != part.call.op:
+            # After programs have diverged, the awaited parts may never come.
+            self._fail_everywhere(part.call.channel, mismatch({self._rank: box.call, part.src: part.call}))
+            return
+        box.place(part.src, part.hop).set_result(part)
+
+    async def _gather(self, call: CollectiveCall, value: Any, combine: Callable[[list[Any]], T]) -> T:
+        self._open(call)
+        return combine(await self._to_the_end(call, self._disseminate(call, value)))
+
+    async def _exchange(self, call: CollectiveCall, parts: Sequence[T]) -> list[T]:
+        self._open(call)
+        return await self._to_the_end(call, self._send_parts(call, parts))
+
+    async def _take_tickets(self, count: int, counter: str, at: int, limit: int | None) -> range:
+        return await self._tickets_of(at, count, counter, limit)
+
+    async def _to_the_end(self, call: CollectiveCall, exchange: Coroutine[Any, Any, T]) -> T:
+        """Complete a collective for the sake of the other ranks even if the caller is cancelled."""
+        task = self._in_background(exchange)
+        task.add_done_callback(lambda _: self._boxes.pop((call.channel, call.sequence), None))
+        return await asyncio.shield(task)
+
+    def _in_background(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        # The caller may have been cancelled, and then does not ask for the error.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task
+
+    async def _disseminate(self, call: CollectiveCall, value: Any) -> list[Any]:
+        size = self._world_size
+        # Of this rank and those after it: twice as many with each hop.
+        known = [value]
+        while (distance := len(known)) < size:
+            count = min(distance, size - distance)
+            _, further = await asyncio.gather(
+                self._send(call, (self._rank - distance) % size, known[:count], hop=distance),
+                self._receive(call, (self._rank + distance) % size, hop=distance),
+            )
+            known += further
+        return [known[(rank - self._rank) % size] for rank in range(size)]
+
+    async def _send_parts(self, call: CollectiveCall, parts: Sequence[Any]) -> list[Any]:
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        sends = [self._send(call, rank, parts[rank]) for rank in others]
+        receives = [self._receive(call, rank) for rank in others]
+        received: list[Any] = (await asyncio.gather(*sends, *receives))[len(others) :]
+        by_rank = dict(zip(others, received, strict=True)) | {self._rank: parts[self._rank]}
+        return [by_rank[rank] for rank in range(self._world_size)]
+
+    async def _send(self, call: CollectiveCall, rank: int, payload: Any, *, hop: int = 0) -> None:
+        try:
+            await self._transport(rank, Part(call, self._rank, hop, payload))
+        except UnpicklableValueError as error:
+            raise UnpicklableValueError(
+                f"rank {self._rank} called {call} with a value that cannot be sent to another process: {error}; "
+                "pass plain data, or a reference made by ctx.put"
+            ) from error
+
+    async def _receive(self, call: CollectiveCall, src: int, *, hop: int = 0) -> Any:
+        return (await self._box(call).place(src, hop)).payload
+
+    def _open(self, call: CollectiveCall) -> None:
+        """Note this rank's own call.
+
+        Raises:
+            CollectiveMismatchError: another rank has called a different operation before.
+        """
+        box = self._box(call)
+        box.call = call
+        for part in box.arrived():
+            if part.call.op != call.op:
+                raise mismatch({self._rank: call, part.src: part.call})
+
+    def _box(self, call: CollectiveCall) -> _Box:
+        return self._boxes.setdefault((call.channel, call.sequence), _Box())
+
+    def _fail(self, channel: str, error: ControllerError) -> None:
+        if self._log.has_failed(channel):
+            return
+        self._log.fail(channel, error)
+        for (name, _), box in self._boxes.items():
+            if name == channel:
+                box.fail(error)
+
+    def _fail_everywhere(self, channel: str, error: ControllerError) -> None:
+        self._fail(channel, error)
+        self._notify_all(Failed(channel, error))
+
+    def _notify_all(self, message: Message) -> None:
+        async def notify(rank: int) -> None:
+            # A rank that cannot be reached has died, which the runtime reports.
+            await asyncio.gather(self._transport(rank, message), return_exceptions=True)
+
+        for rank in range(self._world_size):
+            if rank != self._rank:
+                self._in_background(notify(rank))

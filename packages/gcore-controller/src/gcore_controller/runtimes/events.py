@@ -1,0 +1,131 @@
+"""The events of a run, which controllers report to the process that records them."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from gcore_controller.rlhf.recorder import Recorder
+from gcore_controller.stages import Span
+
+EvaluationT = TypeVar("EvaluationT")
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """See `Recorder.evaluated`."""
+
+    step: int
+    evaluation: Any
+
+
+@dataclass(frozen=True)
+class Updating:
+    """See `Recorder.updating`."""
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """See `Recorder.stepped`."""
+
+    step: int
+    metrics: dict[str, float]
+    spans: list[list[Span]]
+    devices: dict[str, list[Span]]
+
+
+@dataclass(frozen=True)
+class RewardsFailed:
+    """See `Recorder.rewards_failed`."""
+
+    step: int
+    failures: list[Any]
+
+
+@dataclass(frozen=True)
+class Reached:
+    """See `Recorder.reached`."""
+
+    step: int
+    controllers: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Announced:
+    """A line for the screen, such as what an engine died of."""
+
+    line: str
+
+
+Event = Evaluated | Updating | Stepped | RewardsFailed | Reached | Announced
+SendEvent = Callable[[Event], Awaitable[None]]
+
+
+async def record(recorder: Recorder[Any], event: Event) -> None:
+    """Call a recorder with an event; announcements are not recorded."""
+    match event:
+        case Evaluated():
+            await recorder.evaluated(event.step, event.evaluation)
+        case Updating():
+            await recorder.updating()
+        case Stepped():
+            await recorder.stepped(event.step, event.metrics, event.spans, event.devices)
+        case RewardsFailed():
+            await recorder.rewards_failed(event.step, event.failures)
+        case Reached():
+            await recorder.reached(event.step, event.controllers)
+        case Announced():
+            pass
+
+
+class RemoteRecorder(Generic[EvaluationT]):
+    """A `Recorder` that sends events to another process."""
+
+    def __init__(self, send: SendEvent) -> None:
+        self._send = send
+
+    async def evaluated(self, step: int, evaluation: EvaluationT) -> None:
+        """See `Recorder.evaluated`."""
+        await self._send(Evaluated(step, evaluation))
+
+    async def updating(self) -> None:
+        """See `Recorder.updating`."""
+        await self._send(Updating())
+
+    async def stepped(
+        self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
+    ) -> None:
+        """See `Recorder.stepped`."""
+        await self._send(Stepped(step, metrics, spans, devices))
+
+    async def rewards_failed(self, step: int, failures: list[Any]) -> None:
+        """See `Recorder.rewards_failed`."""
+        await self._send(RewardsFailed(step, failures))
+
+    async def reached(self, step: int, controllers: list[dict[str, Any]]) -> None:
+        """See `Recorder.reached`."""
+        await self._send(Reached(step, controllers))
+
+
+class Announcer:
+    """Puts lines on the screen of the run, from the process of a controller; a call does not wait for that."""
+
+    def __init__(self, send: SendEvent) -> None:
+        self._send = send
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __call__(self, line: str) -> None:
+        _logger.warning("%s", line)
+        task = asyncio.create_task(self._announce(line))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _announce(self, line: str) -> None:
+        try:
+            await self._send(Announced(line))
+        except Exception as error:
+            # The run has ended, or is about to; the line is in the log of this process.
+            _logger.warning("not announced: %r", error)

@@ -1,0 +1,1 @@
+"""Training ranks in local processes."""

@@ -1,0 +1,333 @@
+"""A backend whose controllers, engines and training ranks are Ray actors, which are replaced when they die."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import ray
+
+from gcore_controller.context import Context
+from gcore_controller.errors import ControllerDiedError, ControllerError, RankError
+from gcore_controller.rlhf.recorder import Recorder
+from gcore_controller.runtimes.backend import Recovery
+from gcore_controller.runtimes.events import Announced, Event, Reached, Stepped, Updating, record
+from gcore_controller.runtimes.ray.capacity import CapacityChangedError, CapacityWatch
+from gcore_controller.runtimes.ray.controllers import RayControllers
+from gcore_controller.runtimes.ray.role_actors import RoleActors
+from gcore_controller.runtimes.ray.trainer_group import RayTrainerGroup
+from gcore_controller.runtimes.ray.training_rank import RankHandles
+from gcore_controller.runtimes.sizes import SizedConfig, Sizes
+from gcore_controller.stages import Span
+from gcore_controller.trainer_group import TrainerSpec
+
+_OBSERVE_EVERY_S = 1.0
+
+
+class RayJob(Protocol):
+    """A job, as far as the backend reads it."""
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run."""
+        ...
+
+
+JobT = TypeVar("JobT", bound=RayJob)
+ConfigT = TypeVar("ConfigT", bound=SizedConfig)
+EvaluationT = TypeVar("EvaluationT")
+
+
+class Placement(Protocol):
+    """Decides after every step which engines generate and which judge.
+
+    Attributes:
+        swap_s: Seconds that it takes to put engines of both roles to sleep and to wake them; None: to be measured.
+    """
+
+    swap_s: float | None
+
+    @property
+    def whole(self) -> Sizes:
+        """The sizes, with the engines as they are divided at first."""
+        ...
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes, with the engines as they are to be divided now."""
+        ...
+
+    def observe(self, metrics: Mapping[str, float], devices: Mapping[str, Sequence[Span]]) -> None:
+        """Take in a step, and when each device worked in it."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the present division."""
+        ...
+
+
+class PlacementMovedError(ControllerError):
+    """Engines are to change their role, and the run has to continue with that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handles:
+    """Handles of the services, as every controller gets them."""
+
+    engines: Sequence[Any]
+    """Those of the policy; controller r uses every ``world_size``-th from the r-th."""
+    judges: Sequence[Any]
+    """Those of the judge, if the run has one; divided likewise, or shared by several controllers."""
+    ranks: RankHandles
+    folder: Path
+    """The working folder, to which paths of the user are relative."""
+
+
+class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
+    """A `Backend` on a Ray cluster that this process is connected to.
+
+    Args:
+        config: the settings, with the sizes that are asked for.
+        engines: the actors of engines and judges, not yet started.
+        trainer_spec: the training ranks for given settings.
+        program: the program of a job, for every controller.
+        placement: how engines are divided for given sizes; None: as the sizes say.
+        engine_errors: errors of a program that mean that an engine died.
+        announce: prints a line on the screen, such as what an engine died of.
+
+    Attributes:
+        config: The settings, with the sizes that there is capacity for.
+        learner: The models in training.
+    """
+
+    def __init__(
+        self,
+        config: ConfigT,
+        *,
+        engines: RoleActors[ConfigT],
+        trainer_spec: Callable[[ConfigT], TrainerSpec],
+        program: Callable[[JobT], Callable[[Context[Handles]], Awaitable[None]]],
+        placement: Callable[[Sizes], Placement] | None = None,
+        engine_errors: tuple[type[Exception], ...] = (),
+        announce: Callable[[str], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.learner = RayTrainerGroup()
+        self._asked = config
+        self._engines = engines
+        self._trainer_spec = trainer_spec
+        self._program = program
+        self._make_placement = placement
+        self._engine_errors = engine_errors
+        self._announce = announce
+        self._announced: set[str] = set()
+        self._capacity = CapacityWatch(config)
+        self._placement: Placement | None = None
+        self._controllers: RayControllers | None = None
+        self._stages: Sequence[str | None] = []
+        self._is_updating = False
+
+    async def start(self) -> Self:
+        """Start the actors of all roles.
+
+        Raises:
+            ClusterError: the cluster lacks the capacity.
+        """
+        try:
+            await self._settle(keeps_models=False)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    @property
+    def shortfall(self) -> str:
+        """See `Backend.shortfall`."""
+        return self._capacity.shortfall
+
+    async def run(self, job: JobT, recorder: Recorder[EvaluationT]) -> None:
+        """See `Backend.run`."""
+        handles = Handles(
+            engines=self._engines.handles["engine"],
+            judges=self._engines.handles.get("judge", []),
+            ranks=self.learner.ranks,
+            folder=Path.cwd(),
+        )
+
+        async def reported(rank: int, event: Event) -> None:
+            del rank
+            await self._take_in(event, job, recorder)
+
+        assert self._controllers is not None
+        self._is_updating = False
+        observing = asyncio.create_task(self._observe_stages())
+        try:
+            run = self._controllers.run(self._program(job), roles=handles, reported=reported)
+            await self._while_capacity_lasts(run)
+        finally:
+            observing.cancel()
+
+    def stages(self) -> Sequence[str | None]:
+        """See `Backend.stages`."""
+        return self._stages
+
+    async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
+        """See `Backend.recover`."""
+        if isinstance(error, ControllerDiedError):
+            done = "another one takes over its share"
+        elif isinstance(error, self._engine_errors):
+            done = "they were started again"
+        elif isinstance(error, RankError):
+            done = "all training ranks were started again"
+        elif isinstance(error, CapacityChangedError | PlacementMovedError):
+            done = ""
+        else:
+            raise error
+        before = self._capacity.whole
+        keeps_models = await self._settle(keeps_models=keeps_models)
+        if self._capacity.whole != before:
+            done = f"the run has {self._capacity.whole} now, of {self._asked.sizes}"
+        return Recovery(
+            message=f"{error}; {done}" if done else str(error),
+            keeps_models=keeps_models,
+            cause="swap" if isinstance(error, PlacementMovedError) else "failure",
+        )
+
+    async def close(self) -> None:
+        """See `Backend.close`; disconnects from the cluster, and ends it if this process started it."""
+        try:
+            self.learner.close()
+        finally:
+            await self._engines.close()
+            if self._controllers is not None:
+                await self._controllers.close()
+            ray.shutdown()
+
+    async def _take_in(self, event: Event, job: JobT, recorder: Recorder[EvaluationT]) -> None:
+        placement = self._placement
+        if isinstance(event, Announced):
+            self._announce_once(event.line)
+            return
+        if isinstance(event, Stepped) and placement is not None:
+            event.metrics.update(placement.metrics())
+        await record(recorder, event)
+        self._is_updating = isinstance(event, Updating)
+        if isinstance(event, Stepped) and placement is not None:
+            placement.observe(event.metrics, event.devices)
+        if isinstance(event, Reached) and event.step < job.total_steps:
+            self._capacity.check_growth()
+            self._check_placement()
+
+    async def _settle(self, *, keeps_models: bool) -> bool:
+        """Start the processes that there is capacity for, and end those that are too many.
+
+        Returns:
+            whether the models in training are still what they were.
+        """
+        while True:
+            sizes = self._sizes()
+            config = self._asked.with_sizes(sizes)
+            if keeps_models and sizes.ranks != self.config.sizes.ranks:
+                # A checkpoint of theirs may still be in flight.
+                with suppress(RankError):
+                    self.learner.close()
+                keeps_models = False
+            try:
+                await self._while_capacity_lasts(self._resize(config, keeps_models=keeps_models))
+                return keeps_models
+            except CapacityChangedError:
+                keeps_models = False
+
+    def _sizes(self) -> Sizes:
+        """Return the sizes that there is capacity for, with the engines where they are needed."""
+        whole = self._capacity.size()
+        if self._make_placement is None:
+            return whole
+        if self._placement is None or self._placement.whole != whole:
+            self._placement = self._make_placement(whole)
+        return self._placement.sizes
+
+    async def _resize(self, config: ConfigT, *, keeps_models: bool) -> None:
+        if self._controllers is not None and config.sizes.controllers != self.config.sizes.controllers:
+            await self._controllers.close()
+            self._controllers = None
+        self.config = config
+        if self._controllers is None:
+            self._controllers = await RayControllers.start(
+                world_size=config.sizes.controllers,
+                num_cpus=config.ray.cpus_per_process,
+                start_timeout_s=config.ray.timeout_s,
+            )
+        await self._engines.resize(config.sizes, config)
+        if self._placement is not None and self._placement.swap_s is None:
+            self._placement.swap_s = await self._engines.swap_seconds(config)
+        if not keeps_models:
+            await self.learner.start(
+                self._trainer_spec(config),
+                num_cpus=config.ray.cpus_per_process,
+                num_gpus=config.ray.gpus_per_rank if config.device.startswith("cuda") else 0,
+                timeout_s=config.ray.timeout_s,
+            )
+
+    async def _while_capacity_lasts(self, work: Coroutine[Any, Any, list[None] | None]) -> None:
+        """Wait for the end of some work.
+
+        Raises:
+            CapacityChangedError: nodes were lost, so that not all processes fit any more.
+        """
+        working = asyncio.create_task(work)
+        observing = asyncio.create_task(self._capacity_loss())
+        try:
+            await asyncio.wait([working, observing], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise observing.result()
+            await working
+        finally:
+            observing.cancel()
+            working.cancel()
+            await asyncio.wait([working])
+
+    async def _capacity_loss(self) -> CapacityChangedError:
+        """Wait until the present sizes do not fit any more."""
+        while True:
+            loss = await self._capacity.loss(self.config.sizes)
+            # In the middle of an update the ranks find it out; otherwise the step is completed.
+            if not self._is_updating:
+                return loss
+
+    def _check_placement(self) -> None:
+        """Check whether engines are busier in one role than in the other.
+
+        Raises:
+            PlacementMovedError: they are, and have to move.
+        """
+        if self._placement is not None and (sizes := self._placement.sizes) != (now := self.config.sizes):
+            raise PlacementMovedError(_move(now, sizes))
+
+    def _announce_once(self, line: str) -> None:
+        """Print a line, unless another controller with the same engine has reported it already."""
+        if self._announce is not None and line not in self._announced:
+            self._announced.add(line)
+            self._announce(line)
+
+    async def _observe_stages(self) -> None:
+        assert self._controllers is not None
+        while True:
+            await asyncio.sleep(_OBSERVE_EVERY_S)
+            self._stages = await self._controllers.stages()
+
+
+def _move(before: Sizes, after: Sizes) -> str:
+    """Describe what happens to the engines."""
+    if after.in_turns:
+        return f"{after.engines} devices generate and judge in turns now"
+    if before.in_turns:
+        return f"{after.engines} engines generate and {after.judges} judge now, side by side"
+    source, target = ("policy", "judge") if after.engines < before.engines else ("judge", "policy")
+    moved = abs(after.engines - before.engines)
+    return (
+        f"{moved} engine{'s' * (moved > 1)} moved from the {source} to the {target}: {after.engines} generate "
+        f"and {after.judges} judge now"
+    )

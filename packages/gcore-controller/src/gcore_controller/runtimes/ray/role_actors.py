@@ -1,0 +1,191 @@
+"""The actors of a run's engines and judges, which are started, resized and replaced."""
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from gcore_controller.runtimes.sizes import SizedConfig, Sizes
+
+_ANSWER_TIMEOUT_S = 10.0
+
+Role = Literal["engine", "judge"]
+
+Factory = Callable[[], Any]
+"""Builds an engine in a process of its own."""
+
+ConfigT = TypeVar("ConfigT", bound=SizedConfig)
+ConfigT_contra = TypeVar("ConfigT_contra", bound=SizedConfig, contravariant=True)
+
+
+class ActorHandle(Protocol):
+    """A picklable handle of an engine's actor."""
+
+    @property
+    def actor(self) -> Any:
+        """Ray's handle."""
+        ...
+
+    def becoming(self, factory: Factory) -> Self:
+        """Return a handle of the same actor, whose next client replaces its engine with that of a factory."""
+        ...
+
+
+class ActorEngine(Protocol):
+    """A client of an engine's actor."""
+
+    async def abort(self) -> Any: ...
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class EngineActors(Protocol[ConfigT_contra]):
+    """How the actors of engines are made, as the app's engine library does it."""
+
+    def factory(self, role: Role, config: ConfigT_contra, number: int) -> Factory:
+        """Return what builds the engine of a role and number with these settings."""
+        ...
+
+    def start(self, factory: Factory, **options: Any) -> Any:
+        """Start an actor with an engine, and return its `ActorHandle`.
+
+        Args:
+            factory: builds the engine in the actor's process.
+            options: ``num_threads`` of torch, and options of Ray's actors.
+        """
+        ...
+
+    def end(self, handle: Any) -> Awaitable[None]:
+        """End an actor."""
+        ...
+
+    def connect(self, handle: Any, *, timeout_s: float) -> Awaitable[ActorEngine]:
+        """Return a client of an actor, once its engine is ready."""
+        ...
+
+
+class RoleActors(Generic[ConfigT]):
+    """Actors with engines of the policy and, if the run has one, of the judge.
+
+    Args:
+        roles: roles that the run has.
+        engines: how actors are made.
+
+    Attributes:
+        handles: The handles of each role's actors.
+    """
+
+    def __init__(self, roles: Sequence[Role], engines: EngineActors[ConfigT]) -> None:
+        self.handles: dict[Role, list[Any]] = {role: [] for role in roles}
+        self._engines = engines
+        self._num_made = dict.fromkeys(roles, 0)
+        self._is_in_turns = False
+
+    async def resize(self, sizes: Sizes, config: ConfigT) -> None:
+        """Bring the number of each role's actors to the sizes, and replace those that have died.
+
+        Actors that answer stay. Where a role has too many, they get an engine of the other role, in the same process.
+        In turns, judges have actors of their own, each on the device of an engine.
+        """
+        wanted: dict[Role, int] = {"engine": sizes.engines, "judge": sizes.judges}
+        if self._is_in_turns and any(len(handles) != wanted[role] for role, handles in self.handles.items()):
+            await self._end(self.handles["judge"])
+            self.handles["judge"].clear()
+        spare: list[ActorHandle] = []
+        for role, handles in self.handles.items():
+            # Judges that are to share devices with engines give up their own.
+            num_kept = 0 if role == "judge" and sizes.in_turns and not self._is_in_turns else wanted[role]
+            if handles and len(handles) != num_kept:
+                answers = await asyncio.gather(*map(_answers, handles))
+                await self._end([handle for handle, is_there in zip(handles, answers, strict=True) if not is_there])
+                there = [handle for handle, is_there in zip(handles, answers, strict=True) if is_there]
+                handles[:] = there[:num_kept]
+                spare += there[num_kept:]
+        self._is_in_turns = sizes.in_turns
+        for role, handles in self.handles.items():
+            while len(handles) < wanted[role]:
+                factory = self._factory(role, config)
+                if role == "judge" and sizes.in_turns:
+                    handles.append(await self._start_on_device(self.handles["engine"][len(handles)], factory, config))
+                elif spare:
+                    handles.append(spare.pop().becoming(factory))
+                else:
+                    handles.append(self._start(factory, config))
+        await self._end(spare)
+
+    async def swap_seconds(self, config: ConfigT) -> float:
+        """Measure how long it takes to put one engine of each role to sleep and to wake it, while none is in use."""
+        seconds = 0.0
+        for first, *_ in self.handles.values():
+            engine = await self._engines.connect(first, timeout_s=config.ray.timeout_s)
+            try:
+                await engine.abort()
+                start_s = time.monotonic()
+                await engine.sleep()
+                await engine.wake()
+                seconds += time.monotonic() - start_s
+            finally:
+                await engine.close()
+        return seconds
+
+    async def close(self) -> None:
+        """End all actors."""
+        await self._end([handle for handles in self.handles.values() for handle in handles])
+
+    def _factory(self, role: Role, config: ConfigT) -> Factory:
+        number, self._num_made[role] = self._num_made[role], self._num_made[role] + 1
+        return self._engines.factory(role, config, number)
+
+    def _start(self, factory: Factory, config: ConfigT) -> ActorHandle:
+        return self._engines.start(
+            factory,
+            num_cpus=config.ray.cpus_per_process,
+            num_gpus=config.ray.gpus_per_engine if config.device.startswith("cuda") else 0,
+            num_threads=_num_threads(config),
+            scheduling_strategy="SPREAD",
+        )
+
+    async def _start_on_device(self, neighbour: ActorHandle, factory: Factory, config: ConfigT) -> ActorHandle:
+        node, gpus = await neighbour.actor.__ray_call__.remote(_place)
+        return self._engines.start(
+            partial(_on_gpus, gpus, factory),
+            num_cpus=0,
+            num_threads=_num_threads(config),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
+        )
+
+    async def _end(self, handles: Sequence[ActorHandle]) -> None:
+        await asyncio.gather(*map(self._engines.end, handles), return_exceptions=True)
+
+
+def _num_threads(config: SizedConfig) -> int:
+    return max(1, config.threads // config.sizes.num_engine_devices)
+
+
+def _place(actor: Any) -> tuple[str, list[str]]:
+    """Return the node and the GPUs of an actor."""
+    del actor
+    return ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()]
+
+
+def _on_gpus(gpus: Sequence[str], make: Factory) -> Any:
+    """Build an engine where CUDA sees these GPUs; Ray hides those that a process has not reserved."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return make()
+
+
+async def _answers(handle: ActorHandle) -> bool:
+    try:
+        return await asyncio.wait_for(asyncio.ensure_future(handle.actor.__ray_ready__.remote()), _ANSWER_TIMEOUT_S)
+    except (RayError, TimeoutError):
+        return False

@@ -1,0 +1,71 @@
+"""The `sim` runtime: the same program under a virtual clock, which jumps from one timer to the next."""
+
+import asyncio
+import selectors
+
+from gcore_controller.context import Program, ResultT, RolesT
+from gcore_controller.errors import StuckError
+from gcore_controller.runtimes.inline import InlineRun
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time passes only when nothing is left to do, and then at once.
+
+    `asyncio.sleep`, time-outs and the loop's `time` work as usual. A computation takes no time, unless the program
+    sleeps for it. Threads and sockets are not waited for.
+    """
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        super().__init__(_Jump(self))
+
+    def time(self) -> float:
+        """Return the seconds since the loop was created."""
+        return self._now_s
+
+    def jump(self, seconds: float) -> None:
+        """Advance the clock."""
+        self._now_s += seconds
+
+
+class _Jump(selectors.SelectSelector):
+    """A selector that advances the clock instead of waiting."""
+
+    def __init__(self, loop: VirtualTimeLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if ready:
+            return ready
+        if timeout is None:
+            raise StuckError(
+                f"after {self._loop.time():.3f} simulated seconds every controller waits for something that no timer "
+                "will bring: another controller's collective, or a thread or socket, which have no simulated time"
+            )
+        self._loop.jump(timeout)
+        return ready
+
+
+def run_simulated(
+    program: Program[RolesT, ResultT], *, roles: RolesT, world_size: int = 1, timeout_s: float | None = None
+) -> list[ResultT]:
+    """Run ``program`` on ``world_size`` controllers in simulated time; ``roles`` sleep where real ones work.
+
+    Args:
+        timeout_s: simulated seconds; see `run_inline`.
+
+    Returns:
+        each controller's result, by rank. `Context.clock` returns the simulated time.
+
+    Raises:
+        StuckError: the program waits for an event that never comes; the message says where each controller is.
+        Exception: see `run_inline`.
+    """
+    run = InlineRun(program, roles=roles, world_size=world_size)
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        try:
+            return runner.run(run.run(timeout_s))
+        except StuckError as error:
+            raise StuckError(f"{error}: {run.whereabouts()}") from None

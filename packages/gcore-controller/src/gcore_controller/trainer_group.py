@@ -1,0 +1,350 @@
+"""Trainer groups: the models in training, on one rank or on many, as ranks, runs and controllers see them.
+
+The app provides a `TrainerWorker`, the models on one rank. Each runtime provides a `TrainerGroup`, which the process of
+the run holds, and a `TrainerClient` for each controller: `runtimes.inline_trainer` in this process, `runtimes.local` on
+local processes, and `runtimes.ray` on Ray actors. Ranks answer the messages of this module under all of them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+BatchT = TypeVar("BatchT", bound=Sequence[Any])
+"""A micro-batch."""
+BatchT_contra = TypeVar("BatchT_contra", bound=Sequence[Any], contravariant=True)
+
+State = dict[str, Any]
+Weights = Iterable[tuple[str, "torch.Tensor"]]
+"""Names and tensors, which can be iterated over once. Their attribute ``digests``, if any, is filled on the way."""
+
+Replica = tuple[int, int]
+"""The data-parallel replica that a rank belongs to, and the number of replicas."""
+
+
+class TrainerWorker(Protocol[BatchT_contra]):
+    """The models in training on one rank.
+
+    All ranks of a group make the same calls, each with the micro-batches of its data-parallel replica.
+    """
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of all models so far."""
+        ...
+
+    @property
+    def roles(self) -> Sequence[str]:
+        """Names of the models, such as actor, critic and reference."""
+        ...
+
+    def replica(self, role: str) -> Replica:
+        """Return this rank's data-parallel replica of a role, and the number of replicas."""
+        ...
+
+    def score(self, role: str, micro_batches: Sequence[BatchT_contra], *, with_routing: bool) -> list[list[Any]]:
+        """Return the outputs of a model for each sample of each micro-batch.
+
+        Args:
+            role: the model.
+            micro_batches: those of this replica.
+            with_routing: return pairs with the experts that each token was routed to, as well.
+        """
+        ...
+
+    def train_step(self, role: str, micro_batches: Sequence[BatchT_contra]) -> dict[str, float]:
+        """Update a model once, on the micro-batches of all replicas together, and return metrics."""
+        ...
+
+    def export_weights(self, *, averaged: bool) -> Weights:
+        """Yield the whole weights of the policy, or of its moving average, on every rank."""
+        ...
+
+    def save_pretrained(self, path: Path) -> None:
+        """Write the folder of the policy, as its library loads it."""
+        ...
+
+    def save(self, step: int, rest: State) -> None:
+        """Checkpoint all models together with ``rest``; return once they are copied."""
+        ...
+
+    def load(self) -> State:
+        """Load the latest checkpoint, and return the ``rest`` that was saved in it."""
+        ...
+
+    def close(self) -> None:
+        """Wait until checkpoints are written."""
+        ...
+
+
+class TrainerGroup(Protocol):
+    """All ranks of the models in training, as the process of the run sees them between two steps."""
+
+    @property
+    def num_updates(self) -> int:
+        """See `TrainerWorker.num_updates`."""
+        ...
+
+    def save_pretrained(self, path: Path) -> None:
+        """See `TrainerWorker.save_pretrained`."""
+        ...
+
+    def save(self, step: int, rest: State) -> None:
+        """See `TrainerWorker.save`."""
+        ...
+
+    def load(self) -> State:
+        """See `TrainerWorker.load`."""
+        ...
+
+    def close(self) -> None:
+        """Wait until checkpoints are written, and end the processes of the group."""
+        ...
+
+
+class SharedTrainerGroup(TrainerGroup, Protocol[BatchT_contra]):
+    """A trainer group that the controllers of this process share; several calls may be in flight at once."""
+
+    @property
+    def num_replicas(self) -> int:
+        """See `TrainerClient.num_replicas`."""
+        ...
+
+    async def score(self, role: Any, micro_batches: Sequence[BatchT_contra]) -> list[list[Any]]:
+        """See `TrainerClient.score`."""
+        ...
+
+    async def score_and_route(self, micro_batches: Sequence[BatchT_contra]) -> list[list[tuple[Any, Any]]]:
+        """See `TrainerClient.score_and_route`."""
+        ...
+
+    async def train_step(self, role: Any, micro_batches: Sequence[BatchT_contra]) -> dict[str, float]:
+        """See `TrainerWorker.train_step`."""
+        ...
+
+    def export_weights(self, *, averaged: bool = False) -> Weights:
+        """See `TrainerWorker.export_weights`."""
+        ...
+
+
+class TrainerClient(Protocol[BatchT_contra]):
+    """A controller's access to the models in training, wherever their ranks run.
+
+    Every controller makes the same calls in the same order, each with micro-batches of its own, except `score_alone`.
+    """
+
+    @property
+    def num_replicas(self) -> int:
+        """Number whose multiples are the numbers of micro-batches that load the replicas of the policy evenly."""
+        ...
+
+    async def score(self, role: str, micro_batches: Sequence[BatchT_contra]) -> list[list[Any]]:
+        """Return a model's outputs for each sample of this controller's micro-batches."""
+        ...
+
+    async def score_and_route(self, micro_batches: Sequence[BatchT_contra]) -> list[list[tuple[Any, Any]]]:
+        """Return the actor's outputs for each sample, and the experts that its tokens were routed to."""
+        ...
+
+    async def score_alone(self, role: str, micro_batch: BatchT_contra) -> list[Any]:
+        """Return a model's outputs for each sample, asking one rank only; the model must be whole on every rank."""
+        ...
+
+    async def train_step(self, role: str, micro_batches: Sequence[BatchT_contra]) -> dict[str, float]:
+        """Update a model once on the micro-batches of all controllers; return metrics, empty if there are none."""
+        ...
+
+    async def update_policy(self, policy: "PolicyEngine", *, version: int, averaged: bool = False) -> None:
+        """Send the present weights, or their average, to the engine of every controller.
+
+        Args:
+            policy: this controller's engine.
+            version: lowest version that the engines may give to the weights.
+            averaged: send the moving average.
+        """
+        ...
+
+    async def check_policy(self, policy: "PolicyEngine") -> None:
+        """Compare every tensor of every controller's engine with the present weights.
+
+        Raises:
+            Exception: an engine has other weights; the engine's own error.
+        """
+        ...
+
+
+class PolicyEngine(Protocol):
+    """The engine that generates with the policy's weights."""
+
+    @property
+    def weight_version(self) -> int: ...
+
+    async def update_weights(self, weights: Any, *, version: int) -> None:
+        """Take over weights, which are iterated over once."""
+        ...
+
+
+@runtime_checkable
+class _ChecksWeights(Protocol):
+    async def check_weights(self, digests: Any) -> None: ...
+
+
+async def check_weights(policy: PolicyEngine, digests: Mapping[str, Any]) -> None:
+    """Have an engine compare its weights with digests, if it can."""
+    if isinstance(policy, _ChecksWeights):
+        await policy.check_weights(digests)
+
+
+def digests_of(weights: Weights) -> Mapping[str, Any]:
+    """Iterate over all weights, and return the digests that they come with; empty if there are none."""
+    for _ in weights:
+        pass
+    return getattr(weights, "digests", {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """Compute the outputs of a model, see `TrainerWorker.score`."""
+
+    role: str
+    micro_batches: Sequence[Any]
+    with_routing: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainStep:
+    """Update a model, see `TrainerWorker.train_step`."""
+
+    role: str
+    micro_batches: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class CountUpdates:
+    """Return `TrainerWorker.num_updates`."""
+
+
+@dataclass(frozen=True)
+class SavePretrained:
+    """Export the policy, see `TrainerWorker.save_pretrained`."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class Save:
+    """Take a checkpoint, see `TrainerWorker.save`."""
+
+    step: int
+    rest: State
+
+
+@dataclass(frozen=True)
+class Load:
+    """Load the latest checkpoint, see `TrainerWorker.load`."""
+
+
+@dataclass(frozen=True)
+class Close:
+    """Wait until checkpoints are written, see `TrainerWorker.close`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportWeights:
+    """Gather the policy's weights on all ranks; rank 0 sends them, or their digests, in the way of its runtime."""
+
+    averaged: bool
+    digests_only: bool = False
+
+
+Computation = Score | TrainStep
+Message = Computation | CountUpdates | SavePretrained | Save | Load | Close
+
+
+def answer(worker: TrainerWorker[Any], message: Message) -> Any:
+    """Have a worker do what a message asks for, and return the result."""
+    match message:
+        case Score():
+            return worker.score(message.role, message.micro_batches, with_routing=message.with_routing)
+        case TrainStep():
+            return worker.train_step(message.role, message.micro_batches)
+        case CountUpdates():
+            return worker.num_updates
+        case SavePretrained():
+            return worker.save_pretrained(message.path)
+        case Save():
+            return worker.save(message.step, message.rest)
+        case Load():
+            return worker.load()
+        case Close():
+            return worker.close()
+
+
+class MessageTrainerGroup(ABC):
+    """A `TrainerGroup` whose ranks answer messages."""
+
+    @property
+    def num_updates(self) -> int:
+        """See `TrainerGroup.num_updates`."""
+        return self._ask_all(CountUpdates())
+
+    def save_pretrained(self, path: Path) -> None:
+        """See `TrainerGroup.save_pretrained`."""
+        self._ask_all(SavePretrained(path.absolute()))
+
+    def save(self, step: int, rest: State) -> None:
+        """See `TrainerGroup.save`."""
+        self._ask_all(Save(step, rest))
+
+    def load(self) -> State:
+        """See `TrainerGroup.load`."""
+        return self._ask_all(Load())
+
+    @abstractmethod
+    def _ask_all(self, message: Message) -> Any:
+        """Send a message to all ranks, wait for all answers, and return that of rank 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSpec:
+    """The ranks of a trainer group. The callables are pickled and sent to the processes of the ranks."""
+
+    make_worker: Callable[[str], TrainerWorker[Any]]
+    """Build the models of a rank on a device; called in its process, after torch.distributed was initialised."""
+    num_ranks: int
+    device: str
+    """Type of the devices, as torch names it."""
+    num_threads: int
+    """Threads of torch in each rank."""
+    enter_process: Callable[[int], None]
+    """Called with the rank first of all in its process, for instance to redirect its output."""
+    put_weights: Callable[[Weights], Any] | None = None
+    """Copy weights to where engines on other nodes can read them, and return a reference; needed on Ray."""
+    expected_errors: tuple[type[Exception], ...] = ()
+    """Errors that callers get as they were raised; any other becomes a `RankError` with its traceback."""
+    preload: Sequence[str] = ()
+    """Modules that all local processes need; they are imported once."""
+
+
+def deal(costs: Sequence[float], num_replicas: int) -> list[list[int]]:
+    """Assign micro-batches to replicas, so that in its n-th pass each replica has one of about the same cost.
+
+    Args:
+        costs: of the micro-batches, in any unit.
+        num_replicas: number of replicas.
+
+    Returns:
+        the indices of each replica's micro-batches.
+    """
+    order = sorted(range(len(costs)), key=lambda i: -costs[i])
+    # The first replica to have the heavier one in a pass is the last in the next.
+    parts: list[list[int]] = [[] for _ in range(num_replicas)]
+    for n, start in enumerate(range(0, len(order), num_replicas)):
+        replicas = range(num_replicas) if n % 2 == 0 else reversed(range(num_replicas))
+        for replica, i in zip(replicas, order[start : start + num_replicas], strict=False):
+            parts[replica].append(i)
+    return parts
