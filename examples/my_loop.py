@@ -11,6 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from gcore_controller import Context, run_inline
@@ -25,7 +26,7 @@ from gcore_trainer import (
     grpo_advantages,
 )
 
-NUM_STEPS, PROMPTS_PER_CONTROLLER = 20, 4
+NUM_STEPS, PROMPTS_PER_CONTROLLER = 20, 8
 SAMPLING = SamplingParams(max_tokens=8)
 
 
@@ -39,7 +40,7 @@ async def sample(engine: HFEngine, step: int, rank: int) -> tuple[list[Sample], 
     """Return a controller's samples with their advantages, and the score of each: its share of even tokens."""
     prompts = np.random.default_rng([step, rank]).integers(1, 64, (PROMPTS_PER_CONTROLLER, 4))
     requests = [
-        Request(request_id=f"{i}", prompt_token_ids=tuple(prompt.tolist()), sampling=SAMPLING, n=8, seed=step)
+        Request(request_id=f"{i}", prompt_token_ids=tuple(prompt.tolist()), sampling=SAMPLING, n=16, seed=step)
         for i, prompt in enumerate(prompts)
     ]
     groups: defaultdict[int, list[Completion]] = defaultdict(list)
@@ -71,13 +72,14 @@ async def program(ctx: Context[Roles]) -> list[float]:
 
 
 def main() -> list[float]:
+    torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     with tempfile.TemporaryDirectory() as folder:
         Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(folder)
         engine = HFEngine.from_pretrained(folder, eos_token_ids=[1])
         packed = PackedModel.from_pretrained(folder)
     objective = PolicyObjective(PolicyLossConfig())
-    trainer = TorchTrainer(packed, optimizer=OptimizerConfig(lr=3e-3), objective=objective)
+    trainer = TorchTrainer(packed, optimizer=OptimizerConfig(lr=1e-2), objective=objective)
     return asyncio.run(run_inline(program, roles=Roles(engine, trainer), world_size=2))[0]
 
 

@@ -21,12 +21,12 @@ from gcore_placement import (
 
 # The work: 128 prompts a step, 16 responses each. Responses grow to four times their length, and prompts become harder.
 TRACE = TraceRecipe(
-    name="growing",
+    name="crossing",
     num_steps=20,
     train_batch_size=128,
-    response_median=Drift(first=1000, last=4000),
-    judge_median=Drift(first=800, last=800),
-    acceptance=Drift(first=0.8, last=0.4),
+    response_median=Drift(first=6000, last=1000),
+    judge_median=Drift(first=200, last=4000),
+    acceptance=Drift(first=0.5, last=0.5),
 )
 
 # The costs: one replica takes 4 devices, and a decoding step about 11 ms and a little for each sequence and token.
