@@ -146,7 +146,7 @@ def test_a_critic_is_sharded_too(rank_server: RankServer, llama: Path) -> None:
     [
         (
             ParallelConfig(context_parallel_size=4),
-            r"^context_parallel_size=4 is 4: it must divide the world of 2 ranks",
+            r"^context_parallel_size=4 is 4; expected a divisor of the world of 2 ranks",
         ),
         (ParallelConfig(tensor_model_parallel_size=2), r"^tensor_model_parallel_size is 2: the torch backend needs 1"),
     ],

@@ -265,15 +265,18 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
         lambda _: ["--rollout.kernel", "ode"],
         "rollout.kernel is 'ode'; expected a kernel with noise",
     ),
-    "kernel of another kind": (lambda _: ["--rollout.kernel", "ddim"], "kernel is DDIM: the model is of flow matching"),
+    "kernel of another kind": (lambda _: ["--rollout.kernel", "ddim"], "kernel is DDIM; expected a flow kernel"),
     "noise where none is": (
         lambda _: ["--algorithm.name", "nft"],
         "rollout.kernel is 'flow_sde'; expected 'ode' or 'ddim'",
     ),
     "window": (lambda _: ["--rollout.window-size", "9"], "rollout.window_size is 9; expected at most"),
-    "unknown reward": (lambda _: ["--reward.kind", "pretty"], "reward.kind is 'pretty': jpeg_compressibility"),
+    "unknown reward": (lambda _: ["--reward.kind", "pretty"], "reward.kind is 'pretty'; expected jpeg_compressibility"),
     "no such function": (lambda file: ["--reward.kind", f"{file}:blue"], "has no function 'blue'"),
-    "too few scores": (lambda file: ["--reward.kind", f"{file}:few"], "returned 1 scores of 2 images"),
+    "too few scores": (
+        lambda file: ["--reward.kind", f"{file}:few"],
+        "returned 1 scores; expected one for each of 2 images",
+    ),
     "no number": (lambda file: ["--reward.kind", f"{file}:nothing"], "returned nan for an image"),
     "size for a reward": (
         lambda _: ["--reward.held-out", "digit", "--rollout.size", "32", "32"],

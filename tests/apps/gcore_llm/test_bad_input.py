@@ -43,7 +43,7 @@ def write(cli: Cli, name: str, text: str) -> str:
         (["--config", "nowhere.toml"], "config is nowhere.toml: No such file"),
         (
             ["--trainer.num-processes", "2", "--trainer.parallel.context-parallel-size", "4"],
-            "context_parallel_size=4 is 4: it must divide the world of 2 ranks; 4 ranks would fit",
+            "context_parallel_size=4 is 4; expected a divisor of the world of 2 ranks: 4 ranks would fit",
         ),
         (["--trainer.parallel.tensor-model-parallel-size", "2"], "is 2: the torch backend needs 1"),
         (["--trainer.parallel.ulysses-sequence-parallel-size", "2"], "ulysses_sequence_parallel_size is 2"),

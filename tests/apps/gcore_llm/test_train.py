@@ -244,7 +244,7 @@ def test_router_replay(cli: Cli, own_args: list[str], tmp_path: Path) -> None:
 
 def test_router_replay_needs_routers(cli: Cli, own_args: list[str], tiny: Path) -> None:
     options = ["--actor.router-replay", "R2", "--algorithm.old-log-probs", "trainer"]
-    message = f"actor.router_replay is 'R2': the model in {tiny} has no routers, 'disabled' is needed"
+    message = f"actor.router_replay is 'R2'; expected 'disabled', because the model in {tiny} has no routers"
     assert message in " ".join(cli.refused(*own_args, *options).split())
 
 

@@ -106,7 +106,7 @@ class WarmupConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlongConfig:
-    """How responses that reach or come close to data.max-response-length are scored and trained on."""
+    """Scoring and training of responses that reach or come close to data.max-response-length."""
 
     buffer_len: int = 0
     """Number of last tokens over which a response's score falls linearly (DAPO's soft punishment); 0: none."""
@@ -258,7 +258,7 @@ class TrainConfig(BaseRLConfig):
     answer_after: str = ""
     """A task's answer is what follows the last occurrence of this; empty: the whole completion."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the engine's weights and of all activations; the weights in training are float32."""
+    """Data type of the engine's weights and of all activations; the weights in training are float32."""
     task: TaskConfig = field(default_factory=TaskConfig)
     data: DataConfig = field(default_factory=DataConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)

@@ -43,6 +43,6 @@ def _log(logs: Path, rank: int) -> None:
 
 
 def _put_weights(weights: Any) -> Any:
-    from gcore_rollout.weight_sync.weight_references import WeightReferences
+    from gcore_rollout import WeightReferences
 
     return WeightReferences.put(weights)

@@ -31,7 +31,7 @@ class JudgeConfig(JudgeOptions):
 
     @property
     def kind(self) -> EngineKind:
-        """What the engine needs."""
+        """The needs of the engine."""
         return engine_kind(self.engine)
 
     def __post_init__(self) -> None:
@@ -74,12 +74,12 @@ class RewardConfig:
 
     @property
     def is_judged(self) -> bool:
-        """Whether a judge scores the images."""
+        """True if a judge scores the images."""
         return self.kind == "judge"
 
     @property
     def needs_embedded_model(self) -> bool:
-        """Whether the reward knows the images of the embedded model alone."""
+        """True if the reward knows only the images of the embedded model."""
         return self.kind in ("", "digit", "colour")
 
     def __post_init__(self) -> None:

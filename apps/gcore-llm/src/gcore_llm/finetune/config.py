@@ -106,7 +106,7 @@ class FineTuneConfig(BaseRunConfig):
     seed: int = 0
     """Seed of the embedded model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of activations; the weights are float32."""
+    """Data type of activations; the weights are float32."""
     enable_gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work."""
     max_token_len: int = 16_384

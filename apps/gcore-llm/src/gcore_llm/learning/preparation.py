@@ -31,7 +31,7 @@ _READ = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values")
 
 
 def kl_controller(config: KLControlConfig) -> KLController:
-    """What sets the weight of the KL penalty in the reward."""
+    """Return the controller of the weight of the KL penalty in the reward."""
     if config.type == "fixed":
         return FixedKLController(kl_coef=config.kl_coef)
     return AdaptiveKLController(kl_coef=config.kl_coef, target_kl=config.target_kl, horizon=config.horizon)
@@ -87,7 +87,7 @@ async def prepare(
 def _rewards(
     group: Group, index: int, sample: Sample, algorithm: AlgorithmConfig, kl_coef: float, max_response_length: int
 ) -> NDArray[np.float64]:
-    """Of every token of a response, [R]: its score on the last one that counts, and the KL penalty on all."""
+    """Rewards of a response's tokens, [R]: its score on the last one that counts, and the KL penalty on all."""
     response = group.responses[index]
     score = response.score
     if algorithm.overlong.buffer_len:

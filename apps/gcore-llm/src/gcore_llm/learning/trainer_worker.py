@@ -24,17 +24,17 @@ State = dict[str, Any]
 
 
 def has_critic(config: TrainConfig) -> bool:
-    """Whether the algorithm needs one."""
+    """Return whether the algorithm needs a critic."""
     return config.algorithm.estimator.needs_critic
 
 
 def has_reference(config: TrainConfig) -> bool:
-    """Whether the algorithm needs the initial policy."""
+    """Return whether the algorithm needs the initial policy."""
     return bool(config.actor.loss.kl_loss_coef or config.algorithm.kl_ctrl.kl_coef)
 
 
 def needs_old_log_probs(config: TrainConfig) -> bool:
-    """Whether the trainer's own log-probs are used beside the ratio: by a correction, or by the KL in the reward."""
+    """Return whether a correction or the KL in the reward needs the trainer's own log-probs."""
     return config.algorithm.rollout_correction.is_active or bool(config.algorithm.kl_ctrl.kl_coef)
 
 

@@ -23,7 +23,7 @@ class EngineConfig:
 
     @property
     def kind(self) -> EngineKind:
-        """What the engine needs."""
+        """The needs of the engine."""
         return engine_kind(self.engine)
 
     @property

@@ -10,7 +10,7 @@ from gcore_trainer import ConfigError, ParallelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig(BaseTrainerConfig):
-    """How training runs, the run's length and what it leaves behind."""
+    """Settings of training, of the run's length and of its output."""
 
     backend: Literal["torch", "megatron"] = "torch"
     """torch: a transformers model, sharded by FSDP2 over several processes; megatron: Megatron-Core."""

@@ -39,7 +39,7 @@ class _Sample:
     call: Call
     request: Request
     index: int
-    begun: Completion | None
+    prefix: Completion | None
     length: float
     num_begun: float
     replica: int
@@ -230,16 +230,16 @@ class ModelledEngine:
     ) -> Iterator[ReplicaRequest[_Sample]]:
         """Yield the samples of a request that one replica generates; their prompt is computed once."""
         unit = self._config.token_unit
-        begun = {completion.index: completion for completion in request.prefixes}
+        prefixes = {completion.index: completion for completion in request.prefixes}
         num_prompt = len(request.prompt_token_ids) * unit
         for index in indices:
-            before = begun.get(index)
+            before = prefixes.get(index)
             num_begun = 0 if before is None else before.token_ids.size * unit
             sample = _Sample(
                 call=call,
                 request=request,
                 index=index,
-                begun=before,
+                prefix=before,
                 length=min(self._length(request, index), request.sampling.max_tokens) * unit,
                 num_begun=num_begun,
                 replica=replica,
@@ -276,7 +276,7 @@ class ModelledEngine:
 
     def _hand_over(self, sample: _Sample, size: int, *, is_aborted: bool = False) -> None:
         """Deliver the completion, with ``size`` entries made here."""
-        request, begun = sample.request, sample.begun
+        request, prefix = sample.request, sample.prefix
         drawn_at = request.sampling.max_tokens * self._config.token_unit
         reason = "abort" if is_aborted else "length" if sample.length >= drawn_at else "stop"
         self._num_completion_tokens += size * self._config.token_unit
@@ -285,9 +285,9 @@ class ModelledEngine:
             Completion(
                 request_id=request.request_id,
                 index=sample.index,
-                token_ids=extended(begun and begun.token_ids, np.int64(sample_name(request.seed, sample.index))),
-                log_probs=extended(begun and begun.log_probs, np.float32(-1.0)),
-                weight_versions=extended(begun and begun.weight_versions, np.int32(self._weights.version)),
+                token_ids=extended(prefix and prefix.token_ids, np.int64(sample_name(request.seed, sample.index))),
+                log_probs=extended(prefix and prefix.log_probs, np.float32(-1.0)),
+                weight_versions=extended(prefix and prefix.weight_versions, np.int32(self._weights.version)),
                 finish_reason=reason,
             )
         )
@@ -307,10 +307,10 @@ def _now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _extended(begun: NDArray[Any] | None, value: np.generic, *, size: int) -> NDArray[Any]:
+def _extended(prefix: NDArray[Any] | None, value: np.generic, *, size: int) -> NDArray[Any]:
     """Return the entries that were made before, and ``size`` more of one value: [T]."""
     new: NDArray[Any] = np.ndarray((size,), value.dtype, value.tobytes(), strides=(0,))
-    return new if begun is None else np.concatenate([begun, new])
+    return new if prefix is None else np.concatenate([prefix, new])
 
 
 def _parts(indices: Sequence[int], largest: int, num_replicas: int) -> Iterator[Sequence[int]]:

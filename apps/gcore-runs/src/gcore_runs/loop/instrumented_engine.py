@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Instrumentation:
-    """How the replicas of a model are instrumented. Each is named by its role and its number."""
+    """Instrumentation of the replicas of a model. Each is named by its role and its number."""
 
     role: Literal["engine", "judge"] = "engine"
     devices: DeviceTimers | None = None

@@ -119,7 +119,7 @@ class RunLoop(Generic[JobT, ConfigT, EvaluationT]):
 
 @dataclass(frozen=True, kw_only=True)
 class _Loss:
-    """How an attempt ended before the last step."""
+    """The end of an attempt before the last step."""
 
     error: Exception
     present: Present | None = None

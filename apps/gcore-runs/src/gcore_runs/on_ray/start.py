@@ -15,8 +15,7 @@ from gcore_controller import (
     Sizes,
     TrainerSpec,
 )
-from gcore_rollout import Engine, EngineHandle, RayEngine, end_engine_actor, start_engine_actor
-from gcore_rollout.errors import EngineDiedError
+from gcore_rollout import Engine, EngineDiedError, EngineHandle, RayEngine, end_engine_actor, start_engine_actor
 from gcore_runs.logs.writing import logged, logs_of
 from gcore_runs.loop.job import RunJob
 from gcore_runs.on_ray.cluster import connect

@@ -60,7 +60,7 @@ class Run:
 
     @property
     def has_paired_samples(self) -> bool:
-        """Whether samples before and after answer the same prompts, so that they can be shown in pairs."""
+        """True if samples before and after answer the same prompts, so that they can be shown in pairs."""
         return all(old["prompt"] == new["prompt"] for old, new in zip(self.before, self.after, strict=False))
 
 

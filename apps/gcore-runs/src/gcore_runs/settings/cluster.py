@@ -34,7 +34,7 @@ class RayConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
-    """How the engines of a run on ray are divided between the policy and a judge; all ranks train."""
+    """Division of the engines of a run on ray between the policy and a judge; all ranks train."""
 
     strategy: Strategy = "split"
     """split: rollout.num-processes engines generate, reward-model.judge.num-processes judge. dynamic: this at first;

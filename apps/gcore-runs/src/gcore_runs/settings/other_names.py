@@ -109,7 +109,7 @@ NOT_HERE: dict[str, str] = {
     "rollout.tensor_model_parallel_size": "there is no such setting: each engine is on one device",
     "logging_steps": "there is no such setting: every step is written to metrics.jsonl",
 }
-"""What is done here instead of another library's setting without a counterpart, by the end of its name."""
+"""Advice for another library's setting that has no counterpart here, by the end of its name."""
 
 
 def hint(name: str, known: Collection[str], spelled: Callable[[str], str] = str) -> str:

@@ -65,7 +65,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseTrainerConfig(ScheduleConfig):
-    """How training runs, and the run's length."""
+    """Settings of training and of the run's length."""
 
     num_processes: int = 1
     """Training ranks, each a process with a device of its own."""

@@ -138,7 +138,7 @@ class Saver:
             for number, file in enumerate(files):
                 name = _file_name(self._group.rank, number)
                 if self._base is None:
-                    written.append(self._write_beside_hashing(attempt, name, file))
+                    written.append(self._write_while_hashing(attempt, name, file))
                     if file.settled.is_set():
                         self._report_written(report, written)
                 else:
@@ -155,7 +155,7 @@ class Saver:
                 left.hashed.exception()  # it reads the memory
                 left.file.release()
 
-    def _write_beside_hashing(self, attempt: str, name: str, file: StagedFile) -> _Written:
+    def _write_while_hashing(self, attempt: str, name: str, file: StagedFile) -> _Written:
         digests: list[str] = []
 
         def hash_settled() -> None:

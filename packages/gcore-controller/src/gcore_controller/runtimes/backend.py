@@ -20,14 +20,14 @@ EvaluationT_co = TypeVar("EvaluationT_co", covariant=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """How lost processes were replaced; the job can run again from the state of its models."""
+    """The replacement of lost processes; the job can run again from the state of its models."""
 
     message: str
-    """What died and what was done, in a line."""
+    """A line that says what died and what was done."""
     keeps_models: bool
     """Whether the models in training are as the job left them; otherwise they are those that the run started with."""
     cause: Literal["failure", "swap"] = "failure"
-    """What the time that it took counts as; swap: nothing died, engines changed their role."""
+    """The cause that the time counts as; swap: nothing died, engines changed their role."""
 
 
 class Backend(Protocol[JobT_contra, ConfigT_co, EvaluationT_co]):

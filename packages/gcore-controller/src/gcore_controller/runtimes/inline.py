@@ -82,7 +82,7 @@ class InlineRun(Generic[RolesT, ResultT]):
         return [task.result() for task in running]
 
     def whereabouts(self) -> str:
-        """Where each controller is now, in words."""
+        """Describe where each controller is now."""
         places = {rank: self._group.whereabouts(rank) for rank in range(self._group.world_size)}
         return describe({rank: where.during(self._timers[rank].current) for rank, where in places.items()})
 

@@ -52,12 +52,12 @@ class RaySettings(Protocol):
 
     @property
     def elastic(self) -> bool:
-        """Whether the run adapts its size to the capacity of the cluster."""
+        """True if the run adapts its size to the capacity of the cluster."""
         ...
 
     @property
     def timeout_s(self) -> float:
-        """How long the processes of a role may take to start."""
+        """Longest time for the processes of a role to start, in seconds."""
         ...
 
 

@@ -124,8 +124,8 @@ class Candidates:
                 swap = self.swap_costs(policy, judge)
                 for each in strategies:
                     swap_s = num_swaps(self.job, strategy=each) * (swap.sleep_s + swap.wake_s)
-                    beside_s = choice.seconds + swap_s + self.sync_s(policy, num_devices)
-                    yield from self._placed(num_devices, each, choice, policy, judge, beside_s)
+                    other_s = choice.seconds + swap_s + self.sync_s(policy, num_devices)
+                    yield from self._placed(num_devices, each, choice, policy, judge, other_s)
 
     def _placed(
         self,
@@ -134,9 +134,9 @@ class Candidates:
         choice: TrainingChoice,
         policy: Engines,
         judge: Engines | None,
-        beside_s: float,
+        other_s: float,
     ) -> Iterator[Candidate]:
-        """Yield the partition with the shortest sampling, if one holds both roles; ``beside_s``: all but sampling."""
+        """Yield the partition with the shortest sampling, if one holds both roles; ``other_s``: all but sampling."""
         if judge is None:
             policy_replicas, judge_replicas = np.array([num_devices // policy.tp]), np.array([0])
             waves_s = policy.waves_s[:, policy_replicas - 1]
@@ -155,7 +155,7 @@ class Candidates:
         sampling_s = self.job.wave_chances @ waves_s
         best = int(sampling_s.argmin())
         yield Candidate(
-            step_s=float(sampling_s[best]) + beside_s,
+            step_s=float(sampling_s[best]) + other_s,
             num_devices=num_devices,
             strategy=strategy,
             training=choice,

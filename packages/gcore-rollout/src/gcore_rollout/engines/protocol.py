@@ -112,12 +112,12 @@ class KeptWeights(Protocol):
 
     @property
     def is_whole(self) -> bool:
-        """Whether there are weights."""
+        """True if there are weights."""
         ...
 
     @property
     def num_writes(self) -> int:
-        """How often the weights have been written: two equal numbers mean the same weights."""
+        """Number of times that the weights have been written: two equal numbers mean the same weights."""
         ...
 
     def reading(self) -> AbstractContextManager[None]:

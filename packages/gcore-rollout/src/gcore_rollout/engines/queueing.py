@@ -136,7 +136,7 @@ class QueueingEngine(ABC):
     """An engine that queues its waiting samples; the running ones are the subclass's."""
 
     _HOW_TO_OPEN: ClassVar[str]
-    """What to do once the engine is closed, for errors."""
+    """Advice for errors once the engine is closed."""
 
     def __init__(self) -> None:
         self._waiting = WaitingQueue()

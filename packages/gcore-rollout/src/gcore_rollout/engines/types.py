@@ -38,7 +38,7 @@ class RepetitionDetection:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn.
+    """Parameters of the sampling of tokens.
 
     There is no top-p or top-k: truncation would make the sampled distribution differ from the policy whose gradient
     the trainer takes, and bias every importance ratio.
@@ -103,7 +103,7 @@ class AnyRequest(ABC):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AnySample:
-    """What an engine makes, of any kind."""
+    """A sample that an engine makes, of any kind."""
 
     request_id: str
     index: int

@@ -27,9 +27,9 @@ class ImageRewardKind:
 
     make: Callable[[ImageRewardSettings], ImageRewardFunction]
     path: str = ""
-    """What the folder at ``path`` holds, for errors; empty: none is needed."""
+    """The content of the folder at ``path``, for errors; empty: none is needed."""
     head: str = ""
-    """What the file at ``head`` is, for errors; empty: none is needed."""
+    """The content of the file at ``head``, for errors; empty: none is needed."""
 
 
 def _jpeg(sign: int) -> Callable[[ImageRewardSettings], ImageRewardFunction]:

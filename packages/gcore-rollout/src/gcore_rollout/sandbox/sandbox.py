@@ -239,7 +239,7 @@ class _OutputPipe:
         self._file = os.fdopen(read_fd, "rb", buffering=0)
         self._is_ours = True
         self.data = bytearray()
-        """What has come so far."""
+        """The output so far."""
         self.too_much = False
 
     def __enter__(self) -> Self:

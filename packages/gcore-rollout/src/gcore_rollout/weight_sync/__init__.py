@@ -1,1 +1,1 @@
-"""How new weights travel to engines, and how they are checked there."""
+"""The transport of new weights to engines, and their check there."""

@@ -105,7 +105,7 @@ class SharedWeights:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there are weights."""
+        """True if there are weights."""
         return self._present is not None
 
     @property
@@ -115,7 +115,7 @@ class SharedWeights:
 
     @property
     def num_writes(self) -> int:
-        """How often `write` has been called; see `KeptWeights.num_writes`."""
+        """Number of calls of `write`; see `KeptWeights.num_writes`."""
         return self._num_writes
 
     def fileno(self) -> int:

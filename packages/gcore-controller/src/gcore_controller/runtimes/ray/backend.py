@@ -77,9 +77,9 @@ class Handles:
     """Handles of the services, as every controller gets them."""
 
     engines: Sequence[Any]
-    """Those of the policy; controller r uses every ``world_size``-th from the r-th."""
+    """Engines of the policy; controller r uses every ``world_size``-th from the r-th."""
     judges: Sequence[Any]
-    """Those of the judge, if the run has one; divided likewise, or shared by several controllers."""
+    """Engines of the judge, if the run has one; divided likewise, or shared by several controllers."""
     ranks: RankHandles
     folder: Path
     """The working folder, to which paths of the user are relative."""

@@ -50,7 +50,7 @@ class ActorEngine(Protocol):
 
 
 class EngineActors(Protocol[ConfigT_contra]):
-    """How the actors of engines are made, as the app's engine library does it."""
+    """The making of engine actors, as the app's engine library does it."""
 
     def factory(self, role: Role, config: ConfigT_contra, number: int) -> Factory:
         """Return what builds the engine of a role and number with these settings."""

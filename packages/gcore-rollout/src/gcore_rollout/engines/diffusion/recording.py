@@ -235,7 +235,7 @@ class Recorded:
 
     @property
     def is_flow(self) -> bool:
-        """Whether it is a flow-matching model; otherwise one of DDPM's kind."""
+        """True for a flow-matching model; otherwise one of DDPM's kind."""
         return isinstance(self._scheduler, _FlowScheduler)
 
     @property

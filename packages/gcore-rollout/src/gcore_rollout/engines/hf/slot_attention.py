@@ -27,7 +27,7 @@ _NUM_PLAIN_SCORES = 1 << 26
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """How a layer scores keys.
+    """The scoring of keys by a layer.
 
     Attributes:
         scale: Factor of the scores; None: 1 / sqrt(D).
@@ -43,7 +43,7 @@ class Rule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether torch's own attention cannot compute it."""
+        """Return whether torch's own attention cannot compute it."""
         return self.softcap is not None or self.sinks is not None
 
 

@@ -33,7 +33,7 @@ class _ForkServer:
         atexit.register(self.close)
 
     def serves(self) -> bool:
-        """Whether it runs and belongs to this process; a fork of the owner has to start another."""
+        """Return whether it runs and belongs to this process; a fork of the owner has to start another."""
         return self._owner_pid == os.getpid() and self._process.poll() is None
 
     def fork(self, *fds: int) -> None:

@@ -71,7 +71,7 @@ def check_pattern(pattern: str, *, wanted: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeOptions:
-    """How a generative reward model is asked, and how its verdicts are read; a base of settings."""
+    """Settings of the questions to a generative reward model and of the reading of its verdicts; a base of settings."""
 
     template: str = ""
     """File with the question, with fields in braces; empty: a question of the application."""
