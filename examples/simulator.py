@@ -22,7 +22,7 @@ from gcore_placement import (
 # The work: 128 prompts a step, 16 responses each. Responses grow to four times their length, and prompts become harder.
 TRACE = TraceRecipe(
     name="crossing",
-    num_steps=20,
+    num_steps=12,
     train_batch_size=128,
     response_median=Drift(first=6000, last=1000),
     judge_median=Drift(first=200, last=4000),

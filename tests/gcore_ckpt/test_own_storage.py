@@ -108,9 +108,9 @@ def test_saves_loads_retention_and_rollback(storage: Storage, *, incremental: bo
             saved.save(step, {"weight": weight + step, "same": weight, "step": step})
         saved.wait()
         assert saved.steps() == storage.steps() == [2, 3]
-        template = {"weight": torch.zeros(3, 4), "step": None}
-        assert saved.load(template)["step"] == 3
-        assert torch.equal(template["weight"], weight + 3)
+        filled = torch.zeros(3, 4)
+        assert saved.load({"weight": filled, "step": None})["step"] == 3
+        assert torch.equal(filled, weight + 3)
         assert saved.rollback(2) == [3]
         assert torch.equal(saved.load(only=["weight"])["weight"], weight + 2)
     with pytest.raises(CheckpointNotFoundError):
