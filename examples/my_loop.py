@@ -31,10 +31,8 @@ Roles = tuple[HFEngine, TorchTrainer]
 async def sample(engine: HFEngine, prompt_index: int) -> tuple[list[Sample], list[float]]:
     """Return a group of samples with their advantages, and their scores: the share of even tokens in each."""
     prompt = np.random.default_rng(prompt_index).integers(1, 64, 4)
-    sampling = SamplingParams(max_tokens=8)
-    request = Request(
-        request_id=f"{prompt_index}", prompt_token_ids=tuple(prompt), sampling=sampling, n=16, seed=prompt_index
-    )
+    name, sampling = f"prompt {prompt_index}", SamplingParams(max_tokens=8)
+    request = Request(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling, n=16, seed=prompt_index)
     group = [completion async for completion in engine.generate([request])]
     scores = [float(np.mean(completion.token_ids % 2 == 0)) for completion in group]
     samples = [
@@ -73,8 +71,8 @@ def main() -> None:
         Qwen2ForCausalLM(tiny).save_pretrained(folder)
         engine = HFEngine.from_pretrained(folder, eos_token_ids=[1])
         packed = PackedModel.from_pretrained(folder)
-    objective = PolicyObjective(PolicyLossConfig())
-    trainer = TorchTrainer(packed, optimizer=OptimizerConfig(lr=1e-2), objective=objective)
+    objective, optimizer = PolicyObjective(PolicyLossConfig()), OptimizerConfig(lr=1e-2)
+    trainer = TorchTrainer(packed, optimizer=optimizer, objective=objective)
     asyncio.run(run_inline(program, roles=(engine, trainer), world_size=2))
 
 
