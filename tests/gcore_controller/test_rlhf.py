@@ -1,5 +1,6 @@
 """The RLHF loop with a small modality: the same training for any number of controllers, resumption, schedules."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -124,6 +125,20 @@ def test_staleness_of_schedules() -> None:
     rows = run(replace(config, schedule="async"), world_size=2, seconds=1.0).metrics
     staleness = [step - row["sampling/oldest_version"] for step, row in enumerate(rows)]
     assert 1 <= max(staleness) <= 3
+
+
+class _Louder(Tones):
+    """A modality with a metric of its own: one entry of `sampled_metrics`."""
+
+    def sampled_metrics(self, parts: Sequence[list[float]]) -> dict[str, float]:
+        return super().sampled_metrics(parts) | {"critic/score/max": max(map(max, parts))}
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_metric_is_recorded_once_the_modality_returns_it(world_size: int) -> None:
+    plain, louder = (run(CONFIG, world_size=world_size, modality=kind).metrics for kind in (Tones, _Louder))
+    assert [row.pop("critic/score/max") for row in louder] == [0.0] * 12
+    assert louder == plain
 
 
 class _Stale(Tones):

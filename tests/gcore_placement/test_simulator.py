@@ -1,11 +1,13 @@
 """Strategies on traces: an obvious simulation as oracle, accounts that add up, and a bound that holds."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from planning_jobs import QWEN_7B, make_job
 
 from gcore_placement import (
     Drift,
@@ -18,14 +20,18 @@ from gcore_placement import (
     SimulatedStep,
     Simulator,
     StrategyRun,
+    StrategyTraits,
     SwapCosts,
     Trace,
     TraceRecipe,
     TrainingCosts,
+    predict_step,
 )
+from gcore_placement.planning import step_time
 from gcore_placement.simulation.scenarios import SCENARIOS, scenario
 from gcore_placement.simulation.step_account import wave_loads
 from gcore_placement.simulation.waves import side_by_side
+from gcore_placement.strategies import PLANNED, STRATEGIES
 from gcore_placement.workload.trace_recipes import steady
 
 COSTS = JobCosts(
@@ -277,3 +283,26 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     still = replace(COSTS.reward, decode_base_s=0.0, decode_per_sequence_s=0.0)
     with pytest.raises(PlacementError, match=r"costs\.reward\.decode_base_s is .*; expected above 0"):
         Simulator(small, replace(COSTS, reward=still), space())
+
+
+class _Halving(Simulator):
+    """A simulator with a strategy of its own, under which each role always has about half of the devices."""
+
+    def halves(self) -> StrategyRun:
+        run = self.split(self.space.nearest(self.space.num_devices / 2))
+        return replace(run, strategy="halves")
+
+
+def test_a_strategy_is_an_entry_for_plans_and_a_method_for_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+    halves: Any = "halves"
+    monkeypatch.setitem(STRATEGIES, halves, StrategyTraits(is_time_shared=False, follows_load=False))
+    monkeypatch.setattr(step_time, "PLANNED", (*PLANNED, halves))
+    sizes = {"num_devices": 32, "policy_devices": 16, "reward_devices": 16}
+    job = make_job(judge=QWEN_7B)
+    assert predict_step(COSTS, job, strategy=halves, **sizes) == predict_step(COSTS, job, strategy="split", **sizes)
+    simulator = _Halving(trace(1), COSTS, space())
+    run = simulator.halves()
+    assert run.seconds >= simulator.best_split().seconds >= simulator.clairvoyant().seconds
+    assert run.num_moves == 0
+    for step in run.steps:
+        assert sum(step.device_s.values()) == pytest.approx(11 * step.seconds)

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +18,12 @@ from gcore_llm.cli import parse_train
 from gcore_llm.config import TrainConfig
 from gcore_llm.finetune.command import parse_fine_tuning
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
+from gcore_llm.settings.rollout_config import RolloutConfig
 from gcore_llm.simulate.command import parse_simulate
 from gcore_llm.simulate.config import SimulateConfig
-from gcore_runs.errors import UserError
+from gcore_runs.errors import UserError, check_at_least
 from gcore_runs.settings.arguments import as_option, setting_types
+from gcore_runs.settings.options import parse
 from gcore_runs.settings.other_names import NOT_HERE, OTHER_NAMES, hint
 from gcore_runs.settings.values import merge
 
@@ -197,3 +201,37 @@ def test_values_found_later(cli: Cli, own_args: list[str], args: list[str], expe
 def test_one_response_where_no_group_is_compared(cli: Cli, own_args: list[str], estimator: str) -> None:
     options = ["--rollout.n", "1", "--algorithm.adv-estimator", estimator, "--algorithm.filter-groups", "False"]
     assert "step 1: reward" in cli.ok(*own_args, *options, "--trainer.total-training-steps", "1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnRollout(RolloutConfig):
+    top_k: int = 0
+    """Most probable tokens to draw from; 0: all."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("rollout.top_k", self.top_k, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnConfig(TrainConfig):
+    """Settings with one more."""
+
+    rollout: OwnRollout = field(default_factory=OwnRollout)
+
+
+def test_a_setting_is_one_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is an option, a key of TOML files, a line of the help, and refused by its own check."""
+    recipes = {"embedded": OwnConfig, "own_data": OwnConfig}
+    own = partial(parse, prog="own", recipes=recipes, description="Own.")
+    file = tmp_path / "own.toml"
+    file.write_text("rollout.top_k = 5\n")
+    assert own([]).rollout.top_k == 0
+    assert own(["--config", str(file)]).rollout.top_k == 5
+    assert own(["--config", str(file), "--rollout.top-k", "7"]).rollout.top_k == 7
+    assert outcome(own, ["--rollout.top-k", "-1"]) == "rollout.top_k is -1; expected 0 or more"
+    assert "rollout.top_k is 'x'; expected" in str(outcome(own, ["--rollout.top-k", "x"]))
+    assert "--rollout.top-k" in str(outcome(own, ["--rollout.topk", "1"]))
+    with pytest.raises(SystemExit):
+        own(["--help"])
+    assert "Most probable tokens to draw from" in capsys.readouterr().out

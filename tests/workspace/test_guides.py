@@ -1,0 +1,73 @@
+"""CONTRIBUTING.md, docs/ and the READMEs name files that exist, and a change's one file."""
+
+import re
+from pathlib import Path
+
+import pytest
+from house import DISTRIBUTIONS, READMES, ROOT, relative
+
+GUIDES = sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = [*READMES, ROOT / "CONTRIBUTING.md", *GUIDES]
+NOT_HERE = ("runs/default/", "src/gcore_x/")
+"""Paths of a run, and of a package to come."""
+CHANGES = (
+    "policy loss",
+    "advantage estimator",
+    "engine",
+    "reward kind",
+    "placement strategy",
+    "checkpoint backend",
+    "metric of sampling or a step",
+    "setting",
+    "runtime",
+    "modality",
+)
+
+
+def bases(document: Path) -> list[Path]:
+    """Folders that paths may be relative to: the repository, a distribution, its sources, and tests."""
+    folders = [ROOT, document.parent, ROOT / "tests/workspace"]
+    for each in DISTRIBUTIONS:
+        folders.append(each.source.parent)
+        if each.folder == document.parent or document.parent == ROOT / "docs":
+            folders += [each.source, *(path for path in each.source.iterdir() if path.is_dir())]
+    return folders
+
+
+def exists(path: str, document: Path) -> bool:
+    """Whether a path, or for a new file its folder, is there."""
+    if "gcore-NAME" in path:
+        return exists(path.replace("NAME", "llm"), document)
+    known = path.partition("NAME")[0] or path
+    return any((folder / known).exists() for folder in bases(document))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
+def test_paths_that_are_named_exist(document: Path) -> None:
+    prose = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    named = re.findall(r"`([\w.-]+/[\w./-]*(?:\.py|\.md|/))`", prose)
+    assert [path for path in named if path not in NOT_HERE and not exists(path, document)] == []
+
+
+@pytest.mark.parametrize("document", GUIDES, ids=relative)
+def test_links_of_guides_lead_somewhere(document: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)", document.read_text())
+    assert targets or document.stem == "glossary"
+    assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+def test_each_change_has_one_file_and_an_example() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where does my change go")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    assert [change for change, *_ in rows] == list(CHANGES)
+    for change, files, _, example in rows:
+        assert files.count("`") == (4 if change == "placement strategy" else 2)
+        assert (ROOT / example.strip("`")).is_file()
+
+
+def test_ten_files_are_read_in_order() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| \[`(.+?)`\]\((.+?)\) \|", text, flags=re.MULTILINE)
+    assert [int(number) for number, _, _ in rows] == list(range(1, 11))
+    assert all(target.endswith(path) for _, path, target in rows)
+    assert len(text.splitlines()) <= 60
