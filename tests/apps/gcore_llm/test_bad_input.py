@@ -369,5 +369,5 @@ def test_simulate(cli: Cli) -> None:
         (["--max-completion-length", "3"], "did you mean --max-response-length?"),
     ):
         assert expected in cli.refused("simulate", "--devices", "8", "--controllers", "1", "--steps", "1", *options)
-    assert "calibrate names no run" in cli.refused("simulate", "--calibrate")
+    assert "calibrate is empty; expected one or more folders of runs" in cli.refused("simulate", "--calibrate")
     assert "nowhere" in cli.refused("simulate", "--calibrate", "nowhere")

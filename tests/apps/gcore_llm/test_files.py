@@ -91,7 +91,7 @@ def test_data_files(cli: Cli, own_args: list[str]) -> None:
     (cli.cwd / "empty.parquet").write_text("")
     assert "data file empty.parquet is not Parquet" in refused("empty.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"prompt": [1, 2]}), cli.cwd / "numbers.parquet")
-    assert "numbers.parquet: prompt of row 1 is 1: text, or a list of messages" in refused("numbers.parquet")
+    assert "numbers.parquet: prompt of row 1 is 1; expected text, or a list of messages" in refused("numbers.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), cli.cwd / "no.parquet")
     assert "data file no.parquet has no rows" in refused("no.parquet")
     assert not (cli.cwd / "runs").exists()

@@ -122,7 +122,7 @@ def test_a_loss_of_one_line_on_several_controllers(cli: Cli, own_args: list[str]
         (["--algorithm.adv-estimator", "advantage.py:mine", "--rollout.n", "1"], "rollout.n is 1; expected at least 2"),
         (
             ["--algorithm.adv-estimator", "advantage.py:mine", "--algorithm.kl-ctrl.kl-coef", "0.1"],
-            "rewards of single tokens need gae or reinforce_plus_plus",
+            "or gae or reinforce_plus_plus, which take rewards of single tokens",
         ),
         (["--algorithm.adv-estimator", "advantage.py:wrong"], "advantages has shapes [(), (), "),
         (["--actor.loss.loss-mode", "ppo"], "loss_mode is 'ppo'; expected one of cispo, gspo, sapo, vanilla, or PATH"),

@@ -506,8 +506,8 @@ def test_process_in_the_place_of_a_killed_one_goes_on_in_its_file(tmp_path: Path
 
 
 def test_output_is_dated_while_the_process_is_silent(tmp_path: Path) -> None:
-    code = "import time, sys; from pathlib import Path; from gcore_runs import logs\n"
-    code += "logs.log_to(Path(sys.argv[1]), 'main', redirect=True); print('quiet'); sys.stdin.read()"
+    code = "import time, sys; from pathlib import Path; from gcore_runs.logs import writing\n"
+    code += "writing.log_to(Path(sys.argv[1]), 'main', redirect=True); print('quiet'); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE) as process:
         file = tmp_path / "main.log"
         while not file.exists() or "MARK" not in file.read_text():
@@ -559,7 +559,7 @@ def test_logging_again_goes_to_the_new_file_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("role", ["", "Engine", "engine-1", "../x"])
 def test_role_that_no_file_can_be_named_after_is_refused(tmp_path: Path, role: str) -> None:
-    with pytest.raises(ValueError, match="lower-case letters are needed"):
+    with pytest.raises(ValueError, match="expected lower-case letters"):
         log_to(tmp_path / "logs", role)
     assert list(tmp_path.iterdir()) == []
 

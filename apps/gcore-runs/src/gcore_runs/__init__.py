@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "gcore_runs.command_line": "Command RunArgs logs_command report_command run_command run_training",
     "gcore_runs.display": "Display",
-    "gcore_runs.errors": "RankError UserError check_at_least check_finite check_fraction one_line",
+    "gcore_runs.errors": "UserError check_at_least check_finite check_fraction one_line",
     "gcore_runs.logs.writing": "log_to logged logs_of",
     "gcore_runs.metrics.writer": "MetricsWriter",
     "gcore_runs.report": "Kind STAGES Signal render_report",
@@ -73,7 +73,6 @@ __all__ = [
     "Kind",
     "MetricsWriter",
     "PlacementConfig",
-    "RankError",
     "RayConfig",
     "Result",
     "RunArgs",

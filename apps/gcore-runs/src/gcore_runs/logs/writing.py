@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -128,6 +128,11 @@ class _File(RotatingFileHandler):
         """Drop a record if the disk is full: the run ends with an error where it cannot write its own files."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
+
+    def close(self) -> None:
+        """Close the file, and drop what a full disk cannot hold; see `handleError`."""
+        with suppress(OSError):
+            super().close()
 
     def take_output(self) -> None:
         """Write what goes to standard output and standard error into the file."""
