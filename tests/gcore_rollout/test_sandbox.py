@@ -410,7 +410,7 @@ def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
     marker = f"34{os.getpid()}.3"
     script = tmp_path / "owner.py"
     script.write_text(
-        "import asyncio, subprocess\nfrom gcore_rollout.sandbox import Sandbox\n"
+        "import asyncio, subprocess\nfrom gcore_rollout import Sandbox\n"
         f'program = \'import subprocess; subprocess.run(["sleep", "{marker}"])\'\n'
         "asyncio.run(Sandbox(isolation='limits').run(program))\n"
     )
