@@ -1,7 +1,7 @@
 """Every setting of `gcore-diffusion train`, under verl's or Flow-GRPO's name where they have it."""
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from gcore_diffusion.sampling.reward_config import JudgeConfig, RewardConfig
 from gcore_runs.errors import UserError, check_at_least, check_finite, check_fraction
@@ -233,15 +233,14 @@ class DiffusionConfig(BaseRLConfig):
         """See `BaseRLConfig.judge`."""
         return "reward.judge", self.reward.judge if self.reward.is_judged else None
 
-    def with_processes(self, *, engines: int, judges: int, ranks: int) -> Self:
-        """See `BaseRLConfig.with_processes`."""
+    def process_sections(self, *, engines: int, judges: int, ranks: int) -> dict[str, Any]:
+        """See `BaseRLConfig.process_sections`."""
         judge = replace(self.reward.judge, num_processes=judges)
-        return replace(
-            self,
-            rollout=replace(self.rollout, num_processes=engines),
-            reward=replace(self.reward, judge=judge) if judges else self.reward,
-            trainer=replace(self.trainer, num_processes=ranks),
-        )
+        return {
+            "rollout": replace(self.rollout, num_processes=engines),
+            "reward": replace(self.reward, judge=judge) if judges else self.reward,
+            "trainer": replace(self.trainer, num_processes=ranks),
+        }
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from gcore_llm.settings.engine_config import EngineConfig
 from gcore_llm.settings.reward_config import RewardCallsConfig, RewardModelConfig
@@ -302,17 +302,16 @@ class TrainConfig(BaseRLConfig):
         is_own = self.reward_model.is_judge and not model.judge.is_on_servers
         return "reward_model.judge", model.judge if is_own else None
 
-    def with_processes(self, *, engines: int, judges: int, ranks: int) -> Self:
-        """See `BaseRLConfig.with_processes`."""
+    def process_sections(self, *, engines: int, judges: int, ranks: int) -> dict[str, Any]:
+        """See `BaseRLConfig.process_sections`."""
         reward_model = self.reward_model
         if judges:
             reward_model = replace(reward_model, judge=replace(reward_model.judge, num_processes=judges))
-        return replace(
-            self,
-            rollout=replace(self.rollout, num_processes=engines),
-            reward_model=reward_model,
-            trainer=replace(self.trainer, num_processes=ranks),
-        )
+        return {
+            "rollout": replace(self.rollout, num_processes=engines),
+            "reward_model": reward_model,
+            "trainer": replace(self.trainer, num_processes=ranks),
+        }
 
     @property
     def rank_unit(self) -> int:

@@ -4,7 +4,6 @@ import importlib as _importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gcore_controller import RankError
     from gcore_runs.command_line import Command, RunArgs, logs_command, report_command, run_command, run_training
     from gcore_runs.display import Display
     from gcore_runs.errors import UserError, check_at_least, check_finite, check_fraction, one_line

@@ -6,7 +6,7 @@ default or its meaning differs.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 from gcore_controller import Sizes
 from gcore_runs.errors import UserError, check_at_least, check_port, check_run_name
@@ -201,8 +201,8 @@ class BaseRLConfig(BaseRunConfig, ABC):
         """Name of the judge's section, and its settings; None: the run starts no judge of its own."""
 
     @abstractmethod
-    def with_processes(self, *, engines: int, judges: int, ranks: int) -> Self:
-        """Return these settings with the given numbers of processes; 0 judges: as many as now."""
+    def process_sections(self, *, engines: int, judges: int, ranks: int) -> dict[str, Any]:
+        """Return the sections with the given numbers of processes, by name; 0 judges: as many as now."""
 
     @property
     def rank_unit(self) -> int:
@@ -225,9 +225,10 @@ class BaseRLConfig(BaseRunConfig, ABC):
 
     def with_sizes(self, sizes: Sizes) -> Self:
         """Return these settings with other numbers of processes."""
-        sized = self.with_processes(engines=sizes.engines, judges=sizes.judges, ranks=sizes.ranks)
+        sections = self.process_sections(engines=sizes.engines, judges=sizes.judges, ranks=sizes.ranks)
         placement = replace(self.placement, strategy="colocated") if sizes.in_turns else self.placement
-        return replace(sized, controllers=sizes.controllers, placement=placement)
+        # At once: the settings in between may contradict each other.
+        return replace(self, controllers=sizes.controllers, placement=placement, **sections)
 
     def _check_placement(self) -> None:
         section, judge = self.judge
