@@ -224,18 +224,18 @@ def test_bfloat16_learns(rank_server: RankServer, root: Path) -> None:
         (
             "qwen2",
             {"lora": LoRAConfig(target_modules=("q_proj", "lm_head"))},
-            "no layer is named 'lm_head'; all-linear alone or some of q_proj, k_proj, v_proj, o_proj, "
-            "gate_proj, up_proj, down_proj are needed",
+            "expected all-linear alone or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj: "
+            "no layer is named 'lm_head'",
         ),
         (
             "qwen3_moe",
             {"lora": LoRAConfig(target_modules=("up_proj",))},
-            "no layer is named 'up_proj'; all-linear alone or some of q_proj, k_proj, v_proj, o_proj are needed",
+            "expected all-linear alone or some of q_proj, k_proj, v_proj, o_proj: no layer is named 'up_proj'",
         ),
         (
             "qwen2",
             {"lora": LORA, "objective": ValueObjective(ValueLossConfig())},
-            "none is needed where objective is ValueObjective, which looks at values",
+            "expected None for objective ValueObjective, which reads values",
         ),
     ],
     ids=["head", "experts", "critic"],

@@ -243,8 +243,10 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
     wrong = {
-        "another model than": option_set(server_args, "--model", str(other)),
-        "takes 512 tokens: data.max_prompt_length": option_set(server_args, "--data.max-response-length", "500"),
+        f"runs {tiny}; expected": option_set(server_args, "--model", str(other)),
+        "takes 512 tokens; expected at least data.max_prompt_length": option_set(
+            server_args, "--data.max-response-length", "500"
+        ),
         "no vllm_server answers at": option_set(server_args, "--rollout.urls", f"http://127.0.0.1:{free_port()}"),
         "rollout.weights_dir is 'nowhere'; expected an existing folder": option_set(
             server_args, "--rollout.weights-dir", "nowhere"
