@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from runtimes import Ctx, Run, inline, over_messages, simulated
 
 from gcore_controller import Collectives, InlineCollectives, InlineGroup
+from gcore_controller.collectives.peer import Failed, Message, Part, PeerCollectives
 from gcore_controller.errors import (
     CollectiveAbandonedError,
     CollectiveMismatchError,
@@ -232,6 +233,30 @@ def test_different_calls_are_refused_on_every_rank(
     for kind, text in run(program, SIZE):
         assert kind is CollectiveMismatchError
         assert_matches(pattern, text)
+
+
+async def test_a_later_failure_leaves_an_earlier_collective_alone() -> None:
+    """The notice of a failure may overtake the last part of the collective before."""
+    sent: list[Message] = []
+
+    async def send(rank: int, message: Message) -> None:
+        assert rank == 1
+        sent.append(message)
+
+    async def take_tickets(at: int, count: int, counter: str, limit: int | None) -> range:
+        raise AssertionError
+
+    peer = PeerCollectives(0, 2, send=send, take_tickets=take_tickets)
+    barrier = asyncio.create_task(peer.barrier())
+    while not sent:
+        await asyncio.sleep(0)
+    (part,) = sent
+    assert isinstance(part, Part)
+    peer.deliver(Failed("", CollectiveMismatchError("the next one"), 1))
+    peer.deliver(Part(part.call, 1, part.hop, [None]))
+    await barrier
+    with pytest.raises(CollectiveMismatchError, match="the next one"):
+        await peer.barrier()
 
 
 def assert_matches(pattern: str, text: str) -> None:

@@ -148,7 +148,10 @@ def test_a_critic_is_sharded_too(rank_server: RankServer, llama: Path) -> None:
             ParallelConfig(context_parallel_size=4),
             r"^context_parallel_size=4 is 4; expected a divisor of the world of 2 ranks",
         ),
-        (ParallelConfig(tensor_model_parallel_size=2), r"^tensor_model_parallel_size is 2; expected 1 for the torch backend"),
+        (
+            ParallelConfig(tensor_model_parallel_size=2),
+            r"^tensor_model_parallel_size is 2; expected 1 for the torch backend",
+        ),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(

@@ -1,6 +1,7 @@
 """Collectives between controllers that share no memory, over messages that they send each other directly."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -30,6 +31,8 @@ class Failed:
 
     channel: str
     error: ControllerError
+    since: int
+    """Number of the first collective that failed; earlier ones may still be completing."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class PeerCollectives(CheckedCollectives):
         self._tickets_of = take_tickets
         # All of this is shared by the channels, which are shallow copies.
         self._boxes: dict[tuple[str, int], _Box] = {}
+        self._failed_since: dict[str, int] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def deliver(self, message: Message) -> None:
@@ -106,12 +110,12 @@ class PeerCollectives(CheckedCollectives):
             case Part():
                 self._take(message)
             case Failed():
-                self._fail(message.channel, message.error)
+                self._fail(message.channel, message.error, since=message.since)
             case Returned():
                 self._returned[message.rank] = message.num_calls
                 for call in self._log.waiting:
                     if error := self._log.missing(call):
-                        self._fail(call.channel, error)
+                        self._fail(call.channel, error, since=call.sequence)
 
     def finish(self) -> None:
         """Notify the other ranks that the program of this one has returned, so that none waits for it."""
@@ -136,12 +140,13 @@ class PeerCollectives(CheckedCollectives):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _take(self, part: Part) -> None:
-        if self._log.has_failed(part.call.channel):
+        if part.call.sequence >= self._failed_since.get(part.call.channel, math.inf):
             return
         box = self._box(part.call)
         if box.call is not None and box.call.op != part.call.op:
             # After programs have diverged, the awaited parts may never come.
-            self._fail_everywhere(part.call.channel, mismatch({self._rank: box.call, part.src: part.call}))
+            error = mismatch({self._rank: box.call, part.src: part.call})
+            self._fail_everywhere(part.call.channel, error, since=part.call.sequence)
             return
         box.place(part.src, part.hop).set_result(part)
 
@@ -218,17 +223,22 @@ class PeerCollectives(CheckedCollectives):
     def _box(self, call: CollectiveCall) -> _Box:
         return self._boxes.setdefault((call.channel, call.sequence), _Box())
 
-    def _fail(self, channel: str, error: ControllerError) -> None:
+    def _fail(self, channel: str, error: ControllerError, *, since: int | None = None) -> None:
         if self._log.has_failed(channel):
             return
         self._log.fail(channel, error)
-        for (name, _), box in self._boxes.items():
-            if name == channel:
+        first = self._failed_since[channel] = self._last_sequence(channel) if since is None else since
+        for (name, sequence), box in self._boxes.items():
+            if name == channel and sequence >= first:
                 box.fail(error)
 
-    def _fail_everywhere(self, channel: str, error: ControllerError) -> None:
-        self._fail(channel, error)
-        self._notify_all(Failed(channel, error))
+    def _fail_everywhere(self, channel: str, error: ControllerError, *, since: int | None = None) -> None:
+        self._fail(channel, error, since=since)
+        self._notify_all(Failed(channel, error, self._failed_since[channel]))
+
+    def _last_sequence(self, channel: str) -> int:
+        """Return the number of this rank's last call on a channel."""
+        return max(0, self._log.num_calls.get(channel, 0) - 1)
 
     def _notify_all(self, message: Message) -> None:
         async def notify(rank: int) -> None:
