@@ -199,7 +199,7 @@ def test_programs_are_run(cli: Cli, own_args: list[str]) -> None:
         ),
         (
             ["--reward-model.kind", "judge", "--reward-model.path", "nowhere"],
-            "reward_model.path is 'nowhere': a Hugging",
+            "reward_model.path is 'nowhere'; expected a Hugging",
         ),
         (
             ["--reward-model.kind", "server", "--reward-model.path", "x"],
@@ -235,7 +235,7 @@ def test_bad_settings(cli: Cli, own_args: list[str], options: list[str], expecte
 
 def test_a_bad_template_is_found_before_the_run_begins(cli: Cli, own_args: list[str], tiny: Path) -> None:
     for text, expected in {
-        "{prompt}": "{completion} is needed in it",
+        "{prompt}": "expected {completion} in it",
         "{completion} {nothing}": "the row has no 'nothing' for the judge's template: it has ['answer', 'prompt']",
     }.items():
         (cli.cwd / "question.txt").write_text(text)
