@@ -52,7 +52,7 @@ def test_tensor_and_pipeline_ranks_divide_the_model() -> None:
 
 
 def test_activations_by_hand() -> None:
-    """Of micro-batches over CP 2 and TP 4 on the first of PP 2 stages, which has begun two of them."""
+    """Of micro-batches over CP 2 and TP 4 on the first of PP 2 stages, which has started two of them."""
     job = make_job(train_batch_size=512)
     tokens = job.training_tokens / 2 / np.ceil(job.training_tokens / 2 / 16384)
     assert 16000 < tokens < 16384

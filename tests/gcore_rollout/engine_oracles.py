@@ -141,9 +141,9 @@ async def in_parts(engine: Engine, *requests: Request, num_tokens: int) -> tuple
 
 
 def go_on(request: Request, found: Found) -> Request:
-    """The same request with what was aborted as begun, after these went through a pickle and through plain values."""
-    begun = [c for c in found.values() if (c.request_id, c.finish_reason) == (request.request_id, "abort")]
-    return replace(request, prefixes=tuple(Completion(**pickle.loads(pickle.dumps(asdict(c)))) for c in begun))
+    """Return the same request continuing from the aborted samples, after a pickle and as plain values."""
+    cut_short = [c for c in found.values() if (c.request_id, c.finish_reason) == (request.request_id, "abort")]
+    return replace(request, prefixes=tuple(Completion(**pickle.loads(pickle.dumps(asdict(c)))) for c in cut_short))
 
 
 def assert_equal(actual: Completion, expected: Completion, *, tolerance: float) -> None:

@@ -110,9 +110,9 @@ class FakeEngine:
         seed = sample_seeds(request.seed, np.array([index]))
         tokens: list[int] = []
         versions: list[int] = []
-        for begun in request.prefixes:
-            if begun.index == index:
-                tokens, versions = begun.token_ids.tolist(), begun.weight_versions.tolist()
+        for cut_short in request.prefixes:
+            if cut_short.index == index:
+                tokens, versions = cut_short.token_ids.tolist(), cut_short.weight_versions.tolist()
         task = asyncio.current_task()
         assert task is not None
         while len(tokens) < request.sampling.max_tokens and task not in self._aborted:

@@ -331,7 +331,7 @@ async def test_unknown_prompt_tokens_are_refused(subject: Subject, token: int) -
 
 @pytest.mark.parametrize("token", [-1, VOCAB_SIZE])
 async def test_unknown_begun_tokens_are_refused(subject: Subject, token: int) -> None:
-    begun = Completion(
+    cut_short = Completion(
         request_id="r",
         index=0,
         token_ids=np.array([7, token]),
@@ -340,7 +340,7 @@ async def test_unknown_begun_tokens_are_refused(subject: Subject, token: int) ->
         finish_reason="abort",
     )
     with pytest.raises(RequestError, match=f"'r' has prefix tokens from .*expected 0 to {VOCAB_SIZE - 1}"):
-        await collect(subject.engine, replace(make_request("r", 3), prefixes=(begun,)))
+        await collect(subject.engine, replace(make_request("r", 3), prefixes=(cut_short,)))
 
 
 async def test_interrupted_greedy_equals_uninterrupted(subject: Subject) -> None:
@@ -355,28 +355,28 @@ async def test_interrupted_greedy_equals_uninterrupted(subject: Subject) -> None
 
 
 async def test_samples_go_on_beside_new_ones(subject: Subject) -> None:
-    """A third of the samples is begun; log-probs are those of one forward over all tokens."""
+    """A third of the samples is cut short; log-probs are those of one forward over all tokens."""
     engine = subject.engine
     request = make_request("r", 40, n=6, max_tokens=48, temperature=0.9)
     cut = await interrupt(engine, request, after=60)
-    begun = [c for c in cut.values() if c.finish_reason == "abort"][1::3]
+    cut_short = [c for c in cut.values() if c.finish_reason == "abort"][1::3]
     before = engine.stats()
-    found = await collect(engine, replace(request, prefixes=tuple(begun)))
+    found = await collect(engine, replace(request, prefixes=tuple(cut_short)))
     after = engine.stats()
     assert max(errors(subject.model.old, [request], found)) < TOLERANCE
-    for c in begun:
+    for c in cut_short:
         length = len(c.token_ids)
         assert length
         longer = found["r", c.index]
         assert longer.token_ids[:length].tolist() == c.token_ids.tolist()
         assert longer.log_probs[:length].tolist() == c.log_probs.tolist()
         assert len(longer.token_ids) > length
-    num_begun = sum(len(c.token_ids) for c in begun)
+    num_cut_short = sum(len(c.token_ids) for c in cut_short)
     # The prompt once for those that start anew, and once for each that goes on.
-    prompt_tokens = after.prompt_tokens - before.prompt_tokens - 40 * len(begun) - num_begun
+    prompt_tokens = after.prompt_tokens - before.prompt_tokens - 40 * len(cut_short) - num_cut_short
     assert prompt_tokens in [40 * n for n in range(1, subject.num_engines + 1)]
     num_tokens = sum(len(c.token_ids) for c in found.values())
-    assert after.completion_tokens - before.completion_tokens == num_tokens - num_begun
+    assert after.completion_tokens - before.completion_tokens == num_tokens - num_cut_short
 
 
 async def test_going_on_with_new_weights(either_subject: Subject) -> None:
@@ -424,7 +424,7 @@ async def test_abort_of_some(subject: Subject) -> None:
 
 
 async def test_abort_of_waiting_samples(subject: Subject) -> None:
-    """They come without tokens, or with those that they had begun, and can go on like the others."""
+    """They come without tokens, or with those that they had when cut short, and can continue like the others."""
     engine = subject.engine
     request = make_request("r", 5, n=3 * MAX_NUM_SEQS, max_tokens=100)
     found = await interrupt(engine, request, after=5 * MAX_NUM_SEQS)

@@ -185,7 +185,7 @@ async def test_an_image_token_that_the_policy_wrote_is_text(
     reference = Reference.load(folders["old"])
     request = make_request(processor, "wide", [WIDE])
     tokens = [50, IMAGE, IMAGE, 51]
-    begun = Completion(
+    cut_short = Completion(
         request_id="wide",
         index=0,
         token_ids=np.array(tokens),
@@ -193,7 +193,7 @@ async def test_an_image_token_that_the_policy_wrote_is_text(
         weight_versions=np.zeros(4, np.int32),
         finish_reason="abort",
     )
-    [completion] = (await collect(engine, replace(request, prefixes=(begun,)))).values()
+    [completion] = (await collect(engine, replace(request, prefixes=(cut_short,)))).values()
     assert completion.token_ids.tolist()[:4] == tokens
     assert completion.token_ids.size > 4
     assert_log_probs(reference, request, completion)

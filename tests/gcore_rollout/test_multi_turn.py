@@ -211,8 +211,8 @@ async def test_an_aborted_turn_goes_on() -> None:
     encoder = ChatEncoder(make_tokenizer())
     episode = await run_episode(engine, Questions(["x"]), encoder, request_id="e", sampling=SAMPLING)
     assert episode.token_ids.tolist() == [7, 8, 9, 1]
-    [begun] = engine.requests[1].prefixes
-    assert begun.token_ids.tolist() == [7, 8]
+    [cut_short] = engine.requests[1].prefixes
+    assert cut_short.token_ids.tolist() == [7, 8]
     assert engine.requests[0].request_id == engine.requests[1].request_id
 
 

@@ -11,7 +11,7 @@ from engine_oracles import make_request
 from gcore_rollout import Completion, RepetitionDetection, RequestError
 
 
-def _begun(num_tokens: int = 3, **fields: Any) -> Completion:
+def _cut_short(num_tokens: int = 3, **fields: Any) -> Completion:
     completion = Completion(
         request_id="r",
         index=1,
@@ -23,30 +23,30 @@ def _begun(num_tokens: int = 3, **fields: Any) -> Completion:
     return replace(completion, **fields)
 
 
-def test_begun_samples_are_accepted() -> None:
-    begun = (_begun(), _begun(0, index=0), _begun(15, index=3))
-    assert replace(make_request("r", 4, n=4, max_tokens=16), prefixes=begun).prefixes == begun
+def test_cut_short_samples_are_accepted() -> None:
+    cut_short = (_cut_short(), _cut_short(0, index=0), _cut_short(15, index=3))
+    assert replace(make_request("r", 4, n=4, max_tokens=16), prefixes=cut_short).prefixes == cut_short
 
 
 @pytest.mark.parametrize(
-    ("begun", "message"),
+    ("cut_short", "message"),
     [
-        ([_begun(request_id="other")], "request_id 'other'; expected its own"),
-        ([_begun(index=4)], r"index 4; expected one of those wanted, \(0, 1, 2, 3\)"),
-        ([_begun(index=-1)], r"index -1; expected one of those wanted, \(0, 1, 2, 3\)"),
-        ([_begun(), _begun(2)], r"have indices \[1, 1\]; expected each once"),
-        ([_begun(finish_reason="stop")], "finish_reason 'stop'; expected 'abort'"),
-        ([_begun(16)], "has 16 tokens; expected fewer than max_tokens=16"),
+        ([_cut_short(request_id="other")], "request_id 'other'; expected its own"),
+        ([_cut_short(index=4)], r"index 4; expected one of those wanted, \(0, 1, 2, 3\)"),
+        ([_cut_short(index=-1)], r"index -1; expected one of those wanted, \(0, 1, 2, 3\)"),
+        ([_cut_short(), _cut_short(2)], r"have indices \[1, 1\]; expected each once"),
+        ([_cut_short(finish_reason="stop")], "finish_reason 'stop'; expected 'abort'"),
+        ([_cut_short(16)], "has 16 tokens; expected fewer than max_tokens=16"),
         (
-            [_begun(log_probs=np.zeros(2, np.float32))],
+            [_cut_short(log_probs=np.zeros(2, np.float32))],
             r"of shapes \[\(3,\), \(2,\), \(3,\)\]; expected one shape \[T\]",
         ),
-        ([_begun(weight_versions=np.zeros((3, 1), np.int32))], r"expected one shape \[T\]"),
+        ([_cut_short(weight_versions=np.zeros((3, 1), np.int32))], r"expected one shape \[T\]"),
     ],
 )
-def test_bad_begun_samples_are_refused(begun: list[Completion], message: str) -> None:
+def test_bad_cut_short_samples_are_refused(cut_short: list[Completion], message: str) -> None:
     with pytest.raises(RequestError, match=f"request 'r' .*{message}"):
-        replace(make_request("r", 4, n=4, max_tokens=16), prefixes=tuple(begun))
+        replace(make_request("r", 4, n=4, max_tokens=16), prefixes=tuple(cut_short))
 
 
 @pytest.mark.parametrize("indices", [(), (4,), (-1,), (1, 1)])
@@ -58,8 +58,8 @@ def test_bad_indices_are_refused(indices: tuple[int, ...]) -> None:
 
 def test_completions_are_kept_as_plain_values() -> None:
     """As a checkpoint or a file of arrays would."""
-    begun = _begun()
-    values = asdict(begun)
+    cut_short = _cut_short()
+    values = asdict(cut_short)
     assert {name: type(value) for name, value in values.items()} == {
         "request_id": str,
         "index": int,
@@ -68,7 +68,7 @@ def test_completions_are_kept_as_plain_values() -> None:
         "weight_versions": np.ndarray,
         "finish_reason": str,
     }
-    for revived in (Completion(**values), pickle.loads(pickle.dumps(begun))):
+    for revived in (Completion(**values), pickle.loads(pickle.dumps(cut_short))):
         assert asdict(revived).keys() == values.keys()
         assert all(np.array_equal(asdict(revived)[name], value) for name, value in values.items())
 

@@ -103,7 +103,7 @@ def test_engine_processes_that_are_killed(cli: Cli, own_args: list[str]) -> None
 
 @pytest.mark.slow
 def test_resumption_with_engine_processes(cli: Cli, own_args: list[str]) -> None:
-    """A run of partial rollouts that is killed takes its engines with it, and goes on with what was begun."""
+    """A run of partial rollouts that is killed takes its engines with it, and continues its unfinished samples."""
     base = option_set(option_set(own_args, "--data.max-response-length", "192"), "--trainer.total-training-steps", "3")
     base += ["--rollout.partial-rollout", "True", "--rollout.over-sample-rate", "1", "--trainer.save-freq", "1"]
     args = args_of(cli, base, 'Path("done").touch(); os.kill(os.getpid(), signal.SIGKILL)', calls=[80])

@@ -19,7 +19,7 @@ def args_of(own_args: list[str], model: Path, num_steps: int) -> list[str]:
 
 
 def test_long_responses_go_on_in_later_steps(cli: Cli, own_args: list[str], chatty: Path) -> None:
-    """What was begun is kept in checkpoints: an interrupted run goes on as one that was not."""
+    """Unfinished samples are kept in checkpoints: an interrupted run continues as one that was not."""
     cli.ok(*args_of(own_args, chatty, 4), "--name", "whole")
     rows = step_rows(cli.cwd / "runs/whole")
     assert all(row["sampling/unfinished_groups"] > 0 for row in rows)

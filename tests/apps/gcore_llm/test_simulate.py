@@ -266,9 +266,9 @@ def simulated_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-def request(n: int, seed: int = 0, begun: tuple[Completion, ...] = ()) -> Request:
+def request(n: int, seed: int = 0, cut_short: tuple[Completion, ...] = ()) -> Request:
     sampling = SamplingParams(max_tokens=128)
-    return Request(request_id="r", prompt_token_ids=(7,) * 2, sampling=sampling, n=n, seed=seed, prefixes=begun)
+    return Request(request_id="r", prompt_token_ids=(7,) * 2, sampling=sampling, n=n, seed=seed, prefixes=cut_short)
 
 
 def test_responses_share_the_steps() -> None:
@@ -298,18 +298,18 @@ def test_an_aborted_response_goes_on_to_the_same_length() -> None:
         await engine.abort(["r"])
         first = await task
         await engine.update_weights([], version=1)
-        begun = tuple(c for c in first if c.finish_reason == "abort")
-        rest = replace(request(4, begun=begun), indices=tuple(c.index for c in begun))
+        cut_short = tuple(c for c in first if c.finish_reason == "abort")
+        rest = replace(request(4, cut_short=cut_short), indices=tuple(c.index for c in cut_short))
         return whole, first, [c async for c in engine.generate([rest])]
 
     whole, first, rest = on_engine(ONE, use)
     assert {c.finish_reason for c in whole} <= {"stop", "length"}
-    begun = {c.index: c for c in first if c.finish_reason == "abort"}
+    cut_short = {c.index: c for c in first if c.finish_reason == "abort"}
     # 10 s without 0.032 of prefilling are 142 steps of four responses, which are 8 whole units of 16 tokens.
-    assert begun
-    assert {c.token_ids.size for c in begun.values()} == {8}
+    assert cut_short
+    assert {c.token_ids.size for c in cut_short.values()} == {8}
     lengths = {c.index: c.token_ids.size for c in whole}
-    assert {c.index: c.token_ids.size for c in rest} == {i: lengths[i] for i in begun}
+    assert {c.index: c.token_ids.size for c in rest} == {i: lengths[i] for i in cut_short}
     assert all(set(c.weight_versions[:8]) == {0} and set(c.weight_versions[8:]) == {1} for c in rest)
 
 

@@ -147,7 +147,7 @@ def test_spans_of_unrelated_clocks_become_comparable() -> None:
 
 
 class Clock:
-    """Moves when it is told to."""
+    """Moves when it is asked to."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -278,10 +278,10 @@ async def test_training_ranks_are_busy_in_calls_of_the_learner() -> None:
         assert all(s.end_s - s.start_s > 0.015 for s in own)
 
 
-def begun(logs: Path) -> list[int]:
-    """The processes that have begun to log."""
-    told = [line for path in sorted(logs.iterdir()) for line in path.read_text().splitlines()]
-    return [int(process) for line in told for process in re.findall(r"process (\d+) on \S+ begins$", line)]
+def started(logs: Path) -> list[int]:
+    """The processes that have started to log."""
+    lines = [line for path in sorted(logs.iterdir()) for line in path.read_text().splitlines()]
+    return [int(process) for line in lines for process in re.findall(r"process (\d+) on \S+ begins$", line)]
 
 
 @pytest.mark.slow
@@ -296,13 +296,13 @@ async def test_engine_processes_log_and_are_seen_whichever_has_a_place(tmp_path:
         assert len([c async for c in engine.generate([request("r", max_tokens=4, n=8)])]) == 8
         spans = devices.drain()
         assert {name: stages(own) for name, own in spans.items()} == {"engine 0": ["gen"], "engine 1": ["gen"]}
-        first, _ = begun(logs)
+        first, _ = started(logs)
         os.kill(first, signal.SIGKILL)
         async with asyncio.timeout(300):
-            while len(begun(logs)) < 3:
+            while len(started(logs)) < 3:
                 assert len([c async for c in engine.generate([request("r", max_tokens=4, n=8)])]) == 8
         assert not Path(f"/proc/{first}").exists()
-        assert all(Path(f"/proc/{pid}").exists() for pid in begun(logs) if pid != first)
+        assert all(Path(f"/proc/{pid}").exists() for pid in started(logs) if pid != first)
     finally:
         await engine.close()
     assert {path.name for path in logs.iterdir()} == {"engine-0.log", "engine-1.log"}
@@ -450,7 +450,7 @@ def work(folder: Path, rank: int, end: str) -> int:
     return result.returncode
 
 
-def told(lines: Iterator[str]) -> list[str]:
+def texts(lines: Iterator[str]) -> list[str]:
     """The lines without their times."""
     return [line.partition(" ")[2] for line in lines]
 
@@ -480,7 +480,7 @@ def time_of(text: str) -> float:
 def test_all_that_a_dying_process_wrote_is_in_its_log(tmp_path: Path, end: str, code: int) -> None:
     assert work(tmp_path, 3, end) == code
     assert [path.name for path in tmp_path.iterdir()] == ["engine-3.log"]
-    lines = told(merged_lines(tmp_path))
+    lines = texts(merged_lines(tmp_path))
     assert re.fullmatch(r"engine-3 INFO gcore_runs.logs.writing: process \d+ on \S+ begins", lines[0])
     assert lines[1:3] == ["engine-3 INFO a.b: first", "engine-3 INFO second"]
     assert lines[3] == "engine-3 WARNING py.warnings: <string>:8: UserWarning: careful"
@@ -535,7 +535,7 @@ def test_main_process_logs_and_shows_as_before(tmp_path: Path, capfd: pytest.Cap
         assert (root.handlers, root.level) == ([], level)
     finally:
         root.handlers[:] = kept
-    lines = told(merged_lines(tmp_path))
+    lines = texts(merged_lines(tmp_path))
     assert lines[1:3] == ["main INFO x: quiet", "main WARNING x: loud"]
     assert "main ERROR KeyError: 'gone'" in lines
     err = capfd.readouterr().err
@@ -550,7 +550,7 @@ def test_logging_again_goes_to_the_new_file_alone(tmp_path: Path) -> None:
         logging.warning("here")
         first.close()
         logging.warning("and here")
-    assert told(merged_lines(tmp_path, role="trainer"))[1:] == [
+    assert texts(merged_lines(tmp_path, role="trainer"))[1:] == [
         "trainer-2 WARNING root: here",
         "trainer-2 WARNING root: and here",
     ]
@@ -573,7 +573,7 @@ def test_files_begin_anew_when_they_are_full_and_output_goes_along(tmp_path: Pat
     assert {"trainer-0.log", "trainer-0.log.1"} <= sizes.keys()
     assert max(sizes.values()) < 2100
     expected = [text for i in range(30) for text in (f"INFO root: record {i}", f"OUT output {i}")]
-    assert [line.removeprefix("trainer-0 ") for line in told(merged_lines(tmp_path))[1:]] == expected
+    assert [line.removeprefix("trainer-0 ") for line in texts(merged_lines(tmp_path))[1:]] == expected
 
 
 def test_logs_are_merged_by_time(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ class _Sample:
     index: int
     prefix: Completion | None
     length: float
-    num_begun: float
+    prefix_length: float
     replica: int
 
 
@@ -164,7 +164,7 @@ class ModelledEngine:
         with self._meter.paused():
             for sample, num_tokens in self._withdraw(lambda s: ids is None or s.request.request_id in ids):
                 # A response that would have ended at this very moment still lacks its last token.
-                whole = min(num_tokens, sample.length - sample.num_begun - self._config.token_unit)
+                whole = min(num_tokens, sample.length - sample.prefix_length - self._config.token_unit)
                 self._hand_over(sample, int(whole / self._config.token_unit + 1e-9), is_aborted=True)
 
     async def pause(self) -> None:
@@ -234,22 +234,22 @@ class ModelledEngine:
         num_prompt = len(request.prompt_token_ids) * unit
         for index in indices:
             before = prefixes.get(index)
-            num_begun = 0 if before is None else before.token_ids.size * unit
+            prefix_length = 0 if before is None else before.token_ids.size * unit
             sample = _Sample(
                 call=call,
                 request=request,
                 index=index,
                 prefix=before,
                 length=min(self._length(request, index), request.sampling.max_tokens) * unit,
-                num_begun=num_begun,
+                prefix_length=prefix_length,
                 replica=replica,
             )
             yield ReplicaRequest(
                 item=sample,
-                length=sample.length - num_begun,
-                prefill_s=(num_prompt + num_begun) / self._config.engine.prefill_tokens_per_s,
+                length=sample.length - prefix_length,
+                prefill_s=(num_prompt + prefix_length) / self._config.engine.prefill_tokens_per_s,
             )
-            self._num_prompt_tokens += num_prompt + num_begun
+            self._num_prompt_tokens += num_prompt + prefix_length
             num_prompt = 0
 
     def _drawn_length(self, request: Request, index: int) -> int:
@@ -262,7 +262,7 @@ class ModelledEngine:
     def _finished(self, samples: list[_Sample]) -> None:
         self._forget(samples)
         for sample in samples:
-            self._hand_over(sample, round((sample.length - sample.num_begun) / self._config.token_unit))
+            self._hand_over(sample, round((sample.length - sample.prefix_length) / self._config.token_unit))
 
     def _forget(self, samples: list[_Sample]) -> None:
         self._num_unfinished -= len(samples)
