@@ -32,8 +32,7 @@ from rank import Rank, mesh
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
-from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard as ShardPlacement, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 import gcore_ckpt.loading.loader

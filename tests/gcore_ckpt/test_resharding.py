@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from gcore_ckpt import Checkpointer, export_hf

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
 from gcore_ckpt import Checkpointer, CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, verify

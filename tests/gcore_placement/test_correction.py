@@ -4,8 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gcore_placement import Correction, EngineCosts, JobCosts, PlacementError, SwapCosts, TrainingCosts
 from gcore_placement.correction import STAGES

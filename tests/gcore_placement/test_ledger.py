@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gcore_placement import Ledger, PlacementError, StepIntervals, read_spans
 from gcore_placement.cli import main

@@ -1,8 +1,7 @@
 """Which partitions a cluster allows."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gcore_placement import PartitionSpace, PlacementError, RoleLimits
 

@@ -6,8 +6,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from planning_jobs import QWEN_7B, QWEN_32B, make_cluster, make_job
 
 from gcore_placement import (

@@ -5,8 +5,7 @@ import random
 import numpy as np
 import pytest
 from continuous_batching_cases import cases
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gcore_placement import EngineCosts, LeastLoaded, Replica, ReplicaRequest, RunningLedger
 from gcore_placement.simulation.continuous_batching import Requests, run_replicas

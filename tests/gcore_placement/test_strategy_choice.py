@@ -3,8 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gcore_placement import PartitionSpace, PlacementError, RoleLimits, RoleLoad, StrategyChoice
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from engine_oracles import VLLM_IMPORT_WARNINGS, TinyModel, collect, make_engine, make_request
 from faulty_engines import EXPECTED, FAULTS, TENSOR, make_faulty
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gcore_rollout import (
     PRELOAD_HF,

@@ -9,8 +9,7 @@ import pytest
 import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gcore_rollout import DDIM, DanceSDE, FlowCPS, FlowODE, FlowSDE, Kernel, RequestError, Transition
 

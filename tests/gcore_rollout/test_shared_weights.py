@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gcore_rollout import RolloutError
 from gcore_rollout.weight_sync.shared_weights import SharedWeights, SharedWeightsReader

@@ -6,8 +6,7 @@ import pytest
 import torch
 from engine_oracles import TinyModel, collect, make_request, until_sampled
 from fake_engine import FakeEngine
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gcore_rollout import Completion, HFEngine, Request, RolloutError, TimeSharedEngines
 

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 from engine_oracles import VLLM_IMPORT_WARNINGS, TinyModel, make_engine
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from weight_sync_oracles import check_behind, check_synced, make_trainer, train
 
 from gcore_rollout import WeightMirror, WrongBaseError

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_oracles import TinyModel
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from rank_pool import script_server
 from safetensors.torch import load_file
 from weight_sync_oracles import check_behind, check_synced, make_trainer, train

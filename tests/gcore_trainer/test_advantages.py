@@ -6,8 +6,7 @@ import statistics
 import numpy as np
 import pytest
 from by_name import group_advantages
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from numpy.testing import assert_allclose
 
 from gcore_trainer import (

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from trainer_oracles import (
     SIZES,
     Group,
@@ -45,8 +44,7 @@ from transformers import (
 
 from gcore_trainer import PackedModel, UnsupportedModelError, pack
 from gcore_trainer.context_parallel.groups import ContextParallel
-from gcore_trainer.packing import attention as packed_attention
-from gcore_trainer.packing import block_attention
+from gcore_trainer.packing import attention as packed_attention, block_attention
 from gcore_trainer.packing.attention import AttentionKind, PackedPlan
 from gcore_trainer.packing.router_replay import input_places
 

@@ -13,8 +13,7 @@ from context_parallel_cases import (
     attended_at_once,
     model_gradients_at_once,
 )
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from rank_pool import RankPool
 from trainer_oracles import Group, deviation
 

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gcore_trainer import ConfigError, DDPMProcess, DenoisingPolicyConfig, DiffusionDPOConfig, FlowProcess, NFTConfig
 from gcore_trainer.diffusion.losses import (

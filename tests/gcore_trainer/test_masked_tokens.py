@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from megatron_oracles import CP, save_megatron_model
 from numpy.typing import NDArray
 from rank_pool import RankServer

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from megatron_oracles import CONFIGS, EP, LLAMA3_ROPE, MOE, PP, SP, TP, VPP, save_megatron_model
 from rank_pool import RankPool
 from safetensors.torch import load_file, save_file

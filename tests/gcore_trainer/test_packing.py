@@ -4,8 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from trainer_oracles import Group, groups, make_samples
 
 from gcore_trainer import ConfigError, PackedBatch, pack

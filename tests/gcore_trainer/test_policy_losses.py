@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 from by_name import flat_loss
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 from numpy.testing import assert_allclose
 from numpy.typing import NDArray
 

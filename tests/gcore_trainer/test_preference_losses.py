@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gcore_trainer import BatchError, ConfigError, bradley_terry_loss, dpo_loss
 from gcore_trainer.config import DPOLossType

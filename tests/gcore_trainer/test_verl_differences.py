@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from by_name import group_advantages
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gcore_trainer import (
     AdaptiveKLController,

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from by_name import group_advantages
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 from numpy.typing import NDArray
 
 from gcore_trainer import (

@@ -44,6 +44,12 @@ class Distribution:
     def files(self) -> list[Path]:
         return sorted(self.source.rglob("*.py"))
 
+    def exports(self) -> dict[str, str]:
+        """Return the public names and their modules: what ``__init__.pyi`` imports, which is read when one is used."""
+        stub = self.source / "__init__.pyi"
+        nodes = [node for node in parse(stub).body if isinstance(node, ast.ImportFrom)] if stub.is_file() else []
+        return {alias.name: f"{self.module}.{node.module}" for node in nodes for alias in node.names}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Import:

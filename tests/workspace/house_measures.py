@@ -52,7 +52,7 @@ def dependencies(distribution: Distribution) -> dict[str, set[str]]:
     files = modules(distribution)
     exports = {
         name: {i.name: i.module for i in imports(path)} for name, path in files.items() if path.name == "__init__.py"
-    }
+    } | {distribution.module: distribution.exports()}
 
     def target(module: str, name: str) -> str:
         if f"{module}.{name}" in files:

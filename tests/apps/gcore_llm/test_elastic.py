@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 from command_line import Cli, Command, assert_same_metrics, option_set, step_rows
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ray.cluster_utils import Cluster
 
 from gcore_controller import Sizes

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from command_line import Cli
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gcore_diffusion.cli import parse_train as parse_diffusion
 from gcore_diffusion.config import DiffusionConfig

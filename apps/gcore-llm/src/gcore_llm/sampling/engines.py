@@ -17,11 +17,11 @@ from gcore_rollout import (
     EngineReplicas,
     ServerClient,
     connect_servers,
+    engine_factory as factory_of,
     load_function,
     start_replicas,
     visible_gpus,
 )
-from gcore_rollout import engine_factory as factory_of
 from gcore_runs.errors import UserError
 from gcore_runs.loop.instrumented_engine import NO_INSTRUMENTATION, Instrumentation
 

@@ -8,8 +8,7 @@ import socket
 import ray
 from ray._private import worker as ray_worker
 
-from gcore_controller import ClusterError, SizedConfig, check_token
-from gcore_controller import connect as connect_with_token
+from gcore_controller import ClusterError, SizedConfig, check_token, connect as connect_with_token
 from gcore_runs.errors import UserError
 
 _CONNECT_TIMEOUT_S = 10.0

@@ -11,8 +11,7 @@ import ray
 import torch
 from verl import DataProto
 from verl.single_controller.base import Worker
-from verl.single_controller.base.decorator import Dispatch as _Dispatch
-from verl.single_controller.base.decorator import register
+from verl.single_controller.base.decorator import Dispatch as _Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 

@@ -13,8 +13,7 @@ try:
     from gcore_controller.runtimes.ray.connection import check_token, connect
     from gcore_controller.runtimes.ray.controllers import RayControllers, run_ray
     from gcore_controller.runtimes.ray.references import RayReference, put
-    from gcore_controller.runtimes.ray.role_actors import Role as ActorRole
-    from gcore_controller.runtimes.ray.role_actors import RoleActors
+    from gcore_controller.runtimes.ray.role_actors import Role as ActorRole, RoleActors
     from gcore_controller.runtimes.ray.trainer_client import RayTrainerClient
     from gcore_controller.runtimes.ray.trainer_group import RayTrainerGroup
 except ImportError as error:

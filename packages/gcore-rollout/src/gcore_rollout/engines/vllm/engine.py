@@ -17,6 +17,7 @@ from gcore_rollout.engines.vllm.process import (
     TIED_HEAD,
     check_head_size,
     checkpoint_shapes,
+    eos_token_ids as declared_eos_token_ids,
     free_kv_cache,
     import_vllm,
     load_vision,
@@ -24,9 +25,6 @@ from gcore_rollout.engines.vllm.process import (
     repack_head,
     set_environment,
     shut_down,
-)
-from gcore_rollout.engines.vllm.process import (
-    eos_token_ids as declared_eos_token_ids,
 )
 from gcore_rollout.engines.vllm.requests import (
     check_temperature,

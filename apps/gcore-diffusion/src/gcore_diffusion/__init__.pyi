@@ -1,0 +1,12 @@
+from .config import (
+    ActorConfig as ActorConfig,
+    AlgorithmConfig as AlgorithmConfig,
+    DataConfig as DataConfig,
+    DemoConfig as DemoConfig,
+    DiffusionConfig as DiffusionConfig,
+    RolloutConfig as RolloutConfig,
+    TrainerConfig as TrainerConfig,
+)
+from .recipes import embedded as embedded, embedded_nft as embedded_nft
+from .sampling.reward_config import JudgeConfig as JudgeConfig, RewardConfig as RewardConfig
+from .training import train as train

@@ -1,0 +1,29 @@
+from .config import (
+    ActorConfig as ActorConfig,
+    AlgorithmConfig as AlgorithmConfig,
+    CriticConfig as CriticConfig,
+    DataConfig as DataConfig,
+    KLControlConfig as KLControlConfig,
+    OverlongConfig as OverlongConfig,
+    TaskConfig as TaskConfig,
+    TrainConfig as TrainConfig,
+    WarmupConfig as WarmupConfig,
+)
+from .finetune.config import (
+    DPORunConfig as DPORunConfig,
+    LengthConfig as LengthConfig,
+    OptimConfig as OptimConfig,
+    RewardModelRunConfig as RewardModelRunConfig,
+    RowsConfig as RowsConfig,
+    SFTRunConfig as SFTRunConfig,
+)
+from .finetune.run import fine_tune as fine_tune
+from .recipes import embedded as embedded, own_data as own_data
+from .settings.reward_config import (
+    JudgeConfig as JudgeConfig,
+    RewardCallsConfig as RewardCallsConfig,
+    RewardModelConfig as RewardModelConfig,
+)
+from .settings.rollout_config import MultiTurnConfig as MultiTurnConfig, RolloutConfig as RolloutConfig
+from .settings.trainer_config import TrainerConfig as TrainerConfig
+from .training import train as train

@@ -1,0 +1,16 @@
+from .checkpointer import Checkpointer as Checkpointer, load as load, save as save
+from .errors import (
+    CheckpointError as CheckpointError,
+    CheckpointLockedError as CheckpointLockedError,
+    CheckpointMismatchError as CheckpointMismatchError,
+    CheckpointNotFoundError as CheckpointNotFoundError,
+    CheckpointWriteError as CheckpointWriteError,
+    CorruptCheckpointError as CorruptCheckpointError,
+    LostRankError as LostRankError,
+)
+from .format.tree import PerRank as PerRank, State as State
+from .loading.verify import verify as verify
+from .ranks.shards import Shard as Shard, Shards as Shards
+from .saving.handle import SaveHandle as SaveHandle
+from .tools.dcp import import_dcp as import_dcp
+from .tools.hugging_face import export_hf as export_hf
