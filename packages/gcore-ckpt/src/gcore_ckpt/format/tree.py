@@ -34,12 +34,9 @@ _MAX_PLAIN_INT = 2**53  # what every JSON reader holds exactly
 
 @dataclass(frozen=True)
 class PerRank:
-    """A part of a state that is each rank's own, such as its random number generator.
+    """A part of a state that is each rank's own, such as its random number generator; `value` is any state.
 
     It is loaded by as many ranks as saved it, each of which gets its own value.
-
-    Attributes:
-        value: Any state.
     """
 
     value: State
@@ -138,11 +135,7 @@ def decode(
 ) -> State:
     """Return the state that `encode` made `node` of.
 
-    Args:
-        node: An encoded state.
-        array: Gives the tensor or array of a name.
-        per_rank: Picks one of the nodes that the ranks wrote, by rank.
-        depth: Containers around `node`.
+    `array` gives the tensor or array of a name, `per_rank` picks one of the nodes that the ranks wrote, by rank.
 
     Raises:
         ValueError: `node` is not an encoded state.
@@ -164,23 +157,17 @@ def decode(
             return tuple(decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", items))
         case list():
             return [decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", node)]
-        case dict():
-            fields = dict_fields(cast("Node", node))
-            if fields is None:
-                raise ValueError(f"unknown node {str(cast('object', node))[:80]}")
-            return {key: decode(value, array, per_rank, depth + 1) for key, value in fields.items()}
         case None | bool() | str() | int() | float():
             return node
         case _:
-            raise ValueError(f"unknown node {str(cast('object', node))[:80]}")
+            fields = dict_fields(node)
+            if fields is None:
+                raise ValueError(f"unknown node {str(cast('object', node))[:80]}")
+            return {key: decode(value, array, per_rank, depth + 1) for key, value in fields.items()}
 
 
 def dict_fields(node: Node) -> dict[str | int, Node] | None:
-    """Return the keys and nodes of an encoded dict; None for any other node.
-
-    Raises:
-        ValueError: A key is neither a string nor an integer.
-    """
+    """Return the keys and nodes of an encoded dict; None for any other node. `ValueError` for a key of another type."""
     match node:
         case {"dict": dict(fields), **rest} if not rest:
             return cast("dict[str | int, Node]", fields)
@@ -252,19 +239,8 @@ def references(node: Node) -> Iterator[str]:
     name = tensor_name(node)
     if name is not None:
         yield name
-    children: Sequence[Node] = ()
-    match node:
-        case list():
-            children = cast("list[Node]", node)
-        case {"dict": dict(fields)} | {"per_rank": dict(fields)}:
-            children = list(cast("dict[str, Node]", fields).values())
-        case {"items": list(items)}:
-            children = [_item(item)[1] for item in cast("list[Node]", items)]
-        case {"tuple": list(items)}:
-            children = cast("list[Node]", items)
-        case _:
-            pass
-    for child in children:
+    ranks: dict[str, Node] = node.get("per_rank", {}) if isinstance(node, dict) else {}
+    for child in (dict_fields(node) or ranks).values() or tuple_items(node) or ():
         yield from references(child)
 
 
@@ -303,9 +279,7 @@ def _encode_int(value: int) -> Node:
 
 
 def _float_of_bits(bits: str) -> float:
-    value: float
     try:
-        (value,) = struct.unpack(">d", bytes.fromhex(bits.removeprefix("0x")))
+        return struct.unpack(">d", bytes.fromhex(bits.removeprefix("0x")))[0]
     except struct.error as error:
         raise ValueError(f"float_bits {bits!r} are not 64 bits") from error
-    return value

@@ -1,7 +1,7 @@
 """Turns an open step into a state: a fresh one, or a template whose memory is filled."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -24,11 +24,9 @@ from gcore_ckpt.format.tree import (
 from gcore_ckpt.loading.reader import StepReader
 from gcore_ckpt.loading.restore import Request, fill
 from gcore_ckpt.ranks.group import Group
-from gcore_ckpt.ranks.leaves import TORCH_DTYPES, NumpyArray
-from gcore_ckpt.ranks.shards import Shard, Shards
-from gcore_ckpt.ranks.tensors import as_shard, is_dtensor, is_megatron
+from gcore_ckpt.ranks.shards import TORCH_DTYPES, NumpyArray, Shard, Shards, as_shard, is_dtensor, is_megatron
 from gcore_ckpt.storage.local import LocalFiles
-from gcore_ckpt.workers import Workers
+from gcore_ckpt.threads import Workers
 
 _NAMED = 5
 _THREADS = 8
@@ -44,118 +42,89 @@ def load_step(
     mmap: bool,
     check: Callable[[], None] = lambda: None,
 ) -> State:
-    """Load from an open step, as `Checkpointer.load` says; `check` is called before each read and may raise.
-
-    Raises:
-        CheckpointMismatchError: It does not hold what is asked for; nothing was filled.
-        CorruptCheckpointError: It is not what was saved.
-        CheckpointNotFoundError: It was deleted meanwhile.
-    """
-    loader = Loader(
-        reader=reader, rank=group.rank, size=group.size, device=torch.device(device), mmap=mmap, check=check
-    )
-    workers = Workers(_THREADS, "gcore-ckpt-read")
-    try:
-        return loader.whole(only, workers) if template is None else loader.into(template, workers)
-    finally:
-        workers.close()
+    """Load from an open step, as `Checkpointer.load` says; `check` is called before each read and may raise."""
+    loader = _Loader(reader, group, torch.device(device), mmap=mmap)
+    if template is None:
+        state = loader.decoded(reader.index.tree if only is None else _pruned(reader.index.tree, only, reader.where))
+    else:
+        state = loader.match(template, reader.index.tree, ())
+        loader.check_missing()
+    with Workers(_THREADS, "gcore-ckpt-read") as workers:
+        fill(reader, loader.requests, workers, check)
+    return state
 
 
-@dataclass(kw_only=True)
-class Loader:
-    """Loads from one open step, as one rank of a group.
+class _Loader:
+    """Makes a state of one open step, as one rank of a group, and collects what its tensors are to be filled with."""
 
-    Attributes:
-        reader: The step.
-        rank: Of the group.
-        size: Of the group.
-        device: Where fresh tensors are made.
-        mmap: Whether fresh tensors are views of the files where a file holds them whole.
-        check: Is called before each read; what it raises ends the load.
-    """
+    def __init__(self, reader: StepReader, group: Group, device: torch.device, *, mmap: bool) -> None:
+        self.requests: list[Request] = []
+        self._reader = reader
+        self._group = group
+        self._device = device
+        self._mmap = mmap
+        self._fresh: dict[tuple[ArrayKind, str], object] = {}
+        self._filled: set[tuple[object, ...]] = set()
+        self._missing: list[tuple[str, torch.Tensor | None]] = []
 
-    reader: StepReader
-    rank: int
-    size: int
-    device: torch.device
-    mmap: bool = False
-    check: Callable[[], None] = lambda: None
-    _requests: list[Request] = field(default_factory=list[Request])
-    _fresh: dict[tuple[ArrayKind, str], object] = field(default_factory=dict[tuple[ArrayKind, str], object])
-    _filled: set[tuple[object, ...]] = field(default_factory=set[tuple[object, ...]])
-    _missing: list[tuple[str, torch.Tensor | None]] = field(default_factory=list[tuple[str, torch.Tensor | None]])
-
-    def whole(self, only: Sequence[str] | None, workers: Workers) -> State:
-        """Return the state as it was saved, every tensor whole; leaves that shared memory are one and the same object.
-
-        Raises:
-            CheckpointMismatchError: `only` names what is not there.
-        """
-        node = self.reader.index.tree if only is None else _pruned(self.reader.index.tree, only, self.reader.where)
-        state = self._decoded(node)
-        fill(self.reader, self._requests, workers, self.check)
-        return state
-
-    def into(self, template: State, workers: Workers) -> State:
-        """Return the template, its tensors filled and its small values replaced by those that were saved.
-
-        Raises:
-            CheckpointMismatchError: It does not fit what was saved; nothing was filled.
-        """
-        state = self._match(template, self.reader.index.tree, ())
+    def check_missing(self) -> None:
+        """Raise `CheckpointMismatchError` if the template has what was not saved; nothing was filled."""
         missing = [path for path, tensor in self._missing if tensor is None or _memory(tensor) not in self._filled]
         if missing:
             more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-            raise CheckpointMismatchError(f"{self.reader.where} does not hold {', '.join(missing[:_NAMED])}{more}")
-        fill(self.reader, self._requests, workers, self.check)
-        return state
+            raise CheckpointMismatchError(f"{self._reader.where} does not hold {', '.join(missing[:_NAMED])}{more}")
 
-    def _decoded(self, node: Node) -> State:
-        return self.reader.decode_tree(node, self._new, self._own)
+    def decoded(self, node: Node) -> State:
+        """Return a part of the state as it was saved; leaves that shared memory are one and the same object."""
+        return self._reader.decode_tree(node, self._new, self._own)
 
     def _own(self, nodes: Mapping[str, Node]) -> Node:
-        if len(nodes) != self.size or str(self.rank) not in nodes:
+        if len(nodes) != self._group.size or str(self._group.rank) not in nodes:
             raise CheckpointMismatchError(
-                f"{self.reader.where} holds values that each of {len(nodes)} ranks has of its own, and "
-                f"{self.size} load it; leave them out of the template (or name the rest in only=)"
+                f"{self._reader.where} holds values that each of {len(nodes)} ranks has of its own, and "
+                f"{self._group.size} load it; leave them out of the template (or name the rest in only=)"
             )
-        return nodes[str(self.rank)]
+        return nodes[str(self._group.rank)]
 
     def _new(self, kind: ArrayKind, name: str, stored: StoredTensor) -> object:
         if (kind, name) not in self._fresh:
-            tensor = self._mapped(stored) if self.mmap else None
+            tensor = self._mapped(stored) if self._mmap else None
             if tensor is None:
-                tensor = _new_tensor(stored, self.device if kind == "tensor" else torch.device("cpu"))
+                tensor = _new_tensor(stored, self._device if kind == "tensor" else torch.device("cpu"))
                 if stored.size_bytes:
-                    self._requests.append(Request(name=name, box=Box.whole(stored.shape), target=tensor))
+                    self.requests.append(Request(name, Box.whole(stored.shape), tensor))
             self._fresh[kind, name] = tensor if kind == "tensor" else _as_array(tensor, stored)
         return self._fresh[kind, name]
 
     def _mapped(self, stored: StoredTensor) -> torch.Tensor | None:
         """Return the tensor in its file, where it lies whole in one; written to, it becomes memory of its own."""
-        files = self.reader.files
+        files = self._reader.files
         if not isinstance(files, LocalFiles):
-            raise ValueError(f"mmap is on and {self.reader.where} is no local folder; expected one, or mmap off")
+            raise ValueError(f"mmap is on and {self._reader.where} is no local folder; expected one, or mmap off")
         if len(stored.shards) != 1 or not stored.size_bytes:
             return None
         [shard] = stored.shards
-        data = np.memmap(files.path(shard.file), np.uint8, "c", shard.offset_bytes, (stored.size_bytes,))
-        return torch.from_numpy(data).view(TORCH_DTYPES[stored.dtype]).view(stored.shape).to(self.device)
+        data = np.memmap(files.folder / shard.file, np.uint8, "c", shard.offset_bytes, (stored.size_bytes,))
+        return torch.from_numpy(data).view(TORCH_DTYPES[stored.dtype]).view(stored.shape).to(self._device)
 
-    def _match(self, template: State, node: Node | None, path: StatePath) -> State:
+    def match(self, template: State, node: Node | None, path: StatePath) -> State:
         """Return the counterpart of a part of the template; `node` is what was saved in its place, or None."""
         match template:
             case dict():
                 return self._match_dict(cast("dict[str | int, State]", template), node, path)
             case list() | tuple():
                 items = cast("Sequence[State]", template)
-                nodes = _sequence(node, len(items), path, self.reader.where)
-                found = [self._match(item, n, (*path, i)) for i, (item, n) in enumerate(zip(items, nodes, strict=True))]
+                nodes = None if node is None else tuple_items(node)
+                if nodes is None or len(nodes) != len(items):
+                    stored = _kind(node) if nodes is None else f"one of {len(nodes)} items"
+                    problem = f"is a sequence of {len(items)} items in the template, {stored} in the checkpoint"
+                    raise self._mismatch(path, problem)
+                found = [self.match(item, n, (*path, i)) for i, (item, n) in enumerate(zip(items, nodes, strict=True))]
                 return found if isinstance(template, list) else tuple(found)
             case PerRank():
                 match node:
                     case {"per_rank": dict(nodes), **rest} if not rest:
-                        return self._match(template.value, self._own(cast("dict[str, Node]", nodes)), path)
+                        return self.match(template.value, self._own(cast("dict[str, Node]", nodes)), path)
                     case _:
                         raise self._mismatch(path, "is PerRank in the template and was not saved as such")
             case Shards():
@@ -177,7 +146,7 @@ class Loader:
                 self._miss(value, (*path, key))
                 state[key] = value
             else:
-                state[key] = self._match(value, child, (*path, key))
+                state[key] = self.match(value, child, (*path, key))
         return state
 
     def _miss(self, template: State, path: StatePath) -> None:
@@ -197,17 +166,17 @@ class Loader:
             self._request(_name(node), Box.whole(array.shape), array.shape, torch.from_numpy(array), path)
             return array
         if is_megatron(template, "ShardedObject"):
-            return self._decoded(node)
+            return self.decoded(node)
         try:
             shard = as_shard(template)
         except ValueError as error:
             raise self._mismatch(path, str(error)) from None
         if shard is None:
-            return self._decoded(node)
+            return self.decoded(node)
         name = shard.name if shard.name is not None else _name(node)
         result = template
         if shard.tensor.is_meta:
-            shard = shard.with_tensor(torch.empty_like(shard.tensor, device=self.device))
+            shard = replace(shard, tensor=torch.empty_like(shard.tensor, device=self._device))
             result = _materialised(template, shard)
         self._request(name, shard.box, tuple(shard.global_shape), shard.tensor, path)
         self._filled.add(_memory(shard.tensor))
@@ -216,20 +185,20 @@ class Loader:
     def _request(
         self, name: str | None, box: Box, shape: tuple[int, ...], target: torch.Tensor, path: StatePath
     ) -> None:
-        stored = None if name is None else self.reader.index.tensors.get(name)
+        stored = None if name is None else self._reader.index.tensors.get(name)
         if stored is None or name is None:
             raise self._mismatch(path, f"is a tensor in the template, no tensor in the checkpoint (name {name!r})")
         if stored.shape != shape:
             raise self._mismatch(path, f"has shape {shape} in the template, {stored.shape} in the checkpoint")
-        if not _converts(TORCH_DTYPES[stored.dtype], target.dtype):
-            raise self._mismatch(
-                path, f"has dtype {target.dtype} in the template, to which torch converts no {stored.dtype}"
-            )
+        dtype = TORCH_DTYPES[stored.dtype]
+        if dtype != target.dtype and not torch.can_cast(dtype, target.dtype):
+            found = f"has dtype {target.dtype} in the template, to which torch converts no {stored.dtype}"
+            raise self._mismatch(path, found)
         if box.size:
-            self._requests.append(Request(name=name, box=box, target=target))
+            self.requests.append(Request(name, box, target))
 
     def _mismatch(self, path: StatePath, problem: str) -> CheckpointMismatchError:
-        return CheckpointMismatchError(f"{self.reader.where}: {describe(path)} {problem}")
+        return CheckpointMismatchError(f"{self._reader.where}: {describe(path)} {problem}")
 
 
 def _name(node: Node | None) -> str | None:
@@ -258,10 +227,6 @@ def _materialised(template: State, shard: Shard) -> State:
     return shard if isinstance(template, Shard) else shard.tensor
 
 
-def _converts(stored: torch.dtype, target: torch.dtype) -> bool:
-    return stored == target or torch.can_cast(stored, target)
-
-
 def _new_tensor(stored: StoredTensor, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype], device=device)
@@ -272,16 +237,6 @@ def _new_tensor(stored: StoredTensor, device: torch.device) -> torch.Tensor:
 def _as_array(tensor: torch.Tensor, stored: StoredTensor) -> object:
     flat: np.ndarray[Any, np.dtype[Any]] = tensor.reshape(-1).view(torch.uint8).numpy()
     return flat.view(stored.dtype).reshape(stored.shape)
-
-
-def _sequence(node: Node | None, length: int, path: StatePath, where: str) -> Sequence[Node]:
-    items = None if node is None else tuple_items(node)
-    if items is None or len(items) != length:
-        found = _kind(node) if items is None else f"one of {len(items)} items"
-        raise CheckpointMismatchError(
-            f"{where}: {describe(path)} is a sequence of {length} items in the template, {found} in the checkpoint"
-        )
-    return items
 
 
 def _kind(node: Node | None) -> str:
@@ -306,15 +261,9 @@ def _pruned(node: Node, only: Sequence[str], where: str) -> Node:
     pruned = prune(node, "")
     unknown = [name for name in wanted if name not in used]
     if unknown:
-        names = list(_dotted(node, ""))
+        names = [str(key) for key in dict_fields(node) or {}]
         raise CheckpointMismatchError(
             f"{where} holds nothing under {', '.join(map(repr, unknown))}; it holds {', '.join(names[:8])}"
             f"{', ...' if len(names) > 8 else ''}"
         )
     return pruned[0] if pruned else {"dict": {}}
-
-
-def _dotted(node: Node, path: str) -> Iterator[str]:
-    fields = dict_fields(node)
-    for key in fields or {}:
-        yield f"{path}.{key}".lstrip(".")

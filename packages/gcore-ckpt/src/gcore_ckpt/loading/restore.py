@@ -2,35 +2,26 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from gcore_ckpt.format.boxes import Box
-from gcore_ckpt.format.checksum import block_count
+from gcore_ckpt.format.data_file import block_count
 from gcore_ckpt.format.index import StoredShard, StoredTensor
 from gcore_ckpt.loading.reader import StepReader, block_runs
-from gcore_ckpt.ranks.leaves import TORCH_DTYPES
-from gcore_ckpt.workers import Job, Workers
+from gcore_ckpt.ranks.shards import TORCH_DTYPES
+from gcore_ckpt.threads import Job, Workers
 
 _SCRATCH_BYTES = 64 << 20
 _BATCH_BYTES = 4 << 20
 
-_SizedJob: TypeAlias = tuple[int, Job]
-"""The bytes that a job reads, and the job."""
+_SizedJob: TypeAlias = tuple[int, Job]  # the bytes that a job reads, and the job
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A box of a stored tensor, and the memory to put it in.
-
-    Attributes:
-        name: Name of the tensor.
-        box: The box.
-        target: Memory of the box's shape, of any dtype, device and strides.
-    """
+class Request(NamedTuple):
+    """A box of a stored tensor, and memory of its shape, of any dtype, device and strides, to put it in."""
 
     name: str
     box: Box
@@ -42,11 +33,7 @@ def fill(
 ) -> None:
     """Fill every request, reading only the blocks that hold something of it.
 
-    Args:
-        reader: The step.
-        requests: What to fill.
-        workers: Threads that read.
-        check: Is called by them before each read; what it raises ends the filling.
+    `check` is called by the workers before each read; what it raises ends the filling.
 
     Raises:
         CorruptCheckpointError: What is stored is not what was saved; targets then hold rubbish.

@@ -1,62 +1,63 @@
 """The parts of a process that live from its first save to its last: lock, plan, staging memory, background thread."""
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
-from gcore_ckpt.calls import Call
 from gcore_ckpt.errors import CheckpointNotFoundError, CheckpointWriteError
+from gcore_ckpt.format.boxes import HeldBox
 from gcore_ckpt.format.tree import Node, State
-from gcore_ckpt.ranks.coordination import SavePlanner, root_decides
-from gcore_ckpt.ranks.group import Group
-from gcore_ckpt.ranks.leaves import Holdings, collect
-from gcore_ckpt.saving.plan import HeldBox
+from gcore_ckpt.ranks.group import Group, root_decides
+from gcore_ckpt.ranks.shards import Holdings, collect
+from gcore_ckpt.saving.plan import SavePlanner
 from gcore_ckpt.saving.saver import Saver
 from gcore_ckpt.saving.staging import StagedFile, Stager, Staging
-from gcore_ckpt.storage import Storage
-from gcore_ckpt.storage.retention import Retention
-from gcore_ckpt.workers import Workers, wait_for
+from gcore_ckpt.storage import Retention, Storage
+from gcore_ckpt.threads import Call, Workers, wait_for
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _Staged: TypeAlias = "StagedFile | Exception | None"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveOptions:
-    """Options of a save; see `Checkpointer`."""
-
-    retention: Retention
-    max_in_flight: int
-    staging: Staging
-    incremental: bool
-    threads: int
+_COPY_THREADS = min(8, os.cpu_count() or 1)
 
 
 class SavePipeline:
-    """Copies states in the thread of the calls and write them, in order, in another.
+    """Copies states in the thread of the calls and writes them, in order, in another.
 
     Args:
         storage: Where to.
         planning: The ranks that save together, for the thread of the calls.
         writing: The same ranks, for the background thread.
-        options: How.
+        retention: Which steps stay.
+        max_in_flight: Saves that may be waiting to be written.
+        staging: As in `Checkpointer`.
+        incremental: As in `Checkpointer`.
     """
 
-    def __init__(self, storage: Storage, planning: Group, writing: Group, options: SaveOptions) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        planning: Group,
+        writing: Group,
+        *,
+        retention: Retention,
+        max_in_flight: int,
+        staging: Staging,
+        incremental: bool,
+    ) -> None:
         self._storage = storage
         self._planning = planning
         self._writing = writing
-        self._copiers = Workers(options.threads, "gcore-ckpt-copy")
+        self._copiers = Workers(_COPY_THREADS, "gcore-ckpt-copy")
         self._hashers = Workers(2, "gcore-ckpt-hash")
-        self._stager = Stager(options.staging, options.max_in_flight, self._copiers)
+        self._stager = Stager(staging, max_in_flight, self._copiers)
         limits = [limit for limit in (storage.max_file_bytes, self._stager.max_file_bytes) if limit is not None]
         self._planner = SavePlanner(planning, min(limits, default=None))
-        self._saver = Saver(storage, writing, self._hashers, incremental=options.incremental)
-        self._retention = options.retention
+        self._saver = Saver(storage, writing, self._hashers, incremental=incremental)
+        self._retention = retention
         self._deletions: list[Future[None]] = []
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gcore-ckpt")  # so steps commit in order
         self._last: Future[Any] | None = None
@@ -64,15 +65,7 @@ class SavePipeline:
         self._newest = -1
 
     def save(self, call: Call, step: int, state: State, outcome: Future[None], check: Callable[[], None]) -> None:
-        """Copy `state` and start to write it.
-
-        Args:
-            call: The call that this is.
-            step: Number of the step.
-            state: What to save.
-            outcome: Is completed when the save has ended, also if this raises.
-            check: Raises why this rank cannot save now.
-        """
+        """Copy `state` and start to write it."""
         held: list[Holdings] = []
 
         def prepare() -> tuple[HeldBox, ...]:
@@ -104,12 +97,7 @@ class SavePipeline:
             self._deletions.append(self._submit(self._delete_old_steps, step, outcome))
 
     def roll_back(self, call: Call, step: int) -> list[int]:
-        """Set the steps above a committed one aside, after what is in flight; return them.
-
-        Raises:
-            CheckpointNotFoundError: The step is not committed.
-            CheckpointWriteError: Setting them aside failed; calling this again completes it.
-        """
+        """Set the steps above a committed one aside, after what is in flight; return them."""
 
         def set_aside() -> list[int]:
             with call.working():
@@ -125,20 +113,12 @@ class SavePipeline:
         self._newest = min(self._newest, step)
 
     def wait(self) -> None:
-        """Wait until the steps that retention does not keep are deleted.
-
-        Raises:
-            CheckpointWriteError: They could not be.
-        """
+        """Wait until the steps that retention does not keep are deleted; `CheckpointWriteError` if they cannot be."""
         wait_for(self._deletions)
         self._raise_failed_deletion()
 
     def close(self) -> None:
-        """Wait until all is written and let the next writer in.
-
-        Raises:
-            CheckpointWriteError: Old steps could not be deleted; it is closed all the same.
-        """
+        """Wait until all is written and let the next writer in; it is closed even if old steps cannot be deleted."""
         if self._last is not None:
             wait_for([self._last])
         self._executor.shutdown()
@@ -178,7 +158,8 @@ class SavePipeline:
     def _delete_old_steps(self, step: int, saved: Future[None]) -> None:
         if saved.exception() is None:
             try:
-                self._retention.apply(self._storage, step)
+                for old in self._retention.superfluous(self._storage.steps(), step):
+                    self._storage.remove(old)
             except OSError as error:
                 raise CheckpointWriteError(
                     f"step {step} is committed to {self._storage}, but deleting older steps failed: {error}"

@@ -1,80 +1,89 @@
 """The plan of a save: every element of every tensor is written once, replicas evenly by the ranks that hold them."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from gcore_ckpt.format.boxes import Box, overlap
-from gcore_ckpt.format.dtypes import DTYPES
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldBox:
-    """A box of a global tensor that a rank holds in memory.
-
-    Attributes:
-        name: Name of the tensor.
-        dtype: Element type, a name in `DTYPES`.
-        shape: Shape of the global tensor.
-        box: The box.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    box: Box
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the box's data."""
-        return self.box.size * DTYPES[self.dtype].size_bytes
-
-    def part(self, box: Box) -> "HeldBox":
-        """Return another box of the same tensor."""
-        return HeldBox(name=self.name, dtype=self.dtype, shape=self.shape, box=box)
+from gcore_ckpt.format.boxes import Box, HeldBox, overlap
+from gcore_ckpt.format.data_file import FileLayout, lay_out
+from gcore_ckpt.ranks.group import Group, Message, attempt, error_message, exchange, raise_again
 
 
-Assignment: TypeAlias = list[int]
-"""The boxes that a rank writes, by their numbers in its list, ascending."""
+class SavePlanner:
+    """Plans saves: which files each rank writes. The plan is made at the root, and kept while no rank holds else."""
+
+    def __init__(self, group: Group, max_file_bytes: int | None) -> None:
+        self._group = group
+        self._max_file_bytes = max_file_bytes
+        self._boxes: tuple[HeldBox, ...] | None = None
+        self._files: list[FileLayout] = []
+        self._held: dict[int, Sequence[HeldBox]] = {}  # of all ranks, at the root
+
+    def plan(self, step: int, prepare: Callable[[], tuple[HeldBox, ...]]) -> list[FileLayout]:
+        """Return the files that this rank writes, once all ranks are ready to save `step`."""
+        boxes, error = attempt(prepare)
+        message: dict[str, Any] = {"step": step, "boxes": None} if error is None else error_message(error)
+        if boxes is not None and boxes[0] != self._boxes:
+            message["boxes"] = [[box.name, box.dtype, box.shape, box.box.start, box.box.shape] for box in boxes[0]]
+        reply = exchange(self._group, message, self._replies)
+        if error is not None:
+            raise error
+        if "error" in reply:
+            raise_again(reply)
+        assert boxes is not None
+        if reply["writes"] is not None:
+            self._boxes = boxes[0]
+            self._files = lay_out({number: self._boxes[number] for number in reply["writes"]}, self._max_file_bytes)
+        return self._files
+
+    def _replies(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the root's answer to each rank: an error, what it writes, or that it writes what it wrote before."""
+        failed = {rank: message for rank, message in enumerate(messages) if "error" in message}
+        if failed:
+            rank, first = next(iter(failed.items()))
+            text = first["error"] if len(messages) == 1 else f"rank {rank}: {first['error']}"
+            return [{"error": text, "kind": first["kind"]}] * len(messages)
+        steps = [message["step"] for message in messages]
+        if len(set(steps)) > 1:
+            return [error_message(ValueError(f"the ranks save different steps: {steps}"))] * len(messages)
+        changed = {rank: message["boxes"] for rank, message in enumerate(messages) if message["boxes"] is not None}
+        if not changed:
+            return [{"writes": None}] * len(messages)
+        held = self._held | {rank: [_box(*fields) for fields in boxes] for rank, boxes in changed.items()}
+        try:
+            writes = assign([held[rank] for rank in range(len(messages))])
+        except ValueError as error:
+            return [error_message(error)] * len(messages)
+        self._held = held
+        return [{"writes": numbers} for numbers in writes]
 
 
-def assign(held: Sequence[Sequence[HeldBox]]) -> list[Assignment]:
-    """Distribute the boxes that ranks hold: one writer for each, the same bytes for all as far as that goes.
+def _box(name: str, dtype: str, shape: Sequence[int], start: Sequence[int], extent: Sequence[int]) -> HeldBox:
+    return HeldBox(name=name, dtype=dtype, shape=tuple(shape), box=Box(tuple(start), tuple(extent)))
+
+
+def assign(held: Sequence[Sequence[HeldBox]]) -> list[list[int]]:
+    """Return the boxes that each rank writes: one writer for each, the same bytes for all as far as that goes.
 
     Boxes of one holder stay there; then replicas, the largest first, go to the holder that has the least to write.
 
     Args:
-        held: The boxes of each rank.
+        held: The boxes of each rank. Those to write are given by their numbers in its list, ascending.
 
     Raises:
         ValueError: Ranks disagree on a tensor, or their boxes leave out or overlap some of it.
     """
-    holders = _holders(held)
+    holders: dict[HeldBox, dict[int, int]] = {}  # the ranks that hold each distinct box, and its number in their lists
+    for rank, boxes in enumerate(held):
+        for number, box in enumerate(boxes):
+            holders.setdefault(box, {}).setdefault(rank, number)
     _check_coverage(holders)
-    writes: list[Assignment] = [[] for _ in held]
+    writes: list[list[int]] = [[] for _ in held]
     load_bytes = [0] * len(held)
-    replicated: list[tuple[HeldBox, Mapping[int, int]]] = []
-    for box, numbers in holders.items():
-        if len(numbers) == 1:
-            [(rank, number)] = numbers.items()
-            writes[rank].append(number)
-            load_bytes[rank] += box.size_bytes
-        else:
-            replicated.append((box, numbers))
-    for box, numbers in sorted(replicated, key=lambda item: -item[0].size_bytes):
+    for box, numbers in sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -item[0].size_bytes)):
         rank = min(numbers, key=lambda rank: (load_bytes[rank], rank))
         writes[rank].append(numbers[rank])
         load_bytes[rank] += box.size_bytes
     return [sorted(numbers) for numbers in writes]
-
-
-def _holders(held: Sequence[Sequence[HeldBox]]) -> dict[HeldBox, dict[int, int]]:
-    """Return each distinct box, with the ranks that hold it and its number in their lists."""
-    holders: dict[HeldBox, dict[int, int]] = {}
-    for rank, boxes in enumerate(held):
-        for number, box in enumerate(boxes):
-            holders.setdefault(box, {}).setdefault(rank, number)
-    return holders
 
 
 def _check_coverage(holders: Mapping[HeldBox, Mapping[int, int]]) -> None:
@@ -94,10 +103,9 @@ def _check_coverage(holders: Mapping[HeldBox, Mapping[int, int]]) -> None:
         shared = overlap([box.box for box in boxes])
         if shared is not None:
             raise ValueError(f"tensor {name!r}: the boxes {shared[0]} and {shared[1]} overlap without being the same")
-        whole = Box.whole(first.shape)
-        found = sum(box.box.size for box in boxes)
-        if found != whole.size:
+        whole, found = Box.whole(first.shape).size, sum(box.box.size for box in boxes)
+        if found != whole:
             raise ValueError(
                 f"tensor {name!r} of shape {first.shape} is held in part: its boxes have {found} of its "
-                f"{whole.size} elements"
+                f"{whole} elements"
             )

@@ -5,25 +5,21 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import torch
 
 from gcore_ckpt.errors import CheckpointMismatchError, CheckpointWriteError
-from gcore_ckpt.format.boxes import Box
+from gcore_ckpt.format.boxes import DTYPES, Box, HeldBox
 from gcore_ckpt.format.data_file import safetensors_header
-from gcore_ckpt.format.dtypes import DTYPES
-from gcore_ckpt.loading.listing import step_leaves
-from gcore_ckpt.loading.reader import Step, StepReader, find_step, open_step
+from gcore_ckpt.loading.reader import Step, StepReader, find_step, open_step, step_leaves
 from gcore_ckpt.loading.restore import Request, fill
-from gcore_ckpt.ranks.leaves import TORCH_DTYPES
-from gcore_ckpt.saving.plan import HeldBox
+from gcore_ckpt.ranks.shards import TORCH_DTYPES
 from gcore_ckpt.storage import STEP_NAME, open_storage
-from gcore_ckpt.storage.local import LocalStorage
+from gcore_ckpt.storage.local import LocalStorage, sync_directory, write_synced
 from gcore_ckpt.storage.safetensors_folder import WEIGHTS_FILE, WEIGHTS_INDEX_FILE
-from gcore_ckpt.workers import Workers
+from gcore_ckpt.threads import Workers
 
 _THREADS = 4
 _FLOATS = tuple(
@@ -32,21 +28,12 @@ _FLOATS = tuple(
 _CONFIG_FILE = "config.json"
 _CONFIG_DTYPES = ("dtype", "torch_dtype")
 _CONFIG_PATTERNS = (
-    _CONFIG_FILE,
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "chat_template*",
-    "*processor_config.json",
+    *(_CONFIG_FILE, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.*", "merges.txt", "*.model", "chat_template*", "*processor_config.json"),
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Weight:
+class _Weight(NamedTuple):
     """A tensor to write: its name in the step, and what it is in the file."""
 
     stored: str
@@ -110,7 +97,7 @@ def export_hf(
         except BaseException:
             shutil.rmtree(temp, ignore_errors=True)
             raise
-    _sync(target.parent)
+    sync_directory(target.parent)
 
 
 def _float_name(dtype: str | torch.dtype | None) -> str | None:
@@ -179,7 +166,7 @@ def _weight(reader: StepReader, path: str, name: str, stored: str, float_dtype: 
         raise CheckpointMismatchError(f"{reader.where}: {path!r} is no text; safetensors names are UTF-8") from None
     if name == "__metadata__":
         raise CheckpointMismatchError(f"{reader.where}: {path} has a name that safetensors keeps for itself")
-    return _Weight(stored=stored, held=HeldBox(name=name, dtype=dtype, shape=tensor.shape, box=Box.whole(tensor.shape)))
+    return _Weight(stored, HeldBox(name=name, dtype=dtype, shape=tensor.shape, box=Box.whole(tensor.shape)))
 
 
 def _split(weights: Sequence[_Weight], max_bytes: int) -> dict[str, list[_Weight]]:
@@ -206,45 +193,28 @@ def _write_all(
     copied: dict[str, bytes],
     progress: Callable[[int], None],
 ) -> None:
-    workers = Workers(_THREADS, "gcore-ckpt-read")
-    try:
+    with Workers(_THREADS, "gcore-ckpt-read") as workers:
         for name, weights in files.items():
             with (folder / name).open("xb") as file:
                 file.write(safetensors_header([weight.held for weight in weights]))
                 for weight in weights:
                     _copy(reader, weight, file, workers)
                     progress(weight.held.size_bytes)
-                _flush(file)
-    finally:
-        workers.close()
+                file.flush()
+                os.fsync(file.fileno())
     if len(files) > 1:
         total = sum(weight.held.size_bytes for weights in files.values() for weight in weights)
         weight_map = {weight.held.name: name for name, weights in files.items() for weight in weights}
         content = {"metadata": {"total_size": total}, "weight_map": weight_map}
         copied = {**copied, WEIGHTS_INDEX_FILE: (json.dumps(content, indent=2) + "\n").encode()}
     for name, data in copied.items():
-        with (folder / name).open("xb") as file:
-            file.write(data)
-            _flush(file)
-    _sync(folder)
+        write_synced(folder / name, data)
+    sync_directory(folder)
 
 
 def _copy(reader: StepReader, weight: _Weight, file: IO[bytes], workers: Workers) -> None:
     held = weight.held
     data = torch.empty(held.size_bytes, dtype=torch.uint8)
     target = data.view(TORCH_DTYPES[held.dtype]).view(held.shape)
-    fill(reader, [Request(name=weight.stored, box=held.box, target=target)] if held.size_bytes else [], workers)
+    fill(reader, [Request(weight.stored, held.box, target)] if held.size_bytes else [], workers)
     file.write(data.numpy().data)
-
-
-def _flush(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
