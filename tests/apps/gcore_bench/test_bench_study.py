@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from gcore_bench.placement import study
 from gcore_bench.placement.options import PlacementOptions
-from gcore_bench.placement.study import run, studies
-from gcore_bench.placement.study.payloads import ControllerHost, payload_load
-from gcore_bench.placement.study.run import in_processes, run_study
-from gcore_bench.placement.study.studies import break_study, drift_study, with_judge_error
+from gcore_bench.placement.payloads import ControllerHost, payload_load
+from gcore_bench.placement.study import break_study, drift_study, in_processes, run_study, with_judge_error
 from gcore_placement import DynamicPartitionConfig, Trace, TraceRecipe
 from gcore_placement.simulation import scenarios
 from gcore_placement.simulation.scenarios import JOBS, Scale, scenario
@@ -22,13 +21,13 @@ from gcore_placement.workload.trace_recipes import steady
 def small_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few prompts a step: the same program, in seconds."""
     few = {devices: Scale(num_devices=devices, train_batch_size=6, unit_devices=devices // 8) for devices in (32, 64)}
-    for module in (scenarios, studies):
+    for module in (scenarios, study):
         monkeypatch.setattr(module, "SCALES", scenarios.SCALES | few)
 
 
 def test_the_study_answers_all_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "STUDY_SIZES", ((64, 3, ("growing", "r1_zero")),))
-    monkeypatch.setattr(studies, "ERRORS", (1 / 2, 2.0))
+    monkeypatch.setattr(study, "STUDY_SIZES", ((64, 3, ("growing", "r1_zero")),))
+    monkeypatch.setattr(study, "ERRORS", (1 / 2, 2.0))
     text = run_study(PlacementOptions(study_folder=tmp_path / "study", study_steps=3, study_processes=1))
     assert (tmp_path / "study" / "tables.md").read_text() == text
     assert re.findall(r"^## (.*)$", text, flags=re.MULTILINE) == [

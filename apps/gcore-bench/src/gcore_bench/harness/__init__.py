@@ -29,8 +29,8 @@ contender), ``contenders`` (one module a library, imported in its own process), 
     def run(spec: Spec) -> dict[str, float]:
         return {"wall_s": ...}
 
-Contenders take turns round after round, so that a busy moment of the machine falls on all of them (`rounds`). A
-measurement has a process of its own: a new interpreter whose memory is watched (`processes`), or one forked from a
-server that has imported torch once (`forked`). Its figures return as JSON (`child`). Figures are medians over all
-rounds, and ratios to a peer or a physical limit are medians of the ratios within each round (`summary`).
+Contenders take turns round after round, so that a busy moment of the machine falls on all of them (`Rounds`). A
+measurement has a process of its own: a new interpreter whose memory is watched (`run_children`), or one forked from a
+server that has imported torch once (`run_processes`). Its figures return as JSON. Figures are medians over all rounds
+(`summarise`), and ratios to a peer or a physical limit are medians of the ratios within each round (`paired_ratio`).
 """

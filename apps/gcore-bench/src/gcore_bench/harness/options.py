@@ -5,7 +5,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeAlias, get_args, get_type_hints
 
-from gcore_bench.harness.errors import BenchError
+
+class BenchError(Exception):
+    """Wrong options, or a contender that failed: the command line shows it without a traceback."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The load of controllers from large payloads: images and video in addition to tokens."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,16 +28,15 @@ class ControllerHost:
             check_above_0(name, getattr(self, name))
 
 
-@dataclass(frozen=True, kw_only=True)
-class PayloadLoad:
-    """The load of a step's payloads on the busiest controller."""
+class PayloadLoad(NamedTuple):
+    """The busiest controller's seconds to receive a step's payloads and send them on, and the bytes it holds at once.
+
+    `max_over_mean` are its bytes over the mean of all controllers; 1 is even.
+    """
 
     seconds: float
-    """Seconds in which it receives payloads and sends them on."""
     held_bytes: float
-    """Bytes that it holds at once."""
     max_over_mean: float
-    """Its bytes over the mean of all controllers; 1 is even."""
 
 
 def payload_load(
@@ -44,12 +44,7 @@ def payload_load(
 ) -> PayloadLoad:
     """Return the load of one step's payloads on controllers that take prompts in turn.
 
-    Args:
-        trace: holds the payloads.
-        step: index of the step.
-        num_controllers: controllers that share the step's prompts.
-        copies: how often a payload passes through: to the policy, to the judge and to training, say.
-        host: host of each controller.
+    A payload passes through ``copies`` times: to the policy, to the judge and to training, say.
     """
     check_positive("num_controllers", num_controllers)
     check_positive("copies", copies)
@@ -59,4 +54,4 @@ def payload_load(
     most, mean = float(shares.max()), float(shares.mean())
     # It comes in once and goes out for each copy; packing and sending overlap.
     rate = min(host.link_bytes_per_s, host.copy_bytes_per_s)
-    return PayloadLoad(seconds=(1 + copies) * most / rate, held_bytes=most, max_over_mean=most / mean if mean else 1.0)
+    return PayloadLoad((1 + copies) * most / rate, most, most / mean if mean else 1.0)

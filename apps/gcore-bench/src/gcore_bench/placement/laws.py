@@ -1,4 +1,4 @@
-"""The planner's laws for this machine, fitted to some runs to predict others."""
+"""The planner's laws for this machine, fitted to some small runs to predict others."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_bench.placement.planner.runs import SmallRun
+from gcore_bench.placement.small_runs import SmallRun
 from gcore_placement import Cluster, Device, Efficiency, JobCosts, TrainingLayout, predict_step
 from gcore_placement.planning.engine_costs import EngineRoofline
 from gcore_placement.planning.layouts import TrainingLayouts
@@ -25,8 +25,6 @@ CPU = Device(
 
 _ENGINE = ("decode", "prefill", "memory", "decode_step_s", "decode_sequence_s")
 _TRAINING = ("training", "micro_batch_s")
-_ALONE = (*_TRAINING, "attention")
-_RANKS = (*_TRAINING, "links")
 _SHARES = ("training", "attention", "decode", "prefill", "memory", "links")
 _ROUNDS = 200
 _DIFFERENCE = 1e-4
@@ -36,20 +34,15 @@ _DIFFERENCE = 1e-4
 class Laws:
     """Efficiencies of the devices, by the number of training ranks."""
 
-    alone: Efficiency
     ranks: Mapping[int, Efficiency]
-
-    def efficiency(self, run: SmallRun) -> Efficiency:
-        """Return the efficiency for the run's number of ranks."""
-        return self.ranks.get(run.ranks, self.alone)
 
     def seconds(self, run: SmallRun) -> float:
         """Predict the seconds of a run."""
-        return predicted_seconds(run, self.efficiency(run))
+        return predicted_seconds(run, self.ranks.get(run.ranks, self.ranks[1]))
 
     def peak_bytes(self, run: SmallRun) -> float | None:
         """Predict the peak of a training process; None where none is measured alone."""
-        return predicted_bytes(run, self.efficiency(run)) if run.kind == "training" else None
+        return predicted_bytes(run, self.ranks.get(run.ranks, self.ranks[1])) if run.kind == "training" else None
 
 
 def predicted_seconds(run: SmallRun, efficiency: Efficiency) -> float:
@@ -58,16 +51,11 @@ def predicted_seconds(run: SmallRun, efficiency: Efficiency) -> float:
     num_seqs = min(run.max_num_seqs, job.train_batch_size * job.n)
     roofline = EngineRoofline(model=job.policy, cluster=cluster, tp=1, compute_bytes=4, efficiency=efficiency)
     laws = training_laws(job, _layouts(run), cluster=cluster, efficiency=efficiency)
-    costs = JobCosts(
-        policy=roofline.laws(np.array([float(num_seqs)])).costs(0),
-        reward=None,
-        training=laws.costs(0, sync_s=0.0, moving_s=0.0),
-    )
-    step = predict_step(
-        costs, job, strategy="colocated", num_devices=run.ranks, policy_devices=run.ranks, reward_devices=0
-    )
-    stages = {"training": step.training_s, "generation": step.generation_s, "step": step.total_s}
-    return stages[run.kind]
+    policy = roofline.laws(np.array([float(num_seqs)])).costs(0)
+    costs = JobCosts(policy=policy, reward=None, training=laws.costs(0, sync_s=0.0, moving_s=0.0))
+    devices = {"num_devices": run.ranks, "policy_devices": run.ranks, "reward_devices": 0}
+    step = predict_step(costs, job, strategy="colocated", **devices)
+    return {"training": step.training_s, "generation": step.generation_s, "step": step.total_s}[run.kind]
 
 
 def predicted_bytes(run: SmallRun, efficiency: Efficiency) -> float:
@@ -76,14 +64,10 @@ def predicted_bytes(run: SmallRun, efficiency: Efficiency) -> float:
 
 
 def fit_laws(runs: Sequence[SmallRun], seconds: Sequence[float], peak_bytes: Sequence[float | None]) -> Laws:
-    """Fit `Efficiency` as gcore-placement's README says.
+    """Fit `Efficiency`, as gcore-placement's README says, to measured seconds, and to the peaks of those that train.
 
     Engines give the memory's rate, which predicts training's update, and training alone gives attention's; each
     number of training ranks is fitted by itself; activations are fitted to the peaks of all.
-
-    Args:
-        seconds: of each run, measured.
-        peak_bytes: of each run, of those that train.
     """
     measured = dict(zip((run.name for run in runs), zip(seconds, peak_bytes, strict=True), strict=True))
 
@@ -95,10 +79,10 @@ def fit_laws(runs: Sequence[SmallRun], seconds: Sequence[float], peak_bytes: Seq
     alone = fit([run for run in runs if run.kind == "generation"], _ENGINE, Efficiency(overlap=0.0))
     peaks = np.array([measured[run.name][1] for run in training], dtype=np.float64)
     alone = _fitted(lambda e: np.array([predicted_bytes(run, e) for run in training]), peaks, ["activations"], alone)
-    alone = fit([run for run in training if run.ranks == 1], _ALONE, alone)
+    alone = fit([run for run in training if run.ranks == 1], (*_TRAINING, "attention"), alone)
     counts = sorted({run.ranks for run in training} - {1})
-    ranks = {count: fit([run for run in training if run.ranks == count], _RANKS, alone) for count in counts}
-    return Laws(alone=alone, ranks={1: alone, **ranks})
+    own = {count: [run for run in training if run.ranks == count] for count in counts}
+    return Laws(ranks={1: alone, **{count: fit(own[count], (*_TRAINING, "links"), alone) for count in counts}})
 
 
 def _fitted(
@@ -107,12 +91,9 @@ def _fitted(
     names: Sequence[str],
     start: Efficiency,
 ) -> Efficiency:
-    """Some fields so that the logarithms of law and measurement differ least, in squares (Levenberg-Marquardt).
+    """Fit fields above 0 so that the logarithms of law [num_runs] and measurement differ least, in squares.
 
-    Args:
-        law: [num_runs] of the fields.
-        names: fields that are fitted, all above 0.
-        start: the other fields, and where to begin.
+    By Levenberg-Marquardt; the other fields, and where to begin, are those of ``start``.
     """
 
     def applied(logs: NDArray[np.float64]) -> Efficiency:

@@ -1,28 +1,31 @@
-"""Rounds of small runs, fitted and held out in turn, and their predictions."""
+"""The part planner: rounds of small runs on this machine, fitted and held out in turn, and their predictions."""
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 
-from gcore_bench.harness.child import Spec
-from gcore_bench.harness.forked import run_processes, start_server
+from rich.table import Table
+
+from gcore_bench.harness.processes import Spec, run_processes, start_server
+from gcore_bench.harness.report import figures_table
+from gcore_bench.placement.laws import fit_laws
 from gcore_bench.placement.options import PlacementOptions
-from gcore_bench.placement.planner.laws import Laws, fit_laws
-from gcore_bench.placement.planner.runs import Kind, SmallRun, small_runs
+from gcore_bench.placement.small_runs import Kind, SmallRun, small_runs
+
+AIM_SECONDS, AIM_BYTES = 0.20, 0.15
+"""Largest errors of predicted seconds and peak memory, as shares of the measurements."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerRow:
-    """One run. Bytes are those of a training process, None elsewhere."""
+    """One run: the median of its rounds. Bytes are those of a training process, None elsewhere."""
 
     name: str
     kind: Kind
     is_held_out: bool
     measured_s: float
-    """Median of the rounds."""
     rounds_s: list[float]
     predicted_s: float
     measured_bytes: float | None
@@ -87,16 +90,17 @@ def run_planner(options: PlacementOptions, *, say: Callable[[str], object]) -> P
         )
         for run in runs
     ]
-    return PlannerFigures(rows=rows, efficiencies=_plain(laws), load=load)
+    efficiencies = {str(count): asdict(efficiency) for count, efficiency in laws.ranks.items()}
+    return PlannerFigures(rows=rows, efficiencies=efficiencies, load=load)
 
 
 def _measured(run: SmallRun, options: PlacementOptions) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="gcore-bench-") as folder:
         specs = [
             Spec(
-                work="gcore_bench.placement.planner.work",
+                work="gcore_bench.placement.small_run_work",
                 contender=run.kind,
-                folder=str(Path(folder)),
+                folder=folder,
                 options={"threads": 1, "run": run, "steps": options.steps},
                 rank=rank,
                 world_size=run.ranks,
@@ -106,5 +110,31 @@ def _measured(run: SmallRun, options: PlacementOptions) -> dict[str, float]:
         return run_processes(specs)[run.kind]
 
 
-def _plain(laws: Laws) -> dict[str, dict[str, float]]:
-    return {str(count): asdict(efficiency) for count, efficiency in laws.ranks.items()}
+def planner_table(figures: PlannerFigures) -> Table:
+    """A line for each run, those that the laws are fitted to first."""
+    columns = ("", "measured s", "predicted s", "off", "measured MB", "predicted MB", "off")
+    shown = figures_table("small runs, and the predictions of the planner", *columns)
+    for row in figures.rows:
+        seconds = (f"{row.measured_s:.3f}", f"{row.predicted_s:.3f}", f"{row.seconds_off:+.0%}")
+        memory = ("", "", "")
+        if row.measured_bytes is not None and row.predicted_bytes is not None:
+            memory = (f"{row.measured_bytes / 1e6:,.0f}", f"{row.predicted_bytes / 1e6:,.0f}", f"{row.bytes_off:+.0%}")
+        shown.add_row(row.name, "held out" if row.is_held_out else "fitted to", *seconds, *memory)
+    shown.caption = f"seconds: the median of the rounds; load of the machine up to {figures.load:.1f}"
+    return shown
+
+
+def planner_aims(figures: PlannerFigures) -> list[str]:
+    """Return whether gcore's aims are met by the held-out runs."""
+    held_out = [row for row in figures.rows if row.is_held_out]
+    return [
+        _within("step time", AIM_SECONDS, {row.name: row.seconds_off for row in held_out}),
+        _within("peak memory", AIM_BYTES, {row.name: row.bytes_off for row in held_out if row.bytes_off is not None}),
+    ]
+
+
+def _within(what: str, aim: float, off: Mapping[str, float]) -> str:
+    worse = [f"{name} {value:+.1%}" for name, value in off.items() if not abs(value) <= aim]
+    verdict = f"not met: {'; '.join(worse)}" if worse else f"met in all {len(off)}"
+    span = f"{min(off.values()):+.1%} to {max(off.values()):+.1%}"
+    return f"aim: predicted {what} of held-out runs within {aim:.0%}: {span} ({verdict})"
