@@ -4,8 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
 from gcore_ckpt.format.tree import State
@@ -69,10 +68,13 @@ class Checkpointer:
         if isinstance(process_group, str) and process_group != "world":  # pyright: ignore[reportUnnecessaryComparison]
             raise ValueError(f"process_group is {process_group!r}; expected 'world', None or a process group")
         self._storage = open_storage(path)
-        self._retention = Retention(keep=keep, keep_every=keep_every)
         self._max_in_flight = max_in_flight
-        self._staging: Literal["full", "chunked"] = staging
-        self._incremental = incremental
+        self._options: dict[str, Any] = {
+            "retention": Retention(keep=keep, keep_every=keep_every),
+            "max_in_flight": max_in_flight,
+            "staging": staging,
+            "incremental": incremental,
+        }
         self._process_group: ProcessGroupArgument = process_group
         self._timeout_s = timeout_s
         self._group: Group | None = None
@@ -250,9 +252,7 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
         try:
             self.close()
         except CheckpointError as error:
@@ -284,12 +284,15 @@ class Checkpointer:
     def _open_group(self, call: Call) -> Group:
         if self._group is None:
             self._pid = os.getpid()
-            group = open_group(self._process_group, self._timeout_s)
-            if call.dropped:
-                group.close()
-                raise CheckpointError(f"the Checkpointer of {self._storage} is closed")
-            self._group = group
+            self._group = self._connect(call)
         return self._group
+
+    def _connect(self, call: Call) -> Group:
+        group = open_group(self._process_group, self._timeout_s)
+        if call.dropped:
+            group.close()
+            raise CheckpointError(f"the Checkpointer of {self._storage} is closed")
+        return group
 
     def _open_pipeline(self, call: Call) -> "SavePipeline":
         group = self._open_group(call)
@@ -297,19 +300,7 @@ class Checkpointer:
             from gcore_ckpt.saving.pipeline import SavePipeline
 
             # Two threads must not share the messages of a group.
-            writing = open_group(self._process_group, self._timeout_s)
-            if call.dropped:
-                writing.close()
-                raise CheckpointError(f"the Checkpointer of {self._storage} is closed")
-            self._pipeline = SavePipeline(
-                self._storage,
-                group,
-                writing,
-                retention=self._retention,
-                max_in_flight=self._max_in_flight,
-                staging=self._staging,
-                incremental=self._incremental,
-            )
+            self._pipeline = SavePipeline(self._storage, group, self._connect(call), **self._options)
         return self._pipeline
 
     def _raise_uncollected(self) -> None:

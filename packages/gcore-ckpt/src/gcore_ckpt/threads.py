@@ -117,7 +117,6 @@ class Call:
         self._quiet.set()
 
     def check(self) -> None:
-        """Raise `CheckpointError` if the caller was interrupted."""
         if self.cancelled:
             raise CheckpointError("the call was interrupted by a signal in its process")
 

@@ -265,7 +265,7 @@ CONTENDERS: dict[str, Callable[[Path], Contender]] = {
     "orbax": Orbax,
     "tensorstore": Tensorstore,
 }
-"""What imports a library and sets it up to save below a folder."""
+"""Functions that import a library and set it up to save below a folder."""
 
 
 def _metadata(array: _Array) -> dict[str, Any]:

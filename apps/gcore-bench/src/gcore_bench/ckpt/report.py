@@ -12,11 +12,11 @@ from gcore_bench.harness.report import Figures, Run, figures_table, mb, summaris
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One contender, or one way to measure a limit: medians over all rounds, and their ratios to the limits'."""
+    """One contender, or one way to measure a limit, over all rounds."""
 
     row: str
     seconds: Figures
-    """Those that the contender supports, by metric."""
+    """Medians by metric, without those that the contender does not support."""
     ratios: Figures
     """Ratios to the limit's seconds, or to those of the metric that the part names."""
     peak_extra_bytes: int | None

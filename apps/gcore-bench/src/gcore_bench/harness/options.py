@@ -42,8 +42,7 @@ Count: TypeAlias = Annotated[int, at_least(1)]
 NonNegative: TypeAlias = Annotated[int, at_least(0)]
 Sigma: TypeAlias = Annotated[float, within(0, 10)]
 OutputFile: TypeAlias = Annotated[
-    Path | None,
-    Bound(lambda path: path is None or path.absolute().parent.is_dir(), "a file in an existing folder"),
+    Path | None, Bound(lambda path: path is None or path.absolute().parent.is_dir(), "a file in an existing folder")
 ]
 
 

@@ -19,15 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.payloads import ControllerHost, PayloadLoad, payload_load
-from gcore_placement import (
-    Comparison,
-    DynamicPartitionConfig,
-    EngineCosts,
-    JobCosts,
-    SwapCosts,
-    TraceRecipe,
-    compare,
-)
+from gcore_placement import Comparison, DynamicPartitionConfig, EngineCosts, JobCosts, SwapCosts, TraceRecipe, compare
 from gcore_placement.cli.page import page
 from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENARIOS, scenario, sized
 

@@ -54,12 +54,10 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Self:
-        """Return the box of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -142,5 +140,4 @@ class HeldBox:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the box's data."""
         return self.box.size * DTYPES[self.dtype].size_bytes

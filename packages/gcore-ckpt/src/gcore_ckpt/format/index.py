@@ -39,12 +39,10 @@ class StoredTensor:
 
     @property
     def itemsize(self) -> int:
-        """Size of an element (bytes)."""
         return DTYPES[self.dtype].size_bytes
 
     @property
     def size_bytes(self) -> int:
-        """Size of the data."""
         return Box.whole(self.shape).size * self.itemsize
 
 
@@ -101,11 +99,7 @@ def encode_index(index: Index) -> bytes:
 
 
 def decode_index(data: bytes, where: str) -> Index:
-    """Read and check `index.json`; shards are checked against the files it names, not against the disk.
-
-    Raises:
-        CorruptCheckpointError: With `where`, the path of the file, and what is wrong in it.
-    """
+    """Read and check `index.json`; shards are checked against the files it names, not against the disk."""
     try:
         content = validation.expect(dict, json.loads(data), "index")
         version = _check_first_line(content, data)
@@ -156,11 +150,7 @@ def _data_file(file: object) -> DataFile:
 
 
 def decode_tensor(name: str, entry: object, files: Mapping[str, DataFile], block_bytes: int | None) -> StoredTensor:
-    """Read and check a tensor, whose shards must hold each element once: a reader returns memory that they fill.
-
-    Raises:
-        ValueError: With the name, and what is wrong.
-    """
+    """Read and check a tensor, whose shards must hold each element once: a reader returns memory that they fill."""
     try:
         fields = validation.expect(dict, entry, "entry")
         dtype = validation.member(fields, "dtype", str)

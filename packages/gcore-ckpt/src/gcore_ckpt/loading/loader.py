@@ -1,32 +1,23 @@
-"""Turns an open step into a state: a fresh one, or a template whose memory is filled."""
+"""Turns an open step into a state: a fresh one, or a template whose memory is filled, from any saved sharding."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
 
 from gcore_ckpt.errors import CheckpointMismatchError
 from gcore_ckpt.format.boxes import Box
-from gcore_ckpt.format.index import StoredTensor
-from gcore_ckpt.format.tree import (
-    ArrayKind,
-    Node,
-    PerRank,
-    State,
-    StatePath,
-    describe,
-    dict_fields,
-    tensor_name,
-    tuple_items,
-)
-from gcore_ckpt.loading.reader import StepReader
-from gcore_ckpt.loading.restore import Request, fill
+from gcore_ckpt.format.data_file import block_count
+from gcore_ckpt.format.index import StoredShard, StoredTensor
+from gcore_ckpt.format.tree import ArrayKind, Node, PerRank, State, StatePath, describe, fields_of, items_of, name_of
+from gcore_ckpt.loading.reader import StepReader, block_runs
 from gcore_ckpt.ranks.group import Group
 from gcore_ckpt.ranks.shards import TORCH_DTYPES, NumpyArray, Shard, Shards, as_shard, is_dtensor, is_megatron
 from gcore_ckpt.storage.local import LocalFiles
-from gcore_ckpt.threads import Workers
+from gcore_ckpt.threads import Job, Workers
 
 _NAMED = 5
 _THREADS = 8
@@ -90,7 +81,9 @@ class _Loader:
         if (kind, name) not in self._fresh:
             tensor = self._mapped(stored) if self._mmap else None
             if tensor is None:
-                tensor = _new_tensor(stored, self._device if kind == "tensor" else torch.device("cpu"))
+                device = self._device if kind == "tensor" else "cpu"
+                data = torch.empty(stored.size_bytes, dtype=torch.uint8, device=device)
+                tensor = data.view(TORCH_DTYPES[stored.dtype]).view(stored.shape)
                 if stored.size_bytes:
                     self.requests.append(Request(name, Box.whole(stored.shape), tensor))
             self._fresh[kind, name] = tensor if kind == "tensor" else _as_array(tensor, stored)
@@ -114,7 +107,7 @@ class _Loader:
                 return self._match_dict(cast("dict[str | int, State]", template), node, path)
             case list() | tuple():
                 items = cast("Sequence[State]", template)
-                nodes = None if node is None else tuple_items(node)
+                nodes = items_of(node)
                 if nodes is None or len(nodes) != len(items):
                     stored = _kind(node) if nodes is None else f"one of {len(nodes)} items"
                     problem = f"is a sequence of {len(items)} items in the template, {stored} in the checkpoint"
@@ -135,7 +128,7 @@ class _Loader:
                 return self._match_leaf(template, node, path)
 
     def _match_dict(self, template: dict[str | int, State], node: Node | None, path: StatePath) -> State:
-        fields = None if node is None else dict_fields(node)
+        fields = fields_of(node)
         if fields is None and template:
             raise self._mismatch(path, f"is a dict in the template, {_kind(node)} in the checkpoint")
         state: dict[str | int, State] = {}
@@ -163,7 +156,7 @@ class _Loader:
             array = cast("NumpyArray", template)
             if not array.flags.writeable:
                 raise self._mismatch(path, "is a read-only array; expected one that can be filled")
-            self._request(_name(node), Box.whole(array.shape), array.shape, torch.from_numpy(array), path)
+            self._request(name_of(node), Box.whole(array.shape), array.shape, torch.from_numpy(array), path)
             return array
         if is_megatron(template, "ShardedObject"):
             return self.decoded(node)
@@ -173,7 +166,7 @@ class _Loader:
             raise self._mismatch(path, str(error)) from None
         if shard is None:
             return self.decoded(node)
-        name = shard.name if shard.name is not None else _name(node)
+        name = shard.name if shard.name is not None else name_of(node)
         result = template
         if shard.tensor.is_meta:
             shard = replace(shard, tensor=torch.empty_like(shard.tensor, device=self._device))
@@ -201,10 +194,6 @@ class _Loader:
         return CheckpointMismatchError(f"{self._reader.where}: {describe(path)} {problem}")
 
 
-def _name(node: Node | None) -> str | None:
-    return None if node is None else tensor_name(node)
-
-
 def _own_name(template: State) -> str | None:
     if isinstance(template, Shard):
         return template.name
@@ -227,13 +216,6 @@ def _materialised(template: State, shard: Shard) -> State:
     return shard if isinstance(template, Shard) else shard.tensor
 
 
-def _new_tensor(stored: StoredTensor, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype], device=device)
-    data = torch.empty(stored.size_bytes, dtype=torch.uint8)  # some types have no factory of their own
-    return data.view(TORCH_DTYPES[stored.dtype]).view(stored.shape)
-
-
 def _as_array(tensor: torch.Tensor, stored: StoredTensor) -> object:
     flat: np.ndarray[Any, np.dtype[Any]] = tensor.reshape(-1).view(torch.uint8).numpy()
     return flat.view(stored.dtype).reshape(stored.shape)
@@ -254,16 +236,129 @@ def _pruned(node: Node, only: Sequence[str], where: str) -> Node:
         if hits:
             used.update(hits)
             return [node]
-        fields = dict_fields(node) or {}
+        fields = fields_of(node) or {}
         kept = [[key, n] for key, child in fields.items() for n in prune(child, f"{path}.{key}".lstrip("."))]
         return [{"items": kept}] if kept else []
 
     pruned = prune(node, "")
     unknown = [name for name in wanted if name not in used]
     if unknown:
-        names = [str(key) for key in dict_fields(node) or {}]
+        names = [str(key) for key in fields_of(node) or {}]
         raise CheckpointMismatchError(
             f"{where} holds nothing under {', '.join(map(repr, unknown))}; it holds {', '.join(names[:8])}"
             f"{', ...' if len(names) > 8 else ''}"
         )
     return pruned[0] if pruned else {"dict": {}}
+
+
+_SCRATCH_BYTES = 64 << 20
+_BATCH_BYTES = 4 << 20
+
+_SizedJob: TypeAlias = tuple[int, Job]  # the bytes that a job reads, and the job
+
+
+class Request(NamedTuple):
+    """A box of a stored tensor, and memory of its shape, of any dtype, device and strides, to put it in."""
+
+    name: str
+    box: Box
+    target: torch.Tensor
+
+
+def fill(
+    reader: StepReader, requests: Sequence[Request], workers: Workers, check: Callable[[], None] = lambda: None
+) -> None:
+    """Fill every request, reading only the blocks that hold something of it."""
+    workers.run(_batches((job for request in requests for job in _jobs(reader, request)), check))
+
+
+def _batches(jobs: Iterable[_SizedJob], check: Callable[[], None]) -> Iterator[Job]:
+    """Group small jobs: passing a job to a thread costs as much as reading a few kilobytes."""
+    batch: list[Job] = []
+    size_bytes = 0
+    for job_bytes, job in jobs:
+        batch.append(job)
+        size_bytes += job_bytes
+        if size_bytes >= _BATCH_BYTES:
+            yield lambda batch=batch: _run_all(batch, check)
+            batch, size_bytes = [], 0
+    if batch:
+        yield lambda: _run_all(batch, check)
+
+
+def _run_all(jobs: Sequence[Job], check: Callable[[], None]) -> None:
+    for job in jobs:
+        check()
+        job()
+
+
+def _jobs(reader: StepReader, request: Request) -> Iterator[_SizedJob]:
+    tensor = reader.index.tensors[request.name]
+    for shard in tensor.shards:
+        common = shard.box.intersect(request.box)
+        if common is None:
+            continue
+        inside = common.relative_to(shard.box)
+        with torch.no_grad():
+            target = request.target.detach()[common.relative_to(request.box).slices()]
+        as_stored = target.dtype == TORCH_DTYPES[tensor.dtype] and target.device.type == "cpu"
+        as_stored = as_stored and target.is_contiguous() and not target.is_conj() and not target.is_neg()
+        if as_stored and inside.is_flat_in(shard.box.shape):
+            yield from _direct_jobs(reader, request.name, tensor, shard, inside, target)
+            continue
+        for part in inside.split(_SCRATCH_BYTES // tensor.itemsize):
+            piece = target[part.relative_to(inside).slices()]
+            args = reader, request.name, tensor, shard, part, piece
+            yield part.size * tensor.itemsize, lambda args=args: _read_strided(*args)
+
+
+def _direct_jobs(
+    reader: StepReader, name: str, tensor: StoredTensor, shard: StoredShard, inside: Box, target: torch.Tensor
+) -> Iterator[_SizedJob]:
+    """Read adjacent elements into place; the blocks at both ends are read separately where they hold more than that."""
+    # Not reshape(-1): a dimension of one element may have any stride, which torch views as no other type.
+    memory = target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
+    first, last = (element * tensor.itemsize for element in inside.flat_span(shard.box.shape))
+    shard_bytes = shard.box.size * tensor.itemsize
+    block = shard.block_bytes
+    first_whole, end_whole = -(-first // block), last // block
+    if last == shard_bytes:
+        end_whole = block_count(shard_bytes, block)
+
+    def whole(start: int, end: int) -> None:
+        end_bytes = min(end * block, shard_bytes)
+        reader.read_blocks(name, shard, start, memory[start * block - first : end_bytes - first])
+
+    def partial(number: int) -> None:
+        start, end = number * block, min((number + 1) * block, shard_bytes)
+        scratch = np.empty(end - start, np.uint8).data
+        reader.read_blocks(name, shard, number, scratch)
+        begin, stop = max(start, first), min(end, last)
+        memory[begin - first : stop - first] = scratch[begin - start : stop - start]
+
+    if first % block:
+        yield min(block, shard_bytes), lambda: partial(first_whole - 1)
+    for start, end in block_runs(shard, first_whole, end_whole):
+        yield min((end - start) * block, shard_bytes), lambda start=start, end=end: whole(start, end)
+    if end_whole >= first_whole and end_whole * block < last:
+        yield min(block, shard_bytes), lambda: partial(end_whole)
+
+
+@torch.no_grad()
+def _read_strided(
+    reader: StepReader, name: str, tensor: StoredTensor, shard: StoredShard, part: Box, target: torch.Tensor
+) -> None:
+    """Read the blocks from the first to the last element of a box, and copy the box out of them."""
+    block, itemsize = shard.block_bytes, tensor.itemsize
+    first, last = part.flat_span(shard.box.shape)
+    first_block, end_block = first * itemsize // block, block_count(last * itemsize, block)
+    start_bytes = first_block * block
+    end_bytes = min(end_block * block, shard.box.size * itemsize)
+    scratch = np.empty(end_bytes - start_bytes, np.uint8)
+    for start, end in block_runs(shard, first_block, end_block):
+        memory = scratch[start * block - start_bytes : min(end * block, end_bytes) - start_bytes]
+        reader.read_blocks(name, shard, start, memory.data)
+    elements = torch.from_numpy(scratch[first * itemsize - start_bytes : last * itemsize - start_bytes])
+    strides = [math.prod(shard.box.shape[dim + 1 :]) for dim in range(len(shard.box.shape))]
+    stored = elements.view(TORCH_DTYPES[tensor.dtype]).as_strided(part.shape, strides)
+    target.copy_(stored)

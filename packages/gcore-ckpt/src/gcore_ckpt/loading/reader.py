@@ -10,17 +10,7 @@ from gcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from gcore_ckpt.format.boxes import DTYPES
 from gcore_ckpt.format.data_file import DIGITS, block_count, checksum, digest
 from gcore_ckpt.format.index import DataFile, Index, StoredShard, StoredTensor, decode_index
-from gcore_ckpt.format.tree import (
-    MAX_DEPTH,
-    ArrayKind,
-    Node,
-    State,
-    StatePath,
-    decode,
-    dict_fields,
-    tensor_name,
-    tuple_items,
-)
+from gcore_ckpt.format.tree import MAX_DEPTH, ArrayKind, Node, State, StatePath, decode, fields_of, items_of, name_of
 from gcore_ckpt.storage import StepFiles, Storage, open_storage, step_name
 from gcore_ckpt.storage.safetensors_folder import find_weights, open_weights
 from gcore_ckpt.threads import Job, Workers
@@ -93,11 +83,7 @@ def block_runs(shard: StoredShard, first: int, last: int) -> Iterator[tuple[int,
 
 
 def find_step(storage: Storage, step: Step) -> int | None:
-    """Return the number of a committed step; `"latest"` is the highest. None is what a Hugging Face folder holds.
-
-    Raises:
-        CheckpointNotFoundError: It is not there.
-    """
+    """Return the number of a committed step; `"latest"` is the highest. None is what a Hugging Face folder holds."""
     steps = storage.steps()
     if not steps and find_weights(storage) is not None:
         if step == "latest":
@@ -114,12 +100,7 @@ def find_step(storage: Storage, step: Step) -> int | None:
 
 @contextmanager
 def open_step(storage: Storage, step: int | None) -> Generator[StepReader]:
-    """Open what `find_step` found and check all but the tensors' bytes.
-
-    Raises:
-        CheckpointNotFoundError: The step is not committed, or was deleted while it was being opened.
-        CorruptCheckpointError: Its index or the layout of a file is not what was saved.
-    """
+    """Open what `find_step` found and check all but the tensors' bytes."""
     if step is None:
         with open_weights(storage) as (where, files, index):
             yield StepReader(where, index, files)
@@ -183,11 +164,11 @@ def _leaves(node: Node, path: StatePath, *, per_rank: bool) -> Iterator[StepLeaf
         for rank, child in ranks.items():
             yield from _leaves(child, (*path, f"rank {rank}"), per_rank=True)
         return
-    fields, items = dict_fields(node), tuple_items(node)
+    fields, items = fields_of(node), items_of(node)
     for key, child in (fields or dict(enumerate(items or ()))).items():
         yield from _leaves(child, (*path, key), per_rank=per_rank)
     if not fields and not items:
-        name = tensor_name(node)
+        name = name_of(node)
         value = None if name is not None else decode(node, _unknown, _unknown)
         yield StepLeaf(".".join(map(str, path)), name, value, per_rank)
 

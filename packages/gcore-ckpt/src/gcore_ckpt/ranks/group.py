@@ -28,19 +28,11 @@ class Group:
     size = 1
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks, at the root; an empty list elsewhere.
-
-        Raises:
-            LostRankError: At the root: some ranks are gone. It has heard all others.
-        """
+        """Return the payloads of all ranks, at the root; an empty list elsewhere."""
         return [payload]
 
     def scatter(self, payloads: Sequence[bytes]) -> bytes:
-        """Return this rank's payload; the root gives all of them, the others none.
-
-        Raises:
-            LostRankError: Away from the root: it is gone.
-        """
+        """Return this rank's payload; the root gives all of them, the others none."""
         return payloads[0]
 
     def close(self) -> None:
@@ -170,11 +162,7 @@ def open_group(process_group: ProcessGroupArgument, timeout_s: float) -> Group:
 
 
 def exchange(group: Group, message: Message, decide: Callable[[Sequence[Message]], Sequence[Message]]) -> Message:
-    """Return the root's reply to this rank's message; `decide` makes the replies to all of all messages, at the root.
-
-    Raises:
-        LostRankError: On all ranks that are left: some are gone.
-    """
+    """Return the root's reply to this rank's message; `decide` makes, at the root, all replies of all messages."""
     if group.rank != 0:
         group.gather(_encode(message))
         reply = json.loads(group.scatter([]))
@@ -192,11 +180,7 @@ def exchange(group: Group, message: Message, decide: Callable[[Sequence[Message]
 
 
 def all_succeed(group: Group, act: Callable[[], T]) -> T:
-    """Run `act` on every rank; return what it returned here if none failed, else raises on all ranks.
-
-    Raises:
-        CheckpointError: On the ranks where `act` raised nothing: what the others raised.
-    """
+    """Run `act` on every rank; return what it returned here if none failed, else raises on all ranks."""
     result, error = attempt(act)
 
     def collect(messages: Sequence[Message]) -> Sequence[Message]:

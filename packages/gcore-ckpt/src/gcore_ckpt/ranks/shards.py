@@ -40,7 +40,6 @@ class Shard:
 
     @property
     def box(self) -> Box:
-        """The box that is held."""
         return Box(tuple(self.offset), tuple(self.tensor.shape))
 
 
@@ -106,11 +105,7 @@ class Holdings(NamedTuple):
 
 
 def collect(state: State, rank: int = 0) -> Holdings:
-    """Find what this process, `rank` of its group, holds in `state`; nothing is copied.
-
-    Raises:
-        TypeError, ValueError: The state cannot be saved, with the path of the offending leaf.
-    """
+    """Find what this process, `rank` of its group, holds in `state`; nothing is copied."""
     leaves = _Leaves()
     tree = encode(state, leaves.add, rank)
     return Holdings(tree, tuple(leaves.boxes), tuple(leaves.data))

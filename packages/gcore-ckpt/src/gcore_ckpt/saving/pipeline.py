@@ -25,17 +25,7 @@ _COPY_THREADS = min(8, os.cpu_count() or 1)
 
 
 class SavePipeline:
-    """Copies states in the thread of the calls and writes them, in order, in another.
-
-    Args:
-        storage: Where to.
-        planning: The ranks that save together, for the thread of the calls.
-        writing: The same ranks, for the background thread.
-        retention: Which steps stay.
-        max_in_flight: Saves that may be waiting to be written.
-        staging: As in `Checkpointer`.
-        incremental: As in `Checkpointer`.
-    """
+    """Copies states in the thread of the calls and writes them, in order, in another."""
 
     def __init__(
         self,

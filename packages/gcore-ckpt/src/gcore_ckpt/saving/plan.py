@@ -62,16 +62,7 @@ def _box(name: str, dtype: str, shape: Sequence[int], start: Sequence[int], exte
 
 
 def assign(held: Sequence[Sequence[HeldBox]]) -> list[list[int]]:
-    """Return the boxes that each rank writes: one writer for each, the same bytes for all as far as that goes.
-
-    Boxes of one holder stay there; then replicas, the largest first, go to the holder that has the least to write.
-
-    Args:
-        held: The boxes of each rank. Those to write are given by their numbers in its list, ascending.
-
-    Raises:
-        ValueError: Ranks disagree on a tensor, or their boxes leave out or overlap some of it.
-    """
+    """Return the boxes that each rank writes: one writer for each, the same bytes for all as far as that goes."""
     holders: dict[HeldBox, dict[int, int]] = {}  # the ranks that hold each distinct box, and its number in their lists
     for rank, boxes in enumerate(held):
         for number, box in enumerate(boxes):

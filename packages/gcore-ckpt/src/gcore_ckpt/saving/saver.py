@@ -9,15 +9,7 @@ from typing import Any, NamedTuple
 
 from gcore_ckpt.errors import CheckpointWriteError, LostRankError
 from gcore_ckpt.format.boxes import Box
-from gcore_ckpt.format.data_file import (
-    BLOCK_BYTES,
-    DIGITS,
-    FileLayout,
-    PlacedBox,
-    checksum,
-    digest,
-    lay_out_file,
-)
+from gcore_ckpt.format.data_file import BLOCK_BYTES, DIGITS, FileLayout, PlacedBox, checksum, digest, lay_out_file
 from gcore_ckpt.format.index import (
     DataFile,
     Index,
@@ -49,7 +41,6 @@ class _Report:
     error: str | None = None
 
     def add_shard(self, box: PlacedBox, file: str, offset_bytes: int, checksums: str) -> None:
-        """Report a box that a file holds."""
         assert len(checksums) % DIGITS == 0
         held = box.held
         tensor = self.tensors.setdefault(held.name, {"dtype": held.dtype, "shape": [*held.shape], "shards": []})
@@ -74,20 +65,12 @@ class _Base(NamedTuple):
 
     @classmethod
     def of(cls, step: int, index: Index) -> "_Base":
-        """Return the base that a step is."""
         shards = ((name, tensor, shard) for name, tensor in index.tensors.items() for shard in tensor.shards)
         return cls(step, index.files, {(name, shard.box): (tensor, shard) for name, tensor, shard in shards})
 
 
 class Saver:
-    """Saves steps, one after another, as one rank of a group of which all do the same.
-
-    Args:
-        storage: Where to.
-        group: Ranks that save together; its messages are not used for anything else meanwhile.
-        workers: Threads that hash.
-        incremental: Whether shards that are equal in the step before are linked instead of written.
-    """
+    """Saves steps, one after another, as one rank of a group of which all do the same; `workers` hash."""
 
     def __init__(self, storage: Storage, group: Group, workers: Workers, *, incremental: bool) -> None:
         self._storage = storage

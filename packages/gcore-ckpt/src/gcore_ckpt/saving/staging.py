@@ -64,13 +64,10 @@ class StagedFile:
 
 
 class Stager:
-    """Host memory for the saves in flight.
+    """Host memory for the saves in flight, and the copies into it.
 
-    Args:
-        staging: `"full"` holds each save whole, so that a save returns after one copy. `"chunked"` holds two pieces of
-            `CHUNK_BYTES`, so that a save returns when all but the last two pieces are written.
-        max_in_flight: Saves that may be held at once.
-        workers: Threads that copy.
+    `"full"` holds each of `max_in_flight` saves whole, so that a save returns after one copy. `"chunked"` holds two
+    pieces of `CHUNK_BYTES`, so that a save returns when all but the last two pieces are written.
     """
 
     def __init__(self, staging: Staging, max_in_flight: int, workers: Workers) -> None:
@@ -82,7 +79,6 @@ class Stager:
 
     @property
     def max_file_bytes(self) -> int | None:
-        """Largest data file that fits into a buffer."""
         return CHUNK_BYTES if self._staging == "chunked" else None
 
     def stage(self, files: Sequence[FileLayout], holdings: Holdings, working: Working) -> Iterator[StagedFile]:

@@ -27,20 +27,12 @@ class StepFiles(Protocol):
 
     def read_index(self) -> bytes:
         """Return the bytes of `index.json`; `FileNotFoundError` if there is none."""
-        ...
 
     def open(self, name: str) -> int:
-        """Open a data file by its plain name and return its size in bytes.
-
-        Raises:
-            FileNotFoundError: There is none.
-            ValueError: It is no regular file.
-        """
-        ...
+        """Open a data file by its plain name and return its size in bytes; `ValueError` if it is no regular file."""
 
     def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> int:
         """Fill `buffer` from an open file and return how many bytes there were. Safe to call from many threads."""
-        ...
 
 
 class Storage(Protocol):
@@ -48,44 +40,31 @@ class Storage(Protocol):
 
     def __str__(self) -> str:
         """Return the path as its user wrote it."""
-        ...
 
     @property
     def max_file_bytes(self) -> int | None:
         """Largest data file to write, where the storage has one."""
-        ...
 
     def steps(self) -> list[int]:
         """Return the committed steps, ascending."""
-        ...
 
     def open_step(self, step: int) -> AbstractContextManager[StepFiles]:
         """Open a committed step; `FileNotFoundError` if it is no longer there."""
-        ...
 
     def acquire(self) -> None:
-        """Make ready for writing: creates the place, refuse a second writer, remove what dead ones left (root).
-
-        Raises:
-            CheckpointLockedError: Another writer has it.
-        """
-        ...
+        """Make ready for writing (root): create the place, refuse a second writer, remove what dead ones left."""
 
     def release(self) -> None:
         """Let the next writer in (root)."""
-        ...
 
     def begin(self, step: int) -> str:
         """Start to write a step and return the name of this attempt, for all processes of the group (root)."""
-        ...
 
     def write_file(self, attempt: str, name: str, parts: Sequence[memoryview]) -> None:
         """Write a data file, the parts one after another; on return it survives a power cut (any process)."""
-        ...
 
     def link_file(self, attempt: str, step: int, file: str, name: str) -> None:
         """Make the file of a committed step a file of this attempt, without copying its bytes (root)."""
-        ...
 
     def commit(self, attempt: str, step: int, index: bytes, sizes: Mapping[str, int]) -> None:
         """Make the attempt the committed step, in one atomic act that survives a power cut (root).
@@ -95,15 +74,12 @@ class Storage(Protocol):
         Raises:
             OSError: Nothing was committed, unless the very last sync failed.
         """
-        ...
 
     def abort(self, attempt: str) -> None:
         """Remove what an attempt has written; raise nothing (root)."""
-        ...
 
     def remove(self, step: int) -> None:
         """Delete a committed step; it stops being one before its first byte goes (root)."""
-        ...
 
     def set_aside(self, steps: Sequence[int]) -> None:
         """Turn committed steps into steps set aside, all in one atomic act; their data are kept (root).
@@ -113,15 +89,12 @@ class Storage(Protocol):
         Raises:
             OSError: It failed; whether before or after the act, `steps` tells.
         """
-        ...
 
     def steps_set_aside(self) -> list[int]:
         """Return the steps that were set aside, ascending; one that was set aside twice is there twice."""
-        ...
 
     def remove_set_aside(self) -> None:
         """Delete what was set aside (root)."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

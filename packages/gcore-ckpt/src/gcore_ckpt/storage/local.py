@@ -49,6 +49,8 @@ os.register_at_fork(after_in_child=_close_locks)
 class LocalStorage:
     """The steps in one folder, `path`; every process of a group must see it under the same path."""
 
+    max_file_bytes = None
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._lock: TextIOWrapper | None = None
@@ -59,11 +61,6 @@ class LocalStorage:
     @cached_property
     def _workers(self) -> Workers:
         return Workers(_WRITE_THREADS, "gcore-ckpt-write")
-
-    @property
-    def max_file_bytes(self) -> None:
-        """A file system holds files of any size."""
-        return
 
     def steps(self) -> list[int]:
         """Return the committed steps, ascending; none if there is no such folder."""
@@ -87,7 +84,9 @@ class LocalStorage:
 
     def acquire(self) -> None:
         """Create the folder, take its lock and remove what dead writers left."""
-        _create_directory(self.path)
+        if not self.path.is_dir():
+            self.path.mkdir(parents=True, exist_ok=True)
+            sync_directory(self.path.parent)
         self._lock = _lock(self.path)
         try:
             self._remove_leftovers()
@@ -97,14 +96,12 @@ class LocalStorage:
             raise
 
     def release(self) -> None:
-        """Let the next writer in."""
         self._workers.close()
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def begin(self, step: int) -> str:
-        """Create the temporary folder of a step."""
         attempt = _temp_name(step)
         (self.path / attempt).mkdir()
         return attempt
@@ -115,11 +112,10 @@ class LocalStorage:
         if not (len(parts) == 1 and _is_aligned(parts[0]) and self._write_direct(path, parts[0])):
             with path.open("wb", buffering=0) as file:
                 for part in parts:
-                    _write_fully(file, part)
+                    _pwrite_fully(file.fileno(), part, os.fstat(file.fileno()).st_size)
                 os.fsync(file.fileno())
 
     def link_file(self, attempt: str, step: int, file: str, name: str) -> None:
-        """Hard-link a file of a committed step."""
         (self.path / attempt / name).hardlink_to(self.path / step_name(step) / file)
 
     def commit(self, attempt: str, step: int, index: bytes, sizes: Mapping[str, int]) -> None:
@@ -153,7 +149,6 @@ class LocalStorage:
             self._finish_setting_aside()
 
     def steps_set_aside(self) -> list[int]:
-        """Return the numbers in the names of the folders, and what is about to be one."""
         if not self.path.is_dir():
             return []
         matches = (_SET_ASIDE.fullmatch(entry.name) for entry in self.path.iterdir())
@@ -162,7 +157,6 @@ class LocalStorage:
         return sorted([*(int(match[1]) for match in matches if match), *waiting])
 
     def remove_set_aside(self) -> None:
-        """Delete the folders."""
         for entry in list(self.path.iterdir()):
             if match := _SET_ASIDE.fullmatch(entry.name):
                 self._remove_folder(entry.name, int(match[1]))
@@ -229,8 +223,7 @@ class LocalStorage:
         finally:
             os.close(fd)
         with path.open("r+b", buffering=0) as file:
-            file.seek(pages)
-            _write_fully(file, data[pages:])
+            _pwrite_fully(file.fileno(), data[pages:], pages)
             os.fsync(file.fileno())
         return True
 
@@ -256,7 +249,6 @@ class LocalFiles:
         self._folder_fd = None
 
     def read_index(self) -> bytes:
-        """Return the bytes of `index.json`."""
         return (self.folder / INDEX_FILE).read_bytes()
 
     def open(self, name: str) -> int:
@@ -273,7 +265,6 @@ class LocalFiles:
         return os.stat(name, dir_fd=self._folder_fd).st_size
 
     def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> int:
-        """Fill `buffer` from a file that `open` has found."""
         if name in self._files:
             return _read_fully(self._files[name].fileno(), offset_bytes, buffer)
         fd = os.open(name, os.O_RDONLY, dir_fd=self._folder_fd)
@@ -303,22 +294,10 @@ def _new_id() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def _create_directory(path: Path) -> None:
-    if not path.is_dir():
-        path.mkdir(parents=True, exist_ok=True)
-        sync_directory(path.parent)
-
-
 def _is_aligned(data: memoryview) -> bool:
     import numpy as np  # here, so that looking into a checkpoint loads none of it
 
     return len(data) >= _PAGE_BYTES and np.frombuffer(data, np.uint8).ctypes.data % _PAGE_BYTES == 0
-
-
-def _write_fully(file: FileIO, data: memoryview) -> None:
-    written = 0
-    while written < len(data):
-        written += file.write(data[written:])
 
 
 def _pwrite_fully(fd: int, data: memoryview, offset: int) -> None:

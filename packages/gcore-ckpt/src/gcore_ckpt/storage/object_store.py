@@ -24,6 +24,9 @@ from gcore_ckpt.threads import Workers
 
 _T = TypeVar("_T")
 _SCHEMES = ("s3", "gs", "memory")
+_COMMITTED = "committed"
+_ATTEMPT_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_CHECK_THREADS = 16
 _ANSWER_TIMEOUT_S = 60.0
 _SLOWEST_BYTES_PER_S = 2**20
 # With the defaults, 32 tries, a server that is gone would take a quarter of an hour to become an error.
@@ -113,12 +116,6 @@ def _spec(url: str) -> dict[str, Any]:
     return spec
 
 
-_COMMITTED = "committed"
-_ATTEMPT_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
-_MAX_FILE_BYTES = 256 * 2**20
-_CHECK_THREADS = 16
-
-
 class _StoredJournal(NamedTuple):
     """The record of rollbacks, and the generation of its object."""
 
@@ -140,6 +137,8 @@ class ObjectStorage:
         ValueError: Another kind of URL, or no valid one.
     """
 
+    max_file_bytes = 256 * 2**20  # sent in one request, and sent again as a whole when that fails
+
     def __init__(self, url: str) -> None:
         self._url = url
         self._objects = Objects(url)
@@ -148,13 +147,7 @@ class ObjectStorage:
     def __str__(self) -> str:
         return self._url
 
-    @property
-    def max_file_bytes(self) -> int:
-        """Largest data file to write: it is sent in one request, and sent again as a whole when that fails."""
-        return _MAX_FILE_BYTES
-
     def steps(self) -> list[int]:
-        """Return the committed steps, ascending."""
         committed, _, has_journal = self._scan()
         if not has_journal:
             return sorted(committed)
@@ -167,7 +160,6 @@ class ObjectStorage:
 
     @contextmanager
     def open_step(self, step: int) -> Generator[StepFiles]:
-        """Open a committed step; `FileNotFoundError` if it is not there."""
         attempt, sizes = self._read_commit(step_name(step))
         yield _ObjectFiles(self._objects, attempt, sizes)
 
@@ -180,13 +172,11 @@ class ObjectStorage:
         """Do nothing: there is no lock."""
 
     def begin(self, step: int) -> str:
-        """Return a fresh name for an attempt; write nothing."""
         attempt = f"{step_name(step)}/{uuid.uuid4().hex}"
         self._live.add(attempt)
         return attempt
 
     def write_file(self, attempt: str, name: str, parts: Sequence[memoryview]) -> None:
-        """Write a data file as one object."""
         self._objects.write(f"{attempt}/{name}", b"".join(parts))
 
     def link_file(self, attempt: str, step: int, file: str, name: str) -> None:
@@ -245,11 +235,9 @@ class ObjectStorage:
         self._finish_setting_aside(self._replace(journal, Journal(pending=tuple(steps), set_aside=set_aside)))
 
     def steps_set_aside(self) -> list[int]:
-        """Return the steps in the record."""
         return sorted(step for step, _ in self._read_journal().content.set_aside)
 
     def remove_set_aside(self) -> None:
-        """Delete the attempts, then forget them."""
         journal = self._read_journal()
         for attempt in _attempts(journal.content):
             self._objects.delete_folder(attempt)
@@ -342,8 +330,6 @@ def _attempts(journal: Journal) -> set[str]:
 
 
 class _ObjectFiles:
-    """The files of one committed step."""
-
     def __init__(self, objects: Objects, attempt: str, expected_sizes: Mapping[str, int]) -> None:
         self._objects = objects
         self._attempt = attempt

@@ -78,7 +78,7 @@ def _checksums(tensor: StoredTensor) -> dict[tuple[Box, int], str]:
 def _read_and_compare(a: StepReader, b: StepReader, name_a: str, name_b: str) -> bool:
     import torch
 
-    from gcore_ckpt.loading.restore import Request, fill
+    from gcore_ckpt.loading.loader import Request, fill
     from gcore_ckpt.ranks.shards import TORCH_DTYPES
     from gcore_ckpt.threads import Workers
 

@@ -23,17 +23,13 @@ _METADATA_FILE = ".metadata"
 _MAX_LIST = 2**20
 _METADATA = "torch.distributed.checkpoint.metadata"
 _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"  # until torch 2.2
+_METADATA_CLASSES = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "MetadataIndex")
 _RECORDS = {
-    (_METADATA, "Metadata"),
-    (_METADATA, "TensorStorageMetadata"),
-    (_METADATA, "BytesStorageMetadata"),
-    (_METADATA, "TensorProperties"),
-    (_METADATA, "ChunkStorageMetadata"),
-    (_METADATA, "MetadataIndex"),
-    (_METADATA, "StorageMeta"),
-    (_METADATA, "_MEM_FORMAT_ENCODING"),
-    (_OLD_METADATA, "TensorProperties"),
-    (_OLD_METADATA, "MEM_FORMAT_ENCODING"),
+    *(
+        (_METADATA, name)
+        for name in (*_METADATA_CLASSES, "ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING")
+    ),
+    *((_OLD_METADATA, name) for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),

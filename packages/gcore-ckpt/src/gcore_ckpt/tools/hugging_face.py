@@ -6,15 +6,15 @@ import shutil
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from gcore_ckpt.errors import CheckpointMismatchError, CheckpointWriteError
 from gcore_ckpt.format.boxes import DTYPES, Box, HeldBox
 from gcore_ckpt.format.data_file import safetensors_header
+from gcore_ckpt.loading.loader import Request, fill
 from gcore_ckpt.loading.reader import Step, StepReader, find_step, open_step, step_leaves
-from gcore_ckpt.loading.restore import Request, fill
 from gcore_ckpt.ranks.shards import TORCH_DTYPES
 from gcore_ckpt.storage import STEP_NAME, open_storage
 from gcore_ckpt.storage.local import LocalStorage, sync_directory, write_synced
@@ -198,8 +198,13 @@ def _write_all(
             with (folder / name).open("xb") as file:
                 file.write(safetensors_header([weight.held for weight in weights]))
                 for weight in weights:
-                    _copy(reader, weight, file, workers)
-                    progress(weight.held.size_bytes)
+                    held = weight.held
+                    data = torch.empty(held.size_bytes, dtype=torch.uint8)
+                    target = data.view(TORCH_DTYPES[held.dtype]).view(held.shape)
+                    if held.size_bytes:
+                        fill(reader, [Request(weight.stored, held.box, target)], workers)
+                    file.write(data.numpy().data)
+                    progress(held.size_bytes)
                 file.flush()
                 os.fsync(file.fileno())
     if len(files) > 1:
@@ -210,11 +215,3 @@ def _write_all(
     for name, data in copied.items():
         write_synced(folder / name, data)
     sync_directory(folder)
-
-
-def _copy(reader: StepReader, weight: _Weight, file: IO[bytes], workers: Workers) -> None:
-    held = weight.held
-    data = torch.empty(held.size_bytes, dtype=torch.uint8)
-    target = data.view(TORCH_DTYPES[held.dtype]).view(held.shape)
-    fill(reader, [Request(weight.stored, held.box, target)] if held.size_bytes else [], workers)
-    file.write(data.numpy().data)
