@@ -123,7 +123,7 @@ def save_each(rank: Rank, path: str, trees: dict[int, Any], size: int, options: 
     remade: list[bool] = []
     with (
         checkpointer(rank, path, size, **options) as saver,
-        mock.patch("gcore_ckpt.saving.plan.lay_out", side_effect=lay_out) as counted,
+        mock.patch("gcore_ckpt.saving.pipeline.lay_out", side_effect=lay_out) as counted,
     ):
         for step, tree in trees.items():
             before = counted.call_count

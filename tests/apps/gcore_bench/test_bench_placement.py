@@ -13,9 +13,15 @@ import pytest
 
 from gcore_bench.harness.options import BenchError
 from gcore_bench.placement.balancer import BalancerRow, balancer_aims, run_balancer, simulated_work
-from gcore_bench.placement.laws import fit_laws, predicted_bytes, predicted_seconds
 from gcore_bench.placement.options import PlacementOptions
-from gcore_bench.placement.planner import PlannerFigures, PlannerRow, planner_aims
+from gcore_bench.placement.planner import (
+    PlannerFigures,
+    PlannerRow,
+    fit_laws,
+    planner_aims,
+    predicted_bytes,
+    predicted_seconds,
+)
 from gcore_bench.placement.small_runs import small_runs
 from gcore_placement import Efficiency
 

@@ -9,8 +9,15 @@ import pytest
 
 from gcore_bench.placement import study
 from gcore_bench.placement.options import PlacementOptions
-from gcore_bench.placement.payloads import ControllerHost, payload_load
-from gcore_bench.placement.study import break_study, drift_study, in_processes, run_study, with_judge_error
+from gcore_bench.placement.study import (
+    ControllerHost,
+    break_study,
+    drift_study,
+    in_processes,
+    payload_load,
+    run_study,
+    with_judge_error,
+)
 from gcore_placement import DynamicPartitionConfig, Trace, TraceRecipe
 from gcore_placement.simulation import scenarios
 from gcore_placement.simulation.scenarios import JOBS, Scale, scenario

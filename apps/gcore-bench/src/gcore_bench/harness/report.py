@@ -47,42 +47,38 @@ class Rounds:
     def __init__(self, part: str, count: int, *, say: Callable[[str], object]) -> None:
         self.runs: list[Run] = []
         self.part = part
-        self._count = count
-        self._say = say
+        self.count = count
+        self.say = say
 
     def turns(self, contenders: Collection[str]) -> "Iterator[Turn]":
         """Yield every contender, in the same order in every round; a list may lose entries between rounds."""
-        for number in range(1, self._count + 1):
+        for number in range(1, self.count + 1):
             for name in tuple(contenders):
-                yield Turn(self, name, number, f"{self.part}, round {number} of {self._count}: {name}")
-
-    def add(self, run: Run, line: str) -> None:
-        """Keep a run and print a line about it."""
-        self.runs.append(run)
-        self._say(line)
+                yield Turn(self, name, number)
 
 
 class Turn:
     """One contender's turn; its load is the machine's as the turn starts."""
 
-    def __init__(self, rounds: Rounds, contender: str, number: int, where: str) -> None:
+    def __init__(self, rounds: Rounds, contender: str, number: int) -> None:
         self.contender = contender
         self.round = number
-        self.where = where
         self.load = os.getloadavg()[0]
+        self.where = f"{rounds.part}, round {number} of {rounds.count}: {contender}"
         self._rounds = rounds
 
     def done(self, rows: Mapping[str, Figures], words: str) -> None:
         """Record the figures; ``words`` are printed with the contender's name."""
-        self._rounds.add(self._run(dict(rows), ""), f"{self.where} {words}, load {self.load:.1f}")
+        self._add(f"{words}, load {self.load:.1f}", rows=dict(rows))
 
     def failed(self, reason: str) -> None:
         """Record that the contender has no figures in this round."""
-        self._rounds.add(self._run({}, reason), f"{self.where} failed: {reason}")
+        self._add(f"failed: {reason}", failure=reason)
 
-    def _run(self, rows: dict[str, Figures], failure: str) -> Run:
-        names = {"part": self._rounds.part, "contender": self.contender}
-        return Run(**names, round=self.round, load=self.load, rows=rows, failure=failure)
+    def _add(self, words: str, **found: Any) -> None:
+        rounds = self._rounds
+        rounds.runs.append(Run(part=rounds.part, contender=self.contender, round=self.round, load=self.load, **found))
+        rounds.say(f"{self.where} {words}")
 
 
 @dataclass(frozen=True, kw_only=True)

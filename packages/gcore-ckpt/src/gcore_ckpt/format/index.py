@@ -66,7 +66,6 @@ class Index:
     tree: Node
     tensors: Mapping[str, StoredTensor]
     files: Mapping[str, DataFile]
-    version: int = VERSION
     saved_at: str = ""
     num_ranks: int = 1
 
@@ -116,7 +115,6 @@ def decode_index(data: bytes, where: str) -> Index:
             tree=content["tree"],
             tensors=tensors,
             files=files,
-            version=version,
             saved_at=str(content.get("saved_at", "")),
             num_ranks=1 if version == 1 else validation.size(content["num_ranks"], "num_ranks"),
         )
