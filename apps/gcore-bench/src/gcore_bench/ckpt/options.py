@@ -25,29 +25,19 @@ class Part:
     Limits are measured in a part without such."""
 
 
+def _seconds(*metrics: str) -> dict[str, str]:
+    return {metric: f"{metric.replace('_', ' ')} s" for metric in ("stall", "durable", *metrics)}
+
+
 PARTS = {
     "single": Part(
         title="one process",
-        columns={
-            "stall": "stall s",
-            "durable": "durable s",
-            "load_cold": "load cold s",
-            "load_warm": "load warm s",
-            "in_place_cold": "in place cold s",
-            "in_place_warm": "in place warm s",
-        },
+        columns=_seconds("load_cold", "load_warm", "in_place_cold", "in_place_warm"),
     ),
     "ranks": Part(
         title="several ranks",
         contenders=("gcore", "dcp", "dcp-async-thread"),
-        columns={
-            "stall": "stall s",
-            "durable": "durable s",
-            "rows_cold": "rows cold s",
-            "rows_warm": "rows warm s",
-            "columns_cold": "columns cold s",
-            "columns_warm": "columns warm s",
-        },
+        columns=_seconds("rows_cold", "rows_warm", "columns_cold", "columns_warm"),
     ),
     "loop": Part(
         title="training steps",

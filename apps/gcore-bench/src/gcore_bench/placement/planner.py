@@ -30,6 +30,9 @@ CPU = Device(
 )
 """Round numbers that no core of today reaches: what it does reach is fitted."""
 
+AIM_SECONDS, AIM_BYTES = 0.20, 0.15
+"""Largest errors of predicted seconds and peak memory, as shares of the measurements."""
+
 _ENGINE = ("decode", "prefill", "memory", "decode_step_s", "decode_sequence_s")
 _TRAINING = ("training", "micro_batch_s")
 _SHARES = ("training", "attention", "decode", "prefill", "memory", "links")
@@ -136,10 +139,6 @@ def _layouts(run: SmallRun) -> TrainingLayouts:
             ppo_max_token_len=run.max_tokens,
         )
     )
-
-
-AIM_SECONDS, AIM_BYTES = 0.20, 0.15
-"""Largest errors of predicted seconds and peak memory, as shares of the measurements."""
 
 
 @dataclass(frozen=True, kw_only=True)

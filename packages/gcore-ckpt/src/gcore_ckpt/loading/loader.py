@@ -21,6 +21,10 @@ from gcore_ckpt.threads import Job, Workers
 
 _NAMED = 5
 _THREADS = 8
+_SCRATCH_BYTES = 64 << 20
+_BATCH_BYTES = 4 << 20
+
+_SizedJob: TypeAlias = tuple[int, Job]  # the bytes that a job reads, and the job
 
 
 def load_step(
@@ -249,12 +253,6 @@ def _pruned(node: Node, only: Sequence[str], where: str) -> Node:
             f"{', ...' if len(names) > 8 else ''}"
         )
     return pruned[0] if pruned else {"dict": {}}
-
-
-_SCRATCH_BYTES = 64 << 20
-_BATCH_BYTES = 4 << 20
-
-_SizedJob: TypeAlias = tuple[int, Job]  # the bytes that a job reads, and the job
 
 
 class Request(NamedTuple):
