@@ -10,7 +10,6 @@ import pytest
 from gcore_bench.placement import study
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.study import (
-    ControllerHost,
     break_study,
     drift_study,
     in_processes,
@@ -92,13 +91,13 @@ def test_payloads_through_controllers() -> None:
         acceptance=steady(1.0),
         payload_median_bytes=1e6,
     ).trace()
-    host = ControllerHost(link_bytes_per_s=4e9, copy_bytes_per_s=1e9)
+    rates = {"link_bytes_per_s": 4e9, "copy_bytes_per_s": 1e9}
     total = float(trace.payload_bytes.sum())
-    one = payload_load(trace, 0, num_controllers=1, host=host)
+    one = payload_load(trace, 0, num_controllers=1, **rates)
     assert one.seconds == pytest.approx(4 * total / 1e9)
     assert one.held_bytes == total
     assert one.max_over_mean == 1.0
-    many = payload_load(trace, 0, num_controllers=16, host=host)
+    many = payload_load(trace, 0, num_controllers=16, **rates)
     shares = [float(trace.payload_bytes[first::16].sum()) for first in range(16)]
     assert many.held_bytes == max(shares)
     assert many.max_over_mean == pytest.approx(max(shares) / (total / 16))

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 import ml_dtypes
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from gcore_bench.ckpt.workload import State
 
@@ -89,33 +90,21 @@ class Gcore(Contender):
         self._checkpointer.close()
 
 
-class TorchSave(Contender):
-    """torch.save and torch.load: one file for the whole state, which they do not sync."""
+class SingleFile(Contender):
+    """One file for the whole state, by a library's own writer and reader, which do not sync it."""
+
+    def __init__(self, root: Path, write: Callable[[State, Path], object], read: Callable[[Path], State]) -> None:
+        super().__init__(root)
+        self._write = write
+        self._read = read
 
     def save(self, step: int, state: State) -> Pending:
-        torch.save(state, self.path(step))
+        self._write(state, self.path(step))
         return Pending()
 
     def load(self, step: int, like: State) -> State:
         del like
-        return torch.load(self.path(step), weights_only=True)
-
-
-class Safetensors(Contender):
-    """safetensors' own writer and reader for torch: one file, which they do not sync."""
-
-    def save(self, step: int, state: State) -> Pending:
-        from safetensors.torch import save_file
-
-        save_file(state, self.path(step))
-        return Pending()
-
-    def load(self, step: int, like: State) -> State:
-        from safetensors.torch import load_file
-
-        del like
-        # The loaded tensors are views of the mapped file, which is read when they are.
-        return {name: tensor.clone() for name, tensor in load_file(self.path(step)).items()}
+        return self._read(self.path(step))
 
 
 class Dcp(Contender):
@@ -260,12 +249,17 @@ CONTENDERS: dict[str, Callable[[Path], Contender]] = {
     "dcp-async-thread": lambda root: DcpAsync(root, "thread"),
     "dcp-async-process": lambda root: DcpAsync(root, "process"),
     "dcp-async-cached": lambda root: DcpAsync(root, "process", caches=True),
-    "torch.save": TorchSave,
-    "safetensors": Safetensors,
+    "torch.save": lambda root: SingleFile(root, torch.save, lambda path: torch.load(path, weights_only=True)),
+    "safetensors": lambda root: SingleFile(root, save_file, _load_and_clone),
     "orbax": Orbax,
     "tensorstore": Tensorstore,
 }
 """Functions that import a library and set it up to save below a folder."""
+
+
+def _load_and_clone(path: Path) -> State:
+    # The loaded tensors are views of the mapped file, which is read when they are.
+    return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
 
 def _metadata(array: _Array) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import NamedTuple, Protocol, TypeVar
@@ -30,59 +30,11 @@ from gcore_placement import (
     compare,
 )
 from gcore_placement.cli.page import page
-from gcore_placement.errors import check_above_0, check_positive
 from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENARIOS, scenario, sized
 
-
-@dataclass(frozen=True, kw_only=True)
-class ControllerHost:
-    """The rates and the memory of one controller's host.
-
-    Raises:
-        PlacementError: a number is not above 0.
-    """
-
-    link_bytes_per_s: float = 12.5e9
-    """Bytes per second of its network link, one way: 100 Gb/s."""
-    copy_bytes_per_s: float = 2e9
-    """Bytes per second at which one process packs and unpacks payloads."""
-    memory_bytes: float = 1e12
-
-    def __post_init__(self) -> None:
-        for name in ("link_bytes_per_s", "copy_bytes_per_s", "memory_bytes"):
-            check_above_0(name, getattr(self, name))
-
-
-class PayloadLoad(NamedTuple):
-    """The busiest controller's seconds to receive a step's payloads and send them on, and the bytes it holds at once.
-
-    `max_over_mean` are its bytes over the mean of all controllers; 1 is even.
-    """
-
-    seconds: float
-    held_bytes: float
-    max_over_mean: float
-
-
-def payload_load(
-    trace: Trace, step: int, *, num_controllers: int, copies: int = 3, host: ControllerHost | None = None
-) -> PayloadLoad:
-    """Return the load of one step's payloads on controllers that take prompts in turn.
-
-    A payload passes through ``copies`` times: to the policy, to the judge and to training, say.
-    """
-    check_positive("num_controllers", num_controllers)
-    check_positive("copies", copies)
-    host = host or ControllerHost()
-    payloads = trace.payload_bytes[trace.step_slice(step)]
-    shares = np.bincount(np.arange(len(payloads)) % num_controllers, weights=payloads, minlength=num_controllers)
-    most, mean = float(shares.max()), float(shares.mean())
-    # It comes in once and goes out for each copy; packing and sending overlap.
-    rate = min(host.link_bytes_per_s, host.copy_bytes_per_s)
-    return PayloadLoad((1 + copies) * most / rate, most, most / mean if mean else 1.0)
-
-
 T = TypeVar("T")
+
+_JOB, _NUM_DEVICES = "32B", 64
 
 STUDY_SIZES = (
     (64, None, (*SCENARIOS, *PUBLISHED)),
@@ -154,51 +106,58 @@ def in_processes(count: int) -> Generator[RunAll]:
 
 
 def drift_study(
-    sizes: Sequence[tuple[int, int | None, Sequence[str]]],
-    *,
-    job: str = "32B",
-    seeds: Sequence[int] = SEEDS,
-    run_all: RunAll = in_turn,
+    sizes: Sequence[tuple[int, int | None, Sequence[str]]], *, seeds: Sequence[int] = SEEDS, run_all: RunAll = in_turn
 ) -> list[SeededComparison]:
     """Answer question 1: dynamic against the best static split, for devices, steps and scenarios."""
-    tasks = [
-        partial(_compared, name, job, num_devices, num_steps, seed)
-        for num_devices, num_steps, names in sizes
-        for name in names
-        for seed in seeds
-    ]
-    return _by_seeds(run_all(tasks), seeds)
+    cases = [(name, devices, steps, seed) for devices, steps, names in sizes for name in names for seed in seeds]
+    return _by_seeds(run_all([partial(_compared, *case) for case in cases]), seeds)
 
 
-def payload_study(
-    controllers: Sequence[int] = (1, 8, 64, 512), *, num_devices: int = 10_000, host: ControllerHost | None = None
-) -> list[tuple[float, int, PayloadLoad]]:
+class PayloadLoad(NamedTuple):
+    """The busiest controller's seconds to receive a step's payloads and send them on, and the bytes it holds at once.
+
+    `max_over_mean` are its bytes over the mean of all controllers; 1 is even.
+    """
+
+    seconds: float
+    held_bytes: float
+    max_over_mean: float
+
+
+def payload_load(
+    trace: Trace, step: int, *, num_controllers: int, link_bytes_per_s: float = 12.5e9, copy_bytes_per_s: float = 2e9
+) -> PayloadLoad:
+    """Return the load of one step's payloads on controllers that take prompts in turn.
+
+    A host has a link of 100 Gb/s one way by default, and a process that packs and unpacks payloads at 2 GB/s.
+    """
+    payloads = trace.payload_bytes[trace.step_slice(step)]
+    shares = np.bincount(np.arange(len(payloads)) % num_controllers, weights=payloads, minlength=num_controllers)
+    most, mean = float(shares.max()), float(shares.mean())
+    # It comes in once and goes out to the policy, to the judge and to training; packing and sending overlap.
+    seconds = (1 + 3) * most / min(link_bytes_per_s, copy_bytes_per_s)
+    return PayloadLoad(seconds, most, most / mean if mean else 1.0)
+
+
+def payload_study() -> list[tuple[float, int, PayloadLoad]]:
     """Answer question 2: median payload bytes of a prompt, controllers, and a step's load of the busiest of these."""
     rows: list[tuple[float, int, PayloadLoad]] = []
-    batch = SCALES[num_devices].train_batch_size
+    batch = SCALES[10_000].train_batch_size
     for median_bytes in (1e5, 8e6, 1e8):
         recipe = SCENARIOS["multimodal"]
         trace = replace(recipe, num_steps=1, train_batch_size=batch, payload_median_bytes=median_bytes).trace()
-        rows += [(median_bytes, n, payload_load(trace, 0, num_controllers=n, host=host)) for n in controllers]
+        rows += [(median_bytes, n, payload_load(trace, 0, num_controllers=n)) for n in (1, 8, 64, 512)]
     return rows
 
 
-def prediction_study(
-    name: str = "judge_grows",
-    *,
-    job: str = "32B",
-    num_devices: int = 64,
-    num_steps: int = 24,
-    seeds: Sequence[int] = SEEDS,
-    run_all: RunAll = in_turn,
-) -> list[tuple[float, list[float], list[float]]]:
+def prediction_study(*, num_steps: int, run_all: RunAll) -> list[tuple[float, list[float], list[float]]]:
     """Answer question 3: dynamic, for costs of the judge that are believed to be off by a factor.
 
     Returns:
         For each of ERRORS the seconds of the best static split over those of dynamic, with each seed: where
         measurements correct the model, and where they do not.
     """
-    by_seed = run_all([partial(_gains, name, job, num_devices, num_steps, seed, ERRORS) for seed in seeds])
+    by_seed = run_all([partial(_gains, num_steps, seed, ERRORS) for seed in SEEDS])
     return [
         (error, [corrected for corrected, _ in gains], [uncorrected for _, uncorrected in gains])
         for error, *gains in zip(ERRORS, *by_seed, strict=True)
@@ -206,15 +165,10 @@ def prediction_study(
 
 
 def break_study(
-    *,
-    job: str = "32B",
-    num_devices: int = 64,
-    num_steps: int = 24,
-    seeds: Sequence[int] = SEEDS,
-    run_all: RunAll = in_turn,
+    *, num_steps: int = 24, seeds: Sequence[int] = SEEDS, run_all: RunAll = in_turn
 ) -> list[SeededComparison]:
     """Break each condition of the scheme, one at a time, on the curriculum, to find where its gain ends."""
-    costs, batch = JOBS[job], SCALES[num_devices].train_batch_size
+    costs, batch = JOBS[_JOB], SCALES[_NUM_DEVICES].train_batch_size
     assert costs.reward is not None
     slow = replace(costs, swap=replace(costs.swap, load_s=1200.0))
     large = replace(costs, policy=_on_devices(costs.policy, 16), reward=_on_devices(costs.reward, 16))
@@ -231,7 +185,7 @@ def break_study(
     tasks: list[partial[Comparison]] = []
     for (name, recipe, changed), seed in ((case, seed) for case in cases for seed in seeds):
         traced = sized(recipe, num_steps=num_steps, train_batch_size=batch, seed=seed)
-        tasks.append(partial(_compared_recipe, name, traced, job, num_devices, changed))
+        tasks.append(partial(_compared_recipe, name, traced, changed))
     return _by_seeds(run_all(tasks), seeds)
 
 
@@ -254,24 +208,22 @@ def _scaled(costs: EngineCosts, factor: float, **changed: float) -> EngineCosts:
     return replace(costs, **{name: getattr(costs, name) * factor for name in names}, **changed)
 
 
-def _compared(name: str, job: str, num_devices: int, num_steps: int | None, seed: int) -> Comparison:
-    return compare(name, scenario(name, job, num_devices, num_steps=num_steps, seed=seed))
+def _compared(name: str, num_devices: int, num_steps: int | None, seed: int) -> Comparison:
+    return compare(name, scenario(name, _JOB, num_devices, num_steps=num_steps, seed=seed))
 
 
-def _compared_recipe(name: str, recipe: TraceRecipe, job: str, num_devices: int, costs: JobCosts) -> Comparison:
-    return compare(name, scenario(recipe.name, job, num_devices, trace=recipe.trace(), costs=costs))
+def _compared_recipe(name: str, recipe: TraceRecipe, costs: JobCosts) -> Comparison:
+    return compare(name, scenario(recipe.name, _JOB, _NUM_DEVICES, trace=recipe.trace(), costs=costs))
 
 
-def _gains(
-    name: str, job: str, num_devices: int, num_steps: int, seed: int, errors: Sequence[float]
-) -> list[tuple[float, float]]:
+def _gains(num_steps: int, seed: int, errors: Sequence[float]) -> list[tuple[float, float]]:
     """Return for each error the best split's seconds over dynamic's, corrected and not."""
-    simulator = scenario(name, job, num_devices, num_steps=num_steps, seed=seed)
+    simulator = scenario("judge_grows", _JOB, _NUM_DEVICES, num_steps=num_steps, seed=seed)
     split_s = simulator.best_split().seconds
     configs = DynamicPartitionConfig(), DynamicPartitionConfig(is_corrected=False)
     gains: list[tuple[float, float]] = []
     for error in errors:
-        believed = with_judge_error(JOBS[job], error)
+        believed = with_judge_error(JOBS[_JOB], error)
         corrected, uncorrected = (
             split_s / simulator.dynamic(believed=believed, config=config).seconds for config in configs
         )

@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -105,15 +106,12 @@ class Saver:
         if base is None:
             self._base = None
         elif self._base is None or self._base.step != base:
-            self._base = self._open_base(base)
+            self._base = None
+            with suppress(Exception):  # a damaged or unreadable step is none to build on; this save writes all
+                with self._storage.open_step(base) as files:
+                    index = decode_index(files.read_index(), f"{self._storage}/{step_name(base)}")
+                self._base = _Base.of(base, index)
         return attempt
-
-    def _open_base(self, step: int) -> _Base | None:
-        try:
-            with self._storage.open_step(step) as files:
-                return _Base.of(step, decode_index(files.read_index(), f"{self._storage}/{step_name(step)}"))
-        except Exception:  # a damaged or unreadable step is none to build on; this save writes all
-            return None
 
     def _write_files(self, attempt: str, report: _Report, staged: Iterable[StagedFile]) -> None:
         files = iter(staged)

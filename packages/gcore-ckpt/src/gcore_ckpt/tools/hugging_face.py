@@ -77,7 +77,9 @@ def export_hf(
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; expected 1 or more")
-    float_dtype = _float_name(dtype)
+    float_dtype = None if dtype is None else str(dtype).removeprefix("torch.")
+    if float_dtype is not None and float_dtype not in _FLOATS:
+        raise ValueError(f"dtype is {dtype!r}; expected None or one of {', '.join(_FLOATS)}")
     copied = {} if config_from is None else _read_configs(Path(config_from), float_dtype)
     target = Path(folder)
     if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
@@ -98,13 +100,6 @@ def export_hf(
             shutil.rmtree(temp, ignore_errors=True)
             raise
     sync_directory(target.parent)
-
-
-def _float_name(dtype: str | torch.dtype | None) -> str | None:
-    name = None if dtype is None else str(dtype).removeprefix("torch.")
-    if name is not None and name not in _FLOATS:
-        raise ValueError(f"dtype is {dtype!r}; expected None or one of {', '.join(_FLOATS)}")
-    return name
 
 
 def _read_configs(folder: Path, float_dtype: str | None) -> dict[str, bytes]:
