@@ -13,8 +13,8 @@ import shutil
 import socket
 import uuid
 import weakref
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from io import FileIO, TextIOWrapper
 from pathlib import Path
@@ -76,11 +76,9 @@ class LocalStorage:
         steps -= set(self._decode_journal(data).pending)
         return sorted(step for step in steps if (self.path / step_name(step)).is_dir())
 
-    @contextmanager
-    def open_step(self, step: int) -> Generator["LocalFiles"]:
+    def open_step(self, step: int) -> "LocalFiles":
         """Open a committed step; its files stay readable while it is open, also if they are deleted meanwhile."""
-        with LocalFiles(self.path / step_name(step)) as files:
-            yield files
+        return LocalFiles(self.path / step_name(step))
 
     def acquire(self) -> None:
         """Create the folder, take its lock and remove what dead writers left."""

@@ -12,8 +12,8 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import tensorstore as ts
@@ -158,10 +158,8 @@ class ObjectStorage:
             if journal.generation == before.generation:  # else steps were set aside meanwhile, and this is a mixture
                 return sorted(committed - set(journal.content.pending))
 
-    @contextmanager
-    def open_step(self, step: int) -> Generator[StepFiles]:
-        attempt, sizes = self._read_commit(step_name(step))
-        yield _ObjectFiles(self._objects, attempt, sizes)
+    def open_step(self, step: int) -> AbstractContextManager[StepFiles]:
+        return nullcontext(_ObjectFiles(self._objects, *self._read_commit(step_name(step))))
 
     def acquire(self) -> None:
         """Check that the place can be listed. Takes no lock: the class docstring says why that is safe."""
