@@ -3,11 +3,10 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import psutil
 from rich.console import Console
@@ -84,7 +83,7 @@ def _rows(part: str, contender: str, options: CkptOptions, folder: Path) -> dict
             rows[contender] |= merge_ranks([value["rows"] for value in loaded.values])[contender]
     finally:
         shutil.rmtree(folder / "files")
-    peak = _peak_extra_bytes(saved.values, saved)
+    peak = _peak_extra_bytes(saved)
     return rows if peak is None else rows | {contender: rows[contender] | {"peak_bytes": float(peak)}}
 
 
@@ -107,12 +106,12 @@ def _outcome(part: str, contender: str, options: CkptOptions, folder: Path, phas
     return run_children(specs, folder=folder, environment=_ENVIRONMENT, poll_s=_POLL_S, timeout_s=timeout_s)
 
 
-def _peak_extra_bytes(values: Sequence[dict[str, Any]], outcome: Outcome) -> int | None:
-    """Return the highest memory of all ranks together while they saved, less that before."""
-    before = [value["before_bytes"] for value in values if value["before_bytes"] is not None]
-    spans = [value["saving_s"] for value in values if value["saving_s"]]
-    if not before or not spans:
+def _peak_extra_bytes(outcome: Outcome) -> int | None:
+    """Return the highest memory of all ranks together while they saved, less that before; None if none watched it."""
+    spans = [value["saving_s"] for value in outcome.values if "saving_s" in value]
+    if not spans:
         return None
+    before = [value["before_bytes"] for value in outcome.values]
     start_s, end_s = min(start for start, _ in spans), max(end for _, end in spans)
     during = [footprint.pss_bytes for at_s, footprint in outcome.footprints if start_s <= at_s <= end_s]
     return max(0, max(during) - sum(before)) if during else None

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from gcore_bench.ckpt.contenders import CONTENDERS
 from gcore_bench.ckpt.limits import Arena, copy_rows, drop_cache, seconds_of, warm_cache, write_rows
 from gcore_bench.ckpt.options import LIMITS
-from gcore_bench.ckpt.work import measured_saves, root_of, rows_only
+from gcore_bench.ckpt.work import measured_saves, root_of
 from gcore_bench.ckpt.workload import State, TensorPlan, Values, byte_view, is_same, plan_state
 from gcore_bench.harness.measure import settle
 from gcore_bench.harness.processes import Spec, joined_world
@@ -29,7 +29,7 @@ def run(spec: Spec) -> dict[str, Any]:
             return _load(spec, plans, mesh)
         state = _row_shards(plans, mesh)
         if spec.contender == LIMITS:
-            return rows_only(_limits(spec, [byte_view(tensor) for tensor in _local_tensors(state)]))
+            return {"rows": _limits(spec, [byte_view(tensor) for tensor in _local_tensors(state)])}
         contender = CONTENDERS[spec.contender](root_of(spec))
         figures = measured_saves(spec.contender, contender, state, rank=spec.rank, barrier=dist.barrier)
         contender.close()
@@ -65,7 +65,7 @@ def _load(spec: Spec, plans: list[TensorPlan], mesh: DeviceMesh) -> dict[str, An
             if name := _first_difference(template, plans, mesh, dim=dim):
                 raise ValueError(f"tensor {name}, split by {layout}, was loaded with other bytes than were saved")
     contender.close()
-    return rows_only({spec.contender: seconds})
+    return {"rows": {spec.contender: seconds}}
 
 
 def _row_shards(plans: list[TensorPlan], mesh: DeviceMesh) -> State:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -34,10 +34,10 @@ def run(spec: Spec) -> dict[str, Any]:
     plans = plan_state(spec.options["size_bytes"], spec.options["tensors"])
     state, root = full_state(plans), root_of(spec)
     if spec.contender == LIMITS:
-        return rows_only(disk_rows([byte_view(tensor) for tensor in state.values()], root))
+        return {"rows": disk_rows([byte_view(tensor) for tensor in state.values()], root)}
     contender = CONTENDERS[spec.contender](root)
     if spec.part == "loop":
-        figures = rows_only({spec.contender: _loop_seconds(contender, state)})
+        figures = {"rows": {spec.contender: _loop_seconds(contender, state)}}
     else:
         figures = measured_saves(spec.contender, contender, state)
         loads = _load_seconds(contender, state, lambda loaded: first_difference(loaded, plans))
@@ -49,11 +49,6 @@ def run(spec: Spec) -> dict[str, Any]:
 def root_of(spec: Spec) -> Path:
     """Return the folder of the contender's files."""
     return Path(spec.folder) / "files"
-
-
-def rows_only(rows: Mapping[str, Figures]) -> dict[str, Any]:
-    """Return what a child reports that has not watched its memory."""
-    return {"rows": rows, "before_bytes": None, "saving_s": None}
 
 
 def measured_saves(
