@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
 from gcore_ckpt.format.tree import State
-from gcore_ckpt.loading.reader import Step, find_step, open_step
 from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, all_succeed, attempt, open_group, root_decides
 from gcore_ckpt.storage import Retention, open_storage
 from gcore_ckpt.threads import Call, Calls, SaveHandle
@@ -16,6 +15,7 @@ from gcore_ckpt.threads import Call, Calls, SaveHandle
 if TYPE_CHECKING:
     import torch
 
+    from gcore_ckpt.loading.reader import Step
     from gcore_ckpt.saving.pipeline import SavePipeline
 
 T = TypeVar("T")
@@ -134,7 +134,7 @@ class Checkpointer:
         self,
         template: State = None,
         *,
-        step: Step = "latest",
+        step: "Step" = "latest",
         only: Sequence[str] | None = None,
         device: "str | torch.device" = "cpu",
         mmap: bool = False,
@@ -165,6 +165,7 @@ class Checkpointer:
 
         def load(call: Call) -> State:
             from gcore_ckpt.loading.loader import load_step
+            from gcore_ckpt.loading.reader import find_step, open_step
 
             group = self._open_group(call)
             found = root_decides(group, lambda: find_step(self._storage, step))
@@ -331,7 +332,7 @@ def load(
     path: str | os.PathLike[str],
     template: State = None,
     *,
-    step: Step = "latest",
+    step: "Step" = "latest",
     only: Sequence[str] | None = None,
     device: "str | torch.device" = "cpu",
     mmap: bool = False,

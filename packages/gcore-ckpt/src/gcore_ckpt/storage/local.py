@@ -73,7 +73,8 @@ class LocalStorage:
             before, data = data, self._journal_bytes()
             if data == before:  # else steps were set aside meanwhile, and this is a mixture
                 break
-        steps -= set(self._decode_journal(data).pending)
+        if data is not None:
+            steps -= set(self._decode_journal(data).pending)
         return sorted(step for step in steps if (self.path / step_name(step)).is_dir())
 
     def open_step(self, step: int) -> "LocalFiles":
