@@ -40,11 +40,7 @@ _SHOWN = ("stall", "durable", "save", "load_cold", "rows_cold", "matmul_saving",
 
 
 def run(options: CkptOptions, console: Console) -> None:
-    """Measure, print and write the figures that ``options`` asks for.
-
-    Raises:
-        BenchError: the machine is too small, or no contender has figures.
-    """
+    """Measure, print and write the figures that ``options`` asks for."""
     has_figures = False
     with scratch_folder(options.dir) as folder, Session(options, console, notes=notes(options)) as session:
         check_machine(folder, options.size_bytes)
@@ -129,11 +125,7 @@ def _in_words(part: str, contender: str, rows: dict[str, Figures]) -> str:
 
 
 def check_machine(folder: Path, size_bytes: int) -> None:
-    """Check that there is enough disk space and memory before anything is written.
-
-    Raises:
-        BenchError: there is too little of one.
-    """
+    """Check that there is enough disk space and memory before anything is written."""
     free = shutil.disk_usage(folder).free
     if free < (needed := _SIZES_ON_DISK * size_bytes):
         raise BenchError(
@@ -149,11 +141,7 @@ def check_machine(folder: Path, size_bytes: int) -> None:
 
 @contextmanager
 def scratch_folder(parent: Path) -> Generator[Path]:
-    """Make a folder in ``parent``, which is made too; remove at the end what was made.
-
-    Raises:
-        BenchError: the folder cannot be made.
-    """
+    """Make a folder in ``parent``, which is made too; remove at the end what was made."""
     made = not parent.exists()
     try:
         parent.mkdir(parents=True, exist_ok=True)

@@ -26,11 +26,7 @@ _ADDITIONS = 10_000
 
 
 def run(spec: Spec) -> dict[str, Any]:
-    """Measure ``spec.contender`` in the part single or loop.
-
-    Raises:
-        ValueError: the loaded state differs from the saved one.
-    """
+    """Measure ``spec.contender`` in the part single or loop."""
     plans = plan_state(spec.options["size_bytes"], spec.options["tensors"])
     state, root = full_state(plans), root_of(spec)
     if spec.contender == LIMITS:

@@ -21,11 +21,7 @@ def settle() -> None:
 
 
 def _peak_bytes(work: Callable[[], object], device: str) -> int:
-    """Return the peak memory of a call, less the memory in use before: of the process on the CPU, of torch on CUDA.
-
-    The kernel's high-water mark is reset first. `getrusage` cannot be: it would count imports and the loading of
-    weights.
-    """
+    """Return the peak memory of a call, less the memory in use before: of the process on the CPU, of torch on CUDA."""
     settle()
     if device == "cuda":
         import torch
@@ -35,6 +31,7 @@ def _peak_bytes(work: Callable[[], object], device: str) -> int:
         before_bytes = torch.cuda.memory_allocated()
         work()
         return torch.cuda.max_memory_allocated() - before_bytes
+    # The kernel's mark is reset; `getrusage` cannot be: it would count imports and the loading of weights.
     Path("/proc/self/clear_refs").write_text("5")
     before_bytes = status_bytes("VmRSS")
     work()
@@ -81,10 +78,8 @@ def measured(work: Callable[[], object], *, times: int, device: str = "cpu") -> 
 
 
 def _return_blocks_from(size_bytes: int) -> None:
-    """Let malloc return freed blocks of this size to the system at once, and keep smaller ones.
-
-    With a low size, resident memory is memory in use. glibc raises its own threshold to the high one over time.
-    """
+    """Let malloc return freed blocks of this size to the system at once, and keep smaller ones."""
+    # With a low size, resident memory is memory in use. glibc raises its own threshold to the high one over time.
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, size_bytes)
     libc.mallopt(_M_TRIM_THRESHOLD, 2 * size_bytes)

@@ -132,11 +132,7 @@ def joined_world(spec: Spec) -> Generator[None]:
 
 
 def run_program(program: Program, *, name: str, log: Path) -> Footprint:
-    """Run a program to its end; no process that it has started is left.
-
-    Raises:
-        BenchError: it failed; the message names its log.
-    """
+    """Run a program to its end; no process that it has started is left."""
     codes, footprints = _run([program], log, poll_s=_POLL_S)
     if any(codes):
         raise BenchError(f"{name} failed: {_last_line(log)} (see {log})")
@@ -164,11 +160,7 @@ def run_children(
     poll_s: float = _POLL_S,
     timeout_s: float | None = None,
 ) -> Outcome:
-    """Run a new process for each spec, one a rank, and wait for all of them.
-
-    Raises:
-        BenchError: one failed, or they did not end in time.
-    """
+    """Run a new process for each spec, one a rank, and wait for all of them."""
     (folder / "store").unlink(missing_ok=True)
     outputs, log = [folder / f"figures-{spec.rank}.json" for spec in specs], folder / "log"
     programs = [child_program(spec, output, environment or {}) for spec, output in zip(specs, outputs, strict=True)]
@@ -186,11 +178,7 @@ def start_server(threads: int) -> None:
 
 
 def run_processes(specs: Sequence[Spec]) -> _Rows:
-    """Fork a process for each spec, one a rank, and return the rows of all ranks together (see `merge_ranks`).
-
-    Raises:
-        BenchError: one failed, or they did not end in time.
-    """
+    """Fork a process for each spec, one a rank, and return the rows of all ranks together (see `merge_ranks`)."""
     folder = Path(specs[0].folder)
     for stale in (folder / "store", *folder.glob("figures-*")):
         stale.unlink(missing_ok=True)

@@ -13,11 +13,7 @@ from gcore_bench.placement.study import run_study
 
 
 def run(options: PlacementOptions, console: Console) -> None:
-    """Run the parts of ``options``, print their tables, and write the figures.
-
-    Raises:
-        BenchError: a run failed.
-    """
+    """Run the parts of ``options``, print their tables, and write the figures."""
     options = options.sized()
     with Session(options, console) as session:
         for part in dict.fromkeys(options.parts):

@@ -71,11 +71,7 @@ def strategies(num_devices: int) -> dict[str, list[str]]:
 
 
 def run_live(options: PlacementOptions, *, say: Callable[[str], object]) -> list[LiveRow]:
-    """Make all runs, one after the other.
-
-    Raises:
-        BenchError: one of them failed; the message says where its log is.
-    """
+    """Make all runs, one after the other."""
     folder = Path(tempfile.mkdtemp(prefix="gcore-bench-live-"))
     disable_progress_bar()
     make_tiny_model(folder / "model", seed=options.seed)

@@ -101,10 +101,7 @@ def _fitted(
     names: Sequence[str],
     start: Efficiency,
 ) -> Efficiency:
-    """Fit fields above 0 so that the logarithms of law [num_runs] and measurement differ least, in squares.
-
-    By Levenberg-Marquardt; the other fields, and where to begin, are those of ``start``.
-    """
+    """Fit fields above 0 (Levenberg-Marquardt), so that the logarithms of law and measurement differ least."""
 
     def applied(logs: NDArray[np.float64]) -> Efficiency:
         return replace(start, **dict(zip(names, np.exp(logs).tolist(), strict=True)))
@@ -179,11 +176,7 @@ class PlannerFigures:
 
 
 def run_planner(options: PlacementOptions, *, say: Callable[[str], object]) -> PlannerFigures:
-    """Measure each run ``options.rounds`` times in turn, fit the laws to some, and predict all.
-
-    Raises:
-        BenchError: a process failed.
-    """
+    """Measure each run ``options.rounds`` times in turn, fit the laws to some, and predict all."""
     runs = small_runs(seed=options.seed, quick=options.quick)
     found: dict[str, list[dict[str, float]]] = {run.name: [] for run in runs}
     load = 0.0

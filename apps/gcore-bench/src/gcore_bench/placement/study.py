@@ -127,10 +127,7 @@ class PayloadLoad(NamedTuple):
 def payload_load(
     trace: Trace, step: int, *, num_controllers: int, link_bytes_per_s: float = 12.5e9, copy_bytes_per_s: float = 2e9
 ) -> PayloadLoad:
-    """Return the load of one step's payloads on controllers that take prompts in turn.
-
-    A host has a link of 100 Gb/s one way by default, and a process that packs and unpacks payloads at 2 GB/s.
-    """
+    """Return the load of one step's payloads on controllers that take prompts in turn, with a link of 100 Gb/s each."""
     payloads = trace.payload_bytes[trace.step_slice(step)]
     shares = np.bincount(np.arange(len(payloads)) % num_controllers, weights=payloads, minlength=num_controllers)
     most, mean = float(shares.max()), float(shares.mean())
