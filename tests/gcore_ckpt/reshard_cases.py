@@ -39,8 +39,7 @@ import gcore_ckpt.loading.loader
 import gcore_ckpt.ranks.dtensor
 import gcore_ckpt.saving.pipeline
 from gcore_ckpt import Checkpointer, CheckpointError, PerRank, Shard, verify
-from gcore_ckpt.format.checksum import BLOCK_BYTES
-from gcore_ckpt.format.data_file import lay_out
+from gcore_ckpt.format.data_file import BLOCK_BYTES, lay_out
 from gcore_ckpt.saving.staging import CHUNK_BYTES
 from gcore_ckpt.storage.local import LocalFiles, LocalStorage
 
@@ -124,7 +123,7 @@ def save_each(rank: Rank, path: str, trees: dict[int, Any], size: int, options: 
     remade: list[bool] = []
     with (
         checkpointer(rank, path, size, **options) as saver,
-        mock.patch("gcore_ckpt.ranks.coordination.lay_out", side_effect=lay_out) as counted,
+        mock.patch("gcore_ckpt.saving.pipeline.lay_out", side_effect=lay_out) as counted,
     ):
         for step, tree in trees.items():
             before = counted.call_count

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from gcore_ckpt import Checkpointer, PerRank, Shard
-from gcore_ckpt.format.dtypes import DTYPES
+from gcore_ckpt.format.boxes import DTYPES
 from gcore_ckpt.tools.cli import main
 
 Captured = pytest.CaptureFixture[str]

@@ -20,7 +20,7 @@ from gcore_ckpt import (
     Shard,
     verify,
 )
-from gcore_ckpt.format.dtypes import DTYPES
+from gcore_ckpt.format.boxes import DTYPES
 from gcore_ckpt.tools.hugging_face import export_hf
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -349,7 +349,7 @@ def test_dead_server(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_silent_server(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gcore_ckpt.storage.objects._ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("gcore_ckpt.storage.object_store._ANSWER_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{server.getsockname()[1]}")
         with pytest.raises(TimeoutError, match=f"^{s3}: no answer within"):

@@ -24,7 +24,7 @@ from gcore_ckpt import (
 )
 from gcore_ckpt.storage import open_storage
 from gcore_ckpt.storage.local import LocalStorage
-from gcore_ckpt.storage.objects import Objects
+from gcore_ckpt.storage.object_store import Objects
 from gcore_ckpt.tools.cli import main
 
 

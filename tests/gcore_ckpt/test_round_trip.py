@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from gcore_ckpt import Checkpointer, Shard, verify
-from gcore_ckpt.format.dtypes import DTYPES
+from gcore_ckpt.format.boxes import DTYPES
 
 NUMPY_DTYPES = [name for name, dtype in DTYPES.items() if dtype.in_numpy]
 

@@ -34,7 +34,7 @@ ADAPTERS = {
         "apps/gcore-bench/src/gcore_bench/trainer/contenders/verl.py",
         "apps/gcore-bench/src/gcore_bench/controller/contenders/verl.py",
     ],
-    "orbax": ["apps/gcore-bench/src/gcore_bench/ckpt/contenders/orbax.py"],
+    "orbax": ["apps/gcore-bench/src/gcore_bench/ckpt/contenders.py"],
     "sglang": [],
     "diffusers": [
         "packages/gcore-rollout/src/gcore_rollout/engines/diffusion/",

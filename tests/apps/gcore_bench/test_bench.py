@@ -22,7 +22,7 @@ from gcore_bench.grpo.report import StepRun, Summary, aims, notes, summarise_ste
 from gcore_bench.grpo.settings import load_train_prompts, train_config
 from gcore_bench.grpo.work import FLOOR
 from gcore_bench.grpo.workload import WORKLOADS, Task
-from gcore_bench.harness.errors import BenchError
+from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.processes import Footprint, Program, run_program
 from gcore_llm.demo.tiny_model import make_tiny_model, tiny_tokenizer
 from gcore_llm.roles import build_tokenizer

@@ -13,13 +13,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from gcore_bench.ckpt.machine import check_machine, scratch_folder
-from gcore_bench.ckpt.options import CkptOptions
-from gcore_bench.ckpt.parts import LIMITS, PARTS
+from gcore_bench.ckpt.bench import check_machine, scratch_folder
+from gcore_bench.ckpt.options import LIMITS, PARTS, CkptOptions
 from gcore_bench.ckpt.report import part_table, summarise_part
 from gcore_bench.ckpt.workload import Values, first_difference, full_state, plan_state
-from gcore_bench.harness.errors import BenchError
-from gcore_bench.harness.rounds import Run
+from gcore_bench.harness.options import BenchError
+from gcore_bench.harness.report import Run
 
 SMALL = ["--size-gb", "0.01", "--tensors", "20", "--rounds", "1"]
 
@@ -119,7 +118,7 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 def test_a_machine_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BenchError, match="GB of free disk space there, found"):
         check_machine(tmp_path, 10**18)
-    monkeypatch.setattr("gcore_bench.ckpt.machine.shutil.disk_usage", lambda _folder: SimpleNamespace(free=10**20))
+    monkeypatch.setattr("gcore_bench.ckpt.bench.shutil.disk_usage", lambda _folder: SimpleNamespace(free=10**20))
     with pytest.raises(BenchError, match="GB of available memory for it, found"):
         check_machine(tmp_path, 10**18)
 

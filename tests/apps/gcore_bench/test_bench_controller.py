@@ -26,8 +26,8 @@ from gcore_bench.controller.page import write_page
 from gcore_bench.controller.report import aims, dispatch_rows, dispatch_table
 from gcore_bench.controller.scaling import ScalingRow, run_sizes
 from gcore_bench.controller.workload import FeatureMaker, Features, Payload, by_index, check_read, checksum
-from gcore_bench.harness.errors import BenchError
-from gcore_bench.harness.rounds import Run
+from gcore_bench.harness.options import BenchError
+from gcore_bench.harness.report import Run
 from gcore_controller import run_inline
 from gcore_controller.references import hold
 

@@ -10,15 +10,9 @@ from typing import Annotated, Any
 import pytest
 from rich.console import Console
 
-from gcore_bench.harness.child import Spec
-from gcore_bench.harness.errors import BenchError
-from gcore_bench.harness.forked import merge_ranks
-from gcore_bench.harness.options import Count, QuickOptions, Sigma, at_least, multiple_of
-from gcore_bench.harness.processes import run_children
-from gcore_bench.harness.rounds import Rounds, Run
-from gcore_bench.harness.session import Session
-from gcore_bench.harness.summary import summarise
-from gcore_bench.harness.tables import figure, megabytes, over, rows_table
+from gcore_bench.harness.options import BenchError, Count, QuickOptions, Sigma, at_least, multiple_of
+from gcore_bench.harness.processes import Spec, merge_ranks, run_children
+from gcore_bench.harness.report import Rounds, Run, Session, figure, megabytes, over, rows_table, summarise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +109,7 @@ def test_a_session_that_fails_writes_nothing(tmp_path: Path) -> None:
 WORK = """
 import time
 
-from gcore_bench.harness.child import joined_world
+from gcore_bench.harness.processes import joined_world
 
 
 def run(spec):

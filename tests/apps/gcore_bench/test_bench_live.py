@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gcore_bench.placement.live.paced_engine import PacedEngine, Phases
-from gcore_bench.placement.live.runs import LiveRow, strategies
-from gcore_bench.placement.live.table import live_aims
+from gcore_bench.placement.live import LiveRow, live_aims, strategies
+from gcore_bench.placement.paced_engine import PacedEngine, Phases
 from gcore_placement.ledger import CAUSES
 from gcore_rollout import HFEngine, Request, SamplingParams
 

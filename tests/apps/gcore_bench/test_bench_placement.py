@@ -11,13 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gcore_bench.harness.errors import BenchError
-from gcore_bench.placement.balancer import BalancerRow, run_balancer, simulated_work
+from gcore_bench.harness.options import BenchError
+from gcore_bench.placement.balancer import BalancerRow, balancer_aims, run_balancer, simulated_work
 from gcore_bench.placement.options import PlacementOptions
-from gcore_bench.placement.planner.laws import fit_laws, predicted_bytes, predicted_seconds
-from gcore_bench.placement.planner.rounds import PlannerFigures, PlannerRow
-from gcore_bench.placement.planner.runs import small_runs
-from gcore_bench.placement.table import balancer_aims, planner_aims
+from gcore_bench.placement.planner import (
+    PlannerFigures,
+    PlannerRow,
+    fit_laws,
+    planner_aims,
+    predicted_bytes,
+    predicted_seconds,
+)
+from gcore_bench.placement.small_runs import small_runs
 from gcore_placement import Efficiency
 
 ROW = BalancerRow(

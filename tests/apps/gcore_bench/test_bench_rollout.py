@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gcore_bench.harness.errors import BenchError
-from gcore_bench.harness.rounds import Run
-from gcore_bench.harness.summary import paired_ratio, summarise
+from gcore_bench.harness.options import BenchError
+from gcore_bench.harness.report import Run, paired_ratio, summarise
 from gcore_bench.rollout import generation, sandbox_calls
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.report import ratios, tables

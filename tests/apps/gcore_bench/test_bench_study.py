@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from gcore_bench.placement import study
 from gcore_bench.placement.options import PlacementOptions
-from gcore_bench.placement.study import run, studies
-from gcore_bench.placement.study.payloads import ControllerHost, payload_load
-from gcore_bench.placement.study.run import in_processes, run_study
-from gcore_bench.placement.study.studies import break_study, drift_study, with_judge_error
+from gcore_bench.placement.study import (
+    break_study,
+    drift_study,
+    in_processes,
+    payload_load,
+    run_study,
+    with_judge_error,
+)
 from gcore_placement import DynamicPartitionConfig, Trace, TraceRecipe
 from gcore_placement.simulation import scenarios
 from gcore_placement.simulation.scenarios import JOBS, Scale, scenario
@@ -22,13 +27,13 @@ from gcore_placement.workload.trace_recipes import steady
 def small_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few prompts a step: the same program, in seconds."""
     few = {devices: Scale(num_devices=devices, train_batch_size=6, unit_devices=devices // 8) for devices in (32, 64)}
-    for module in (scenarios, studies):
+    for module in (scenarios, study):
         monkeypatch.setattr(module, "SCALES", scenarios.SCALES | few)
 
 
 def test_the_study_answers_all_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "STUDY_SIZES", ((64, 3, ("growing", "r1_zero")),))
-    monkeypatch.setattr(studies, "ERRORS", (1 / 2, 2.0))
+    monkeypatch.setattr(study, "STUDY_SIZES", ((64, 3, ("growing", "r1_zero")),))
+    monkeypatch.setattr(study, "ERRORS", (1 / 2, 2.0))
     text = run_study(PlacementOptions(study_folder=tmp_path / "study", study_steps=3, study_processes=1))
     assert (tmp_path / "study" / "tables.md").read_text() == text
     assert re.findall(r"^## (.*)$", text, flags=re.MULTILINE) == [
@@ -86,13 +91,13 @@ def test_payloads_through_controllers() -> None:
         acceptance=steady(1.0),
         payload_median_bytes=1e6,
     ).trace()
-    host = ControllerHost(link_bytes_per_s=4e9, copy_bytes_per_s=1e9)
+    rates = {"link_bytes_per_s": 4e9, "copy_bytes_per_s": 1e9}
     total = float(trace.payload_bytes.sum())
-    one = payload_load(trace, 0, num_controllers=1, host=host)
+    one = payload_load(trace, 0, num_controllers=1, **rates)
     assert one.seconds == pytest.approx(4 * total / 1e9)
     assert one.held_bytes == total
     assert one.max_over_mean == 1.0
-    many = payload_load(trace, 0, num_controllers=16, host=host)
+    many = payload_load(trace, 0, num_controllers=16, **rates)
     shares = [float(trace.payload_bytes[first::16].sum()) for first in range(16)]
     assert many.held_bytes == max(shares)
     assert many.max_over_mean == pytest.approx(max(shares) / (total / 16))

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gcore_bench.harness.errors import BenchError
-from gcore_bench.harness.rounds import Run
-from gcore_bench.harness.summary import summarise
+from gcore_bench.harness.options import BenchError
+from gcore_bench.harness.report import Run, summarise
 from gcore_bench.trainer.bench import check_agreement
 from gcore_bench.trainer.options import TrainerOptions
 from gcore_bench.trainer.report import part_table

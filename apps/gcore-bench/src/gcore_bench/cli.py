@@ -7,39 +7,39 @@ from importlib import import_module
 import tyro
 from rich.console import Console
 
-from gcore_bench.harness.errors import BenchError
+from gcore_bench.harness.options import BenchError
 
 _BENCHES = {
     "grpo": (
-        "bench:GrpoOptions",
+        "GrpoOptions",
         "GRPO steps under gcore and TRL's GRPOTrainer or verl: the same task, model, batch and step count",
     ),
     "ckpt": (
-        "bench:CkptOptions",
+        "CkptOptions",
         "saves and loads of one state under gcore-ckpt, DCP, Orbax and others, against memory and disk",
     ),
     "trainer": (
-        "bench:TrainerOptions",
+        "TrainerOptions",
         "training steps, log-probabilities and long sequences under gcore-trainer, TRL's and verl's losses",
     ),
     "rollout": (
-        "bench:RolloutOptions",
+        "RolloutOptions",
         "generation, new weights and sandboxed programs under gcore-rollout, bare vLLM and transformers",
     ),
     "controller": (
-        "bench:ControllerOptions",
+        "ControllerOptions",
         "large payloads under gcore-controller and verl's single driver, and its load in simulated clusters",
     ),
     "diffusion": (
-        "bench:DiffusionBenchOptions",
+        "DiffusionBenchOptions",
         "Flow-GRPO steps under gcore-diffusion and a plain loop on diffusers; samplers and a judge, simulated",
     ),
     "placement": (
-        "command:PlacementOptions",
+        "PlacementOptions",
         "sequences distributed over ranks, against verl; predictions against measured runs; live runs",
     ),
 }
-"""Module with ``run(options, console)`` and class of the options, and a line of help, of each command."""
+"""Class of the options of each command in its module ``options``, and a line of help; ``bench`` has its `run`."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -51,12 +51,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     name = args[0]
     if name not in _BENCHES:
         raise SystemExit(f"gcore-bench: the command is {name!r}; expected one of {', '.join(_BENCHES)}")
-    module, _, class_name = _BENCHES[name][0].partition(":")
     try:
-        options_class = getattr(import_module(f"gcore_bench.{name}.options"), class_name)
+        options_class = getattr(import_module(f"gcore_bench.{name}.options"), _BENCHES[name][0])
         options = tyro.cli(options_class, args=args[1:], prog=f"gcore-bench {name}")
         # Imported after the options are checked, because it may take seconds.
-        import_module(f"gcore_bench.{name}.{module}").run(options, _console())
+        import_module(f"gcore_bench.{name}.bench").run(options, _console())
     except BenchError as error:
         print(f"gcore-bench: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -9,8 +9,8 @@ from .errors import (
     LostRankError as LostRankError,
 )
 from .format.tree import PerRank as PerRank, State as State
-from .loading.verify import verify as verify
+from .loading.reader import verify as verify
 from .ranks.shards import Shard as Shard, Shards as Shards
-from .saving.handle import SaveHandle as SaveHandle
+from .threads import SaveHandle as SaveHandle
 from .tools.dcp import import_dcp as import_dcp
 from .tools.hugging_face import export_hf as export_hf

@@ -1,27 +1,24 @@
 """Saves and loads the steps of one path. Torch is imported by the first save or load, not with the package."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from gcore_ckpt.calls import Call, Calls
 from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
 from gcore_ckpt.format.tree import State
-from gcore_ckpt.loading.reader import Step, find_step, open_step
-from gcore_ckpt.ranks.coordination import all_succeed, attempt, root_decides
-from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, open_group
-from gcore_ckpt.saving.handle import SaveHandle
-from gcore_ckpt.storage import open_storage
-from gcore_ckpt.storage.retention import Retention
+from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, all_succeed, attempt, open_group, root_decides
+from gcore_ckpt.storage import Retention, open_storage
+from gcore_ckpt.threads import Call, Calls, SaveHandle
 
 if TYPE_CHECKING:
     import torch
 
+    from gcore_ckpt.loading.reader import Step
     from gcore_ckpt.saving.pipeline import SavePipeline
 
-_THREADS = min(8, os.cpu_count() or 1)
+T = TypeVar("T")
 
 
 class Checkpointer:
@@ -71,10 +68,13 @@ class Checkpointer:
         if isinstance(process_group, str) and process_group != "world":  # pyright: ignore[reportUnnecessaryComparison]
             raise ValueError(f"process_group is {process_group!r}; expected 'world', None or a process group")
         self._storage = open_storage(path)
-        self._retention = Retention(keep=keep, keep_every=keep_every)
         self._max_in_flight = max_in_flight
-        self._staging: Literal["full", "chunked"] = staging
-        self._incremental = incremental
+        self._options: dict[str, Any] = {
+            "retention": Retention(keep=keep, keep_every=keep_every),
+            "max_in_flight": max_in_flight,
+            "staging": staging,
+            "incremental": incremental,
+        }
         self._process_group: ProcessGroupArgument = process_group
         self._timeout_s = timeout_s
         self._group: Group | None = None
@@ -82,7 +82,6 @@ class Checkpointer:
         self._handles: dict[SaveHandle, None] = {}  # its operations are atomic, and two threads use it
         self._closed = False
         self._pid: int | None = None
-        self._calls = Calls()
         self._inside: str | None = None
 
     def save(self, step: int, state: State) -> SaveHandle:
@@ -103,12 +102,7 @@ class Checkpointer:
             CheckpointError: The checkpointer is closed, was used before a fork, or is saving or loading already (a
                 signal handler called this).
         """
-        self._check_usable("save")
-        self._inside = "save"
-        try:
-            return self._save(step, state)
-        finally:
-            self._inside = None
+        return self._use("save", lambda: self._save(step, state))
 
     def _save(self, step: int, state: State) -> SaveHandle:
         for handle in [handle for handle in list(self._handles) if handle.abandoned]:
@@ -140,7 +134,7 @@ class Checkpointer:
         self,
         template: State = None,
         *,
-        step: Step = "latest",
+        step: "Step" = "latest",
         only: Sequence[str] | None = None,
         device: "str | torch.device" = "cpu",
         mmap: bool = False,
@@ -168,36 +162,24 @@ class Checkpointer:
             raise ValueError("only and mmap are for loading without a template; expected one or the other")
         if isinstance(template, bool | int | float | str):
             raise TypeError(f"template is {template!r}; expected a tree of tensors (a step is given as step=...)")
-        self._check_usable("load")
-        self._inside = "load"
-        try:
-            return self._calls.run(lambda call: self._load(call, template, step, only, device, mmap=mmap))
-        finally:
-            self._inside = None
 
-    def _load(
-        self,
-        call: Call,
-        template: State,
-        step: Step,
-        only: Sequence[str] | None,
-        device: "str | torch.device",
-        *,
-        mmap: bool,
-    ) -> State:
-        from gcore_ckpt.loading.loader import load_step
+        def load(call: Call) -> State:
+            from gcore_ckpt.loading.loader import load_step
+            from gcore_ckpt.loading.reader import find_step, open_step
 
-        group = self._open_group(call)
-        found = root_decides(group, lambda: find_step(self._storage, step))
+            group = self._open_group(call)
+            found = root_decides(group, lambda: find_step(self._storage, step))
 
-        def load() -> State:
-            with call.working(), open_step(self._storage, found) as reader:
-                return load_step(reader, group, template, only=only, device=device, mmap=mmap, check=call.check)
+            def fill() -> State:
+                with call.working(), open_step(self._storage, found) as reader:
+                    return load_step(reader, group, template, only=only, device=device, mmap=mmap, check=call.check)
 
-        state = all_succeed(group, load)
-        if found is not None and step != "latest" and self._pipeline is not None:
-            self._pipeline.went_back(found)
-        return state
+            state = all_succeed(group, fill)
+            if found is not None and step != "latest" and self._pipeline is not None:
+                self._pipeline.went_back(found)
+            return state
+
+        return self._use("load", lambda: self._calls.run(load))
 
     def rollback(self, step: int) -> list[int]:
         """Make a committed step the latest: all steps above it are set aside, after the saves in flight.
@@ -219,13 +201,12 @@ class Checkpointer:
             CheckpointError: As in `save`.
         """
         _check_step(step)
-        self._check_usable("rollback")
-        self._inside = "rollback"
-        try:
+
+        def roll_back() -> list[int]:
             self.wait()
             return self._calls.run(lambda call: self._open_pipeline(call).roll_back(call, step))
-        finally:
-            self._inside = None
+
+        return self._use("rollback", roll_back)
 
     def steps(self) -> list[int]:
         """Return the committed steps, ascending."""
@@ -253,12 +234,7 @@ class Checkpointer:
             CheckpointError: A save or a load is in progress (a signal handler called this).
         """
         if self._pid in (None, os.getpid()):
-            self._check_free("close")
-            self._inside = "close"
-            try:
-                self._close()
-            finally:
-                self._inside = None
+            self._use("close", self._close)
         self._raise_uncollected()
 
     def _close(self) -> None:
@@ -277,9 +253,7 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
         try:
             self.close()
         except CheckpointError as error:
@@ -287,48 +261,47 @@ class Checkpointer:
                 raise
             exc.add_note(f"and a checkpoint was lost: {error}")
 
-    def _check_usable(self, method: str) -> None:
+    @cached_property
+    def _calls(self) -> Calls:
+        return Calls()
+
+    def _use(self, method: str, act: Callable[[], T]) -> T:
+        """Run a call, of which there is one at a time."""
         if self._pid not in (None, os.getpid()):
             raise CheckpointError("this Checkpointer was used before a fork: make a new one in the child process")
-        if self._closed and method != "load":
+        if self._closed and method not in ("load", "close"):
             raise CheckpointError(f"the Checkpointer of {self._storage} is closed")
-        self._check_free(method)
-
-    def _check_free(self, method: str) -> None:
         if self._inside is not None:
             raise CheckpointError(
                 f"{method} was called while {self._inside} is running on the same Checkpointer; expected one call at a "
                 f"time: a signal handler should set a flag for the training loop to read, or raise"
             )
+        self._inside = method
+        try:
+            return act()
+        finally:
+            self._inside = None
 
     def _open_group(self, call: Call) -> Group:
         if self._group is None:
             self._pid = os.getpid()
-            group = open_group(self._process_group, self._timeout_s)
-            if call.dropped:
-                group.close()
-                raise CheckpointError(f"the Checkpointer of {self._storage} is closed")
-            self._group = group
+            self._group = self._connect(call)
         return self._group
+
+    def _connect(self, call: Call) -> Group:
+        group = open_group(self._process_group, self._timeout_s)
+        if call.dropped:
+            group.close()
+            raise CheckpointError(f"the Checkpointer of {self._storage} is closed")
+        return group
 
     def _open_pipeline(self, call: Call) -> "SavePipeline":
         group = self._open_group(call)
         if self._pipeline is None:
-            from gcore_ckpt.saving.pipeline import SaveOptions, SavePipeline
+            from gcore_ckpt.saving.pipeline import SavePipeline
 
-            options = SaveOptions(
-                retention=self._retention,
-                max_in_flight=self._max_in_flight,
-                staging=self._staging,
-                incremental=self._incremental,
-                threads=_THREADS,
-            )
             # Two threads must not share the messages of a group.
-            writing = open_group(self._process_group, self._timeout_s)
-            if call.dropped:
-                writing.close()
-                raise CheckpointError(f"the Checkpointer of {self._storage} is closed")
-            self._pipeline = SavePipeline(self._storage, group, writing, options)
+            self._pipeline = SavePipeline(self._storage, group, self._connect(call), **self._options)
         return self._pipeline
 
     def _raise_uncollected(self) -> None:
@@ -359,7 +332,7 @@ def load(
     path: str | os.PathLike[str],
     template: State = None,
     *,
-    step: Step = "latest",
+    step: "Step" = "latest",
     only: Sequence[str] | None = None,
     device: "str | torch.device" = "cpu",
     mmap: bool = False,

@@ -2,23 +2,20 @@
 
 import os
 import shutil
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+import psutil
 from rich.console import Console
 
-from gcore_bench.ckpt.machine import check_machine, scratch_folder
-from gcore_bench.ckpt.options import CkptOptions
-from gcore_bench.ckpt.parts import LIMITS, PARTS
+from gcore_bench.ckpt.options import LIMITS, PARTS, CkptOptions
 from gcore_bench.ckpt.report import notes, part_table, summarise_part
-from gcore_bench.harness.child import Spec
-from gcore_bench.harness.errors import BenchError
-from gcore_bench.harness.forked import merge_ranks
-from gcore_bench.harness.processes import Outcome, run_children
-from gcore_bench.harness.rounds import Figures, Rounds, Run
-from gcore_bench.harness.session import Session
+from gcore_bench.harness.options import BenchError
+from gcore_bench.harness.processes import Outcome, Spec, merge_ranks, run_children
+from gcore_bench.harness.report import Figures, Rounds, Run, Session
 
 _TIMEOUT_S = 300.0
 _TIMEOUT_S_PER_GB = 150.0
@@ -30,6 +27,12 @@ _ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "PYTHONWARNINGS": "ignore",
 }
+_SIZES_ON_DISK = 4
+"""The part loop keeps three saves, and a save in flight may need space to commit."""
+_SIZES_IN_MEMORY = 4
+"""The state, a staged copy, and the copies in the process of a writer."""
+_PROCESSES_BYTES = 2 * 10**9
+"""Memory of the Python processes with their libraries."""
 _LOADS_SHARDS = ("gcore", "dcp")
 """Contenders of the part ranks whose loads are measured; the asynchronous saves of DCP write the same files."""
 _SHOWN = ("stall", "durable", "save", "load_cold", "rows_cold", "matmul_saving", "python_saving")
@@ -37,11 +40,7 @@ _SHOWN = ("stall", "durable", "save", "load_cold", "rows_cold", "matmul_saving",
 
 
 def run(options: CkptOptions, console: Console) -> None:
-    """Measure, print and write the figures that ``options`` asks for.
-
-    Raises:
-        BenchError: the machine is too small, or no contender has figures.
-    """
+    """Measure, print and write the figures that ``options`` asks for."""
     has_figures = False
     with scratch_folder(options.dir) as folder, Session(options, console, notes=notes(options)) as session:
         check_machine(folder, options.size_bytes)
@@ -60,7 +59,7 @@ def run(options: CkptOptions, console: Console) -> None:
 
 def _measured(part: str, options: CkptOptions, folder: Path, rounds: Rounds) -> list[Run]:
     """Run the limits and every contender of a part in turn; a contender that fails is recorded as such."""
-    for turn in rounds.turns([*[LIMITS] * PARTS[part].has_limits, *options.contenders_of(part)]):
+    for turn in rounds.turns([*[LIMITS] * (not PARTS[part].ratio_to), *options.contenders_of(part)]):
         try:
             rows = _rows(part, turn.contender, options, folder)
         except BenchError as error:
@@ -80,7 +79,7 @@ def _rows(part: str, contender: str, options: CkptOptions, folder: Path) -> dict
             rows[contender] |= merge_ranks([value["rows"] for value in loaded.values])[contender]
     finally:
         shutil.rmtree(folder / "files")
-    peak = _peak_extra_bytes(saved.values, saved)
+    peak = _peak_extra_bytes(saved)
     return rows if peak is None else rows | {contender: rows[contender] | {"peak_bytes": float(peak)}}
 
 
@@ -88,7 +87,7 @@ def _outcome(part: str, contender: str, options: CkptOptions, folder: Path, phas
     world_size = {"save": options.ranks, "load": options.ranks // 2}[phase] if part == "ranks" else 1
     specs = [
         Spec(
-            work=f"gcore_bench.ckpt.{part}",
+            work=f"gcore_bench.ckpt.{'ranks' if part == 'ranks' else 'work'}",
             part=part,
             contender=contender,
             folder=str(folder),
@@ -103,12 +102,12 @@ def _outcome(part: str, contender: str, options: CkptOptions, folder: Path, phas
     return run_children(specs, folder=folder, environment=_ENVIRONMENT, poll_s=_POLL_S, timeout_s=timeout_s)
 
 
-def _peak_extra_bytes(values: Sequence[dict[str, Any]], outcome: Outcome) -> int | None:
-    """Return the highest memory of all ranks together while they saved, less that before."""
-    before = [value["before_bytes"] for value in values if value["before_bytes"] is not None]
-    spans = [value["saving_s"] for value in values if value["saving_s"]]
-    if not before or not spans:
+def _peak_extra_bytes(outcome: Outcome) -> int | None:
+    """Return the highest memory of all ranks together while they saved, less that before; None if none watched it."""
+    spans = [value["saving_s"] for value in outcome.values if "saving_s" in value]
+    if not spans:
         return None
+    before = [value["before_bytes"] for value in outcome.values]
     start_s, end_s = min(start for start, _ in spans), max(end for _, end in spans)
     during = [footprint.pss_bytes for at_s, footprint in outcome.footprints if start_s <= at_s <= end_s]
     return max(0, max(during) - sum(before)) if during else None
@@ -123,3 +122,35 @@ def _in_words(part: str, contender: str, rows: dict[str, Figures]) -> str:
         if metric in seconds
     ]
     return ", ".join(found)
+
+
+def check_machine(folder: Path, size_bytes: int) -> None:
+    """Check that there is enough disk space and memory before anything is written."""
+    free = shutil.disk_usage(folder).free
+    if free < (needed := _SIZES_ON_DISK * size_bytes):
+        raise BenchError(
+            f"dir is {folder}; expected {needed / 1e9:.1f} GB of free disk space there, found {free / 1e9:.1f}"
+        )
+    available = psutil.virtual_memory().available
+    if available < (needed := _SIZES_IN_MEMORY * size_bytes + _PROCESSES_BYTES):
+        raise BenchError(
+            f"size_gb is {size_bytes / 1e9:g}; expected {needed / 1e9:.1f} GB of available memory for it, "
+            f"found {available / 1e9:.1f}"
+        )
+
+
+@contextmanager
+def scratch_folder(parent: Path) -> Generator[Path]:
+    """Make a folder in ``parent``, which is made too; remove at the end what was made."""
+    made = not parent.exists()
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="ckpt-", dir=parent)).absolute()
+    except OSError as error:
+        raise BenchError(f"dir is {parent}; expected a folder that can be written to: {error.strerror}") from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if made and not any(parent.iterdir()):
+            parent.rmdir()

@@ -2,7 +2,8 @@
 
 import mmap
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -11,13 +12,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from gcore_bench.ckpt.timing import PIECE_BYTES, drop_cache, seconds_of, sync_paths, warm_cache
-from gcore_bench.harness.rounds import Figures
-
-MEMCPY, RAW_WRITE, RAW_READ = "memcpy", "raw-write", "raw-read"
+from gcore_bench.harness.measure import settle
+from gcore_bench.harness.report import Figures
 
 _Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
+_PIECE_BYTES = 16 << 20
 _BLOCK_BYTES = 4096
 """Alignment of direct reads and writes."""
 _COPIES = 3
@@ -40,12 +40,16 @@ class Arena:
         _copy(_pairs(arena, parts))
         return arena
 
-    @classmethod
-    def warm(cls, size_bytes: int) -> "Arena":
-        """Return memory whose pages are allocated."""
-        arena = cls(size_bytes)
-        arena.array.fill(0)
-        return arena
+
+def disk_rows(parts: Sequence[torch.Tensor], root: Path) -> dict[str, Figures]:
+    """Measure copies of ``parts``, and writes and reads of a file with their bytes below ``root``."""
+    rows = copy_rows(parts, max_threads=os.cpu_count() or 1)
+    arena = Arena.of(parts)
+    rows |= write_rows(arena, root / "raw", before=os.sync)
+    _write_file(arena, root / "raw", direct=False)
+    del arena
+    settle()
+    return rows | _read_rows(root / "raw")
 
 
 def copy_rows(parts: Sequence[torch.Tensor], *, max_threads: int) -> dict[str, Figures]:
@@ -56,38 +60,43 @@ def copy_rows(parts: Sequence[torch.Tensor], *, max_threads: int) -> dict[str, F
         with ThreadPoolExecutor(threads) as executor:
             copy_all = partial(_copy_all, executor, [pairs[i::threads] for i in range(threads)])
             seconds = min(seconds_of(copy_all) for _ in range(_COPIES))
-        rows[f"{MEMCPY}, {threads} thread{'s' * (threads > 1)}"] = {"stall": seconds}
+        rows[f"memcpy, {threads} thread{'s' * (threads > 1)}"] = {"stall": seconds}
     return rows
 
 
-def file_modes(root: Path, *, probe: str = "probe") -> list[tuple[str, bool]]:
-    """Return the ways to access a file below ``root``, and whether each bypasses the page cache."""
+def write_rows(
+    arena: Arena, path: Path, *, before: Callable[[], object], after: Callable[[], object] = lambda: None
+) -> dict[str, Figures]:
+    """Measure how long it takes to write a new file and to sync it, in each way, with calls around each."""
+    rows: dict[str, Figures] = {}
+    for name, direct in _file_modes(path):
+        before()
+        write = partial(_write_file, arena, path, direct=direct)
+        rows[f"raw-write, {name}"] = {"durable": seconds_of(write)}
+        after()
+        path.unlink()
+    return rows
+
+
+def _file_modes(path: Path) -> list[tuple[str, bool]]:
+    """Return the ways to access a file next to ``path``, and whether each bypasses the page cache."""
+    probe = path.with_name(f"probe-{path.name}")
     try:
-        descriptor = os.open(root / probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+        descriptor = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
     except OSError:
         return [("buffered", False)]
     os.close(descriptor)
-    (root / probe).unlink()
+    probe.unlink()
     return [("buffered", False), ("direct", True)]
 
 
-def write_seconds(arena: Arena, path: Path, *, direct: bool) -> float:
-    """Measure how long it takes to write a new file and to sync it."""
-    return seconds_of(lambda: write_file(arena, path, direct=direct))
-
-
-def write_file(arena: Arena, path: Path, *, direct: bool) -> None:
-    """Write the arena in pieces, bypassing the page cache if ``direct``.
-
-    Raises:
-        OSError: the file system does not support direct writes.
-    """
+def _write_file(arena: Arena, path: Path, *, direct: bool) -> None:
     end = arena.aligned_bytes if direct else arena.size_bytes
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0), 0o644)
     try:
         at = 0
         while at < end:
-            at += os.pwrite(descriptor, arena.array.data[at : min(at + PIECE_BYTES, end)], at)
+            at += os.pwrite(descriptor, arena.array.data[at : min(at + _PIECE_BYTES, end)], at)
         os.ftruncate(descriptor, arena.size_bytes)
         os.fsync(descriptor)
     finally:
@@ -95,12 +104,13 @@ def write_file(arena: Arena, path: Path, *, direct: bool) -> None:
     sync_paths(path.parent)
 
 
-def read_rows(path: Path) -> dict[str, Figures]:
+def _read_rows(path: Path) -> dict[str, Figures]:
     """Measure reads of a whole file, cold and warm, into new and existing memory, with and without the page cache."""
-    existing = Arena.warm(path.stat().st_size)
+    existing = Arena(path.stat().st_size)
+    existing.array.fill(0)
     rows: dict[str, Figures] = {}
-    for mode, direct in file_modes(path.parent):
-        row = f"{RAW_READ}, {mode}"
+    for mode, direct in _file_modes(path):
+        row = f"raw-read, {mode}"
         rows |= {row: {}, f"{row}, huge": {}}
         for temperature, prepare in (("cold", drop_cache), ("warm", warm_cache)):
             if direct and temperature == "warm":
@@ -123,7 +133,7 @@ def _read(path: Path, arena: Arena, *, direct: bool) -> None:
     try:
         at = 0
         while at < arena.size_bytes:
-            got = os.preadv(descriptor, [arena.array.data[at : at + PIECE_BYTES]], at)
+            got = os.preadv(descriptor, [arena.array.data[at : at + _PIECE_BYTES]], at)
             if not got:
                 raise EOFError(f"{path} ended after {at} of {arena.size_bytes} bytes")
             at += got
@@ -135,19 +145,54 @@ def _pairs(arena: Arena, parts: Sequence[torch.Tensor]) -> list[tuple[_Array, _A
     """Return target and source of each piece."""
     pairs: list[tuple[_Array, _Array]] = []
     at = 0
-    for part in parts:
-        for start in range(0, part.numel(), PIECE_BYTES):
-            source = part[start : start + PIECE_BYTES].numpy()
-            pairs.append((arena.array[at : at + source.size], source))
-            at += source.size
+    for source in (piece.numpy() for part in parts for piece in part.split(_PIECE_BYTES)):
+        pairs.append((arena.array[at : at + source.size], source))
+        at += source.size
     return pairs
 
 
-def _copy_all(executor: ThreadPoolExecutor, parts: Sequence[Sequence[tuple[_Array, _Array]]]) -> None:
-    for _ in executor.map(_copy, parts):
-        pass
+def _copy_all(executor: ThreadPoolExecutor, shares: Sequence[Sequence[tuple[_Array, _Array]]]) -> None:
+    list(executor.map(_copy, shares))
 
 
 def _copy(pairs: Sequence[tuple[_Array, _Array]]) -> None:
     for target, source in pairs:
         np.copyto(target, source)
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Return the wall time of one call."""
+    start_s = time.perf_counter()
+    work()
+    return time.perf_counter() - start_s
+
+
+def sync_paths(*paths: Path) -> None:
+    """Sync files and folders, but not the files in the folders."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def drop_cache(root: Path) -> None:
+    """Remove every file below ``root`` from the page cache, so that the next read comes from the disk."""
+    for path in _files(root):
+        sync_paths(path)
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def warm_cache(root: Path) -> None:
+    """Read every file below ``root`` into the page cache."""
+    buffer = bytearray(_PIECE_BYTES)
+    for path in _files(root):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def _files(root: Path) -> Iterator[Path]:
+    return (path for path in sorted(root.rglob("*")) if path.is_file())

@@ -1,12 +1,58 @@
-"""Options of `gcore-bench ckpt`."""
+"""Options of `gcore-bench ckpt`, and its three parts: their contenders and figures."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from gcore_bench.ckpt.parts import PARTS
-from gcore_bench.harness.errors import BenchError
-from gcore_bench.harness.options import BenchOptions, at_least
+from gcore_bench.harness.options import BenchError, BenchOptions, at_least
+
+LIMITS = "limits"
+"""The contender that measures memory and disk alone, in a process of its own too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One table."""
+
+    title: str
+    columns: Mapping[str, str]
+    """Titles by metric."""
+    contenders: tuple[str, ...] = ()
+    """Contenders that can take part; empty: all."""
+    ratio_to: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Metric of the same row that a metric's ratio is taken to; for others it is the best limit with that metric.
+    Limits are measured in a part without such."""
+
+
+def _seconds(*metrics: str) -> dict[str, str]:
+    return {metric: f"{metric.replace('_', ' ')} s" for metric in ("stall", "durable", *metrics)}
+
+
+PARTS = {
+    "single": Part(
+        title="one process",
+        columns=_seconds("load_cold", "load_warm", "in_place_cold", "in_place_warm"),
+    ),
+    "ranks": Part(
+        title="several ranks",
+        contenders=("gcore", "dcp", "dcp-async-thread"),
+        columns=_seconds("rows_cold", "rows_warm", "columns_cold", "columns_warm"),
+    ),
+    "loop": Part(
+        title="training steps",
+        contenders=("gcore", "dcp-async-thread", "dcp-async-process"),
+        columns={
+            "stall": "stall s",
+            "save": "save s",
+            "matmul_quiet": "matmul step s",
+            "matmul_saving": "matmul, saving s",
+            "python_quiet": "Python step s",
+            "python_saving": "Python, saving s",
+        },
+        ratio_to={"matmul_saving": "matmul_quiet", "python_saving": "python_quiet"},
+    ),
+}
 
 ContenderName = Literal[
     "gcore",

@@ -6,11 +6,8 @@ from statistics import fmean
 
 from rich.table import Table
 
-from gcore_bench.ckpt.options import CkptOptions
-from gcore_bench.ckpt.parts import LIMITS, PARTS, Part
-from gcore_bench.harness.rounds import Figures, Run
-from gcore_bench.harness.summary import summarise
-from gcore_bench.harness.tables import figures_table, mb
+from gcore_bench.ckpt.options import LIMITS, PARTS, CkptOptions, Part
+from gcore_bench.harness.report import Figures, Run, figures_table, mb, summarise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +25,14 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """One part."""
+    """One part, with the fastest way for each metric that has a limit, the first failures, and the mean load."""
 
     part: str
     lines: list[Line]
     limits: list[Line]
     best: dict[str, str]
-    """The fastest way, for each metric that has a limit."""
     failures: dict[str, str]
-    """First failure by contender."""
     load: float
-    """Mean load of the machine before the runs."""
 
 
 def summarise_part(part: str, runs: Sequence[Run]) -> Summary:
@@ -55,10 +49,11 @@ def summarise_part(part: str, runs: Sequence[Run]) -> Summary:
     for run in runs:
         if run.failure:
             failures.setdefault(run.contender, run.failure)
+    lines = [_line(row, found, base, PARTS[part]) for row, found in rows.items()]
     return Summary(
         part=part,
-        lines=[_line(row, found, base, PARTS[part]) for row, found in rows.items() if row not in limits],
-        limits=[_line(row, found, base, PARTS[part]) for row, found in rows.items() if row in limits],
+        lines=[line for line in lines if line.row not in limits],
+        limits=[line for line in lines if line.row in limits],
         best=best,
         failures=failures,
         load=fmean(run.load for run in runs),

@@ -8,8 +8,8 @@ from rich.console import Console
 from gcore_bench.controller import dispatch
 from gcore_bench.controller.options import ControllerOptions
 from gcore_bench.controller.report import aims, dispatch_rows, dispatch_table, notes, scaling_table
-from gcore_bench.harness.environment import stderr_to
-from gcore_bench.harness.session import Session
+from gcore_bench.harness.processes import stderr_to
+from gcore_bench.harness.report import Session
 
 
 def run(options: ControllerOptions, console: Console) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import psutil
 
 from gcore_bench.controller.options import ControllerOptions
-from gcore_bench.harness.environment import environment
+from gcore_bench.harness.processes import environment
 
 NEEDS = {"gcore": 3.0, "verl": 6.0, "verl-numpy": 6.0}
 """Peak memory over the payload: objects of this step and the last one; under verl also the serialised copies of

@@ -10,8 +10,8 @@ from gcore_bench.controller.cluster import lack, local_cluster, object_store_byt
 from gcore_bench.controller.figures import WARMUP_STEPS, ControlFigures, copy_seconds, step_row
 from gcore_bench.controller.options import ContenderName, ControllerOptions
 from gcore_bench.controller.workload import Payload
-from gcore_bench.harness.errors import BenchError
-from gcore_bench.harness.rounds import Figures, Rounds, Run
+from gcore_bench.harness.options import BenchError
+from gcore_bench.harness.report import Figures, Rounds, Run
 
 MEMCPY, ALONE = "memcpy", "work alone"
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gcore_bench.harness.measure import status_bytes
-from gcore_bench.harness.rounds import Figures
+from gcore_bench.harness.report import Figures
 
 _INTERVAL_S = 0.005
 _COPIES = 3

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from gcore_bench.harness.errors import BenchError
-from gcore_bench.harness.options import Count, NonNegative, OutputFile, QuickOptions, at_least, multiple_of
+from gcore_bench.harness.options import BenchError, Count, NonNegative, OutputFile, QuickOptions, at_least, multiple_of
 
 PartName = Literal["dispatch", "sim"]
 ContenderName = Literal["gcore", "verl", "verl-numpy"]

@@ -9,9 +9,7 @@ from rich.table import Table
 
 from gcore_bench.controller.dispatch import ALONE, MEMCPY
 from gcore_bench.controller.options import ControllerOptions
-from gcore_bench.harness.rounds import Run
-from gcore_bench.harness.summary import summarise
-from gcore_bench.harness.tables import figures_table, mb, ratio, verdict
+from gcore_bench.harness.report import Run, figures_table, mb, ratio, summarise, verdict
 
 if TYPE_CHECKING:
     from gcore_bench.controller.scaling import ScalingRow

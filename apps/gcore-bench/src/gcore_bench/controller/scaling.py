@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gcore_bench.controller.options import ControllerOptions
-from gcore_bench.harness.errors import BenchError
+from gcore_bench.harness.options import BenchError
 from gcore_llm.simulate.config import SimulateConfig
 from gcore_llm.simulate.run import Simulation, simulate
 from gcore_runs.errors import UserError

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gcore_bench.harness.errors import BenchError
+from gcore_bench.harness.options import BenchError
 
 Features: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 

@@ -14,10 +14,8 @@ from rich.console import Console
 from gcore_bench.diffusion.options import DiffusionBenchOptions
 from gcore_bench.diffusion.report import GCORE, LIMIT, PLAIN, STAGES, LoopRow, loop_aims, loop_table, simulation_table
 from gcore_bench.diffusion.simulation import run_simulation
-from gcore_bench.harness.child import Spec
-from gcore_bench.harness.processes import Program, child_program, run_program
-from gcore_bench.harness.rounds import Figures, Rounds
-from gcore_bench.harness.session import Session
+from gcore_bench.harness.processes import Program, Spec, child_program, run_program
+from gcore_bench.harness.report import Figures, Rounds, Session
 from gcore_diffusion.config import DemoConfig
 from gcore_diffusion.demo.pretraining import pretrained_pipeline
 from gcore_runs.display import Display

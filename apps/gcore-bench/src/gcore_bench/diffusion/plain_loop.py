@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gcore_bench.harness.child import Spec
-from gcore_bench.harness.rounds import Figures
+from gcore_bench.harness.processes import Spec
+from gcore_bench.harness.report import Figures
 from gcore_diffusion.demo.digits import PROMPTS, DigitReward
 from gcore_diffusion.recipes import embedded
 from gcore_rollout import load_pipeline

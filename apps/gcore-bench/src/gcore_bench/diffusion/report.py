@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from gcore_bench.harness.tables import figures_table, verdict
+from gcore_bench.harness.report import figures_table, verdict
 from gcore_placement import Comparison
 
 STAGES = ("gen", "reward", "prepare", "train", "sync")

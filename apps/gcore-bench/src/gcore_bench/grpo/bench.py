@@ -12,11 +12,9 @@ from gcore_bench.grpo.options import GrpoOptions
 from gcore_bench.grpo.report import StepRun, notes, summarise_steps, table
 from gcore_bench.grpo.work import FLOOR, MODEL
 from gcore_bench.grpo.workload import WORKLOADS, Task, Workload
-from gcore_bench.harness.child import Spec
-from gcore_bench.harness.errors import BenchError
-from gcore_bench.harness.processes import Footprint, Program, child_program, run_program
-from gcore_bench.harness.rounds import Rounds
-from gcore_bench.harness.session import Session
+from gcore_bench.harness.options import BenchError
+from gcore_bench.harness.processes import Footprint, Program, Spec, child_program, run_program
+from gcore_bench.harness.report import Rounds, Session
 
 _FLOOR_STEPS = 10
 _VLLM_ENVIRONMENT = {

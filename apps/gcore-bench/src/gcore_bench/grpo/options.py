@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gcore_bench.harness.errors import BenchError
-from gcore_bench.harness.options import BenchOptions, Count, NonNegative
+from gcore_bench.harness.options import BenchError, BenchOptions, Count, NonNegative
 
 ContenderName = Literal["gcore", "gcore-vllm", "gcore-ray", "trl", "trl-vllm", "verl"]
 

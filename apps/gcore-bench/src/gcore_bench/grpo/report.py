@@ -11,8 +11,7 @@ from gcore_bench.grpo.options import GrpoOptions
 from gcore_bench.grpo.work import FLOOR
 from gcore_bench.grpo.workload import Workload
 from gcore_bench.harness.processes import Footprint
-from gcore_bench.harness.rounds import Run
-from gcore_bench.harness.tables import figures_table, mb, ratio, verdict
+from gcore_bench.harness.report import Run, figures_table, mb, ratio, verdict
 
 _STAGES = ("gen", "reward", "train", "other")
 _AIM_SPEED = {"gcore": 20.0, "gcore-ray": 5.0}

@@ -6,7 +6,7 @@ from typing import Any
 
 from gcore_bench.grpo.measure import StepFigures
 from gcore_bench.grpo.workload import WORKLOADS, Task
-from gcore_bench.harness.child import Spec
+from gcore_bench.harness.processes import Spec
 
 MODEL = "model"
 FLOOR = "floor"

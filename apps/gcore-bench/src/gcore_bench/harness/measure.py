@@ -20,33 +20,22 @@ def settle() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-class PeakMemory:
-    """Peak memory since construction, less the memory in use then: of the process on the CPU, of torch on CUDA.
+def _peak_bytes(work: Callable[[], object], device: str) -> int:
+    """Return the peak memory of a call, less the memory in use before: of the process on the CPU, of torch on CUDA."""
+    settle()
+    if device == "cuda":
+        import torch
 
-    The kernel's high-water mark is reset first. `getrusage` cannot be: it would count imports and the loading of
-    weights.
-    """
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-        settle()
-        if device == "cuda":
-            import torch
-
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            self._before_bytes = torch.cuda.memory_allocated()
-            return
-        Path("/proc/self/clear_refs").write_text("5")
-        self._before_bytes = status_bytes("VmRSS")
-
-    def extra_bytes(self) -> int:
-        """Return the peak until now."""
-        if self._device == "cuda":
-            import torch
-
-            return torch.cuda.max_memory_allocated() - self._before_bytes
-        return max(0, status_bytes("VmHWM") - self._before_bytes)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before_bytes = torch.cuda.memory_allocated()
+        work()
+        return torch.cuda.max_memory_allocated() - before_bytes
+    # The kernel's mark is reset; `getrusage` cannot be: it would count imports and the loading of weights.
+    Path("/proc/self/clear_refs").write_text("5")
+    before_bytes = status_bytes("VmRSS")
+    work()
+    return max(0, status_bytes("VmHWM") - before_bytes)
 
 
 def status_bytes(name: str) -> int:
@@ -75,9 +64,7 @@ class Measured:
 def measured(work: Callable[[], object], *, times: int, device: str = "cpu") -> Measured:
     """Call ``work`` once for its memory and then ``times`` times for its time; its results are dropped."""
     _return_blocks_from(_SMALLEST_BYTES)
-    peak = PeakMemory(device)
-    work()
-    peak_bytes = peak.extra_bytes()
+    peak_bytes = _peak_bytes(work, device)
     _return_blocks_from(_LARGEST_BYTES)
     walls: list[float] = []
     cpus: list[float] = []
@@ -91,10 +78,8 @@ def measured(work: Callable[[], object], *, times: int, device: str = "cpu") -> 
 
 
 def _return_blocks_from(size_bytes: int) -> None:
-    """Let malloc return freed blocks of this size to the system at once, and keep smaller ones.
-
-    With a low size, resident memory is memory in use. glibc raises its own threshold to the high one over time.
-    """
+    """Let malloc return freed blocks of this size to the system at once, and keep smaller ones."""
+    # With a low size, resident memory is memory in use. glibc raises its own threshold to the high one over time.
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, size_bytes)
     libc.mallopt(_M_TRIM_THRESHOLD, 2 * size_bytes)

@@ -5,7 +5,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeAlias, get_args, get_type_hints
 
-from gcore_bench.harness.errors import BenchError
+
+class BenchError(Exception):
+    """Wrong options, or a contender that failed: the command line shows it without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,7 @@ Count: TypeAlias = Annotated[int, at_least(1)]
 NonNegative: TypeAlias = Annotated[int, at_least(0)]
 Sigma: TypeAlias = Annotated[float, within(0, 10)]
 OutputFile: TypeAlias = Annotated[
-    Path | None,
-    Bound(lambda path: path is None or path.absolute().parent.is_dir(), "a file in an existing folder"),
+    Path | None, Bound(lambda path: path is None or path.absolute().parent.is_dir(), "a file in an existing folder")
 ]
 
 

@@ -1,27 +1,66 @@
-"""New processes of a contender: started and watched together, and ended with all that they have started."""
+"""Processes of a contender: each does the work of a spec, is watched, and ends with all that it has started.
+
+A process is either a new interpreter whose memory is watched (`run_children`), or forked from a server that has
+imported torch and transformers once (`run_processes`). Its result returns as JSON in a file.
+"""
 
 import json
+import logging
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import traceback
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from multiprocessing import forkserver
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple, TypeAlias
 
 import psutil
 
-from gcore_bench.harness.child import Spec
-from gcore_bench.harness.environment import QUIET
-from gcore_bench.harness.errors import BenchError
+from gcore_bench.harness.options import BenchError
 
+QUIET: dict[str, str] = {
+    # Idle OpenMP threads spin by default, which slows down contenders at random when other work is on the cores.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TQDM_DISABLE": "1",
+}
+"""Environment of every contender's process."""
+
+_PRELOAD = "gcore_bench.trainer.preload"
 _POLL_S = 2.0
 """Reading the memory of thirty processes takes a tenth of a second of a core."""
+_FORKED_POLL_S, _FORKED_TIMEOUT_S = 0.05, 3600.0
 _GRACE_S = 5.0
 """Seconds that the other ranks have to report after one has failed."""
+
+_Rows: TypeAlias = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """The work of one process."""
+
+    work: str
+    """Name of the module whose ``run(spec)`` does it."""
+    part: str = ""
+    contender: str
+    folder: str
+    """Scratch folder, which the ranks of a contender share."""
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    rank: int = 0
+    world_size: int = 1
+    threads: int = 1
+    """Threads of torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,37 +85,67 @@ class Footprint:
     num_processes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Results of the children of one measurement."""
+class Outcome(NamedTuple):
+    """Results of the children of one measurement by rank, and sizes of all of them by time on the monotonic clock."""
 
     values: list[Any]
-    """Results by rank."""
     footprints: list[tuple[float, Footprint]]
-    """Sizes of all of them together, by time on the monotonic clock."""
+
+
+@contextmanager
+def environment(**values: str) -> Generator[None]:
+    """Add `QUIET` and ``values`` to this process's environment, which processes that start meanwhile inherit."""
+    before = os.environ.copy()
+    os.environ.update(QUIET, **values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def stderr_to(log: Path) -> Generator[None]:
+    """Send stderr of this process, and of processes that start meanwhile, to a file."""
+    stderr = os.dup(2)
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
+@contextmanager
+def joined_world(spec: Spec) -> Generator[None]:
+    """Join the gloo group of all ranks of a contender, which meet in a file of their folder."""
+    import torch.distributed as dist
+
+    store = Path(spec.folder) / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=spec.rank, world_size=spec.world_size)
+    try:
+        yield
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
 
 
 def run_program(program: Program, *, name: str, log: Path) -> Footprint:
-    """Run a program to its end; no process that it has started is left.
-
-    Raises:
-        BenchError: it failed; the message names its log.
-    """
+    """Run a program to its end; no process that it has started is left."""
     codes, footprints = _run([program], log, poll_s=_POLL_S)
     if any(codes):
         raise BenchError(f"{name} failed: {_last_line(log)} (see {log})")
     found = [footprint for _, footprint in footprints]
-    return Footprint(
-        pss_bytes=max(footprint.pss_bytes for footprint in found),
-        num_processes=max(footprint.num_processes for footprint in found),
-    )
+    most_bytes, most = max(one.pss_bytes for one in found), max(one.num_processes for one in found)
+    return Footprint(pss_bytes=most_bytes, num_processes=most)
 
 
 def child_program(spec: Spec, output: Path, environment: Mapping[str, str]) -> Program:
     """Return the command of a new process that does a spec's work; `read` returns the result."""
     output.unlink(missing_ok=True)
     return Program(
-        command=[sys.executable, "-m", "gcore_bench.harness.child", json.dumps(asdict(spec)), str(output)],
+        command=[sys.executable, "-m", "gcore_bench.harness.processes", json.dumps(asdict(spec)), str(output)],
         environment=environment,
         folder=Path.cwd(),
         read=lambda: json.loads(output.read_text())["result"],
@@ -91,24 +160,93 @@ def run_children(
     poll_s: float = _POLL_S,
     timeout_s: float | None = None,
 ) -> Outcome:
-    """Run a new process for each spec, one a rank, and wait for all of them.
-
-    Raises:
-        BenchError: one failed, or they did not end in time.
-    """
+    """Run a new process for each spec, one a rank, and wait for all of them."""
     (folder / "store").unlink(missing_ok=True)
     outputs, log = [folder / f"figures-{spec.rank}.json" for spec in specs], folder / "log"
     programs = [child_program(spec, output, environment or {}) for spec, output in zip(specs, outputs, strict=True)]
     codes, footprints = _run(programs, log, poll_s=poll_s, timeout_s=timeout_s)
     if any(codes):
-        raise BenchError(failure_of(outputs) or _last_line(log))
-    return Outcome(values=[program.read() for program in programs], footprints=footprints)
+        raise BenchError(_failure_of(outputs) or _last_line(log))
+    return Outcome([program.read() for program in programs], footprints)
 
 
-def failure_of(outputs: Sequence[Path]) -> str:
+def start_server(threads: int) -> None:
+    """Start the server that `run_processes` forks; later calls do nothing."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([_PRELOAD])
+    with environment(OMP_NUM_THREADS=str(threads)):
+        forkserver.ensure_running()
+
+
+def run_processes(specs: Sequence[Spec]) -> _Rows:
+    """Fork a process for each spec, one a rank, and return the rows of all ranks together (see `merge_ranks`)."""
+    folder = Path(specs[0].folder)
+    for stale in (folder / "store", *folder.glob("figures-*")):
+        stale.unlink(missing_ok=True)
+    outputs = [folder / f"figures-{spec.rank}.json" for spec in specs]
+    context = multiprocessing.get_context("forkserver")
+    processes = [
+        context.Process(target=_forked_main, args=(spec, output, folder / f"log-{spec.rank}"), daemon=True)
+        for spec, output in zip(specs, outputs, strict=True)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        end_s = time.monotonic() + _FORKED_TIMEOUT_S
+        # When one has failed, the others would wait for that one.
+        while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
+            if time.monotonic() > end_s:
+                raise BenchError(f"a contender did not end within {_FORKED_TIMEOUT_S:.0f} s")
+            time.sleep(_FORKED_POLL_S)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    reason = _failure_of(outputs)
+    if not reason and not all(path.exists() for path in outputs):
+        reason = f"its processes ended with {', '.join(str(process.exitcode) for process in processes)}"
+    if reason:
+        raise BenchError(f"{specs[0].contender} failed in part {specs[0].part or specs[0].work}: {reason}")
+    return merge_ranks([json.loads(path.read_text())["result"] for path in outputs])
+
+
+def merge_ranks(ranks: Sequence[_Rows]) -> _Rows:
+    """Return the highest of every figure over the ranks; ``total_cpu_s`` is the sum of their processors' seconds."""
+    rows: _Rows = {}
+    for row, figures in ranks[0].items():
+        rows[row] = {metric: max(one[row][metric] for one in ranks) for metric in figures}
+        if "cpu_s" in figures:
+            rows[row]["total_cpu_s"] = sum(one[row]["cpu_s"] for one in ranks)
+    return rows
+
+
+def _failure_of(outputs: Sequence[Path]) -> str:
     """Return the first failure that a child wrote down; empty if none did."""
     found = (json.loads(output.read_text()).get("failure", "") for output in outputs if output.exists())
     return next(filter(None, found), "")
+
+
+def _forked_main(spec: Spec, output: Path, log: Path) -> None:
+    """Do the work of a spec in a forked process, whose stdout and stderr go to ``log``."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    _work(spec, output)
+
+
+def _work(spec: Spec, output: Path) -> None:
+    import torch
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    try:
+        torch.set_num_threads(spec.threads)
+        result = import_module(spec.work).run(spec)
+    except Exception as error:
+        traceback.print_exc()
+        output.write_text(json.dumps({"failure": " ".join(f"{type(error).__name__}: {error}".split())}))
+        # Destructors of process groups would wait for ranks that are still at work.
+        os._exit(1)
+    output.write_text(json.dumps({"result": result}))
 
 
 def _run(
@@ -122,7 +260,14 @@ def _run(
             processes.extend(_start(program, file) for program in programs)
             footprints = _watch(processes, seen, poll_s, timeout_s)
         finally:
-            _end(processes, seen)
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            for member in seen:
+                # May be in a session of its own; psutil kills no process that has reused the number of a dead one.
+                with suppress(psutil.NoSuchProcess):
+                    member.kill()
     return [process.returncode for process in processes], footprints
 
 
@@ -177,17 +322,10 @@ def _pss_bytes(process: psutil.Process) -> int:
         return 0
 
 
-def _end(processes: Sequence["subprocess.Popen[bytes]"], seen: set[psutil.Process]) -> None:
-    for process in processes:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    for member in seen:
-        # These may be in sessions of their own; psutil kills no process that has reused the number of a dead one.
-        with suppress(psutil.NoSuchProcess):
-            member.kill()
-
-
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").strip().splitlines()
     return lines[-1] if lines else "it printed nothing"
+
+
+if __name__ == "__main__":
+    _work(Spec(**json.loads(sys.argv[1])), Path(sys.argv[2]))

@@ -6,42 +6,46 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from itertools import product
-from typing import cast
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.table import Table
 
-from gcore_bench.placement.options import PlacementOptions
+from gcore_bench.harness.report import figures_table, verdict
+from gcore_bench.placement.options import Counts, PlacementOptions
 from gcore_placement import balance
 
 PRECISION = 1e-9
 """Within which two ratios are alike: of a step of an hour, four microseconds."""
+JUDGED_SAMPLES, AIM_FASTER = 100_000, 20
+"""Sequences from which the speed is judged, and what it should be over verl's."""
 
 _VERL_MODULE = "verl.utils.seqlen_balancing"
 _LONGEST = 32_768
 _VERL_GROWTH = 1.1
 """Exponent of verl's time in the number of sequences."""
 
-Partition = Callable[[NDArray[np.int64], int], Sequence[Sequence[int] | NDArray[np.intp]]]
+Partition = Callable[[NDArray[np.int64], int], Sequence[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalancerRow:
-    """One batch over one number of ranks. `verl_` figures are None where it was not asked."""
+    """One batch over one number of ranks: work of the busiest rank over the mean, and CPU seconds.
+
+    `verl_` figures are None where it was not asked; `tolerance` is within which of the mean ours may end.
+    """
 
     lengths: str
     samples: int
     ranks: int
     counts: str
     ours: float
-    """Work of the busiest rank over the mean."""
     ours_s: float
-    """CPU seconds."""
     verl: float | None
     verl_s: float | None
     random: float
     tolerance: float = 0.0
-    """Within which of the mean ours may end."""
 
     @property
     def is_as_even(self) -> bool | None:
@@ -84,17 +88,19 @@ def simulated_work(lengths: str, samples: int, *, seed: int) -> NDArray[np.int64
 def _row(
     work: NDArray[np.int64], lengths: str, ranks: int, counts: str, options: PlacementOptions, last: BalancerRow | None
 ) -> BalancerRow:
-    equal = counts != "free"
+    equal, samples = counts != "free", len(work)
     tolerance = options.tolerance if counts == "close" else 0.0
     ours, ours_s = _measured(partial(balance, equal_count=equal, tolerance=tolerance), work, ranks)
-    verl: float | None = None
-    verl_s: float | None = None
-    if _is_affordable(last, len(work), options):
+    expected_s = 0.0
+    if last is not None:
+        expected_s = np.inf if last.verl_s is None else last.verl_s * (samples / last.samples) ** _VERL_GROWTH
+    verl, verl_s = None, None
+    if options.verl_s > 0 and expected_s <= options.verl_s:
         verl, verl_s = _measured(partial(_verl, equal=equal), work, ranks)
-    dealt = np.random.default_rng(options.seed).permutation(len(work)).reshape(ranks, -1)
+    dealt = np.random.default_rng(options.seed).permutation(samples).reshape(ranks, -1)
     return BalancerRow(
         lengths=lengths,
-        samples=len(work),
+        samples=samples,
         ranks=ranks,
         counts=counts,
         ours=ours,
@@ -106,14 +112,6 @@ def _row(
     )
 
 
-def _is_affordable(last: BalancerRow | None, samples: int, options: PlacementOptions) -> bool:
-    if last is None:
-        return options.verl_s > 0
-    if last.verl_s is None:
-        return False
-    return last.verl_s * (samples / last.samples) ** _VERL_GROWTH <= options.verl_s
-
-
 def _measured(partition: Partition, work: NDArray[np.int64], ranks: int) -> tuple[float, float]:
     begin_s = time.process_time()
     parts = partition(work, ranks)
@@ -121,12 +119,44 @@ def _measured(partition: Partition, work: NDArray[np.int64], ranks: int) -> tupl
     return _ratio(work, parts), took_s
 
 
-def _verl(work: NDArray[np.int64], ranks: int, *, equal: bool) -> Sequence[Sequence[int]]:
+def _verl(work: NDArray[np.int64], ranks: int, *, equal: bool) -> Sequence[Any]:
     # It takes Python's integers, which it is quickest at.
     partition = import_module(_VERL_MODULE).get_seqlen_balanced_partitions
-    return cast("list[list[int]]", partition(work.tolist(), k_partitions=ranks, equal_size=equal))
+    return partition(work.tolist(), k_partitions=ranks, equal_size=equal)
 
 
-def _ratio(work: NDArray[np.int64], parts: Sequence[Sequence[int] | NDArray[np.intp]]) -> float:
+def _ratio(work: NDArray[np.int64], parts: Sequence[Any]) -> float:
     sums = np.array([int(work[np.asarray(part, dtype=np.intp)].sum()) for part in parts])
     return float(sums.max() / sums.mean())
+
+
+def balancer_table(rows: Sequence[BalancerRow]) -> Table:
+    """A line for each batch and number of ranks."""
+    columns = ("samples", "ranks", "counts", "ours - 1", "verl - 1", "random - 1", "ours s", "verl s", "faster")
+    shown = figures_table("work of the busiest rank over the mean, less 1; CPU seconds", *columns)
+    for row in rows:
+        theirs = ("-", "-", "-")
+        if row.verl is not None:
+            theirs = (f"{row.verl - 1:.1e}", f"{row.verl_s:.2f}", f"{row.times_faster:.1f}x")
+        batch = (row.lengths, f"{row.samples:,}", str(row.ranks), row.counts)
+        ratios = (f"{row.ours - 1:.1e}", theirs[0], f"{row.random - 1:.1e}")
+        shown.add_row(*batch, *ratios, f"{row.ours_s:.3f}", *theirs[1:])
+    return shown
+
+
+def balancer_aims(rows: Sequence[BalancerRow]) -> list[str]:
+    """Return whether gcore's aims are met, where verl was measured."""
+    asked = [row for row in rows if row.is_as_even is not None]
+    if not asked:
+        return []
+    worse = [f"{row.samples:,} over {row.ranks} ({row.lengths}, {row.counts})" for row in asked if not row.is_as_even]
+    even = f"not met: {'; '.join(worse)}" if worse else f"met in all {len(asked)}"
+    lines = [f"aim: as even as verl's or more, to {PRECISION:.0e} of the ratio ({even})"]
+    for counts in get_args(Counts):
+        judged = [row.times_faster for row in asked if row.samples >= JUDGED_SAMPLES and row.counts == counts]
+        if found := [speed for speed in judged if speed is not None]:
+            lines.append(
+                f"aim: {AIM_FASTER} times as fast as verl from {JUDGED_SAMPLES:,} sequences on, {counts} counts: "
+                f"{min(found):.1f} to {max(found):.1f} times ({verdict(min(found) >= AIM_FASTER)})"
+            )
+    return lines

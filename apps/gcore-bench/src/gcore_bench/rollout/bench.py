@@ -6,8 +6,7 @@ from functools import partial
 
 from rich.console import Console
 
-from gcore_bench.harness.session import Session
-from gcore_bench.harness.summary import summarise
+from gcore_bench.harness.report import Session, summarise
 from gcore_bench.rollout import generation, sandbox_calls, sync
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.processes import Processes, make_models, quiet_surroundings

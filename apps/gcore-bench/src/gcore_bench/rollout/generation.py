@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from gcore_bench.harness.errors import BenchError
-from gcore_bench.harness.rounds import Figures, Rounds, Run
+from gcore_bench.harness.options import BenchError
+from gcore_bench.harness.report import Figures, Rounds, Run
 from gcore_bench.rollout.contenders import gcore
 from gcore_bench.rollout.local import generation_figures
 from gcore_bench.rollout.options import RolloutOptions

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
-from gcore_bench.harness.rounds import Figures
+from gcore_bench.harness.report import Figures
 from gcore_rollout import Completion, Engine, EngineStats, Request
 
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from gcore_bench.harness.environment import environment, stderr_to
-from gcore_bench.harness.errors import BenchError
 from gcore_bench.harness.models import make_model
+from gcore_bench.harness.options import BenchError
+from gcore_bench.harness.processes import environment, stderr_to
 from gcore_bench.rollout.local import as_engine
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.workload import SYNC_MAX_LENGTH, generation_shape, max_length, sync_shape

@@ -5,9 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rich.table import Table
 
-from gcore_bench.harness.rounds import Run
-from gcore_bench.harness.summary import Summary, paired_ratio
-from gcore_bench.harness.tables import figure, figures_table, ratio
+from gcore_bench.harness.report import Run, Summary, figure, figures_table, paired_ratio, ratio
 from gcore_bench.rollout.generation import BASES
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.sandbox_calls import BARE

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from gcore_bench.harness.errors import BenchError
-from gcore_bench.harness.rounds import Figures, Rounds, Run
+from gcore_bench.harness.options import BenchError
+from gcore_bench.harness.report import Figures, Rounds, Run
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_rollout import Isolation, Sandbox, SandboxError
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from gcore_bench.harness.errors import BenchError
-from gcore_bench.harness.rounds import Figures, Rounds, Run
+from gcore_bench.harness.options import BenchError
+from gcore_bench.harness.report import Figures, Rounds, Run
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.processes import Processes
 from gcore_bench.rollout.step_clock import StepClock

@@ -14,8 +14,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from gcore_bench.harness.errors import BenchError
-from gcore_bench.harness.rounds import Figures, Rounds, Run
+from gcore_bench.harness.options import BenchError
+from gcore_bench.harness.report import Figures, Rounds, Run
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.sync import MEMCPY, memcpy_seconds
 from gcore_rollout import (

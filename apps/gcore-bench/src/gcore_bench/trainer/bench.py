@@ -7,12 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
-from gcore_bench.harness.child import Spec
-from gcore_bench.harness.errors import BenchError
-from gcore_bench.harness.forked import run_processes, start_server
-from gcore_bench.harness.rounds import Rounds
-from gcore_bench.harness.session import Session, plain
-from gcore_bench.harness.summary import Rows, summarise
+from gcore_bench.harness.options import BenchError
+from gcore_bench.harness.processes import Spec, run_processes, start_server
+from gcore_bench.harness.report import Rounds, Rows, Session, plain, summarise
 from gcore_bench.trainer.options import TrainerOptions
 from gcore_bench.trainer.report import notes, part_table, tokens_table
 from gcore_bench.trainer.workload import (

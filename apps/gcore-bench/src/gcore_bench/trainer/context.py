@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from gcore_bench.harness.child import Spec, joined_world
 from gcore_bench.harness.measure import measured
-from gcore_bench.harness.rounds import Figures
+from gcore_bench.harness.processes import Spec, joined_world
+from gcore_bench.harness.report import Figures
 from gcore_bench.trainer.updates import OPTIMIZER
 from gcore_bench.trainer.workload import LONG_VOCAB_SIZE, context_layouts
 from gcore_trainer import PackedModel, ParallelConfig, Sample, SFTObjective, TorchParallel, TorchTrainer

@@ -5,9 +5,9 @@ Shapes: N tokens, D hidden size, V vocabulary.
 
 import torch
 
-from gcore_bench.harness.child import Spec
 from gcore_bench.harness.measure import measured
-from gcore_bench.harness.rounds import Figures
+from gcore_bench.harness.processes import Spec
+from gcore_bench.harness.report import Figures
 from gcore_trainer import token_scores
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from gcore_bench.harness.child import Spec
 from gcore_bench.harness.measure import measured
-from gcore_bench.harness.rounds import Figures
+from gcore_bench.harness.processes import Spec
+from gcore_bench.harness.report import Figures
 from gcore_bench.trainer.updates import LOSS, OPTIMIZER
 from gcore_placement import TransformerWorkload
 from gcore_trainer import PackedModel, PolicyObjective, Sample, TorchTrainer

@@ -3,8 +3,17 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from gcore_bench.harness.errors import BenchError
-from gcore_bench.harness.options import BenchOptions, Bound, Count, NonNegative, Sigma, above, at_least, multiple_of
+from gcore_bench.harness.options import (
+    BenchError,
+    BenchOptions,
+    Bound,
+    Count,
+    NonNegative,
+    Sigma,
+    above,
+    at_least,
+    multiple_of,
+)
 
 PartName = Literal["step", "tokens", "balance", "log-probs", "context", "mfu"]
 StepContender = Literal["trl", "verl", "gcore-padded", "gcore-packed", "gcore-shared"]

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 from rich.table import Table
 
-from gcore_bench.harness.summary import Rows, Summary
-from gcore_bench.harness.tables import Cell, figure, figures_table, megabytes, over, rows_table
+from gcore_bench.harness.report import Cell, Rows, Summary, figure, figures_table, megabytes, over, rows_table
 from gcore_bench.trainer.options import TrainerOptions
 from gcore_bench.trainer.workload import Deal
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from gcore_bench.harness.child import Spec
 from gcore_bench.harness.models import make_model
-from gcore_bench.harness.rounds import Figures
+from gcore_bench.harness.processes import Spec
+from gcore_bench.harness.report import Figures
 from gcore_bench.trainer.options import TrainerOptions
 from gcore_bench.trainer.workload import long_workload, make_samples, off_policy, save_samples, step_workload
 from gcore_llm.demo.tiny_model import tiny_tokenizer

@@ -6,9 +6,9 @@ from typing import Protocol
 
 import numpy as np
 
-from gcore_bench.harness.child import Spec, joined_world
 from gcore_bench.harness.measure import measured
-from gcore_bench.harness.rounds import Figures
+from gcore_bench.harness.processes import Spec, joined_world
+from gcore_bench.harness.report import Figures
 from gcore_bench.trainer.updates import StepResult
 from gcore_bench.trainer.workload import load_samples
 from gcore_trainer import ParallelConfig, Sample, TorchParallel

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_bench.harness.models import small_shape
-from gcore_bench.harness.rounds import Figures
+from gcore_bench.harness.report import Figures
 from gcore_bench.trainer.options import TrainerOptions
 from gcore_placement import TransformerWorkload, balance, micro_batches
 from gcore_trainer import Sample, pack

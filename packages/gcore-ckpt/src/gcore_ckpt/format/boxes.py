@@ -1,9 +1,48 @@
-"""Boxes: the parts of a global tensor that ranks hold, files store and loads ask for."""
+"""Boxes: the parts of a global tensor that ranks hold, files store and loads ask for; and the types of elements."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
+
+
+class DType(NamedTuple):
+    """An element type.
+
+    `safetensors` is its code in a data file's header; None where some safetensors readers know no code and would refuse
+    the file: such a tensor is stored as U8 with one more dimension of `size_bytes`.
+    """
+
+    size_bytes: int  # of one element, a power of two
+    safetensors: str | None
+    in_numpy: bool = True
+
+
+# By torch's name, which is numpy's too wherever both have the type.
+DTYPES: Mapping[str, DType] = {
+    "bool": DType(1, "BOOL"),
+    "uint8": DType(1, "U8"),
+    "int8": DType(1, "I8"),
+    "uint16": DType(2, "U16"),
+    "int16": DType(2, "I16"),
+    "uint32": DType(4, "U32"),
+    "int32": DType(4, "I32"),
+    "uint64": DType(8, "U64"),
+    "int64": DType(8, "I64"),
+    "float16": DType(2, "F16"),
+    "float32": DType(4, "F32"),
+    "float64": DType(8, "F64"),
+    "complex64": DType(8, None),
+    "complex128": DType(16, None),
+    "complex32": DType(4, None, in_numpy=False),
+    "bfloat16": DType(2, "BF16", in_numpy=False),
+    "float8_e4m3fn": DType(1, "F8_E4M3", in_numpy=False),
+    "float8_e5m2": DType(1, "F8_E5M2", in_numpy=False),
+    "float8_e4m3fnuz": DType(1, None, in_numpy=False),
+    "float8_e5m2fnuz": DType(1, None, in_numpy=False),
+    "float8_e8m0fnu": DType(1, None, in_numpy=False),
+    "float4_e2m1fn_x2": DType(1, None, in_numpy=False),
+}
 
 
 @dataclass(frozen=True)
@@ -15,12 +54,10 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Self:
-        """Return the box of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -48,7 +85,7 @@ class Box:
 
     def slices(self) -> tuple[slice, ...]:
         """Return the slices that select the box in an array of the whole."""
-        return tuple(slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True))
+        return tuple(map(slice, self.start, self.stop))
 
     def flat_span(self, shape: Sequence[int]) -> tuple[int, int]:
         """Return the first element and one past the last in a row-major tensor of `shape`; the box is not empty."""
@@ -90,3 +127,17 @@ def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
                 return other, box
         open_boxes.append(box)
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldBox:
+    """A box of the global tensor `name`, of element type `dtype` and shape `shape`, that a rank holds in memory."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+
+    @property
+    def size_bytes(self) -> int:
+        return self.box.size * DTYPES[self.dtype].size_bytes

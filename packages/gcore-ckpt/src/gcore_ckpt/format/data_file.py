@@ -1,4 +1,4 @@
-"""The layout of boxes in the data files of a rank, and the safetensors headers that record it.
+"""The layout of boxes in the data files of a rank, their safetensors headers, and the one checksum of the format.
 
 The headers are written here rather than by the safetensors library because they are known before the first byte is
 copied: memory is staged as it will lie in the file, and a file is one write of it.
@@ -6,33 +6,50 @@ copied: memory is staged as it will lie in the file, and a file is one write of 
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gcore_ckpt.format.boxes import Box
-from gcore_ckpt.format.dtypes import DTYPES
-from gcore_ckpt.saving.plan import HeldBox
+import xxhash
+
+from gcore_ckpt.format.boxes import DTYPES, Box, HeldBox
+
+BLOCK_BYTES = 4 << 20
+"""Size of the blocks of a shard that have a checksum each, so that a part can be read and checked."""
+DIGITS = 16
+"""Hex digits of a block's checksum, xxh3 of 64 bits. Those of a shard's blocks stand one after another."""
+PREFIX = "xxh3_64:"
 
 _ALIGNMENT_BYTES = 64
 _FILE_BYTES = 256 << 20
 _MAX_FILES = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlacedBox:
-    """A box in a data file.
+def digest(data: bytes | memoryview) -> str:
+    """Return the hex digits of the checksum of `data`."""
+    hasher = xxhash.xxh3_64()
+    hasher.update(data)  # the one-shot function would hold the GIL, and with it the training thread
+    return hasher.hexdigest()
 
-    Attributes:
-        number: Which of the rank's boxes it is a part of.
-        held: The box itself.
-        offset_bytes: Start of its bytes from the start of the file.
-    """
+
+def checksum(data: bytes | memoryview) -> str:
+    """Return the checksum of `data` with the name of its kind before it."""
+    return f"{PREFIX}{digest(data)}"
+
+
+def block_count(size_bytes: int, block_bytes: int) -> int:
+    """Return the number of blocks of a shard; the last may be shorter."""
+    return -(-size_bytes // block_bytes)
+
+
+@dataclass(frozen=True)
+class PlacedBox:
+    """A box in a data file: a part of box `number` of the rank, `offset_bytes` from the start of the file."""
 
     number: int
     held: HeldBox
     offset_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FileLayout:
     """A data file before it has data: its header and the places of its boxes."""
 
@@ -42,26 +59,21 @@ class FileLayout:
 
 
 def lay_out(boxes: Mapping[int, HeldBox], max_file_bytes: int | None = None) -> list[FileLayout]:
-    """Place boxes in data files without gaps, as safetensors demands.
+    """Place numbered boxes in data files without gaps, as safetensors demands.
 
     There are several files where there is much to write, so that the first is written while the next is copied. The
-    widest elements come first, so that all are aligned. A box that is larger than a file may be is cut across its
-    outermost dimension.
-
-    Args:
-        boxes: The boxes to write, by number.
-        max_file_bytes: Largest file, its header not counted; None for no limit.
+    widest elements come first, so that all are aligned. A box that is larger than a file may be (its header not
+    counted) is cut across its outermost dimension.
     """
-    total_bytes = sum(held.size_bytes for held in boxes.values())
-    full_bytes = max(_FILE_BYTES, total_bytes // _MAX_FILES)
+    full_bytes = max(_FILE_BYTES, sum(held.size_bytes for held in boxes.values()) // _MAX_FILES)
     if max_file_bytes is not None:
         full_bytes = min(full_bytes, max_file_bytes)
     files: list[list[tuple[int, HeldBox]]] = [[]]
     used_bytes = 0
-    for number, held in sorted(boxes.items(), key=lambda item: _order(item[1].dtype)):
+    for number, held in sorted(boxes.items(), key=lambda item: (-DTYPES[item[1].dtype].size_bytes, item[1].dtype)):
         itemsize = DTYPES[held.dtype].size_bytes
         parts = [held.box] if max_file_bytes is None else held.box.split(max_file_bytes // itemsize)
-        for part in (held.part(box) for box in parts):
+        for part in (replace(held, box=box) for box in parts):
             if files[-1] and used_bytes + part.size_bytes > full_bytes:
                 files.append([])
                 used_bytes = 0
@@ -76,9 +88,9 @@ def lay_out_file(boxes: Sequence[tuple[int, HeldBox]]) -> FileLayout:
     placed: list[PlacedBox] = []
     end = len(header)
     for number, held in boxes:
-        placed.append(PlacedBox(number=number, held=held, offset_bytes=end))
+        placed.append(PlacedBox(number, held, end))
         end += held.size_bytes
-    return FileLayout(header=header, boxes=tuple(placed), size_bytes=end)
+    return FileLayout(header, tuple(placed), end)
 
 
 def safetensors_header(boxes: Sequence[HeldBox]) -> bytes:
@@ -93,20 +105,11 @@ def safetensors_header(boxes: Sequence[HeldBox]) -> bytes:
         code, shape = dtype.safetensors, held.box.shape
         if code is None:
             code, shape = "U8", (*shape, dtype.size_bytes)
-        offsets = [end, end + held.size_bytes]
-        entries[_entry_name(held, entries)] = {"dtype": code, "shape": shape, "data_offsets": offsets}
+        name = held.name if held.box == Box.whole(held.shape) else f"{held.name}{held.box}"
+        while name in entries:  # safetensors' own "__metadata__", or a tensor that is called like another's part
+            name += "#"
+        entries[name] = {"dtype": code, "shape": shape, "data_offsets": [end, end + held.size_bytes]}
         end += held.size_bytes
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-(len(header) + 8) % _ALIGNMENT_BYTES)
     return len(header).to_bytes(8, "little") + header
-
-
-def _entry_name(held: HeldBox, taken: Mapping[str, object]) -> str:
-    name = held.name if held.box == Box.whole(held.shape) else f"{held.name}{held.box}"
-    while name in taken:  # safetensors' own "__metadata__", or a tensor that is called like another's part
-        name += "#"
-    return name
-
-
-def _order(dtype: str) -> tuple[int, str]:
-    return -DTYPES[dtype].size_bytes, dtype

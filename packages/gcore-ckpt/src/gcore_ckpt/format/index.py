@@ -10,9 +10,8 @@ from typing import Any
 
 from gcore_ckpt.errors import CorruptCheckpointError
 from gcore_ckpt.format import validation
-from gcore_ckpt.format.boxes import Box, overlap
-from gcore_ckpt.format.checksum import BLOCK_BYTES, DIGITS, PREFIX, block_count, checksum
-from gcore_ckpt.format.dtypes import DTYPES
+from gcore_ckpt.format.boxes import DTYPES, Box, overlap
+from gcore_ckpt.format.data_file import BLOCK_BYTES, DIGITS, PREFIX, block_count, checksum
 from gcore_ckpt.format.tree import Node
 
 FORMAT = "gcore-ckpt"
@@ -21,15 +20,7 @@ VERSION = 2
 
 @dataclass(frozen=True, kw_only=True)
 class StoredShard:
-    """A box of a tensor, row-major in a data file.
-
-    Attributes:
-        file: Name of the data file.
-        offset_bytes: Start of the shard's bytes from the start of the file.
-        box: The box.
-        block_bytes: Size of the blocks that have a checksum each.
-        checksums: Hex digits of the blocks' checksums, one after another; None where the file's owner keeps none.
-    """
+    """A box of a tensor, row-major in a data file from byte `offset_bytes` on."""
 
     file: str
     offset_bytes: int
@@ -48,24 +39,18 @@ class StoredTensor:
 
     @property
     def itemsize(self) -> int:
-        """Size of an element (bytes)."""
         return DTYPES[self.dtype].size_bytes
 
     @property
     def size_bytes(self) -> int:
-        """Size of the data."""
         return Box.whole(self.shape).size * self.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataFile:
-    """The expected size of a data file, and the rank that wrote it.
+    """The size of a data file and of the header before its data, and the header's checksum, if its owner keeps one.
 
-    Attributes:
-        size_bytes: Its size.
-        header_size_bytes: What precedes the data.
-        header_checksum: The checksum of that; None where the file's owner keeps none.
-        writer: The rank and the host, and the step if it is an earlier one.
+    `writer` is the rank and the host that wrote it, and the step if it is an earlier one.
     """
 
     size_bytes: int
@@ -76,23 +61,19 @@ class DataFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """Everything in a step but the tensors' bytes.
-
-    Attributes:
-        tree: The encoded state.
-        tensors: By name.
-        files: By name.
-        version: The format's version.
-        saved_at: When the save started, ISO 8601 in UTC.
-        num_ranks: How many ranks saved together.
-    """
+    """Everything in a step but the tensors' bytes. `saved_at` is when the save started, ISO 8601 in UTC."""
 
     tree: Node
     tensors: Mapping[str, StoredTensor]
     files: Mapping[str, DataFile]
-    version: int = VERSION
     saved_at: str = ""
     num_ranks: int = 1
+
+
+def encode_shard(file: str, offset_bytes: int, box: Box, checksums: str | None) -> dict[str, Any]:
+    """Return the JSON of a shard."""
+    start, shape = [*box.start], [*box.shape]
+    return {"file": file, "offset_bytes": offset_bytes, "start": start, "shape": shape, "checksums": checksums}
 
 
 def encode_index(index: Index) -> bytes:
@@ -106,16 +87,7 @@ def encode_index(index: Index) -> bytes:
             name: {
                 "dtype": tensor.dtype,
                 "shape": tensor.shape,
-                "shards": [
-                    {
-                        "file": shard.file,
-                        "offset_bytes": shard.offset_bytes,
-                        "start": shard.box.start,
-                        "shape": shard.box.shape,
-                        "checksums": shard.checksums,
-                    }
-                    for shard in tensor.shards
-                ],
+                "shards": [encode_shard(s.file, s.offset_bytes, s.box, s.checksums) for s in tensor.shards],
             }
             for name, tensor in index.tensors.items()
         },
@@ -126,11 +98,7 @@ def encode_index(index: Index) -> bytes:
 
 
 def decode_index(data: bytes, where: str) -> Index:
-    """Read and check `index.json`; shards are checked against the files it names, not against the disk.
-
-    Raises:
-        CorruptCheckpointError: With `where`, the path of the file, and what is wrong in it.
-    """
+    """Read and check `index.json`; shards are checked against the files it names, not against the disk."""
     try:
         content = validation.expect(dict, json.loads(data), "index")
         version = _check_first_line(content, data)
@@ -140,14 +108,13 @@ def decode_index(data: bytes, where: str) -> Index:
             for name, file in validation.member(content, "files", dict).items()
         }
         tensors = {
-            name: _tensor(name, fields, files, block_bytes)
+            name: decode_tensor(name, fields, files, block_bytes)
             for name, fields in validation.member(content, "tensors", dict).items()
         }
         return Index(
             tree=content["tree"],
             tensors=tensors,
             files=files,
-            version=version,
             saved_at=str(content.get("saved_at", "")),
             num_ranks=1 if version == 1 else validation.size(content["num_ranks"], "num_ranks"),
         )
@@ -180,37 +147,25 @@ def _data_file(file: object) -> DataFile:
     )
 
 
-def _tensor(name: str, entry: object, files: Mapping[str, DataFile], block_bytes: int | None) -> StoredTensor:
+def decode_tensor(name: str, entry: object, files: Mapping[str, DataFile], block_bytes: int | None) -> StoredTensor:
+    """Read and check a tensor, whose shards must hold each element once: a reader returns memory that they fill."""
     try:
         fields = validation.expect(dict, entry, "entry")
         dtype = validation.member(fields, "dtype", str)
         if dtype not in DTYPES:
             raise ValueError(f"unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
         shape = validation.shape(fields["shape"], "shape")
-        shards = tuple(
-            _shard(shard, dtype, shape, files, block_bytes) for shard in validation.member(fields, "shards", list)
-        )
-        tensor = StoredTensor(dtype=dtype, shape=shape, shards=shards)
-        check_complete(tensor)
-    except ValueError as error:
-        raise ValueError(f"tensor {name!r}: {error}") from error
-    except KeyError as error:
-        raise ValueError(f"tensor {name!r}: {error} is missing") from error
-    return tensor
-
-
-def check_complete(tensor: StoredTensor) -> None:
-    """Check that the shards hold each element once: a reader returns memory that they fill.
-
-    Raises:
-        ValueError: They do not.
-    """
-    found = sum(shard.box.size for shard in tensor.shards)
-    expected = Box.whole(tensor.shape).size
-    if found != expected:
-        raise ValueError(f"its shards hold {found} elements, its shape {tensor.shape} has {expected}")
-    if len(tensor.shards) > 1 and overlap([shard.box for shard in tensor.shards]) is not None:
-        raise ValueError("its shards overlap")
+        entries = validation.member(fields, "shards", list)
+        shards = tuple(_shard(shard, dtype, shape, files, block_bytes) for shard in entries)
+        found, expected = sum(shard.box.size for shard in shards), Box.whole(shape).size
+        if found != expected:
+            raise ValueError(f"its shards hold {found} elements, its shape {shape} has {expected}")
+        if len(shards) > 1 and overlap([shard.box for shard in shards]) is not None:
+            raise ValueError("its shards overlap")
+    except (ValueError, KeyError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"tensor {name!r}: {reason}") from error
+    return StoredTensor(dtype=dtype, shape=shape, shards=shards)
 
 
 def _shard(
@@ -233,14 +188,10 @@ def _shard(
             f"bytes {file.header_size_bytes} to {file.size_bytes}"
         )
     if block_bytes is None:  # version 1 has one checksum for a shard
-        checksums = validation.member(fields, "checksum", str).removeprefix(PREFIX)
-        shard_block_bytes = max(1, size_bytes)
-        checksums = checksums if size_bytes else ""
+        block_bytes = max(1, size_bytes)
+        checksums = validation.member(fields, "checksum", str).removeprefix(PREFIX) if size_bytes else ""
     else:
         checksums = validation.member(fields, "checksums", str)
-        shard_block_bytes = block_bytes
-    if shard_block_bytes < 1 or len(checksums) != DIGITS * block_count(size_bytes, shard_block_bytes):
+    if block_bytes < 1 or len(checksums) != DIGITS * block_count(size_bytes, block_bytes):
         raise ValueError(f"{len(checksums)} digits of checksums do not fit {size_bytes} bytes")
-    return StoredShard(
-        file=name, offset_bytes=offset_bytes, box=box, block_bytes=shard_block_bytes, checksums=checksums
-    )
+    return StoredShard(file=name, offset_bytes=offset_bytes, box=box, block_bytes=block_bytes, checksums=checksums)

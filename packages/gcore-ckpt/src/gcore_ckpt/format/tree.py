@@ -34,12 +34,9 @@ _MAX_PLAIN_INT = 2**53  # what every JSON reader holds exactly
 
 @dataclass(frozen=True)
 class PerRank:
-    """A part of a state that is each rank's own, such as its random number generator.
+    """A part of a state that is each rank's own, such as its random number generator; `value` is any state.
 
     It is loaded by as many ranks as saved it, each of which gets its own value.
-
-    Attributes:
-        value: Any state.
     """
 
     value: State
@@ -136,17 +133,7 @@ def decode(
     per_rank: Callable[[Mapping[str, Node]], Node],
     depth: int = 0,
 ) -> State:
-    """Return the state that `encode` made `node` of.
-
-    Args:
-        node: An encoded state.
-        array: Gives the tensor or array of a name.
-        per_rank: Picks one of the nodes that the ranks wrote, by rank.
-        depth: Containers around `node`.
-
-    Raises:
-        ValueError: `node` is not an encoded state.
-    """
+    """Return the state that `encode` made `node` of."""
     if depth > MAX_DEPTH:
         raise ValueError(f"more than {MAX_DEPTH} containers inside each other")
     match node:
@@ -164,23 +151,17 @@ def decode(
             return tuple(decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", items))
         case list():
             return [decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", node)]
-        case dict():
-            fields = dict_fields(cast("Node", node))
-            if fields is None:
-                raise ValueError(f"unknown node {str(cast('object', node))[:80]}")
-            return {key: decode(value, array, per_rank, depth + 1) for key, value in fields.items()}
         case None | bool() | str() | int() | float():
             return node
         case _:
-            raise ValueError(f"unknown node {str(cast('object', node))[:80]}")
+            fields = fields_of(node)
+            if fields is None:
+                raise ValueError(f"unknown node {str(cast('object', node))[:80]}")
+            return {key: decode(value, array, per_rank, depth + 1) for key, value in fields.items()}
 
 
-def dict_fields(node: Node) -> dict[str | int, Node] | None:
-    """Return the keys and nodes of an encoded dict; None for any other node.
-
-    Raises:
-        ValueError: A key is neither a string nor an integer.
-    """
+def fields_of(node: Node) -> dict[str | int, Node] | None:
+    """Return the keys and nodes of an encoded dict; None for any other node. `ValueError` for a key of another type."""
     match node:
         case {"dict": dict(fields), **rest} if not rest:
             return cast("dict[str | int, Node]", fields)
@@ -190,7 +171,7 @@ def dict_fields(node: Node) -> dict[str | int, Node] | None:
             return None
 
 
-def tensor_name(node: Node) -> str | None:
+def name_of(node: Node) -> str | None:
     """Return the name of the tensor or array that a node refers to; None for any other node."""
     match node:
         case {"tensor": str(name), **rest} | {"array": str(name), **rest} if not rest:
@@ -200,17 +181,13 @@ def tensor_name(node: Node) -> str | None:
 
 
 def merge(nodes: Sequence[Node]) -> Node:
-    """Return the tree of a group from the trees of its ranks: dicts hold the keys of all, `PerRank` the values of all.
-
-    Raises:
-        ValueError: Ranks differ where they must agree, with the path and both values.
-    """
+    """Return the tree of a group from those of its ranks: dicts hold the keys of all, `PerRank` the values of all."""
     return nodes[0] if all(node == nodes[0] for node in nodes) else _merge(list(enumerate(nodes)), ())
 
 
 def _merge(nodes: list[tuple[int, Node]], path: StatePath) -> Node:
     rank, first = nodes[0]
-    fields = [dict_fields(node) for _, node in nodes]
+    fields = [fields_of(node) for _, node in nodes]
     if all(f is not None for f in fields):
         found = cast("list[dict[str | int, Node]]", fields)
         keys = dict.fromkeys(key for f in found for key in f)
@@ -219,7 +196,7 @@ def _merge(nodes: list[tuple[int, Node]], path: StatePath) -> Node:
             for key in keys
         }
         return {"dict": merged} if all(isinstance(key, str) for key in merged) else {"items": list(merged.items())}
-    lists = [tuple_items(node) for _, node in nodes]
+    lists = [items_of(node) for _, node in nodes]
     if all(items is not None and lists[0] is not None and len(items) == len(lists[0]) for items in lists):
         columns = zip(*cast("list[list[Node]]", lists), strict=True)
         ranks = [r for r, _ in nodes]
@@ -236,7 +213,7 @@ def _merge(nodes: list[tuple[int, Node]], path: StatePath) -> Node:
     return first
 
 
-def tuple_items(node: Node) -> list[Node] | None:
+def items_of(node: Node) -> list[Node] | None:
     """Return the items of an encoded list or tuple; None for any other node."""
     match node:
         case list():
@@ -249,22 +226,11 @@ def tuple_items(node: Node) -> list[Node] | None:
 
 def references(node: Node) -> Iterator[str]:
     """Return the names of all tensors and arrays in a tree."""
-    name = tensor_name(node)
+    name = name_of(node)
     if name is not None:
         yield name
-    children: Sequence[Node] = ()
-    match node:
-        case list():
-            children = cast("list[Node]", node)
-        case {"dict": dict(fields)} | {"per_rank": dict(fields)}:
-            children = list(cast("dict[str, Node]", fields).values())
-        case {"items": list(items)}:
-            children = [_item(item)[1] for item in cast("list[Node]", items)]
-        case {"tuple": list(items)}:
-            children = cast("list[Node]", items)
-        case _:
-            pass
-    for child in children:
+    ranks: dict[str, Node] = node.get("per_rank", {}) if isinstance(node, dict) else {}
+    for child in (fields_of(node) or ranks).values() or items_of(node) or ():
         yield from references(child)
 
 
@@ -303,9 +269,7 @@ def _encode_int(value: int) -> Node:
 
 
 def _float_of_bits(bits: str) -> float:
-    value: float
     try:
-        (value,) = struct.unpack(">d", bytes.fromhex(bits.removeprefix("0x")))
+        return struct.unpack(">d", bytes.fromhex(bits.removeprefix("0x")))[0]
     except struct.error as error:
         raise ValueError(f"float_bits {bits!r} are not 64 bits") from error
-    return value

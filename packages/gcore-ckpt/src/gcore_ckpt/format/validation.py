@@ -1,4 +1,4 @@
-"""Validation of JSON from untrusted sources: each part by its exact type and within its bounds."""
+"""Validation of JSON from untrusted sources: each part by its exact type and within its bounds, else `ValueError`."""
 
 import math
 from collections.abc import Mapping
@@ -11,31 +11,19 @@ MAX_ELEMENTS = 2**63 - 1
 
 
 def expect(kind: type[T], value: object, name: str) -> T:
-    """Return `value` after checking that it is of the type `kind` itself: bool is no int.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Return `value` after checking that it is of the type `kind` itself: bool is no int."""
     if type(value) is not kind:
         raise ValueError(f"{name} is {str(value)[:80]}; expected {kind.__name__}")
     return cast("T", value)
 
 
 def member(fields: Mapping[str, Any], name: str, kind: type[T]) -> T:
-    """Return the member `name` after checking that it is of the type `kind`.
-
-    Raises:
-        KeyError, ValueError: It is missing, or it is not.
-    """
+    """Return the member `name` after checking that it is of the type `kind`; `KeyError` if it is missing."""
     return expect(kind, fields[name], name)
 
 
 def size(value: object, name: str) -> int:
-    """Return `value` after checking that it is a number of bytes or elements.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Return `value` after checking that it is a number of bytes or elements."""
     number = expect(int, value, name)
     if not 0 <= number <= MAX_ELEMENTS:
         raise ValueError(f"{name} is {number}; expected {'0 or more' if number < 0 else '2**63 - 1 or less'}")
@@ -43,20 +31,12 @@ def size(value: object, name: str) -> int:
 
 
 def sizes(value: object, name: str) -> tuple[int, ...]:
-    """Return sizes, one for each dimension, after checking them.
-
-    Raises:
-        ValueError: They are none.
-    """
+    """Return sizes, one for each dimension, after checking them."""
     return tuple(size(item, name) for item in expect(list, value, name))
 
 
 def shape(value: object, name: str) -> tuple[int, ...]:
-    """Return a shape after checking that a tensor of it can exist.
-
-    Raises:
-        ValueError: It cannot.
-    """
+    """Return a shape after checking that a tensor of it can exist."""
     extents = sizes(value, name)
     if math.prod(max(1, extent) for extent in extents) > MAX_ELEMENTS:
         raise ValueError(f"{name} {extents} is too large")
@@ -64,11 +44,7 @@ def shape(value: object, name: str) -> tuple[int, ...]:
 
 
 def plain_name(name: str) -> str:
-    """Return the name after checking that it is one of a file inside a folder.
-
-    Raises:
-        ValueError: It leads elsewhere: a downloaded index would read, and once re-saved publish, any file.
-    """
+    """Return the name after checking that it is one of a file inside a folder."""
     if name in ("", ".", "..") or any(char in name for char in "/\\\0"):
         raise ValueError(f"file name {name!r} is not a plain name inside the folder")
     return name

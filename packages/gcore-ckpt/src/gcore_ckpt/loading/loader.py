@@ -1,37 +1,30 @@
-"""Turns an open step into a state: a fresh one, or a template whose memory is filled."""
+"""Turns an open step into a state: a fresh one, or a template whose memory is filled, from any saved sharding."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
 
 from gcore_ckpt.errors import CheckpointMismatchError
 from gcore_ckpt.format.boxes import Box
-from gcore_ckpt.format.index import StoredTensor
-from gcore_ckpt.format.tree import (
-    ArrayKind,
-    Node,
-    PerRank,
-    State,
-    StatePath,
-    describe,
-    dict_fields,
-    tensor_name,
-    tuple_items,
-)
-from gcore_ckpt.loading.reader import StepReader
-from gcore_ckpt.loading.restore import Request, fill
+from gcore_ckpt.format.data_file import block_count
+from gcore_ckpt.format.index import StoredShard, StoredTensor
+from gcore_ckpt.format.tree import ArrayKind, Node, PerRank, State, StatePath, describe, fields_of, items_of, name_of
+from gcore_ckpt.loading.reader import StepReader, block_runs
 from gcore_ckpt.ranks.group import Group
-from gcore_ckpt.ranks.leaves import TORCH_DTYPES, NumpyArray
-from gcore_ckpt.ranks.shards import Shard, Shards
-from gcore_ckpt.ranks.tensors import as_shard, is_dtensor, is_megatron
+from gcore_ckpt.ranks.shards import TORCH_DTYPES, NumpyArray, Shard, Shards, as_shard, is_dtensor, is_megatron
 from gcore_ckpt.storage.local import LocalFiles
-from gcore_ckpt.workers import Workers
+from gcore_ckpt.threads import Job, Workers
 
 _NAMED = 5
 _THREADS = 8
+_SCRATCH_BYTES = 64 << 20
+_BATCH_BYTES = 4 << 20
+
+_SizedJob: TypeAlias = tuple[int, Job]  # the bytes that a job reads, and the job
 
 
 def load_step(
@@ -44,118 +37,91 @@ def load_step(
     mmap: bool,
     check: Callable[[], None] = lambda: None,
 ) -> State:
-    """Load from an open step, as `Checkpointer.load` says; `check` is called before each read and may raise.
-
-    Raises:
-        CheckpointMismatchError: It does not hold what is asked for; nothing was filled.
-        CorruptCheckpointError: It is not what was saved.
-        CheckpointNotFoundError: It was deleted meanwhile.
-    """
-    loader = Loader(
-        reader=reader, rank=group.rank, size=group.size, device=torch.device(device), mmap=mmap, check=check
-    )
-    workers = Workers(_THREADS, "gcore-ckpt-read")
-    try:
-        return loader.whole(only, workers) if template is None else loader.into(template, workers)
-    finally:
-        workers.close()
+    """Load from an open step, as `Checkpointer.load` says; `check` is called before each read and may raise."""
+    loader = _Loader(reader, group, torch.device(device), mmap=mmap)
+    if template is None:
+        state = loader.decoded(reader.index.tree if only is None else _pruned(reader.index.tree, only, reader.where))
+    else:
+        state = loader.match(template, reader.index.tree, ())
+        loader.check_missing()
+    with Workers(_THREADS, "gcore-ckpt-read") as workers:
+        fill(reader, loader.requests, workers, check)
+    return state
 
 
-@dataclass(kw_only=True)
-class Loader:
-    """Loads from one open step, as one rank of a group.
+class _Loader:
+    """Makes a state of one open step, as one rank of a group, and collects what its tensors are to be filled with."""
 
-    Attributes:
-        reader: The step.
-        rank: Of the group.
-        size: Of the group.
-        device: Where fresh tensors are made.
-        mmap: Whether fresh tensors are views of the files where a file holds them whole.
-        check: Is called before each read; what it raises ends the load.
-    """
+    def __init__(self, reader: StepReader, group: Group, device: torch.device, *, mmap: bool) -> None:
+        self.requests: list[Request] = []
+        self._reader = reader
+        self._group = group
+        self._device = device
+        self._mmap = mmap
+        self._fresh: dict[tuple[ArrayKind, str], object] = {}
+        self._filled: set[tuple[object, ...]] = set()
+        self._missing: list[tuple[str, torch.Tensor | None]] = []
 
-    reader: StepReader
-    rank: int
-    size: int
-    device: torch.device
-    mmap: bool = False
-    check: Callable[[], None] = lambda: None
-    _requests: list[Request] = field(default_factory=list[Request])
-    _fresh: dict[tuple[ArrayKind, str], object] = field(default_factory=dict[tuple[ArrayKind, str], object])
-    _filled: set[tuple[object, ...]] = field(default_factory=set[tuple[object, ...]])
-    _missing: list[tuple[str, torch.Tensor | None]] = field(default_factory=list[tuple[str, torch.Tensor | None]])
-
-    def whole(self, only: Sequence[str] | None, workers: Workers) -> State:
-        """Return the state as it was saved, every tensor whole; leaves that shared memory are one and the same object.
-
-        Raises:
-            CheckpointMismatchError: `only` names what is not there.
-        """
-        node = self.reader.index.tree if only is None else _pruned(self.reader.index.tree, only, self.reader.where)
-        state = self._decoded(node)
-        fill(self.reader, self._requests, workers, self.check)
-        return state
-
-    def into(self, template: State, workers: Workers) -> State:
-        """Return the template, its tensors filled and its small values replaced by those that were saved.
-
-        Raises:
-            CheckpointMismatchError: It does not fit what was saved; nothing was filled.
-        """
-        state = self._match(template, self.reader.index.tree, ())
+    def check_missing(self) -> None:
+        """Raise `CheckpointMismatchError` if the template has what was not saved; nothing was filled."""
         missing = [path for path, tensor in self._missing if tensor is None or _memory(tensor) not in self._filled]
         if missing:
             more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-            raise CheckpointMismatchError(f"{self.reader.where} does not hold {', '.join(missing[:_NAMED])}{more}")
-        fill(self.reader, self._requests, workers, self.check)
-        return state
+            raise CheckpointMismatchError(f"{self._reader.where} does not hold {', '.join(missing[:_NAMED])}{more}")
 
-    def _decoded(self, node: Node) -> State:
-        return self.reader.decode_tree(node, self._new, self._own)
+    def decoded(self, node: Node) -> State:
+        """Return a part of the state as it was saved; leaves that shared memory are one and the same object."""
+        return self._reader.decode_tree(node, self._new, self._own)
 
     def _own(self, nodes: Mapping[str, Node]) -> Node:
-        if len(nodes) != self.size or str(self.rank) not in nodes:
+        if len(nodes) != self._group.size or str(self._group.rank) not in nodes:
             raise CheckpointMismatchError(
-                f"{self.reader.where} holds values that each of {len(nodes)} ranks has of its own, and "
-                f"{self.size} load it; leave them out of the template (or name the rest in only=)"
+                f"{self._reader.where} holds values that each of {len(nodes)} ranks has of its own, and "
+                f"{self._group.size} load it; leave them out of the template (or name the rest in only=)"
             )
-        return nodes[str(self.rank)]
+        return nodes[str(self._group.rank)]
 
     def _new(self, kind: ArrayKind, name: str, stored: StoredTensor) -> object:
         if (kind, name) not in self._fresh:
-            tensor = self._mapped(stored) if self.mmap else None
+            tensor = self._mapped(stored) if self._mmap else None
             if tensor is None:
-                tensor = _new_tensor(stored, self.device if kind == "tensor" else torch.device("cpu"))
+                device = self._device if kind == "tensor" else "cpu"
+                data = torch.empty(stored.size_bytes, dtype=torch.uint8, device=device)
+                tensor = data.view(TORCH_DTYPES[stored.dtype]).view(stored.shape)
                 if stored.size_bytes:
-                    self._requests.append(Request(name=name, box=Box.whole(stored.shape), target=tensor))
+                    self.requests.append(Request(name, Box.whole(stored.shape), tensor))
             self._fresh[kind, name] = tensor if kind == "tensor" else _as_array(tensor, stored)
         return self._fresh[kind, name]
 
     def _mapped(self, stored: StoredTensor) -> torch.Tensor | None:
         """Return the tensor in its file, where it lies whole in one; written to, it becomes memory of its own."""
-        files = self.reader.files
+        files = self._reader.files
         if not isinstance(files, LocalFiles):
-            raise ValueError(f"mmap is on and {self.reader.where} is no local folder; expected one, or mmap off")
+            raise ValueError(f"mmap is on and {self._reader.where} is no local folder; expected one, or mmap off")
         if len(stored.shards) != 1 or not stored.size_bytes:
             return None
         [shard] = stored.shards
-        data = np.memmap(files.path(shard.file), np.uint8, "c", shard.offset_bytes, (stored.size_bytes,))
-        return torch.from_numpy(data).view(TORCH_DTYPES[stored.dtype]).view(stored.shape).to(self.device)
+        data = np.memmap(files.folder / shard.file, np.uint8, "c", shard.offset_bytes, (stored.size_bytes,))
+        return torch.from_numpy(data).view(TORCH_DTYPES[stored.dtype]).view(stored.shape).to(self._device)
 
-    def _match(self, template: State, node: Node | None, path: StatePath) -> State:
+    def match(self, template: State, node: Node | None, path: StatePath) -> State:
         """Return the counterpart of a part of the template; `node` is what was saved in its place, or None."""
         match template:
             case dict():
                 return self._match_dict(cast("dict[str | int, State]", template), node, path)
             case list() | tuple():
                 items = cast("Sequence[State]", template)
-                nodes = _sequence(node, len(items), path, self.reader.where)
-                found = [self._match(item, n, (*path, i)) for i, (item, n) in enumerate(zip(items, nodes, strict=True))]
+                nodes = items_of(node)
+                if nodes is None or len(nodes) != len(items):
+                    stored = _kind(node) if nodes is None else f"one of {len(nodes)} items"
+                    problem = f"is a sequence of {len(items)} items in the template, {stored} in the checkpoint"
+                    raise self._mismatch(path, problem)
+                found = [self.match(item, n, (*path, i)) for i, (item, n) in enumerate(zip(items, nodes, strict=True))]
                 return found if isinstance(template, list) else tuple(found)
             case PerRank():
                 match node:
                     case {"per_rank": dict(nodes), **rest} if not rest:
-                        return self._match(template.value, self._own(cast("dict[str, Node]", nodes)), path)
+                        return self.match(template.value, self._own(cast("dict[str, Node]", nodes)), path)
                     case _:
                         raise self._mismatch(path, "is PerRank in the template and was not saved as such")
             case Shards():
@@ -166,7 +132,7 @@ class Loader:
                 return self._match_leaf(template, node, path)
 
     def _match_dict(self, template: dict[str | int, State], node: Node | None, path: StatePath) -> State:
-        fields = None if node is None else dict_fields(node)
+        fields = fields_of(node)
         if fields is None and template:
             raise self._mismatch(path, f"is a dict in the template, {_kind(node)} in the checkpoint")
         state: dict[str | int, State] = {}
@@ -177,7 +143,7 @@ class Loader:
                 self._miss(value, (*path, key))
                 state[key] = value
             else:
-                state[key] = self._match(value, child, (*path, key))
+                state[key] = self.match(value, child, (*path, key))
         return state
 
     def _miss(self, template: State, path: StatePath) -> None:
@@ -194,20 +160,20 @@ class Loader:
             array = cast("NumpyArray", template)
             if not array.flags.writeable:
                 raise self._mismatch(path, "is a read-only array; expected one that can be filled")
-            self._request(_name(node), Box.whole(array.shape), array.shape, torch.from_numpy(array), path)
+            self._request(name_of(node), Box.whole(array.shape), array.shape, torch.from_numpy(array), path)
             return array
         if is_megatron(template, "ShardedObject"):
-            return self._decoded(node)
+            return self.decoded(node)
         try:
             shard = as_shard(template)
         except ValueError as error:
             raise self._mismatch(path, str(error)) from None
         if shard is None:
-            return self._decoded(node)
-        name = shard.name if shard.name is not None else _name(node)
+            return self.decoded(node)
+        name = shard.name if shard.name is not None else name_of(node)
         result = template
         if shard.tensor.is_meta:
-            shard = shard.with_tensor(torch.empty_like(shard.tensor, device=self.device))
+            shard = replace(shard, tensor=torch.empty_like(shard.tensor, device=self._device))
             result = _materialised(template, shard)
         self._request(name, shard.box, tuple(shard.global_shape), shard.tensor, path)
         self._filled.add(_memory(shard.tensor))
@@ -216,24 +182,20 @@ class Loader:
     def _request(
         self, name: str | None, box: Box, shape: tuple[int, ...], target: torch.Tensor, path: StatePath
     ) -> None:
-        stored = None if name is None else self.reader.index.tensors.get(name)
+        stored = None if name is None else self._reader.index.tensors.get(name)
         if stored is None or name is None:
             raise self._mismatch(path, f"is a tensor in the template, no tensor in the checkpoint (name {name!r})")
         if stored.shape != shape:
             raise self._mismatch(path, f"has shape {shape} in the template, {stored.shape} in the checkpoint")
-        if not _converts(TORCH_DTYPES[stored.dtype], target.dtype):
-            raise self._mismatch(
-                path, f"has dtype {target.dtype} in the template, to which torch converts no {stored.dtype}"
-            )
+        dtype = TORCH_DTYPES[stored.dtype]
+        if dtype != target.dtype and not torch.can_cast(dtype, target.dtype):
+            found = f"has dtype {target.dtype} in the template, to which torch converts no {stored.dtype}"
+            raise self._mismatch(path, found)
         if box.size:
-            self._requests.append(Request(name=name, box=box, target=target))
+            self.requests.append(Request(name, box, target))
 
     def _mismatch(self, path: StatePath, problem: str) -> CheckpointMismatchError:
-        return CheckpointMismatchError(f"{self.reader.where}: {describe(path)} {problem}")
-
-
-def _name(node: Node | None) -> str | None:
-    return None if node is None else tensor_name(node)
+        return CheckpointMismatchError(f"{self._reader.where}: {describe(path)} {problem}")
 
 
 def _own_name(template: State) -> str | None:
@@ -258,30 +220,9 @@ def _materialised(template: State, shard: Shard) -> State:
     return shard if isinstance(template, Shard) else shard.tensor
 
 
-def _converts(stored: torch.dtype, target: torch.dtype) -> bool:
-    return stored == target or torch.can_cast(stored, target)
-
-
-def _new_tensor(stored: StoredTensor, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype], device=device)
-    data = torch.empty(stored.size_bytes, dtype=torch.uint8)  # some types have no factory of their own
-    return data.view(TORCH_DTYPES[stored.dtype]).view(stored.shape)
-
-
 def _as_array(tensor: torch.Tensor, stored: StoredTensor) -> object:
     flat: np.ndarray[Any, np.dtype[Any]] = tensor.reshape(-1).view(torch.uint8).numpy()
     return flat.view(stored.dtype).reshape(stored.shape)
-
-
-def _sequence(node: Node | None, length: int, path: StatePath, where: str) -> Sequence[Node]:
-    items = None if node is None else tuple_items(node)
-    if items is None or len(items) != length:
-        found = _kind(node) if items is None else f"one of {len(items)} items"
-        raise CheckpointMismatchError(
-            f"{where}: {describe(path)} is a sequence of {length} items in the template, {found} in the checkpoint"
-        )
-    return items
 
 
 def _kind(node: Node | None) -> str:
@@ -299,14 +240,14 @@ def _pruned(node: Node, only: Sequence[str], where: str) -> Node:
         if hits:
             used.update(hits)
             return [node]
-        fields = dict_fields(node) or {}
+        fields = fields_of(node) or {}
         kept = [[key, n] for key, child in fields.items() for n in prune(child, f"{path}.{key}".lstrip("."))]
         return [{"items": kept}] if kept else []
 
     pruned = prune(node, "")
     unknown = [name for name in wanted if name not in used]
     if unknown:
-        names = list(_dotted(node, ""))
+        names = [str(key) for key in fields_of(node) or {}]
         raise CheckpointMismatchError(
             f"{where} holds nothing under {', '.join(map(repr, unknown))}; it holds {', '.join(names[:8])}"
             f"{', ...' if len(names) > 8 else ''}"
@@ -314,7 +255,108 @@ def _pruned(node: Node, only: Sequence[str], where: str) -> Node:
     return pruned[0] if pruned else {"dict": {}}
 
 
-def _dotted(node: Node, path: str) -> Iterator[str]:
-    fields = dict_fields(node)
-    for key in fields or {}:
-        yield f"{path}.{key}".lstrip(".")
+class Request(NamedTuple):
+    """A box of a stored tensor, and memory of its shape, of any dtype, device and strides, to put it in."""
+
+    name: str
+    box: Box
+    target: torch.Tensor
+
+
+def fill(
+    reader: StepReader, requests: Sequence[Request], workers: Workers, check: Callable[[], None] = lambda: None
+) -> None:
+    """Fill every request, reading only the blocks that hold something of it."""
+    workers.run(_batches((job for request in requests for job in _jobs(reader, request)), check))
+
+
+def _batches(jobs: Iterable[_SizedJob], check: Callable[[], None]) -> Iterator[Job]:
+    """Group small jobs: passing a job to a thread costs as much as reading a few kilobytes."""
+    batch: list[Job] = []
+    size_bytes = 0
+    for job_bytes, job in jobs:
+        batch.append(job)
+        size_bytes += job_bytes
+        if size_bytes >= _BATCH_BYTES:
+            yield lambda batch=batch: _run_all(batch, check)
+            batch, size_bytes = [], 0
+    if batch:
+        yield lambda: _run_all(batch, check)
+
+
+def _run_all(jobs: Sequence[Job], check: Callable[[], None]) -> None:
+    for job in jobs:
+        check()
+        job()
+
+
+def _jobs(reader: StepReader, request: Request) -> Iterator[_SizedJob]:
+    tensor = reader.index.tensors[request.name]
+    for shard in tensor.shards:
+        common = shard.box.intersect(request.box)
+        if common is None:
+            continue
+        inside = common.relative_to(shard.box)
+        with torch.no_grad():
+            target = request.target.detach()[common.relative_to(request.box).slices()]
+        as_stored = target.dtype == TORCH_DTYPES[tensor.dtype] and target.device.type == "cpu"
+        as_stored = as_stored and target.is_contiguous() and not target.is_conj() and not target.is_neg()
+        if as_stored and inside.is_flat_in(shard.box.shape):
+            yield from _direct_jobs(reader, request.name, tensor, shard, inside, target)
+            continue
+        for part in inside.split(_SCRATCH_BYTES // tensor.itemsize):
+            piece = target[part.relative_to(inside).slices()]
+            args = reader, request.name, tensor, shard, part, piece
+            yield part.size * tensor.itemsize, lambda args=args: _read_strided(*args)
+
+
+def _direct_jobs(
+    reader: StepReader, name: str, tensor: StoredTensor, shard: StoredShard, inside: Box, target: torch.Tensor
+) -> Iterator[_SizedJob]:
+    """Read adjacent elements into place; the blocks at both ends are read separately where they hold more than that."""
+    # Not reshape(-1): a dimension of one element may have any stride, which torch views as no other type.
+    memory = target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
+    first, last = (element * tensor.itemsize for element in inside.flat_span(shard.box.shape))
+    shard_bytes = shard.box.size * tensor.itemsize
+    block = shard.block_bytes
+    first_whole, end_whole = -(-first // block), last // block
+    if last == shard_bytes:
+        end_whole = block_count(shard_bytes, block)
+
+    def whole(start: int, end: int) -> None:
+        end_bytes = min(end * block, shard_bytes)
+        reader.read_blocks(name, shard, start, memory[start * block - first : end_bytes - first])
+
+    def partial(number: int) -> None:
+        start, end = number * block, min((number + 1) * block, shard_bytes)
+        scratch = np.empty(end - start, np.uint8).data
+        reader.read_blocks(name, shard, number, scratch)
+        begin, stop = max(start, first), min(end, last)
+        memory[begin - first : stop - first] = scratch[begin - start : stop - start]
+
+    if first % block:
+        yield min(block, shard_bytes), lambda: partial(first_whole - 1)
+    for start, end in block_runs(shard, first_whole, end_whole):
+        yield min((end - start) * block, shard_bytes), lambda start=start, end=end: whole(start, end)
+    if end_whole >= first_whole and end_whole * block < last:
+        yield min(block, shard_bytes), lambda: partial(end_whole)
+
+
+@torch.no_grad()
+def _read_strided(
+    reader: StepReader, name: str, tensor: StoredTensor, shard: StoredShard, part: Box, target: torch.Tensor
+) -> None:
+    """Read the blocks from the first to the last element of a box, and copy the box out of them."""
+    block, itemsize = shard.block_bytes, tensor.itemsize
+    first, last = part.flat_span(shard.box.shape)
+    first_block, end_block = first * itemsize // block, block_count(last * itemsize, block)
+    start_bytes = first_block * block
+    end_bytes = min(end_block * block, shard.box.size * itemsize)
+    scratch = np.empty(end_bytes - start_bytes, np.uint8)
+    for start, end in block_runs(shard, first_block, end_block):
+        memory = scratch[start * block - start_bytes : min(end * block, end_bytes) - start_bytes]
+        reader.read_blocks(name, shard, start, memory.data)
+    elements = torch.from_numpy(scratch[first * itemsize - start_bytes : last * itemsize - start_bytes])
+    strides = [math.prod(shard.box.shape[dim + 1 :]) for dim in range(len(shard.box.shape))]
+    stored = elements.view(TORCH_DTYPES[tensor.dtype]).as_strided(part.shape, strides)
+    target.copy_(stored)

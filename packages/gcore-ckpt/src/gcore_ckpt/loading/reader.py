@@ -1,32 +1,29 @@
-"""Opening a committed step and reading its shards, each block checked against its checksum."""
+"""Opens a committed step, reads its shards with every block checked, and lists its leaves. Needs no torch."""
 
+import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from gcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from gcore_ckpt.format.checksum import DIGITS, block_count, checksum, digest
-from gcore_ckpt.format.dtypes import DTYPES
+from gcore_ckpt.format.boxes import DTYPES
+from gcore_ckpt.format.data_file import DIGITS, block_count, checksum, digest
 from gcore_ckpt.format.index import DataFile, Index, StoredShard, StoredTensor, decode_index
-from gcore_ckpt.format.tree import ArrayKind, Node, State, decode
-from gcore_ckpt.storage import StepFiles, Storage, step_name
+from gcore_ckpt.format.tree import MAX_DEPTH, ArrayKind, Node, State, StatePath, decode, fields_of, items_of, name_of
+from gcore_ckpt.storage import StepFiles, Storage, open_storage, step_name
 from gcore_ckpt.storage.safetensors_folder import find_weights, open_weights
+from gcore_ckpt.threads import Job, Workers
 
 Step: TypeAlias = int | Literal["latest"]
 
 _READ_BYTES = 16 << 20
+_THREADS = 4
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StepReader:
-    """An open step.
-
-    Attributes:
-        where: Its path, for messages.
-        index: What it holds.
-        files: Its open files.
-    """
+    """An open step: its path for messages, its index and its open files."""
 
     where: str
     index: Index
@@ -38,11 +35,7 @@ class StepReader:
         array: Callable[[ArrayKind, str, StoredTensor], object],
         per_rank: Callable[[Mapping[str, Node]], Node],
     ) -> State:
-        """Return the state of the tree, or of a node in it, with what `array` makes of each stored tensor.
-
-        Raises:
-            CorruptCheckpointError: It is no tree, or refers to what the index does not have.
-        """
+        """Return the state of the tree, or of a node in it, with what `array` makes of each stored tensor."""
 
         def checked(kind: ArrayKind, name: str) -> object:
             stored = self.index.tensors.get(name)
@@ -58,12 +51,7 @@ class StepReader:
             raise CorruptCheckpointError(f"{self.where}/index.json: tree: {error}") from error
 
     def read_blocks(self, name: str, shard: StoredShard, first: int, buffer: memoryview) -> None:
-        """Fill `buffer` with whole blocks of a shard, from block `first` on, and check them.
-
-        Raises:
-            CorruptCheckpointError: They are not what was saved; `buffer` then holds rubbish.
-            CheckpointNotFoundError: The step was deleted meanwhile.
-        """
+        """Fill `buffer` with whole blocks of a shard, from block `first` on, and check them."""
         self.read(name, shard, first * shard.block_bytes, buffer)
         if shard.checksums is None:
             return
@@ -78,12 +66,7 @@ class StepReader:
                 )
 
     def read(self, name: str, shard: StoredShard, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` from byte `start` of a shard, unchecked.
-
-        Raises:
-            CorruptCheckpointError: The file ends before.
-            CheckpointNotFoundError: The step was deleted meanwhile.
-        """
+        """Fill `buffer` from byte `start` of a shard, unchecked."""
         try:
             count = self.files.read_into(shard.file, shard.offset_bytes + start, buffer)
         except FileNotFoundError as error:
@@ -100,11 +83,7 @@ def block_runs(shard: StoredShard, first: int, last: int) -> Iterator[tuple[int,
 
 
 def find_step(storage: Storage, step: Step) -> int | None:
-    """Return the number of a committed step; `"latest"` is the highest. None is what a Hugging Face folder holds.
-
-    Raises:
-        CheckpointNotFoundError: It is not there.
-    """
+    """Return the number of a committed step; `"latest"` is the highest. None is what a Hugging Face folder holds."""
     steps = storage.steps()
     if not steps and find_weights(storage) is not None:
         if step == "latest":
@@ -121,15 +100,10 @@ def find_step(storage: Storage, step: Step) -> int | None:
 
 @contextmanager
 def open_step(storage: Storage, step: int | None) -> Generator[StepReader]:
-    """Open what `find_step` found and check all but the tensors' bytes.
-
-    Raises:
-        CheckpointNotFoundError: The step is not committed, or was deleted while it was being opened.
-        CorruptCheckpointError: Its index or the layout of a file is not what was saved.
-    """
+    """Open what `find_step` found and check all but the tensors' bytes."""
     if step is None:
         with open_weights(storage) as (where, files, index):
-            yield StepReader(where=where, index=index, files=files)
+            yield StepReader(where, index, files)
         return
     where = f"{storage}/{step_name(step)}"
     try:
@@ -137,12 +111,12 @@ def open_step(storage: Storage, step: int | None) -> Generator[StepReader]:
             try:
                 index = decode_index(files.read_index(), f"{where}/index.json")
                 for name, file in index.files.items():
-                    _open(files, where, name, file)
+                    _open(files, f"{where}/{name}", name, file)
             except FileNotFoundError as error:
                 if step not in storage.steps():
                     raise CheckpointNotFoundError(f"{where} was deleted while it was being read") from error
                 raise CorruptCheckpointError(f"{error.filename or error}: the file is missing") from error
-            yield StepReader(where=where, index=index, files=files)
+            yield StepReader(where, index, files)
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"{where} was deleted while it was being read") from error
 
@@ -151,15 +125,91 @@ def _open(files: StepFiles, where: str, name: str, expected: DataFile) -> None:
     try:
         size_bytes = files.open(name)
     except ValueError as error:
-        raise CorruptCheckpointError(f"{where}/{name}: {error}") from error
+        raise CorruptCheckpointError(f"{where}: {error}") from error
     if size_bytes != expected.size_bytes:
-        raise CorruptCheckpointError(f"{where}/{name}: has {size_bytes} bytes; expected {expected.size_bytes}")
-    if expected.header_checksum is None:
-        return
+        raise CorruptCheckpointError(f"{where}: has {size_bytes} bytes; expected {expected.size_bytes}")
     header = bytearray(expected.header_size_bytes)
     files.read_into(name, 0, memoryview(header))
     found = checksum(bytes(header))
     if found != expected.header_checksum:
-        raise CorruptCheckpointError(
-            f"{where}/{name}: header has checksum {found}; expected {expected.header_checksum}"
+        raise CorruptCheckpointError(f"{where}: header has checksum {found}; expected {expected.header_checksum}")
+
+
+class StepLeaf(NamedTuple):
+    """A leaf of a saved state; an empty container is one too."""
+
+    path: str  # its place, dotted: `optim.state.0.step`
+    tensor: str | None  # name of the stored tensor or array; None for a small value
+    value: State
+    per_rank: bool
+
+
+def step_leaves(reader: StepReader, prefix: str = "") -> list[StepLeaf]:
+    """Return the leaves of a step, or of what lies under a dotted path, in the order of its state."""
+    try:
+        leaves = list(_leaves(reader.index.tree, (), per_rank=False))
+        for leaf in leaves:
+            if leaf.tensor is not None and leaf.tensor not in reader.index.tensors:
+                raise ValueError(f"{leaf.tensor!r} is not in the index")
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{reader.where}/index.json: tree: {error}") from error
+    return [leaf for leaf in leaves if not prefix or leaf.path == prefix or leaf.path.startswith(f"{prefix}.")]
+
+
+def _leaves(node: Node, path: StatePath, *, per_rank: bool) -> Iterator[StepLeaf]:
+    if len(path) > MAX_DEPTH:
+        raise ValueError(f"more than {MAX_DEPTH} containers inside each other")
+    ranks = node.get("per_rank") if isinstance(node, dict) else None
+    if isinstance(ranks, dict):
+        for rank, child in ranks.items():
+            yield from _leaves(child, (*path, f"rank {rank}"), per_rank=True)
+        return
+    fields, items = fields_of(node), items_of(node)
+    for key, child in (fields or dict(enumerate(items or ()))).items():
+        yield from _leaves(child, (*path, key), per_rank=per_rank)
+    if not fields and not items:
+        name = name_of(node)
+        value = None if name is not None else decode(node, _unknown, _unknown)
+        yield StepLeaf(".".join(map(str, path)), name, value, per_rank)
+
+
+def _unknown(*node: object) -> Node:
+    raise ValueError(f"unknown node {str(node)[:80]}")
+
+
+def verify(
+    path: str | os.PathLike[str], step: Step = "latest", *, progress: Callable[[int], None] | None = None
+) -> None:
+    """Read every byte of a committed step and check it, in a few megabytes of memory.
+
+    Args:
+        path: The folder or URL of the checkpoints.
+        step: Number of the step; `"latest"` is the highest committed one.
+        progress: Is called, from several threads, with the bytes that have been checked since the last call.
+
+    Raises:
+        CheckpointNotFoundError: The step is not committed.
+        CorruptCheckpointError: With the file and, where there is one, the tensor that is not what was saved.
+    """
+    storage = open_storage(path)
+    with Workers(_THREADS, "gcore-ckpt-read") as workers, open_step(storage, find_step(storage, step)) as reader:
+        reader.decode_tree(reader.index.tree, lambda _, name, __: name, lambda nodes: {"dict": dict(nodes)})
+        workers.run(
+            job
+            for name, tensor in reader.index.tensors.items()
+            for shard in tensor.shards
+            for job in _checks(reader, name, shard, shard.box.size * tensor.itemsize, progress)
         )
+
+
+def _checks(
+    reader: StepReader, name: str, shard: StoredShard, size_bytes: int, progress: Callable[[int], None] | None
+) -> Iterator[Job]:
+    def check(first: int, last: int) -> None:
+        count = min(last * shard.block_bytes, size_bytes) - first * shard.block_bytes
+        reader.read_blocks(name, shard, first, memoryview(bytearray(count)))
+        if progress is not None:
+            progress(count)
+
+    for first, last in block_runs(shard, 0, block_count(size_bytes, shard.block_bytes)):
+        yield lambda first=first, last=last: check(first, last)

@@ -13,25 +13,20 @@ from torch.distributed.tensor.placement_types import (
 )
 
 from gcore_ckpt.format.boxes import Box
-from gcore_ckpt.ranks.shards import Shard
 
 
 @torch.no_grad()
-def shard_of_dtensor(tensor: torch.Tensor) -> Shard:
-    """Return the box of the global tensor that this rank holds.
-
-    Raises:
-        ValueError: It is no box of it.
-    """
+def local_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
+    """Return the first index and the data of the box of the global tensor that this rank holds."""
     assert isinstance(tensor, DTensor)
     local = tensor.to_local()
     if tensor.device_mesh.get_coordinate() is None:  # this rank is outside the mesh, and holds nothing
         empty = (0,) * max(1, tensor.ndim)
-        return Shard(global_shape=tuple(tensor.shape), offset=empty, tensor=local.new_empty(empty))
+        return empty, local.new_empty(empty)
     box = _box_of_dtensor(tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements))
     if box.shape != tuple(local.shape):
         raise ValueError(f"is a DTensor of {tuple(local.shape)} local elements; expected {box.shape} by its placements")
-    return Shard(global_shape=tuple(tensor.shape), offset=box.start, tensor=local)
+    return box.start, local
 
 
 @cache
@@ -69,11 +64,5 @@ def _are_adjacent(size: int, dim: int, mesh: DeviceMesh, placements: tuple[Place
 def dtensor_like(template: torch.Tensor, local: torch.Tensor) -> DTensor:
     """Return a `DTensor` placed like `template`, of this rank's `local` data."""
     assert isinstance(template, DTensor)
-    return DTensor.from_local(
-        local,
-        template.device_mesh,
-        template.placements,
-        run_check=False,
-        shape=template.shape,
-        stride=template.stride(),
-    )
+    mesh, placements, stride = template.device_mesh, template.placements, template.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=template.shape, stride=stride)

@@ -1,68 +1,45 @@
-"""The ranks that save and load together: bytes to and from the root, and a clear error when one of them dies.
+"""The ranks that save and load together: messages to and from the root, and a clear error when one of them dies.
 
 Point-to-point messages rather than collectives, so that the death of one rank is seen by the root at once and reported
 to all others, instead of leaving them in a call that never completes.
 """
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeVar
 
-from gcore_ckpt.errors import LostRankError
+from gcore_ckpt import errors
+from gcore_ckpt.errors import CheckpointError, CheckpointWriteError, LostRankError
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+T = TypeVar("T")
 ProcessGroupArgument: TypeAlias = "ProcessGroup | Literal['world'] | None"
+Message: TypeAlias = Mapping[str, Any]
 
 
-class Group(Protocol):
-    """Ranks 0 (the root) to `size - 1`."""
-
-    rank: int
-    size: int
-
-    def gather(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks, at the root; an empty list elsewhere.
-
-        Raises:
-            LostRankError: At the root: some ranks are gone. It has heard all others.
-        """
-        ...
-
-    def scatter(self, payloads: Sequence[bytes]) -> bytes:
-        """Return this rank's payload; the root gives all of them, the others none.
-
-        Raises:
-            LostRankError: Away from the root: it is gone.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free what the group holds; it is no longer used."""
-        ...
-
-
-class Alone:
-    """A group of this process."""
+class Group:
+    """Ranks 0 (the root) to `size - 1`; this class is the group of this process alone."""
 
     rank = 0
     size = 1
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Return this process' payload."""
+        """Return the payloads of all ranks, at the root; an empty list elsewhere."""
         return [payload]
 
     def scatter(self, payloads: Sequence[bytes]) -> bytes:
-        """Return this process' payload."""
+        """Return this rank's payload; the root gives all of them, the others none."""
         return payloads[0]
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Free what the group holds; it is no longer used."""
 
 
-class TorchGroup:
+class TorchGroup(Group):
     """The ranks of a `torch.distributed` group, over gloo on the host, whatever the backend of that group.
 
     All its ranks create it together.
@@ -132,33 +109,28 @@ class TorchGroup:
     def _send(self, payload: bytes, rank: int) -> None:
         import torch
 
-        message = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0)
-        self._checked(rank, lambda: self._transfer("send", torch.tensor([len(payload)]), rank))
+        self._transfer("send", torch.tensor([len(payload)]), rank)
         if payload:
-            self._checked(rank, lambda: self._transfer("send", message, rank))
+            self._transfer("send", torch.frombuffer(bytearray(payload), dtype=torch.uint8), rank)
 
     def _receive(self, rank: int) -> bytes:
         import torch
 
         size = torch.empty(1, dtype=torch.int64)
-        self._checked(rank, lambda: self._transfer("recv", size, rank))
+        self._transfer("recv", size, rank)
         message = torch.empty(int(size), dtype=torch.uint8)
         if len(message):
-            self._checked(rank, lambda: self._transfer("recv", message, rank))
+            self._transfer("recv", message, rank)
         return message.numpy().tobytes()
 
     def _transfer(self, kind: Literal["send", "recv"], tensor: "torch.Tensor", rank: int) -> None:
-        work = self._group.send([tensor], rank, 0) if kind == "send" else self._group.recv([tensor], rank, 0)
-        work.wait()
-
-    def _checked(self, rank: int, transfer: Callable[[], None]) -> None:
         if self._broken is not None:
             raise LostRankError(
                 f"this Checkpointer has lost the other ranks ({self._broken}); expected that all ranks close it and "
                 "make a new one"
             )
         try:
-            transfer()
+            getattr(self._group, kind)([tensor], rank, 0).wait()
         except RuntimeError as error:
             is_late = "timed out" in str(error).lower()
             if is_late:
@@ -174,20 +146,90 @@ class TorchGroup:
 
 
 def open_group(process_group: ProcessGroupArgument, timeout_s: float) -> Group:
-    """Return the group to save and load with: that of torch.distributed where there is one.
-
-    Raises:
-        ValueError: This process is not in `process_group`.
-    """
+    """Return the group to save and load with: that of torch.distributed where there is one."""
     if process_group is None:
-        return Alone()
+        return Group()
     import torch.distributed as dist
 
     if process_group == "world":
         if not (dist.is_available() and dist.is_initialized()):
-            return Alone()
+            return Group()
         process_group = dist.group.WORLD
     assert process_group is not None
     if dist.get_rank(process_group) < 0:
         raise ValueError("process_group does not contain this process; expected a group of which it is a rank")
-    return Alone() if dist.get_world_size(process_group) == 1 else TorchGroup(process_group, timeout_s)
+    return Group() if dist.get_world_size(process_group) == 1 else TorchGroup(process_group, timeout_s)
+
+
+def exchange(group: Group, message: Message, decide: Callable[[Sequence[Message]], Sequence[Message]]) -> Message:
+    """Return the root's reply to this rank's message; `decide` makes, at the root, all replies of all messages."""
+    if group.rank != 0:
+        group.gather(_encode(message))
+        reply = json.loads(group.scatter([]))
+        if "lost" in reply:
+            raise LostRankError(reply["lost"])
+        return reply
+    try:
+        payloads = group.gather(b"")
+    except LostRankError as error:
+        group.scatter([_encode({"lost": str(error)})] * group.size)
+        raise
+    replies = decide([message, *map(json.loads, payloads[1:])])
+    group.scatter([b"", *map(_encode, replies[1:])])
+    return replies[0]
+
+
+def all_succeed(group: Group, act: Callable[[], T]) -> T:
+    """Run `act` on every rank; return what it returned here if none failed, else raises on all ranks."""
+    result, error = attempt(act)
+
+    def collect(messages: Sequence[Message]) -> Sequence[Message]:
+        failed = [f"rank {rank}: {message['error']}" for rank, message in enumerate(messages) if "error" in message]
+        return [{"failed": "; ".join(failed)}] * group.size
+
+    reply = exchange(group, {} if error is None else error_message(error), collect)
+    if error is not None:
+        raise error
+    if reply["failed"]:
+        raise CheckpointError(reply["failed"])
+    assert result is not None
+    return result[0]
+
+
+def root_decides(group: Group, decide: Callable[[], T]) -> T:
+    """Return what `decide` returns, or raise, at the root; a value that JSON holds."""
+    if group.rank != 0:
+        message = json.loads(group.scatter([]))
+        if "error" in message:
+            raise_again(message)
+        return message["value"]
+    result, error = attempt(decide)
+    group.scatter([_encode(error_message(error) if result is None else {"value": result[0]})] * group.size)
+    if error is not None:
+        raise error
+    assert result is not None
+    return result[0]
+
+
+def attempt(act: Callable[[], T]) -> tuple[tuple[T] | None, Exception | None]:
+    """Return what `act` returns, in a tuple, or the error that it raises."""
+    try:
+        return (act(),), None
+    except Exception as error:  # raised by the caller, once the other ranks have heard of it
+        return None, error
+
+
+def error_message(error: Exception | None) -> dict[str, Any]:
+    """Return the message that `raise_again` turns into an error."""
+    return {"error": str(error) or repr(error), "kind": type(error).__name__}
+
+
+def raise_again(message: Message) -> NoReturn:
+    """Raise what another rank raised, as the same kind of error where it is one of ours."""
+    kinds = {"ValueError": ValueError, "TypeError": TypeError}
+    kind = kinds.get(message["kind"]) or getattr(errors, message["kind"], None) or CheckpointWriteError
+    raise kind(message["error"])
+
+
+def _encode(message: Message) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode()

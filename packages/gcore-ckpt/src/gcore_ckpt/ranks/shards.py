@@ -1,11 +1,25 @@
-"""`Shard` and `Shards`: the boxes of a global tensor that a process holds."""
+"""The boxes of global tensors that a process holds in a state, whatever library the tensors are of.
 
+A plain tensor is whole on every rank that has it; a `DTensor` (FSDP2, tensor parallel), Megatron's `ShardedTensor` and
+the explicit `Shard` are one box of a larger tensor.
+"""
+
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias, cast
 
+import numpy as np
 import torch
 
-from gcore_ckpt.format.boxes import Box
+from gcore_ckpt.format.boxes import DTYPES, Box, HeldBox
+from gcore_ckpt.format.tree import Leaf, Node, State, StatePath, describe, encode
+
+NumpyArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+_TORCH_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_NUMPY_NAMES = {np.dtype(name): name for name, dtype in DTYPES.items() if dtype.in_numpy}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,12 +40,7 @@ class Shard:
 
     @property
     def box(self) -> Box:
-        """The box that is held."""
         return Box(tuple(self.offset), tuple(self.tensor.shape))
-
-    def with_tensor(self, tensor: torch.Tensor) -> "Shard":
-        """Return the same box with other data."""
-        return Shard(global_shape=self.global_shape, offset=self.offset, tensor=tensor, name=self.name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,3 +52,166 @@ class Shards:
     """
 
     parts: Sequence[Shard]
+
+
+def as_shard(leaf: object) -> Shard | None:
+    """Return what `leaf` holds of a global tensor; None if it is no tensor."""
+    if isinstance(leaf, Shard):
+        if not leaf.box.inside(leaf.global_shape):
+            raise ValueError(
+                f"is a Shard of shape {tuple(leaf.tensor.shape)} at {tuple(leaf.offset)}, "
+                f"which is not inside the global shape {tuple(leaf.global_shape)}"
+            )
+        if is_dtensor(leaf.tensor):
+            raise ValueError("is a Shard that holds a DTensor; expected a plain tensor (the DTensor may stand alone)")
+        return leaf
+    if isinstance(leaf, torch.Tensor):
+        offset, local = (0,) * leaf.ndim, leaf
+        if is_dtensor(leaf):
+            from gcore_ckpt.ranks.dtensor import local_box
+
+            offset, local = local_box(leaf)
+        return Shard(global_shape=tuple(leaf.shape), offset=offset, tensor=local)
+    return _shard_of_megatron(leaf) if is_megatron(leaf, "ShardedTensor") else None
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Return whether this is a `DTensor`, without importing its module, which takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return type(tensor) is not torch.Tensor and module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_megatron(leaf: object, name: str) -> bool:
+    """Return whether `leaf` is a sharded object of Megatron-Core, by its class name: nothing is imported."""
+    kind = type(leaf)
+    return kind.__name__ == name and kind.__module__.startswith("megatron.core.dist_checkpointing")
+
+
+def _shard_of_megatron(leaf: Any) -> Shard:
+    if leaf.data is None:
+        raise ValueError(f"is the Megatron ShardedTensor {leaf.key!r} without data")
+    if leaf.flattened_range is not None:
+        raise ValueError(f"is the Megatron ShardedTensor {leaf.key!r} with a flattened range; use a regular sharding")
+    local = leaf.data.view((1,) * leaf.prepend_axis_num + tuple(leaf.local_shape))
+    return Shard(global_shape=tuple(leaf.global_shape), offset=tuple(leaf.global_offset), tensor=local, name=leaf.key)
+
+
+class Holdings(NamedTuple):
+    """The part of a state that a process holds: views of the same memory are one box, `data` has each box's memory."""
+
+    tree: Node
+    boxes: tuple[HeldBox, ...]
+    data: tuple[torch.Tensor | NumpyArray, ...]
+
+
+def collect(state: State, rank: int = 0) -> Holdings:
+    """Find what this process, `rank` of its group, holds in `state`; nothing is copied."""
+    leaves = _Leaves()
+    tree = encode(state, leaves.add, rank)
+    return Holdings(tree, tuple(leaves.boxes), tuple(leaves.data))
+
+
+class _Leaves:
+    """Collects boxes under names that are unique unless their owner chose them.
+
+    A name that an owner chose is never given to a tensor that has none.
+    """
+
+    def __init__(self) -> None:
+        self.boxes: list[HeldBox] = []
+        self.data: list[torch.Tensor | NumpyArray] = []
+        self._names: set[str] = set()
+        self._name_of_view: dict[tuple[object, ...], str] = {}
+        self._chosen: set[str] = set()
+
+    def add(self, leaf: object, path: StatePath) -> Leaf | None:
+        """Encode a tensor or an array; None for anything else."""
+        if isinstance(leaf, np.ndarray):
+            return Leaf(node={"array": self._add_array(cast("NumpyArray", leaf), path)})
+        if is_megatron(leaf, "ShardedObject"):  # a small value, under the key that it has in all processes
+            value: Any = leaf
+            return Leaf(node=encode(value.data, self.add, path=(*path, "data")), key=value.unique_key)
+        if isinstance(leaf, Shards):
+            name = self._new_name(path)
+            for part in leaf.parts:
+                _shard_at(part, path)
+                self._add_shard(replace(part, name=name), path)
+            return Leaf(node={"tensor": name})
+        shard = _shard_at(leaf, path)
+        if shard is None:
+            return None
+        if shard.name is not None:
+            if shard.name in self._names:
+                raise ValueError(
+                    f"{describe(path)} is a shard of the name {shard.name!r}, which another tensor of this state has "
+                    "by its place; expected another name"
+                )
+            self._chosen.add(shard.name)
+        return Leaf(node={"tensor": self._add_shard(shard, path)}, key=shard.name)
+
+    def _add_shard(self, shard: Shard, path: StatePath) -> str:
+        tensor = shard.tensor
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise TypeError(f"{describe(path)} is a {type(tensor).__name__}; expected a torch.Tensor, Parameter, "
+                            "DTensor or Shard")  # fmt: skip
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            found = f"layout {tensor.layout} on device {tensor.device}"
+            raise TypeError(f"{describe(path)} has {found}; expected a dense tensor that holds data")
+        dtype = _dtype_name(tensor.dtype, _TORCH_NAMES, path)
+        shape = tuple(shard.global_shape)
+        view: tuple[object, ...] | None = None
+        if tensor.numel():
+            memory = tensor.data_ptr(), tensor.device, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+            view = ("tensor", dtype, shape, shard.box, *memory)
+        return self._add(view, HeldBox(name=shard.name or "", dtype=dtype, shape=shape, box=shard.box), tensor, path)
+
+    def _add_array(self, array: NumpyArray, path: StatePath) -> str:
+        if type(array) not in (np.ndarray, np.memmap):
+            raise TypeError(f"{describe(path)} is a {type(array).__name__}; expected a plain numpy.ndarray")
+        dtype = _dtype_name(array.dtype, _NUMPY_NAMES, path)
+        view = ("array", dtype, array.shape, array.__array_interface__["data"][0], array.strides)
+        box = HeldBox(name="", dtype=dtype, shape=array.shape, box=Box.whole(array.shape))
+        return self._add(view if array.size else None, box, array, path)
+
+    def _add(
+        self, view: tuple[object, ...] | None, held: HeldBox, data: torch.Tensor | NumpyArray, path: StatePath
+    ) -> str:
+        name = held.name or self._name_of_view.get(view or (), "")
+        if not name:
+            name = self._new_name(path)
+            if view is not None:
+                self._name_of_view[view] = name
+        elif not held.name:
+            return name
+        # A rank that holds no element of a sharded tensor says nothing of it; a tensor without elements has one holder.
+        if held.box.size or not Box.whole(held.shape).size:
+            box = held.box if held.box.size else Box.whole(held.shape)
+            self.boxes.append(replace(held, name=name, box=box))
+            self.data.append(data if held.box.size else data.reshape(held.shape))
+        return name
+
+    def _new_name(self, path: StatePath) -> str:
+        # UTF-8 cannot hold the lone surrogates that a Python str may, and safetensors is UTF-8.
+        plain = ".".join(map(str, path)) or "state"
+        if not plain.isascii():
+            plain = plain.encode("utf-8", "backslashreplace").decode()
+        name, count = plain, 1
+        # {"a.b": x, "a": {"b": y}}, the name of a shard, and safetensors' own name
+        while name in self._names or name in self._chosen or name == "__metadata__":
+            count += 1
+            name = f"{plain}#{count}"
+        self._names.add(name)
+        return name
+
+
+def _shard_at(leaf: object, path: StatePath) -> Shard | None:
+    try:
+        return as_shard(leaf)
+    except ValueError as error:
+        raise ValueError(f"{describe(path)} {error}") from None
+
+
+def _dtype_name(dtype: object, names: dict[Any, str], path: StatePath) -> str:
+    if dtype not in names:
+        raise TypeError(f"{describe(path)} has dtype {dtype}; expected one of {', '.join(names.values())}")
+    return names[dtype]

@@ -1,62 +1,59 @@
-"""The parts of a process that live from its first save to its last: lock, plan, staging memory, background thread."""
+"""The parts of a process that live from its first save to its last: lock, plan, staging memory, background thread.
 
-from collections.abc import Callable, Iterator
+By the plan of a save every element of every tensor is written once, replicas evenly by the ranks that hold them.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
-from gcore_ckpt.calls import Call
 from gcore_ckpt.errors import CheckpointNotFoundError, CheckpointWriteError
+from gcore_ckpt.format.boxes import Box, HeldBox, overlap
+from gcore_ckpt.format.data_file import FileLayout, lay_out
 from gcore_ckpt.format.tree import Node, State
-from gcore_ckpt.ranks.coordination import SavePlanner, root_decides
-from gcore_ckpt.ranks.group import Group
-from gcore_ckpt.ranks.leaves import Holdings, collect
-from gcore_ckpt.saving.plan import HeldBox
+from gcore_ckpt.ranks.group import Group, Message, attempt, error_message, exchange, raise_again, root_decides
+from gcore_ckpt.ranks.shards import Holdings, collect
 from gcore_ckpt.saving.saver import Saver
 from gcore_ckpt.saving.staging import StagedFile, Stager, Staging
-from gcore_ckpt.storage import Storage
-from gcore_ckpt.storage.retention import Retention
-from gcore_ckpt.workers import Workers, wait_for
+from gcore_ckpt.storage import Retention, Storage
+from gcore_ckpt.threads import Call, Workers, wait_for
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _Staged: TypeAlias = "StagedFile | Exception | None"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveOptions:
-    """Options of a save; see `Checkpointer`."""
-
-    retention: Retention
-    max_in_flight: int
-    staging: Staging
-    incremental: bool
-    threads: int
+_COPY_THREADS = min(8, os.cpu_count() or 1)
 
 
 class SavePipeline:
-    """Copies states in the thread of the calls and write them, in order, in another.
+    """Copies states in the thread of the calls and writes them, in order, in another.
 
-    Args:
-        storage: Where to.
-        planning: The ranks that save together, for the thread of the calls.
-        writing: The same ranks, for the background thread.
-        options: How.
+    `planning` are the ranks that save together, for the thread of the calls; `writing` the same for the other.
     """
 
-    def __init__(self, storage: Storage, planning: Group, writing: Group, options: SaveOptions) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        planning: Group,
+        writing: Group,
+        *,
+        retention: Retention,
+        max_in_flight: int,
+        staging: Staging,
+        incremental: bool,
+    ) -> None:
         self._storage = storage
         self._planning = planning
         self._writing = writing
-        self._copiers = Workers(options.threads, "gcore-ckpt-copy")
+        self._copiers = Workers(_COPY_THREADS, "gcore-ckpt-copy")
         self._hashers = Workers(2, "gcore-ckpt-hash")
-        self._stager = Stager(options.staging, options.max_in_flight, self._copiers)
+        self._stager = Stager(staging, max_in_flight, self._copiers)
         limits = [limit for limit in (storage.max_file_bytes, self._stager.max_file_bytes) if limit is not None]
         self._planner = SavePlanner(planning, min(limits, default=None))
-        self._saver = Saver(storage, writing, self._hashers, incremental=options.incremental)
-        self._retention = options.retention
+        self._saver = Saver(storage, writing, self._hashers, incremental=incremental)
+        self._retention = retention
         self._deletions: list[Future[None]] = []
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gcore-ckpt")  # so steps commit in order
         self._last: Future[Any] | None = None
@@ -64,15 +61,7 @@ class SavePipeline:
         self._newest = -1
 
     def save(self, call: Call, step: int, state: State, outcome: Future[None], check: Callable[[], None]) -> None:
-        """Copy `state` and start to write it.
-
-        Args:
-            call: The call that this is.
-            step: Number of the step.
-            state: What to save.
-            outcome: Is completed when the save has ended, also if this raises.
-            check: Raises why this rank cannot save now.
-        """
+        """Copy `state` and start to write it."""
         held: list[Holdings] = []
 
         def prepare() -> tuple[HeldBox, ...]:
@@ -104,12 +93,7 @@ class SavePipeline:
             self._deletions.append(self._submit(self._delete_old_steps, step, outcome))
 
     def roll_back(self, call: Call, step: int) -> list[int]:
-        """Set the steps above a committed one aside, after what is in flight; return them.
-
-        Raises:
-            CheckpointNotFoundError: The step is not committed.
-            CheckpointWriteError: Setting them aside failed; calling this again completes it.
-        """
+        """Set the steps above a committed one aside, after what is in flight; return them."""
 
         def set_aside() -> list[int]:
             with call.working():
@@ -125,20 +109,12 @@ class SavePipeline:
         self._newest = min(self._newest, step)
 
     def wait(self) -> None:
-        """Wait until the steps that retention does not keep are deleted.
-
-        Raises:
-            CheckpointWriteError: They could not be.
-        """
+        """Wait until the steps that retention does not keep are deleted; `CheckpointWriteError` if they cannot be."""
         wait_for(self._deletions)
         self._raise_failed_deletion()
 
     def close(self) -> None:
-        """Wait until all is written and let the next writer in.
-
-        Raises:
-            CheckpointWriteError: Old steps could not be deleted; it is closed all the same.
-        """
+        """Wait until all is written and let the next writer in; it is closed even if old steps cannot be deleted."""
         if self._last is not None:
             wait_for([self._last])
         self._executor.shutdown()
@@ -178,7 +154,8 @@ class SavePipeline:
     def _delete_old_steps(self, step: int, saved: Future[None]) -> None:
         if saved.exception() is None:
             try:
-                self._retention.apply(self._storage, step)
+                for old in self._retention.superfluous(self._storage.steps(), step):
+                    self._storage.remove(old)
             except OSError as error:
                 raise CheckpointWriteError(
                     f"step {step} is committed to {self._storage}, but deleting older steps failed: {error}"
@@ -218,3 +195,97 @@ def _taken_from(queue: "SimpleQueue[_Staged]") -> Iterator[StagedFile]:
         if isinstance(item, Exception):
             raise item
         yield item
+
+
+class SavePlanner:
+    """Plans saves: which files each rank writes. The plan is made at the root, and kept while no rank holds else."""
+
+    def __init__(self, group: Group, max_file_bytes: int | None) -> None:
+        self._group = group
+        self._max_file_bytes = max_file_bytes
+        self._boxes: tuple[HeldBox, ...] | None = None
+        self._files: list[FileLayout] = []
+        self._held: dict[int, Sequence[HeldBox]] = {}  # of all ranks, at the root
+
+    def plan(self, step: int, prepare: Callable[[], tuple[HeldBox, ...]]) -> list[FileLayout]:
+        """Return the files that this rank writes, once all ranks are ready to save `step`."""
+        boxes, error = attempt(prepare)
+        message: dict[str, Any] = {"step": step, "boxes": None} if error is None else error_message(error)
+        if boxes is not None and boxes[0] != self._boxes:
+            message["boxes"] = [[box.name, box.dtype, box.shape, box.box.start, box.box.shape] for box in boxes[0]]
+        reply = exchange(self._group, message, self._replies)
+        if error is not None:
+            raise error
+        if "error" in reply:
+            raise_again(reply)
+        assert boxes is not None
+        if reply["writes"] is not None:
+            self._boxes = boxes[0]
+            self._files = lay_out({number: self._boxes[number] for number in reply["writes"]}, self._max_file_bytes)
+        return self._files
+
+    def _replies(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the root's answer to each rank: an error, what it writes, or that it writes what it wrote before."""
+        failed = {rank: message for rank, message in enumerate(messages) if "error" in message}
+        if failed:
+            rank, first = next(iter(failed.items()))
+            text = first["error"] if len(messages) == 1 else f"rank {rank}: {first['error']}"
+            return [{"error": text, "kind": first["kind"]}] * len(messages)
+        steps = [message["step"] for message in messages]
+        if len(set(steps)) > 1:
+            return [error_message(ValueError(f"the ranks save different steps: {steps}"))] * len(messages)
+        changed = {rank: message["boxes"] for rank, message in enumerate(messages) if message["boxes"] is not None}
+        if not changed:
+            return [{"writes": None}] * len(messages)
+        held = self._held | {rank: [_box(*fields) for fields in boxes] for rank, boxes in changed.items()}
+        try:
+            writes = assign([held[rank] for rank in range(len(messages))])
+        except ValueError as error:
+            return [error_message(error)] * len(messages)
+        self._held = held
+        return [{"writes": numbers} for numbers in writes]
+
+
+def _box(name: str, dtype: str, shape: Sequence[int], start: Sequence[int], extent: Sequence[int]) -> HeldBox:
+    return HeldBox(name=name, dtype=dtype, shape=tuple(shape), box=Box(tuple(start), tuple(extent)))
+
+
+def assign(held: Sequence[Sequence[HeldBox]]) -> list[list[int]]:
+    """Return the boxes that each rank writes: one writer for each, the same bytes for all as far as that goes."""
+    holders: dict[HeldBox, dict[int, int]] = {}  # the ranks that hold each distinct box, and its number in their lists
+    for rank, boxes in enumerate(held):
+        for number, box in enumerate(boxes):
+            holders.setdefault(box, {}).setdefault(rank, number)
+    _check_coverage(holders)
+    writes: list[list[int]] = [[] for _ in held]
+    load_bytes = [0] * len(held)
+    for box, numbers in sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -item[0].size_bytes)):
+        rank = min(numbers, key=lambda rank: (load_bytes[rank], rank))
+        writes[rank].append(numbers[rank])
+        load_bytes[rank] += box.size_bytes
+    return [sorted(numbers) for numbers in writes]
+
+
+def _check_coverage(holders: Mapping[HeldBox, Mapping[int, int]]) -> None:
+    tensors: dict[str, list[HeldBox]] = {}
+    for box in holders:
+        tensors.setdefault(box.name, []).append(box)
+    for name, boxes in tensors.items():
+        first = boxes[0]
+        for box in boxes[1:]:
+            if (box.dtype, box.shape) != (first.dtype, first.shape):
+                ranks = min(holders[first]), min(holders[box])
+                raise ValueError(
+                    f"tensor {name!r} has dtype {first.dtype} and shape {first.shape} on rank {ranks[0]}, "
+                    f"dtype {box.dtype} and shape {box.shape} on rank {ranks[1]}; parts of one tensor are a DTensor or "
+                    "a Shard, and what each rank has of its own is wrapped in PerRank"
+                )
+        shared = overlap([box.box for box in boxes])
+        if shared is not None:
+            raise ValueError(f"tensor {name!r}: the boxes {shared[0]} and {shared[1]} overlap without being the same")
+        whole, found = Box.whole(first.shape).size, sum(box.box.size for box in boxes)
+        if found != whole:
+            raise ValueError(
+                f"tensor {name!r} of shape {first.shape} is held in part: its boxes have {found} of its "
+                f"{whole} elements"
+            )

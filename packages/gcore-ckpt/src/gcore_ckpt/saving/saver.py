@@ -1,36 +1,34 @@
 """Writes one step, in the background: every rank its files, then the root the index and the commit."""
 
-import json
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 from gcore_ckpt.errors import CheckpointWriteError, LostRankError
 from gcore_ckpt.format.boxes import Box
-from gcore_ckpt.format.checksum import BLOCK_BYTES, DIGITS, block_count, checksum, digest
-from gcore_ckpt.format.data_file import FileLayout, PlacedBox, lay_out_file
+from gcore_ckpt.format.data_file import BLOCK_BYTES, DIGITS, FileLayout, PlacedBox, checksum, digest, lay_out_file
 from gcore_ckpt.format.index import (
     DataFile,
     Index,
     StoredShard,
     StoredTensor,
-    check_complete,
     decode_index,
+    decode_tensor,
     encode_index,
+    encode_shard,
 )
 from gcore_ckpt.format.tree import Node, merge, references
-from gcore_ckpt.ranks.group import Group
+from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
 from gcore_ckpt.saving.staging import StagedFile
 from gcore_ckpt.storage import Storage, step_name
-from gcore_ckpt.workers import Workers
+from gcore_ckpt.threads import Workers
 
 _LIVE_SHARE = 0.5
 """An incremental save links an older file only while at least this share of its bytes is still in use."""
-
-_Key = tuple[str, Box]
 
 
 @dataclass(kw_only=True)
@@ -38,14 +36,19 @@ class _Report:
     """A rank's report to the root about its part of a save; sent as JSON."""
 
     tree: Node
-    shards: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])  # as in index.json
     files: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     links: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
     error: str | None = None
 
+    def add_shard(self, box: PlacedBox, file: str, offset_bytes: int, checksums: str) -> None:
+        assert len(checksums) % DIGITS == 0
+        held = box.held
+        tensor = self.tensors.setdefault(held.name, {"dtype": held.dtype, "shape": [*held.shape], "shards": []})
+        tensor["shards"].append(encode_shard(file, offset_bytes, held.box, checksums))
 
-@dataclass(frozen=True, kw_only=True)
-class _Written:
+
+class _Written(NamedTuple):
     """A file that is on disk, and the checksums of its boxes, which are there once `hashed` is done."""
 
     name: str
@@ -54,24 +57,21 @@ class _Written:
     hashed: Future[None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Base:
-    """The committed step that an incremental save builds on."""
+class _Base(NamedTuple):
+    """The committed step that an incremental save builds on, and its shards by tensor and box."""
 
     step: int
-    index: Index
-    shards: Mapping[_Key, tuple[StoredTensor, StoredShard]]
+    files: Mapping[str, DataFile]
+    shards: Mapping[tuple[str, Box], tuple[StoredTensor, StoredShard]]
+
+    @classmethod
+    def of(cls, step: int, index: Index) -> "_Base":
+        shards = ((name, tensor, shard) for name, tensor in index.tensors.items() for shard in tensor.shards)
+        return cls(step, index.files, {(name, shard.box): (tensor, shard) for name, tensor, shard in shards})
 
 
 class Saver:
-    """Saves steps, one after another, as one rank of a group of which all do the same.
-
-    Args:
-        storage: Where to.
-        group: Ranks that save together; its messages are not used for anything else meanwhile.
-        workers: Threads that hash.
-        incremental: Whether shards that are equal in the step before are linked instead of written.
-    """
+    """Saves steps, one after another, as one rank of a group of which all do the same; `workers` hash."""
 
     def __init__(self, storage: Storage, group: Group, workers: Workers, *, incremental: bool) -> None:
         self._storage = storage
@@ -81,17 +81,7 @@ class Saver:
         self._base: _Base | None = None
 
     def save(self, step: int, tree: Node, staged: Iterable[StagedFile]) -> None:
-        """Commit a step from the files that every rank has staged, or raise the same error on every rank.
-
-        Args:
-            step: Its number.
-            tree: This rank's encoded state.
-            staged: This rank's files. All are taken and released, whatever happens; an error that the iterator raises
-                is this rank's failure.
-
-        Raises:
-            CheckpointWriteError: The step is not committed.
-        """
+        """Commit a step from this rank's encoded state and staged files, or raise the same error on every rank."""
         report = _Report(tree=tree)
         try:
             attempt = self._begin(step)
@@ -107,43 +97,36 @@ class Saver:
 
     def _begin(self, step: int) -> str:
         """Return the name of this attempt, which the root has chosen, and with it the step to build on."""
-        message: dict[str, Any] = {}
-        if self._group.rank == 0:
-            try:
-                base = self._storage.steps()[-1:] if self._incremental else []
-                message = {"attempt": self._storage.begin(step), "base": base[0] if base else None}
-            except Exception as error:  # raised below, on all ranks
-                message = {"error": str(error) or repr(error)}
-        message = json.loads(self._group.scatter([json.dumps(message).encode()] * self._group.size))
-        if "error" in message:
-            raise CheckpointWriteError(message["error"])
-        if message["base"] is None:
-            self._base = None
-        elif self._base is None or self._base.step != message["base"]:
-            self._base = self._open_base(message["base"])
-        return cast("str", message["attempt"])
 
-    def _open_base(self, step: int) -> _Base | None:
-        try:
-            with self._storage.open_step(step) as files:
-                index = decode_index(files.read_index(), f"{self._storage}/{step_name(step)}")
-        except Exception:  # a damaged or unreadable step is none to build on; this save writes all
-            return None
-        return _base(step, index)
+        def choose() -> tuple[str, int | None]:
+            base = self._storage.steps()[-1:] if self._incremental else []
+            return self._storage.begin(step), base[0] if base else None
+
+        attempt, base = root_decides(self._group, choose)
+        if base is None:
+            self._base = None
+        elif self._base is None or self._base.step != base:
+            self._base = None
+            with suppress(Exception):  # a damaged or unreadable step is none to build on; this save writes all
+                with self._storage.open_step(base) as files:
+                    index = decode_index(files.read_index(), f"{self._storage}/{step_name(base)}")
+                self._base = _Base.of(base, index)
+        return attempt
 
     def _write_files(self, attempt: str, report: _Report, staged: Iterable[StagedFile]) -> None:
         files = iter(staged)
         written: list[_Written] = []
         try:
             for number, file in enumerate(files):
-                name = _file_name(self._group.rank, number)
+                part = f"-{number:05d}" if number else ""
+                name = f"data-{self._group.rank:05d}{part}.safetensors"
                 if self._base is None:
                     written.append(self._write_while_hashing(attempt, name, file))
                     if file.settled.is_set():
                         self._report_written(report, written)
                 else:
                     try:
-                        self._write_changed(attempt, name, report, file)
+                        self._write_changed(attempt, name, report, file, self._base)
                     finally:
                         file.release()
             self._report_written(report, written)
@@ -160,7 +143,7 @@ class Saver:
 
         def hash_settled() -> None:
             file.settled.wait()
-            digests.extend(self._digests(file))
+            digests.extend(_digests(file))
 
         hashed = self._workers.submit(hash_settled)
         try:
@@ -169,7 +152,7 @@ class Saver:
             hashed.exception()
             file.release()
             raise
-        return _Written(name=name, file=file, digests=digests, hashed=hashed)
+        return _Written(name, file, digests, hashed)
 
     def _report_written(self, report: _Report, written: list[_Written]) -> None:
         while written:
@@ -178,9 +161,9 @@ class Saver:
             self._add_file(report, done.name, done.file.layout, done.digests)
             written.pop(0).file.release()
 
-    def _write_changed(self, attempt: str, name: str, report: _Report, file: StagedFile) -> None:
-        digests = self._digests(file)
-        changed = self._link_unchanged(report, file.layout, digests)
+    def _write_changed(self, attempt: str, name: str, report: _Report, file: StagedFile, base: _Base) -> None:
+        digests = _digests(file)
+        changed = _link_unchanged(report, file.layout, digests, base)
         if len(changed) == len(file.layout.boxes):
             self._storage.write_file(attempt, name, [file.data])
             self._add_file(report, name, file.layout, digests)
@@ -191,71 +174,39 @@ class Saver:
             self._storage.write_file(attempt, name, [memoryview(layout.header), *pieces])
             self._add_file(report, name, layout, [digests[i] for i in changed])
 
-    def _digests(self, file: StagedFile) -> list[str]:
-        """Return the checksums of every box of a file."""
-        blocks = [_blocks(box) for box in file.layout.boxes]
-        return ["".join(digest(file.data[start:end]) for start, end in box) for box in blocks]
-
     def _add_file(self, report: _Report, name: str, layout: FileLayout, digests: Sequence[str]) -> None:
         for box, checksums in zip(layout.boxes, digests, strict=True):
-            report.shards.append(_shard_fields(box, name, box.offset_bytes, checksums))
-        writer = f"rank {self._group.rank} of {self._group.size} on {socket.gethostname()}"
-        report.files[name] = asdict(
-            DataFile(
-                size_bytes=layout.size_bytes,
-                header_size_bytes=len(layout.header),
-                header_checksum=checksum(layout.header),
-                writer=writer,
-            )
+            report.add_shard(box, name, box.offset_bytes, checksums)
+        file = DataFile(
+            size_bytes=layout.size_bytes,
+            header_size_bytes=len(layout.header),
+            header_checksum=checksum(layout.header),
+            writer=f"rank {self._group.rank} of {self._group.size} on {socket.gethostname()}",
         )
-
-    def _link_unchanged(self, report: _Report, layout: FileLayout, digests: Sequence[str]) -> list[int]:
-        """Report the boxes that the base holds, to be linked; return the numbers of the others."""
-        base = self._base
-        assert base is not None
-        unchanged: dict[str, list[tuple[int, StoredShard]]] = {}
-        for i, (box, checksums) in enumerate(zip(layout.boxes, digests, strict=True)):
-            tensor, shard = base.shards.get((box.held.name, box.held.box), (None, None))
-            if tensor is None or shard is None or (tensor.dtype, tensor.shape) != (box.held.dtype, box.held.shape):
-                continue
-            if shard.checksums == checksums and shard.block_bytes == BLOCK_BYTES:
-                unchanged.setdefault(shard.file, []).append((i, shard))
-        linked: set[int] = set()
-        for file, shards in unchanged.items():
-            live_bytes = sum(layout.boxes[i].held.size_bytes for i, _ in shards)
-            if live_bytes < _LIVE_SHARE * base.index.files[file].size_bytes:
-                continue
-            name = file if file.startswith("step-") else f"{step_name(base.step)}-{file}"
-            report.links[name] = (base.step, file)
-            report.files[name] = asdict(base.index.files[file]) | {
-                "writer": base.index.files[file].writer.partition(" at step ")[0]
-                + f" at step {int(name.split('-')[1])}"
-            }
-            for i, shard in shards:
-                linked.add(i)
-                report.shards.append(_shard_fields(layout.boxes[i], name, shard.offset_bytes, digests[i]))
-        return [i for i in range(len(layout.boxes)) if i not in linked]
+        report.files[name] = asdict(file)
 
     def _finish(self, attempt: str, step: int, report: _Report) -> None:
         """Commit what all ranks have written, at the root; every rank learns the outcome."""
-        if self._group.rank != 0:
-            self._group.gather(json.dumps(asdict(report), separators=(",", ":")).encode())
-            error = json.loads(self._group.scatter([]))["error"]
-            if error is not None:
-                raise CheckpointWriteError(error)
-            return
-        error: Exception | None = None
+        cause: Exception | None = None
+
+        def commit(messages: Sequence[Message]) -> Sequence[Message]:
+            nonlocal cause
+            try:
+                self._commit(attempt, step, [_Report(**message) for message in messages])
+            except Exception as error:
+                self._storage.abort(attempt)
+                cause = error
+            failure = None if cause is None else str(self._failure(step, cause))
+            return [{"error": failure}] * len(messages)
+
         try:
-            others = self._group.gather(b"")[1:]
-            self._commit(attempt, step, [report, *(_Report(**json.loads(payload)) for payload in others)])
-        except Exception as caught:
-            self._storage.abort(attempt)
-            error = caught
-        failure = None if error is None else self._failure(step, error)
-        message = json.dumps({"error": None if failure is None else str(failure)}).encode()
-        self._group.scatter([message] * self._group.size)
-        if failure is not None:
-            raise failure from error
+            error = exchange(self._group, vars(report), commit)["error"]
+        except LostRankError:
+            if self._group.rank == 0:
+                self._storage.abort(attempt)
+            raise
+        if error is not None:
+            raise CheckpointWriteError(error) from cause
 
     def _commit(self, attempt: str, step: int, reports: Sequence[_Report]) -> None:
         errors = [
@@ -272,7 +223,7 @@ class Saver:
         sizes = {name: file.size_bytes for name, file in index.files.items()}
         self._storage.commit(attempt, step, encode_index(index), sizes)
         if self._incremental:
-            self._base = _base(step, index)
+            self._base = _Base.of(step, index)
 
     def _failure(self, step: int, error: Exception) -> CheckpointWriteError:
         prefix = f"saving step {step} to {self._storage} failed: "
@@ -280,74 +231,59 @@ class Saver:
         return CheckpointWriteError(message if message.startswith(prefix) else prefix + message)
 
 
-def _file_name(rank: int, number: int) -> str:
-    return f"data-{rank:05d}.safetensors" if number == 0 else f"data-{rank:05d}-{number:05d}.safetensors"
+def _digests(file: StagedFile) -> list[str]:
+    """Return the checksums of every box of a file, one of each block."""
+    found: list[str] = []
+    for box in file.layout.boxes:
+        end = box.offset_bytes + box.held.size_bytes
+        starts = range(box.offset_bytes, end, BLOCK_BYTES)
+        found.append("".join(digest(file.data[start : min(start + BLOCK_BYTES, end)]) for start in starts))
+    return found
 
 
-def _blocks(box: PlacedBox) -> Iterator[tuple[int, int]]:
-    end = box.offset_bytes + box.held.size_bytes
-    for number in range(block_count(box.held.size_bytes, BLOCK_BYTES)):
-        start = box.offset_bytes + number * BLOCK_BYTES
-        yield start, min(start + BLOCK_BYTES, end)
-
-
-def _shard_fields(box: PlacedBox, file: str, offset_bytes: int, checksums: str) -> dict[str, Any]:
-    assert len(checksums) % DIGITS == 0
-    held = box.held
-    return {
-        "name": held.name,
-        "dtype": held.dtype,
-        "shape": held.shape,
-        "start": held.box.start,
-        "extent": held.box.shape,
-        "file": file,
-        "offset_bytes": offset_bytes,
-        "checksums": checksums,
-    }
+def _link_unchanged(report: _Report, layout: FileLayout, digests: Sequence[str], base: _Base) -> list[int]:
+    """Report the boxes that the base holds, to be linked; return the numbers of the others."""
+    unchanged: dict[str, list[tuple[int, StoredShard]]] = {}
+    for i, (box, checksums) in enumerate(zip(layout.boxes, digests, strict=True)):
+        tensor, shard = base.shards.get((box.held.name, box.held.box), (None, None))
+        if tensor is None or shard is None or (tensor.dtype, tensor.shape) != (box.held.dtype, box.held.shape):
+            continue
+        if shard.checksums == checksums and shard.block_bytes == BLOCK_BYTES:
+            unchanged.setdefault(shard.file, []).append((i, shard))
+    linked: set[int] = set()
+    for file, shards in unchanged.items():
+        old = base.files[file]
+        if sum(layout.boxes[i].held.size_bytes for i, _ in shards) < _LIVE_SHARE * old.size_bytes:
+            continue
+        name = file if file.startswith("step-") else f"{step_name(base.step)}-{file}"
+        writer = old.writer.partition(" at step ")[0] + f" at step {int(name.split('-')[1])}"
+        report.links[name] = (base.step, file)
+        report.files[name] = asdict(old) | {"writer": writer}
+        for i, shard in shards:
+            linked.add(i)
+            report.add_shard(layout.boxes[i], name, shard.offset_bytes, digests[i])
+    return [i for i in range(len(layout.boxes)) if i not in linked]
 
 
 def _merged_index(reports: Sequence[_Report]) -> Index:
-    """Return the index of a step from the parts of all ranks.
-
-    Raises:
-        ValueError: They do not fit together.
-    """
+    """Return the index of a step from the parts of all ranks; `ValueError` if they do not fit together."""
     tree = merge([report.tree for report in reports])
-    shards: dict[str, list[StoredShard]] = {name: [] for name in references(tree)}
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for fields in (fields for report in reports for fields in report.shards):
-        kinds[fields["name"]] = fields["dtype"], tuple(fields["shape"])
-        shard = StoredShard(
-            file=fields["file"],
-            offset_bytes=fields["offset_bytes"],
-            box=Box(tuple(fields["start"]), tuple(fields["extent"])),
-            block_bytes=BLOCK_BYTES,
-            checksums=fields["checksums"],
-        )
-        shards.setdefault(fields["name"], []).append(shard)
-    missing = [name for name in shards if name not in kinds]
+    files = {name: DataFile(**file) for report in reports for name, file in report.files.items()}
+    merged: dict[str, dict[str, Any]] = {name: {"shards": []} for name in references(tree)}
+    for name, tensor in ((name, tensor) for report in reports for name, tensor in report.tensors.items()):
+        entry = merged.setdefault(name, {"shards": []})
+        entry["shards"] += tensor["shards"]
+        entry |= {"dtype": tensor["dtype"], "shape": tensor["shape"]}
+    missing = [name for name, tensor in merged.items() if "dtype" not in tensor]
     if missing:
         raise ValueError(f"no rank holds any element of the tensors {missing[:5]}")
-    tensors: dict[str, StoredTensor] = {}
-    for name, parts in shards.items():
-        dtype, shape = kinds[name]
-        tensors[name] = StoredTensor(dtype=dtype, shape=shape, shards=tuple(parts))
-        try:
-            check_complete(tensors[name])
-        except ValueError as error:
-            raise ValueError(f"tensor {name!r}: {error}") from error
     return Index(
         tree=tree,
-        tensors=tensors,
-        files={name: DataFile(**file) for report in reports for name, file in report.files.items()},
+        tensors={name: decode_tensor(name, tensor, files, BLOCK_BYTES) for name, tensor in merged.items()},
+        files=files,
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
         num_ranks=len(reports),
     )
-
-
-def _base(step: int, index: Index) -> _Base:
-    shards = {(name, s.box): (tensor, s) for name, tensor in index.tensors.items() for s in tensor.shards}
-    return _Base(step=step, index=index, shards=shards)
 
 
 def _quietly(files: Iterable[StagedFile]) -> Iterator[StagedFile]:

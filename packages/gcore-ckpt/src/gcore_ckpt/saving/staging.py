@@ -1,5 +1,6 @@
 """Copies live memory into host memory, the only part of a save that its caller waits for."""
 
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,35 +11,50 @@ from typing import Literal, TypeAlias
 import numpy as np
 import torch
 
-from gcore_ckpt.format.boxes import Box
+from gcore_ckpt.format.boxes import DTYPES, Box
 from gcore_ckpt.format.data_file import FileLayout, PlacedBox
-from gcore_ckpt.format.dtypes import DTYPES
-from gcore_ckpt.ranks.leaves import TORCH_DTYPES, Holdings, NumpyArray
-from gcore_ckpt.saving.arena import Arena, page_aligned
-from gcore_ckpt.workers import Workers
+from gcore_ckpt.ranks.shards import TORCH_DTYPES, Holdings, NumpyArray
+from gcore_ckpt.threads import Workers
 
 Staging: TypeAlias = Literal["full", "chunked"]
+Working: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 CHUNK_BYTES = 128 << 20
 """Size of each of the two host buffers of chunked staging."""
 
 _JOB_BYTES = 16 << 20
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 _Copy: TypeAlias = tuple[NumpyArray, NumpyArray]
-Working: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
-@dataclass(frozen=True, kw_only=True)
+class Arena:
+    """A block of page-aligned host memory that grows when it must, kept from save to save, pinned for CUDA."""
+
+    def __init__(self) -> None:
+        self._bytes: NumpyArray = np.empty(0, np.uint8)
+        self._pinned = False
+
+    def reserve(self, size_bytes: int, *, pinned: bool) -> NumpyArray:
+        """Return at least `size_bytes` of memory; memory returned by an earlier call must no longer be in use."""
+        if len(self._bytes) < size_bytes or (pinned and not self._pinned):
+            self._pinned = self._pinned or pinned
+            self._bytes = np.empty(0, np.uint8)  # the old memory goes before the new comes
+            if self._pinned:
+                self._bytes = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+            else:
+                memory = mmap.mmap(-1, max(size_bytes, 1))
+                if hasattr(mmap, "MADV_HUGEPAGE"):
+                    memory.madvise(mmap.MADV_HUGEPAGE)  # a first save faults in hundreds of pages, not 100,000s
+                self._bytes = np.frombuffer(memory, np.uint8)
+        return self._bytes
+
+
+@dataclass(frozen=True)
 class StagedFile:
-    """A data file in host memory.
+    """A data file in page-aligned host memory; `release` gives the memory back, once it is written.
 
-    Attributes:
-        layout: Its header and places.
-        data: All its bytes; page-aligned.
-        settled: Set once the caller of the save no longer waits for copies: until then, what can wait leaves
-            memory and processors to them.
-        release: Gives the memory back, once it is written.
+    `settled` is set once the caller of the save no longer waits for copies: until then, what can wait leaves memory and
+    processors to them.
     """
 
     layout: FileLayout
@@ -48,13 +64,10 @@ class StagedFile:
 
 
 class Stager:
-    """Host memory for the saves in flight.
+    """Host memory for the saves in flight, and the copies into it.
 
-    Args:
-        staging: `"full"` holds each save whole, so that a save returns after one copy. `"chunked"` holds two pieces of
-            `CHUNK_BYTES`, so that a save returns when all but the last two pieces are written.
-        max_in_flight: Saves that may be held at once.
-        workers: Threads that copy.
+    `"full"` holds each of `max_in_flight` saves whole, so that a save returns after one copy. `"chunked"` holds two
+    pieces of `CHUNK_BYTES`, so that a save returns when all but the last two pieces are written.
     """
 
     def __init__(self, staging: Staging, max_in_flight: int, workers: Workers) -> None:
@@ -66,19 +79,10 @@ class Stager:
 
     @property
     def max_file_bytes(self) -> int | None:
-        """Largest data file that fits into a buffer."""
         return CHUNK_BYTES if self._staging == "chunked" else None
 
     def stage(self, files: Sequence[FileLayout], holdings: Holdings, working: Working) -> Iterator[StagedFile]:
-        """Copy the boxes of each file, in order; wait where no memory is free.
-
-        Once the iterator has ended, `holdings` are no longer needed.
-
-        Args:
-            files: The files.
-            holdings: What to copy.
-            working: Is entered for each copy; what it raises ends the iterator.
-        """
+        """Copy the boxes of each file, in order; wait where no memory is free."""
         groups = [files] if self._staging == "full" else [[file] for file in files]
         for group in groups:
             if group:
@@ -90,7 +94,7 @@ class Stager:
         """Copy files into one arena; each is yielded, to be written, before the next is copied."""
         starts = [0]
         for file in files:
-            starts.append(page_aligned(starts[-1] + file.size_bytes))
+            starts.append(-(-(starts[-1] + file.size_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE)
         arena = self._arenas.get()
         held = len(files)
 
@@ -112,7 +116,7 @@ class Stager:
                 copied += 1
                 if copied == len(files):
                     settled.set()
-                yield StagedFile(layout=file, data=piece.data, settled=settled, release=release)
+                yield StagedFile(file, piece.data, settled, release)
         finally:
             settled.set()
             for _ in files[copied:]:

@@ -1,107 +1,85 @@
-"""Protocols of a storage of steps: a local (or mounted) folder, or an object store by its URL."""
+"""Protocols of a storage of steps (a local or mounted folder, an object store), and its record of rollbacks."""
 
+import json
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gcore_ckpt.errors import CorruptCheckpointError
+from gcore_ckpt.format import validation
 
 STEP_NAME = re.compile(r"step-(\d{8,})", re.ASCII)
+INDEX_FILE = "index.json"
+JOURNAL_FILE = "rollback.json"
+_JOURNAL_FORMAT = "gcore-ckpt rollback"
+
+
+def step_name(step: int) -> str:
+    """Return the name of a committed step's folder."""
+    return f"step-{step:08d}"
 
 
 class StepFiles(Protocol):
     """The files of one committed step, open for reading."""
 
     def read_index(self) -> bytes:
-        """Return the bytes of `index.json`.
-
-        Raises:
-            FileNotFoundError: There is none.
-        """
-        ...
+        """Return the bytes of `index.json`; `FileNotFoundError` if there is none."""
 
     def open(self, name: str) -> int:
-        """Open a data file by its plain name and return its size in bytes.
-
-        Raises:
-            FileNotFoundError: There is none.
-            ValueError: It is no regular file.
-        """
-        ...
+        """Open a data file by its plain name and return its size in bytes; `ValueError` if it is no regular file."""
 
     def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> int:
         """Fill `buffer` from an open file and return how many bytes there were. Safe to call from many threads."""
-        ...
 
 
 class Storage(Protocol):
-    """Reads and write whole steps. Any process may read; one process of a group, its root, calls what commits."""
+    """Reads and writes whole steps. Any process may read; one process of a group, its root, calls what commits."""
 
     def __str__(self) -> str:
         """Return the path as its user wrote it."""
-        ...
 
     @property
     def max_file_bytes(self) -> int | None:
         """Largest data file to write, where the storage has one."""
-        ...
 
     def steps(self) -> list[int]:
         """Return the committed steps, ascending."""
-        ...
 
     def open_step(self, step: int) -> AbstractContextManager[StepFiles]:
-        """Open a committed step.
-
-        Raises:
-            FileNotFoundError: It is no longer there.
-        """
-        ...
+        """Open a committed step; `FileNotFoundError` if it is no longer there."""
 
     def acquire(self) -> None:
-        """Make ready for writing: creates the place, refuse a second writer, remove what dead ones left (root).
-
-        Raises:
-            CheckpointLockedError: Another writer has it.
-        """
-        ...
+        """Make ready for writing (root): create the place, refuse a second writer, remove what dead ones left."""
 
     def release(self) -> None:
         """Let the next writer in (root)."""
-        ...
 
     def begin(self, step: int) -> str:
         """Start to write a step and return the name of this attempt, for all processes of the group (root)."""
-        ...
 
     def write_file(self, attempt: str, name: str, parts: Sequence[memoryview]) -> None:
         """Write a data file, the parts one after another; on return it survives a power cut (any process)."""
-        ...
 
     def link_file(self, attempt: str, step: int, file: str, name: str) -> None:
         """Make the file of a committed step a file of this attempt, without copying its bytes (root)."""
-        ...
 
     def commit(self, attempt: str, step: int, index: bytes, sizes: Mapping[str, int]) -> None:
         """Make the attempt the committed step, in one atomic act that survives a power cut (root).
 
-        Args:
-            attempt: What `begin` returned.
-            step: The number of the step.
-            index: The bytes of `index.json`.
-            sizes: Size in bytes of each data file that must be there.
+        `index` are the bytes of `index.json`, `sizes` the bytes of each data file that must be there.
 
         Raises:
             OSError: Nothing was committed, unless the very last sync failed.
         """
-        ...
 
     def abort(self, attempt: str) -> None:
         """Remove what an attempt has written; raise nothing (root)."""
-        ...
 
     def remove(self, step: int) -> None:
         """Delete a committed step; it stops being one before its first byte goes (root)."""
-        ...
 
     def set_aside(self, steps: Sequence[int]) -> None:
         """Turn committed steps into steps set aside, all in one atomic act; their data are kept (root).
@@ -111,17 +89,56 @@ class Storage(Protocol):
         Raises:
             OSError: It failed; whether before or after the act, `steps` tells.
         """
-        ...
 
     def steps_set_aside(self) -> list[int]:
         """Return the steps that were set aside, ascending; one that was set aside twice is there twice."""
-        ...
 
     def remove_set_aside(self) -> None:
         """Delete what was set aside (root)."""
-        ...
 
 
-def step_name(step: int) -> str:
-    """Return the name of a committed step's folder."""
-    return f"step-{step:08d}"
+@dataclass(frozen=True, kw_only=True)
+class Journal:
+    """The content of `rollback.json`, the record that makes setting several steps aside one atomic act.
+
+        {"format": "gcore-ckpt rollback", "id": "...", "pending": [30, 40], "set_aside": [[30, "<attempt id>"], ...]}
+
+    A step that is pending is no longer a step, whatever else the storage holds; the writer, or the next one, moves it
+    out of the way and then writes the record without it. `set_aside` is kept in object stores, where nothing can be
+    renamed.
+    """
+
+    pending: tuple[int, ...] = ()
+    set_aside: tuple[tuple[int, str], ...] = ()
+
+    def encode(self) -> bytes:
+        """Return the bytes of the file, never the same twice, so that readers see that it has changed."""
+        content = {
+            "format": _JOURNAL_FORMAT,
+            "id": uuid.uuid4().hex,
+            "pending": self.pending,
+            "set_aside": self.set_aside,
+        }
+        return json.dumps(content).encode()
+
+
+def decode_journal(data: bytes | None, where: str) -> Journal:
+    """Return the content of the file at `where`; None if it does not exist."""
+    if data is None:
+        return Journal()
+    try:
+        content = validation.expect(dict, json.loads(data), "content")
+        if content.get("format") != _JOURNAL_FORMAT:
+            raise ValueError(f"format is {str(content.get('format'))[:40]!r}; expected {_JOURNAL_FORMAT!r}")
+        pending = validation.sizes(content.get("pending"), "pending")
+        set_aside = [_entry(entry) for entry in validation.expect(list, content.get("set_aside"), "set_aside")]
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{where}: {error}") from error
+    return Journal(pending=pending, set_aside=tuple(set_aside))
+
+
+def _entry(entry: object) -> tuple[int, str]:
+    fields: Sequence[Any] = validation.expect(list, entry, "entry of set_aside")
+    if len(fields) != 2:
+        raise ValueError(f"an entry of set_aside has {len(fields)} members; expected 2")
+    return validation.size(fields[0], "step"), validation.plain_name(validation.expect(str, fields[1], "attempt"))

@@ -1,26 +1,29 @@
-"""Steps in a folder of a local or shared file system.
+"""Steps in a folder of a local or shared file system, open for one writer at a time.
 
 A committed step is a folder of its canonical name, `step-00000012`, and nothing else is. Folders that are being written
 or deleted have temporary names, so that one rename is what commits a step and what takes it back. Steps that were set
-aside are folders `set-aside-00000012-<id>`; `journal.py` says how several become that at once.
+aside are folders `set-aside-00000012-<id>`; `Journal` says how several become that at once.
 """
 
 import errno
+import fcntl
 import os
 import re
 import shutil
+import socket
 import uuid
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from io import FileIO
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from io import FileIO, TextIOWrapper
 from pathlib import Path
 
-from gcore_ckpt.format.journal import JOURNAL_FILE, Journal, decode_journal
-from gcore_ckpt.storage.base import STEP_NAME, step_name
-from gcore_ckpt.storage.lock import WriterLock
-from gcore_ckpt.workers import Workers
+from gcore_ckpt.errors import CheckpointLockedError
+from gcore_ckpt.storage.base import INDEX_FILE, JOURNAL_FILE, STEP_NAME, Journal, decode_journal, step_name
+from gcore_ckpt.threads import Workers
 
-INDEX_FILE = "index.json"
+LOCK_FILE = ".lock"
 
 _TEMP_FOLDER = re.compile(r"\.tmp-step-\d{8,}-[0-9a-f]{12}", re.ASCII)
 _TEMP_JOURNAL = re.compile(r"\.tmp-rollback-[0-9a-f]{12}", re.ASCII)
@@ -31,51 +34,59 @@ _WRITE_THREADS = 4
 _MAX_OPEN_FILES = 256
 
 
+_locks: weakref.WeakSet[TextIOWrapper] = weakref.WeakSet()
+
+
+def _close_locks() -> None:
+    """Close a forked child's copies: they would keep a lock held after its writer is dead."""
+    for lock in _locks:
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_close_locks)
+
+
 class LocalStorage:
-    """The steps in one folder; every process of a group must see it under the same path."""
+    """The steps in one folder, `path`; every process of a group must see it under the same path."""
+
+    max_file_bytes = None
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
-        self._lock: WriterLock | None = None
-        self._workers = Workers(_WRITE_THREADS, "gcore-ckpt-write")
+        self.path = Path(path)
+        self._lock: TextIOWrapper | None = None
 
     def __str__(self) -> str:
-        return str(self._path)
+        return str(self.path)
 
-    @property
-    def path(self) -> Path:
-        """The folder."""
-        return self._path
-
-    @property
-    def max_file_bytes(self) -> None:
-        """A file system holds files of any size."""
-        return
+    @cached_property
+    def _workers(self) -> Workers:
+        return Workers(_WRITE_THREADS, "gcore-ckpt-write")
 
     def steps(self) -> list[int]:
         """Return the committed steps, ascending; none if there is no such folder."""
-        if not self._path.is_dir():
+        if not self.path.is_dir():
             return []
         data = self._journal_bytes()
         while True:
-            matches = [STEP_NAME.fullmatch(entry.name) for entry in self._path.iterdir()]
+            matches = [STEP_NAME.fullmatch(entry.name) for entry in self.path.iterdir()]
             steps = {int(match[1]) for match in matches if match}
             before, data = data, self._journal_bytes()
             if data == before:  # else steps were set aside meanwhile, and this is a mixture
                 break
-        steps -= set(self._decode_journal(data).pending)
-        return sorted(step for step in steps if (self._path / step_name(step)).is_dir())
+        if data is not None:
+            steps -= set(self._decode_journal(data).pending)
+        return sorted(step for step in steps if (self.path / step_name(step)).is_dir())
 
-    @contextmanager
-    def open_step(self, step: int) -> Generator["LocalFiles"]:
+    def open_step(self, step: int) -> "LocalFiles":
         """Open a committed step; its files stay readable while it is open, also if they are deleted meanwhile."""
-        with LocalFiles(self._path / step_name(step)) as files:
-            yield files
+        return LocalFiles(self.path / step_name(step))
 
     def acquire(self) -> None:
         """Create the folder, take its lock and remove what dead writers left."""
-        _create_directory(self._path)
-        self._lock = WriterLock(self._path)
+        if not self.path.is_dir():
+            self.path.mkdir(parents=True, exist_ok=True)
+            sync_directory(self.path.parent)
+        self._lock = _lock(self.path)
         try:
             self._remove_leftovers()
             self._finish_setting_aside()
@@ -84,34 +95,31 @@ class LocalStorage:
             raise
 
     def release(self) -> None:
-        """Let the next writer in."""
         self._workers.close()
         if self._lock is not None:
-            self._lock.release()
+            self._lock.close()
             self._lock = None
 
     def begin(self, step: int) -> str:
-        """Create the temporary folder of a step."""
         attempt = _temp_name(step)
-        (self._path / attempt).mkdir()
+        (self.path / attempt).mkdir()
         return attempt
 
     def write_file(self, attempt: str, name: str, parts: Sequence[memoryview]) -> None:
         """Write past the page cache where memory and file system allow it: faster, and it costs training no CPU."""
-        path = self._path / attempt / name
+        path = self.path / attempt / name
         if not (len(parts) == 1 and _is_aligned(parts[0]) and self._write_direct(path, parts[0])):
             with path.open("wb", buffering=0) as file:
                 for part in parts:
-                    _write_fully(file, part)
+                    _pwrite_fully(file.fileno(), part, os.fstat(file.fileno()).st_size)
                 os.fsync(file.fileno())
 
     def link_file(self, attempt: str, step: int, file: str, name: str) -> None:
-        """Hard-link a file of a committed step."""
-        (self._path / attempt / name).hardlink_to(self._path / step_name(step) / file)
+        (self.path / attempt / name).hardlink_to(self.path / step_name(step) / file)
 
     def commit(self, attempt: str, step: int, index: bytes, sizes: Mapping[str, int]) -> None:
         """Write and sync the index, sync the folder, rename it, and sync its parent."""
-        temp = self._path / attempt
+        temp = self.path / attempt
         for name, expected in sizes.items():
             found = (temp / name).stat().st_size if (temp / name).exists() else None
             if found != expected:
@@ -119,17 +127,14 @@ class LocalStorage:
                     f"{temp / name} has {found} bytes here, its writer wrote {expected}: "
                     "all processes of a group must see the path, on one file system"
                 )
-        with (temp / INDEX_FILE).open("xb") as file:
-            file.write(index)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_directory(temp)
-        temp.rename(self._path / step_name(step))
-        _sync_directory(self._path)
+        write_synced(temp / INDEX_FILE, index)
+        sync_directory(temp)
+        temp.rename(self.path / step_name(step))
+        sync_directory(self.path)
 
     def abort(self, attempt: str) -> None:
         """Remove an attempt; what stays is removed when the folder is next opened for saving."""
-        shutil.rmtree(self._path / attempt, ignore_errors=True)
+        shutil.rmtree(self.path / attempt, ignore_errors=True)
 
     def remove(self, step: int) -> None:
         """Rename a step away, then delete it."""
@@ -143,28 +148,26 @@ class LocalStorage:
             self._finish_setting_aside()
 
     def steps_set_aside(self) -> list[int]:
-        """Return the numbers in the names of the folders, and what is about to be one."""
-        if not self._path.is_dir():
+        if not self.path.is_dir():
             return []
-        matches = (_SET_ASIDE.fullmatch(entry.name) for entry in self._path.iterdir())
+        matches = (_SET_ASIDE.fullmatch(entry.name) for entry in self.path.iterdir())
         pending = self._decode_journal(self._journal_bytes()).pending
-        waiting = (step for step in pending if (self._path / step_name(step)).is_dir())
+        waiting = (step for step in pending if (self.path / step_name(step)).is_dir())
         return sorted([*(int(match[1]) for match in matches if match), *waiting])
 
     def remove_set_aside(self) -> None:
-        """Delete the folders."""
-        for entry in list(self._path.iterdir()):
+        for entry in list(self.path.iterdir()):
             if match := _SET_ASIDE.fullmatch(entry.name):
                 self._remove_folder(entry.name, int(match[1]))
 
     def _remove_folder(self, name: str, step: int) -> None:
-        temp = self._path / _temp_name(step)
-        (self._path / name).rename(temp)
+        temp = self.path / _temp_name(step)
+        (self.path / name).rename(temp)
         shutil.rmtree(temp)
 
     def _remove_leftovers(self) -> None:
         """Remove what dead writers left: exactly what this class names so, and nothing else that is hidden here."""
-        for entry in self._path.iterdir():
+        for entry in self.path.iterdir():
             if _TEMP_FOLDER.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             elif _TEMP_JOURNAL.fullmatch(entry.name) and entry.is_file():
@@ -175,29 +178,26 @@ class LocalStorage:
         if not pending:
             return
         for step in pending:
-            folder = self._path / step_name(step)
+            folder = self.path / step_name(step)
             if folder.is_dir():
-                folder.rename(self._path / f"set-aside-{step:08d}-{_new_id()}")
-        _sync_directory(self._path)
+                folder.rename(self.path / f"set-aside-{step:08d}-{_new_id()}")
+        sync_directory(self.path)
         self._write_journal(Journal())
 
     def _journal_bytes(self) -> bytes | None:
         try:
-            return (self._path / JOURNAL_FILE).read_bytes()
+            return (self.path / JOURNAL_FILE).read_bytes()
         except FileNotFoundError:
             return None
 
     def _decode_journal(self, data: bytes | None) -> Journal:
-        return decode_journal(data, str(self._path / JOURNAL_FILE))
+        return decode_journal(data, str(self.path / JOURNAL_FILE))
 
     def _write_journal(self, journal: Journal) -> None:
-        temp = self._path / f".tmp-rollback-{_new_id()}"
-        with temp.open("xb") as file:
-            file.write(journal.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        temp.replace(self._path / JOURNAL_FILE)
-        _sync_directory(self._path)
+        temp = self.path / f".tmp-rollback-{_new_id()}"
+        write_synced(temp, journal.encode())
+        temp.replace(self.path / JOURNAL_FILE)
+        sync_directory(self.path)
 
     def _write_direct(self, path: Path, data: memoryview) -> bool:
         """Write and sync whole pages with O_DIRECT and the rest without; False if the file system cannot."""
@@ -222,8 +222,7 @@ class LocalStorage:
         finally:
             os.close(fd)
         with path.open("r+b", buffering=0) as file:
-            file.seek(pages)
-            _write_fully(file, data[pages:])
+            _pwrite_fully(file.fileno(), data[pages:], pages)
             os.fsync(file.fileno())
         return True
 
@@ -236,44 +235,38 @@ class LocalFiles:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.folder = directory
         self._open = ExitStack()
         self._files: dict[str, FileIO] = {}
-        self._folder: int | None = None
+        self._folder_fd: int | None = None
 
     def __enter__(self) -> "LocalFiles":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
-        self._folder = None
+        self._folder_fd = None
 
     def read_index(self) -> bytes:
-        """Return the bytes of `index.json`."""
-        return (self._directory / INDEX_FILE).read_bytes()
-
-    def path(self, name: str) -> Path:
-        """Return where a file lies."""
-        return self._directory / name
+        return (self.folder / INDEX_FILE).read_bytes()
 
     def open(self, name: str) -> int:
         """Open a data file and return its size."""
-        path = self._directory / name
+        path = self.folder / name
         if path.exists() and not path.is_file():  # opening a pipe would wait for ever
             raise ValueError("is no regular file")
         if name in self._files or len(self._files) < _MAX_OPEN_FILES:
             self._files[name] = self._open.enter_context(path.open("rb", buffering=0))
             return os.fstat(self._files[name].fileno()).st_size
-        if self._folder is None:
-            self._folder = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
-            self._open.callback(os.close, self._folder)
-        return os.stat(name, dir_fd=self._folder).st_size
+        if self._folder_fd is None:
+            self._folder_fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+            self._open.callback(os.close, self._folder_fd)
+        return os.stat(name, dir_fd=self._folder_fd).st_size
 
     def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> int:
-        """Fill `buffer` from a file that `open` has found."""
         if name in self._files:
             return _read_fully(self._files[name].fileno(), offset_bytes, buffer)
-        fd = os.open(name, os.O_RDONLY, dir_fd=self._folder)
+        fd = os.open(name, os.O_RDONLY, dir_fd=self._folder_fd)
         try:
             return _read_fully(fd, offset_bytes, buffer)
         finally:
@@ -300,22 +293,10 @@ def _new_id() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def _create_directory(path: Path) -> None:
-    if not path.is_dir():
-        path.mkdir(parents=True, exist_ok=True)
-        _sync_directory(path.parent)
-
-
 def _is_aligned(data: memoryview) -> bool:
     import numpy as np  # here, so that looking into a checkpoint loads none of it
 
     return len(data) >= _PAGE_BYTES and np.frombuffer(data, np.uint8).ctypes.data % _PAGE_BYTES == 0
-
-
-def _write_fully(file: FileIO, data: memoryview) -> None:
-    written = 0
-    while written < len(data):
-        written += file.write(data[written:])
 
 
 def _pwrite_fully(fd: int, data: memoryview, offset: int) -> None:
@@ -324,7 +305,36 @@ def _pwrite_fully(fd: int, data: memoryview, offset: int) -> None:
         written += os.pwrite(fd, data[written:], offset + written)
 
 
-def _sync_directory(path: Path) -> None:
+def _lock(path: Path) -> TextIOWrapper:
+    """Lock a folder until the file is closed or the process ends; `kill -9` leaves nothing."""
+    # The file is never removed: a writer that has opened it would lock a name that no other process can see.
+    file = (path / LOCK_FILE).open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "another writer"
+        file.close()
+        raise CheckpointLockedError(f"{path} is being written to by {holder}; one writer per path") from None
+    except OSError:
+        file.close()
+        raise
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    _locks.add(file)
+    return file
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a new file that survives a power cut."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
     """Make the names in a folder survive a power cut."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:

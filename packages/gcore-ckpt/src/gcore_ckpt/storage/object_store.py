@@ -3,29 +3,124 @@
     step-00000012/<attempt id>/<data file>
     step-00000012/<attempt id>/index.json
     step-00000012/committed                 JSON: the id of the attempt that is the step, the sizes of its data files
-    rollback.json                           the attempts that were set aside; see `journal.py`
+    rollback.json                           the attempts that were set aside; see `Journal`
 
 `committed` is created only where there is none, which the store decides: of two writers of a step, one gets it.
 """
 
 import json
+import os
 import re
 import uuid
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, NamedTuple, TypeVar
+
+import tensorstore as ts
 
 from gcore_ckpt.errors import CheckpointError, CorruptCheckpointError
-from gcore_ckpt.format.journal import JOURNAL_FILE, Journal, decode_journal
-from gcore_ckpt.storage.base import STEP_NAME, StepFiles, step_name
-from gcore_ckpt.storage.objects import Objects
-from gcore_ckpt.workers import Workers
+from gcore_ckpt.storage.base import INDEX_FILE, JOURNAL_FILE, STEP_NAME, Journal, StepFiles, decode_journal, step_name
+from gcore_ckpt.threads import Workers
 
+_T = TypeVar("_T")
+_SCHEMES = ("s3", "gs", "memory")
 _COMMITTED = "committed"
-_INDEX_FILE = "index.json"
 _ATTEMPT_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
-_MAX_FILE_BYTES = 256 * 2**20
 _CHECK_THREADS = 16
+_ANSWER_TIMEOUT_S = 60.0
+_SLOWEST_BYTES_PER_S = 2**20
+# With the defaults, 32 tries, a server that is gone would take a quarter of an hour to become an error.
+_RETRIES = {"max_retries": 5, "initial_delay": "250ms", "max_delay": "2s"}
+# One context for all: it is what makes `memory://` the same store for everyone in the process.
+_CONTEXT = ts.Context({"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES})
+
+
+class OutOfRangeError(OSError):
+    """The object has not all of the bytes asked for."""
+
+
+class Objects:
+    """The objects below a URL: tensorstore's calls with a bound on time and errors that name the URL."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._process = os.getpid()
+        try:
+            self._opened = ts.KvStore.open(_spec(url), context=_CONTEXT).result()
+        except ValueError as error:
+            raise ValueError(f"{url!r} names no place in an object store: {error}") from None
+
+    def __str__(self) -> str:
+        return self._url
+
+    @property
+    def _store(self) -> ts.KvStore:
+        if os.getpid() != self._process:  # tensorstore would abort the process
+            raise CheckpointError(f"{self._url} was opened before a fork: open it in a process started by 'spawn'")
+        return self._opened
+
+    def list_keys(self) -> list[str]:
+        return [key.decode(errors="replace") for key in self._wait(self._store.list())]
+
+    def read(self, key: str, byte_range: slice | None = None) -> ts.KvStore.ReadResult:
+        size_bytes = byte_range.stop - byte_range.start if byte_range and byte_range.stop else 0
+        return self._wait(self._store.read(key, byte_range=byte_range), size_bytes)
+
+    def size(self, key: str, expected: int) -> int | None:
+        """Return the size of an object in bytes, or None, by a read of its last byte if it is as expected."""
+        start = max(expected - 1, 0)
+        try:
+            found = self.read(key, slice(start, None))
+        except OutOfRangeError:
+            start, found = 0, self.read(key)
+        return start + len(found.value) if found.state == "value" else None
+
+    def write(self, key: str, value: bytes | None, if_equal: bytes | None = None) -> bool:
+        """Write an object, or delete it for None; False if it is not of the generation `if_equal`."""
+        stamp = self._wait(self._store.write(key, value, if_equal=if_equal), len(value or b""))
+        return bool(stamp.generation)
+
+    def delete_folder(self, folder: str) -> None:
+        everything = ts.KvStore.KeyRange(f"{folder}/", f"{folder}0")  # "0" is the character after "/"
+        self._wait(self._store.delete_range(everything))
+
+    def _wait(self, future: "ts.Future[_T]", size_bytes: int = 0) -> _T:
+        timeout_s = _ANSWER_TIMEOUT_S + size_bytes / _SLOWEST_BYTES_PER_S
+        try:
+            return future.result(timeout=timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise TimeoutError(f"{self._url}: no answer within {timeout_s:.0f} s") from None
+        except (ValueError, NotImplementedError) as error:  # tensorstore's, whatever has gone wrong
+            status = str(error)
+            kind = OutOfRangeError if status.startswith("OUT_OF_RANGE") else OSError
+            raise kind(f"{self._url}: {status.partition(' [')[0]}") from error
+
+
+def _spec(url: str) -> dict[str, Any]:
+    """Return what tensorstore opens. The prefix ends with a slash, lest `ckpt` hold the steps of `ckpt-2`."""
+    if url.partition("://")[0] not in _SCHEMES:
+        raise ValueError("a path is a local folder, s3://bucket/folder or gs://bucket/folder")
+    spec: dict[str, Any] = ts.KvStore.Spec(url).to_json()
+    if path := spec.pop("path", "").rstrip("/"):
+        spec["path"] = path + "/"
+    if spec["driver"] == "s3":
+        variables = os.environ
+        if endpoint := variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL"):
+            spec["endpoint"] = endpoint.rstrip("/")
+        if region := variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION"):
+            spec["aws_region"] = region
+        if variables.get("AWS_ACCESS_KEY_ID"):
+            # The default chain would look here first too, but prints errors about files that are not there.
+            spec["aws_credentials"] = {"type": "environment"}
+    return spec
+
+
+class _StoredJournal(NamedTuple):
+    """The record of rollbacks, and the generation of its object."""
+
+    content: Journal
+    generation: bytes
 
 
 class ObjectStorage:
@@ -42,6 +137,8 @@ class ObjectStorage:
         ValueError: Another kind of URL, or no valid one.
     """
 
+    max_file_bytes = 256 * 2**20  # sent in one request, and sent again as a whole when that fails
+
     def __init__(self, url: str) -> None:
         self._url = url
         self._objects = Objects(url)
@@ -50,13 +147,7 @@ class ObjectStorage:
     def __str__(self) -> str:
         return self._url
 
-    @property
-    def max_file_bytes(self) -> int:
-        """Largest data file to write: it is sent in one request, and sent again as a whole when that fails."""
-        return _MAX_FILE_BYTES
-
     def steps(self) -> list[int]:
-        """Return the committed steps, ascending."""
         committed, _, has_journal = self._scan()
         if not has_journal:
             return sorted(committed)
@@ -67,11 +158,8 @@ class ObjectStorage:
             if journal.generation == before.generation:  # else steps were set aside meanwhile, and this is a mixture
                 return sorted(committed - set(journal.content.pending))
 
-    @contextmanager
-    def open_step(self, step: int) -> Generator[StepFiles]:
-        """Open a committed step; `FileNotFoundError` if it is not there."""
-        attempt, sizes = self._read_commit(step_name(step))
-        yield _ObjectFiles(self._objects, attempt, sizes)
+    def open_step(self, step: int) -> AbstractContextManager[StepFiles]:
+        return nullcontext(_ObjectFiles(self._objects, *self._read_commit(step_name(step))))
 
     def acquire(self) -> None:
         """Check that the place can be listed. Takes no lock: the class docstring says why that is safe."""
@@ -82,13 +170,11 @@ class ObjectStorage:
         """Do nothing: there is no lock."""
 
     def begin(self, step: int) -> str:
-        """Return a fresh name for an attempt; write nothing."""
         attempt = f"{step_name(step)}/{uuid.uuid4().hex}"
         self._live.add(attempt)
         return attempt
 
     def write_file(self, attempt: str, name: str, parts: Sequence[memoryview]) -> None:
-        """Write a data file as one object."""
         self._objects.write(f"{attempt}/{name}", b"".join(parts))
 
     def link_file(self, attempt: str, step: int, file: str, name: str) -> None:
@@ -109,7 +195,7 @@ class ObjectStorage:
             raise FileExistsError(f"{self} holds step {step} already")
         if wrong is not None:
             raise OSError(f"{self}: {wrong}")
-        self._objects.write(f"{attempt}/{_INDEX_FILE}", index)
+        self._objects.write(f"{attempt}/{INDEX_FILE}", index)
         record = json.dumps({"attempt": attempt.rpartition("/")[2], "sizes": dict(sizes)}).encode()
         created = self._objects.write(key, record, if_equal=absent.stamp.generation)
         # A second try, after an answer that was lost, is refused because of the first: then the record is ours.
@@ -130,7 +216,7 @@ class ObjectStorage:
     def remove(self, step: int) -> None:
         """Delete a committed step, but not what was set aside under its number."""
         self._objects.write(f"{step_name(step)}/{_COMMITTED}", None)
-        kept = self._set_aside_attempts()
+        kept = _attempts(self._read_journal().content)
         if not any(attempt.startswith(f"{step_name(step)}/") for attempt in kept):
             self._objects.delete_folder(step_name(step))
             return
@@ -147,39 +233,34 @@ class ObjectStorage:
         self._finish_setting_aside(self._replace(journal, Journal(pending=tuple(steps), set_aside=set_aside)))
 
     def steps_set_aside(self) -> list[int]:
-        """Return the steps in the record."""
         return sorted(step for step, _ in self._read_journal().content.set_aside)
 
     def remove_set_aside(self) -> None:
-        """Delete the attempts, then forget them."""
         journal = self._read_journal()
         for attempt in _attempts(journal.content):
             self._objects.delete_folder(attempt)
         if journal.content.set_aside:
             self._replace(journal, Journal())
 
-    def _finish_setting_aside(self, journal: "_StoredJournal") -> "_StoredJournal":
+    def _finish_setting_aside(self, journal: _StoredJournal) -> _StoredJournal:
         if not journal.content.pending:
             return journal
         for step in journal.content.pending:
             self._objects.write(f"{step_name(step)}/{_COMMITTED}", None)
         return self._replace(journal, Journal(set_aside=journal.content.set_aside))
 
-    def _read_journal(self) -> "_StoredJournal":
+    def _read_journal(self) -> _StoredJournal:
         found = self._objects.read(JOURNAL_FILE)
         data = found.value if found.state == "value" else None
         return _StoredJournal(decode_journal(data, f"{self}/{JOURNAL_FILE}"), found.stamp.generation)
 
-    def _replace(self, journal: "_StoredJournal", content: Journal) -> "_StoredJournal":
+    def _replace(self, journal: _StoredJournal, content: Journal) -> _StoredJournal:
         data = content.encode()
         written = self._objects.write(JOURNAL_FILE, data, if_equal=journal.generation)
         found = self._objects.read(JOURNAL_FILE)
         if not written and found.value != data:  # a second try, after an answer that was lost, is refused too
             raise OSError(f"{self}/{JOURNAL_FILE} was changed by another writer meanwhile; nothing was set aside here")
         return _StoredJournal(content, found.stamp.generation)
-
-    def _set_aside_attempts(self) -> set[str]:
-        return _attempts(self._read_journal().content)
 
     def _scan(self) -> tuple[set[int], dict[int, set[str]], bool]:
         """Return the committed steps, the attempts of each step, and whether there is a record of rollbacks."""
@@ -222,11 +303,8 @@ class ObjectStorage:
         def find_size(name: str) -> None:
             found[name] = self._objects.size(f"{attempt}/{name}", sizes[name])
 
-        workers = Workers(_CHECK_THREADS, "gcore-ckpt-check")
-        try:
+        with Workers(_CHECK_THREADS, "gcore-ckpt-check") as workers:
             workers.run(lambda name=name: find_size(name) for name in sizes)
-        finally:
-            workers.close()
         for name, size in found.items():
             if size != sizes[name]:
                 problem = "is missing" if size is None else f"has {size} bytes"
@@ -235,7 +313,7 @@ class ObjectStorage:
 
     def _remove_dead_attempts(self) -> None:
         committed, attempts, has_journal = self._scan()
-        kept = self._live | (self._set_aside_attempts() if has_journal else set())
+        kept = self._live | (_attempts(self._read_journal().content) if has_journal else set())
         newest = max(committed, default=-1)
         for step, names in attempts.items():
             if step > newest or (step in committed and len(names) == 1):
@@ -245,29 +323,19 @@ class ObjectStorage:
                 self._objects.delete_folder(attempt)
 
 
-@dataclass(frozen=True)
-class _StoredJournal:
-    """The record of rollbacks, and the generation of its object."""
-
-    content: Journal
-    generation: bytes
-
-
 def _attempts(journal: Journal) -> set[str]:
     return {f"{step_name(step)}/{attempt_id}" for step, attempt_id in journal.set_aside}
 
 
 class _ObjectFiles:
-    """The files of one committed step."""
-
-    def __init__(self, objects: "Objects", attempt: str, expected_sizes: Mapping[str, int]) -> None:
+    def __init__(self, objects: Objects, attempt: str, expected_sizes: Mapping[str, int]) -> None:
         self._objects = objects
         self._attempt = attempt
         self._expected_sizes = expected_sizes
         self._sizes: dict[str, int] = {}
 
     def read_index(self) -> bytes:
-        return self._read(_INDEX_FILE)
+        return self._read(INDEX_FILE)
 
     def open(self, name: str) -> int:
         size = None

@@ -13,10 +13,10 @@ from typing import Any
 
 from gcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from gcore_ckpt.format import validation
-from gcore_ckpt.format.boxes import Box
-from gcore_ckpt.format.dtypes import DTYPES
+from gcore_ckpt.format.boxes import DTYPES, Box
 from gcore_ckpt.format.index import DataFile, Index, StoredShard, StoredTensor
-from gcore_ckpt.storage.base import StepFiles, Storage
+from gcore_ckpt.storage.base import INDEX_FILE, StepFiles, Storage
+from gcore_ckpt.storage.local import LocalFiles, LocalStorage
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
@@ -33,13 +33,7 @@ _DTYPE_OF_CODE = {dtype.safetensors: name for name, dtype in DTYPES.items() if d
 
 
 def find_weights(storage: Storage) -> Path | None:
-    """Return the file that says what a local path holds in Hugging Face's form; None where there is none.
-
-    It is `model.safetensors`, else `model.safetensors.index.json`, else the only `*.safetensors` file of the folder, or
-    the path itself where it is one.
-    """
-    from gcore_ckpt.storage.local import INDEX_FILE, LocalStorage  # numpy, which the package itself does not import
-
+    """Return the file that says what a local path holds in Hugging Face's form; None where there is none."""
     if not isinstance(storage, LocalStorage):
         return None
     path = storage.path
@@ -55,28 +49,22 @@ def find_weights(storage: Storage) -> Path | None:
 
 @contextmanager
 def open_weights(storage: Storage) -> Generator[tuple[str, StepFiles, Index]]:
-    """Open what `find_weights` finds, a flat dict of tensors by name: the path of the folder, its files, their index.
-
-    Raises:
-        CheckpointNotFoundError: It is no longer there.
-        CorruptCheckpointError: It is damaged, or of a form that is not read here.
-    """
-    from gcore_ckpt.storage.local import LocalFiles
-
+    """Open what `find_weights` finds, a flat dict of tensors: the path of the folder, its files, their index."""
     path = find_weights(storage)
     if path is None:
         raise CheckpointNotFoundError(f"{storage} was deleted while it was being read")
     with LocalFiles(path.parent) as files:
         if path.name == WEIGHTS_INDEX_FILE:
-            index = _read_sharded(files, path.parent)
+            data_files, tensors = _read_sharded(files, path.parent)
         else:
             file, tensors = _read_header(files, path.parent, path.name)
-            index = _index({path.name: file}, tensors)
-        yield str(path.parent), files, index
+            data_files = {path.name: file}
+        tree = {"dict": {name: {"tensor": name} for name in tensors}}
+        yield str(path.parent), files, Index(tree=tree, tensors=tensors, files=data_files)
 
 
-def _read_sharded(files: StepFiles, folder: Path) -> Index:
-    """Return the index of a folder of several files, with the tensors that its weight map names."""
+def _read_sharded(files: StepFiles, folder: Path) -> tuple[dict[str, DataFile], dict[str, StoredTensor]]:
+    """Return the files of a folder of several, and the tensors that its weight map names."""
     where = folder / WEIGHTS_INDEX_FILE
     try:
         size_bytes = _open(files, folder, WEIGHTS_INDEX_FILE)
@@ -97,11 +85,7 @@ def _read_sharded(files: StepFiles, folder: Path) -> Index:
         if name not in found[file][1]:
             raise CorruptCheckpointError(f"{where}: tensor {name!r} is not in {file}, where its weight_map puts it")
     tensors = {name: found[file][1][name] for name, file in file_of.items()}
-    return _index({name: file for name, (file, _) in found.items()}, tensors)
-
-
-def _index(files: Mapping[str, DataFile], tensors: Mapping[str, StoredTensor]) -> Index:
-    return Index(tree={"dict": {name: {"tensor": name} for name in tensors}}, tensors=tensors, files=files)
+    return {name: file for name, (file, _) in found.items()}, tensors
 
 
 def _read_header(files: StepFiles, folder: Path, name: str) -> tuple[DataFile, dict[str, StoredTensor]]:
@@ -135,10 +119,8 @@ def _tensor(name: str, entry: object, file: str, header_size_bytes: int) -> Stor
         code = validation.expect(str, fields["dtype"], "dtype")
         if code not in _DTYPE_OF_CODE:
             raise ValueError(f"unknown dtype {code[:40]!r}; expected one of {', '.join(_DTYPE_OF_CODE)}")
-        shape, offsets = (
-            validation.shape(fields["shape"], "shape"),
-            validation.sizes(fields["data_offsets"], "data_offsets"),
-        )
+        shape = validation.shape(fields["shape"], "shape")
+        offsets = validation.sizes(fields["data_offsets"], "data_offsets")
         if len(offsets) != 2:
             raise ValueError(f"data_offsets are {len(offsets)} numbers; expected 2")
         begin, end = offsets

@@ -6,27 +6,26 @@ Exit code 0: fine. 1: `diff` found a difference, `verify` damage. 2: wrong use, 
 import argparse
 import re
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
 from gcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
-from gcore_ckpt.loading.reader import Step, find_step, open_step
-from gcore_ckpt.storage import Storage, open_storage
-from gcore_ckpt.tools.cli_tables import (
-    Row,
-    plain,
-    print_differences,
-    print_step,
-    print_steps,
-    progress_bar,
-    say,
-    step_label,
-    step_row,
-)
+from gcore_ckpt.format.index import Index, StoredTensor
+from gcore_ckpt.loading.reader import Step, find_step, open_step, step_leaves, verify
+from gcore_ckpt.storage import Retention, Storage, open_storage
 
 _STEP_IN_PATH = re.compile(r"(.+)@(\d+)", re.ASCII | re.DOTALL)
 _EXIT_FOUND, _EXIT_ERROR, _EXIT_INTERRUPTED = 1, 2, 130
+_FILE_WIDTH = 10_000  # columns where the output is no terminal: nothing is cut or folded
+_NAMED_WRITERS = 3
+_VALUE_WIDTH = 200
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,37 +36,58 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
     except (CheckpointError, ValueError, OSError) as error:
-        print(f"gcore-ckpt: error: {plain(str(error).replace(chr(10), ' '))}", file=sys.stderr)
+        print(f"gcore-ckpt: error: {_plain(str(error).replace(chr(10), ' '))}", file=sys.stderr)
         return _EXIT_ERROR
 
 
 def _ls(arguments: argparse.Namespace) -> int:
     storage = open_storage(arguments.path)
-    rows: list[Row] = []
+    rows: list[Sequence[str]] = []
     for step in storage.steps() or [find_step(storage, "latest")]:
+        label = "-" if step is None else str(step)
         try:
             with open_step(storage, step) as reader:
-                rows.append(step_row(step, reader.index))
+                index = reader.index
         except CorruptCheckpointError as error:
-            rows.append((step_label(step), "-", "-", f"damaged: {error}", "-"))
+            rows.append((label, "-", "-", f"damaged: {error}", "-"))
         except CheckpointNotFoundError:  # a writer has just deleted it
             continue
-    print_steps(rows)
+        else:
+            size = decimal(_size_bytes(index))
+            rows.append((label, size, str(len(index.tensors)), index.saved_at or "-", str(index.num_ranks)))
+    _print_table(("step", "size", "tensors", "saved at", "ranks"), rows, right=("step", "size", "tensors"))
     if set_aside := storage.steps_set_aside():
-        say("")
-        say(f"set aside by rollback: {_listed(set_aside)}")
+        _say("")
+        _say(f"set aside by rollback: {_listed(set_aside)}")
     return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from gcore_ckpt.loading.listing import step_leaves
-
     storage = open_storage(arguments.path)
     with open_step(storage, find_step(storage, arguments.step)) as reader:
         leaves = step_leaves(reader, arguments.tensors)
         if arguments.tensors and not leaves:
             raise ValueError(f"{reader.where} holds nothing under {arguments.tensors!r}")
-        print_step(reader, leaves)
+        index = reader.index
+    saved = f", saved at {index.saved_at} by {index.num_ranks} rank(s)" if index.saved_at else ""
+    _say(f"{reader.where}: {decimal(_size_bytes(index))} in {len(index.files)} file(s){saved}")
+    first: dict[str, str] = {}
+    rows: list[Sequence[str]] = []
+    for leaf in leaves:
+        if leaf.tensor is not None:
+            tensor = index.tensors[leaf.tensor]
+            data = (decimal(tensor.size_bytes), str(len(tensor.shards)), _writers(tensor, index))
+            if leaf.tensor in first:
+                data = ("", "", f"the same as {first[leaf.tensor]}")
+            rows.append((leaf.path, tensor.dtype, str(list(tensor.shape)), *data))
+            first.setdefault(leaf.tensor, leaf.path)
+    if rows:
+        _say("")
+        _print_table(("tensor", "dtype", "shape", "size", "shards", "written by"), rows, right=("size",))
+    values = [(leaf.path, _short(repr(leaf.value))) for leaf in leaves if leaf.tensor is None]
+    if values:
+        _say("")
+        _print_table(("value", "is"), values)
     return 0
 
 
@@ -78,27 +98,21 @@ def _verify(arguments: argparse.Namespace) -> int:
     for step in steps or [find_step(storage, arguments.step)]:
         label = arguments.path if step is None else f"step {step}"
         try:
-            say(f"{label}: {_verify_step(arguments.path, step, label)}")
+            with open_step(storage, step) as reader:
+                tensors = reader.index.tensors.values()
+            with _progress_bar(label, sum(tensor.size_bytes for tensor in tensors)) as progress:
+                verify(arguments.path, "latest" if step is None else step, progress=progress)
+            checked = all(shard.checksums is not None for tensor in tensors for shard in tensor.shards)
+            unchecked = "all bytes can be read; it has no checksums to check them against"
+            _say(f"{label}: {'fine' if checked else unchecked}")
         except CorruptCheckpointError as error:
             damaged += 1
-            say(f"{label}: damaged: {error}")
+            _say(f"{label}: damaged: {error}")
         except CheckpointNotFoundError:
             if not arguments.all:
                 raise
-            say(f"{label}: was deleted meanwhile")
+            _say(f"{label}: was deleted meanwhile")
     return _EXIT_FOUND if damaged else 0
-
-
-def _verify_step(path: str, step: int | None, label: str) -> str:
-    from gcore_ckpt.loading.verify import verify
-
-    with open_step(open_storage(path), step) as reader:
-        tensors = reader.index.tensors.values()
-        total_bytes = sum(tensor.size_bytes for tensor in tensors)
-        checked = all(shard.checksums is not None for tensor in tensors for shard in tensor.shards)
-    with progress_bar(label, total_bytes) as progress:
-        verify(path, "latest" if step is None else step, progress=progress)
-    return "fine" if checked else "all bytes can be read; it has no checksums to check them against"
 
 
 def _diff(arguments: argparse.Namespace) -> int:
@@ -111,8 +125,14 @@ def _diff(arguments: argparse.Namespace) -> int:
         open_step(storage_a, find_step(storage_a, step_a)) as a,
         open_step(storage_b, find_step(storage_b, step_b)) as b,
     ):
-        count = print_differences(compare(a, b), a.where, b.where)
-    return _EXIT_FOUND if count else 0
+        rows = [(d.kind, d.path, _short(d.a or "-"), _short(d.b or "-")) for d in compare(a, b)]
+    if not rows:
+        _say(f"{a.where} and {b.where} hold the same")
+        return 0
+    _print_table(("differs in", "leaf", a.where, b.where), rows)
+    _say("")
+    _say(f"{len(rows)} difference(s) between {a.where} and {b.where}")
+    return _EXIT_FOUND
 
 
 def _split_path(path: str, step: int | None, option: str) -> tuple[str, Step]:
@@ -127,18 +147,11 @@ def _split_path(path: str, step: int | None, option: str) -> tuple[str, Step]:
 def _export_hf(arguments: argparse.Namespace) -> int:
     from gcore_ckpt.tools.hugging_face import export_hf
 
-    with progress_bar(f"to {arguments.out}", None) as progress:
-        export_hf(
-            arguments.path,
-            arguments.out,
-            step=arguments.step,
-            prefix=arguments.prefix,
-            dtype=arguments.dtype,
-            max_shard_bytes=arguments.max_shard_bytes,
-            config_from=arguments.config_from,
-            progress=progress,
-        )
-    say(f"wrote {arguments.out}")
+    names = ("step", "prefix", "dtype", "max_shard_bytes", "config_from")
+    with _progress_bar(f"to {arguments.out}", None) as progress:
+        options = {name: getattr(arguments, name) for name in names}
+        export_hf(arguments.path, arguments.out, progress=progress, **options)
+    _say(f"wrote {arguments.out}")
     return 0
 
 
@@ -146,13 +159,11 @@ def _import_dcp(arguments: argparse.Namespace) -> int:
     from gcore_ckpt.tools.dcp import import_dcp
 
     import_dcp(arguments.source, arguments.path, step=arguments.step)
-    say(f"saved step {arguments.step} to {arguments.path}")
+    _say(f"saved step {arguments.step} to {arguments.path}")
     return 0
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    from gcore_ckpt.storage.retention import Retention
-
     if arguments.keep is None and arguments.keep_every is not None:
         raise ValueError(f"--keep-every is {arguments.keep_every} without --keep; expected both")
     retention = Retention(keep=arguments.keep, keep_every=arguments.keep_every)
@@ -167,7 +178,7 @@ def _prune(arguments: argparse.Namespace) -> int:
         return retention.superfluous(steps) if arguments.above is None else [s for s in steps if s > arguments.above]
 
     if arguments.dry_run:
-        say(f"would delete {_listed(superfluous())}")
+        _say(f"would delete {_listed(superfluous())}")
         return 0
     with _writing_to(storage):
         steps = superfluous()
@@ -175,7 +186,7 @@ def _prune(arguments: argparse.Namespace) -> int:
             storage.remove_set_aside()
         else:
             _remove(storage, steps)
-    say(f"deleted {_listed(steps)}")
+    _say(f"deleted {_listed(steps)}")
     return 0
 
 
@@ -186,7 +197,7 @@ def _rm(arguments: argparse.Namespace) -> int:
         find_step(storage, step)
     with _writing_to(storage):
         _remove(storage, steps)
-    say(f"deleted {_listed(steps)}")
+    _say(f"deleted {_listed(steps)}")
     return 0
 
 
@@ -196,7 +207,7 @@ def _rollback(arguments: argparse.Namespace) -> int:
     with _writing_to(storage):
         later = [step for step in storage.steps() if step > arguments.step]
         storage.set_aside(later)
-    say(f"set aside {_listed(later)}; the latest step is {arguments.step}")
+    _say(f"set aside {_listed(later)}; the latest step is {arguments.step}")
     return 0
 
 
@@ -218,6 +229,57 @@ def _listed(steps: Sequence[int]) -> str:
     return f"step(s) {', '.join(map(str, steps))}" if steps else "nothing"
 
 
+def _size_bytes(index: Index) -> int:
+    return sum(file.size_bytes for file in index.files.values())
+
+
+def _writers(tensor: StoredTensor, index: Index) -> str:
+    writers = list(dict.fromkeys(index.files[shard.file].writer or shard.file for shard in tensor.shards))
+    more = f" and {len(writers) - _NAMED_WRITERS} more" if len(writers) > _NAMED_WRITERS else ""
+    return ", ".join(writers[:_NAMED_WRITERS]) + more
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _VALUE_WIDTH else f"{text[:_VALUE_WIDTH]}..."
+
+
+def _plain(text: str) -> str:
+    """Return the text without control characters, which names in a checkpoint may contain."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def _console() -> Console:
+    """Return standard output as it is now."""
+    width = None if sys.stdout.isatty() else _FILE_WIDTH
+    return Console(file=sys.stdout, width=width, highlight=False, emoji=False)
+
+
+def _say(line: str) -> None:
+    """Print a line as it is, for people and for pipes."""
+    _console().print(Text(_plain(line)), soft_wrap=True)
+
+
+def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> None:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for name in columns:
+        table.add_column(Text(_plain(name)), justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(_plain(cell)) for cell in row))
+    _console().print(table)
+
+
+@contextmanager
+def _progress_bar(label: str, total_bytes: int | None) -> Generator[Callable[[int], None]]:
+    """Show on standard error, where that is a terminal, how many bytes are done; give what to call with more."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    errors = Console(stderr=True)
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        task = progress.add_task(_plain(label), total=total_bytes)
+        yield lambda size_bytes: progress.advance(task, size_bytes)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gcore-ckpt",
@@ -228,39 +290,37 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(
-        name: str, run: Callable[[argparse.Namespace], int], text: str, example: str
-    ) -> argparse.ArgumentParser:
+    def command(run: Callable[[argparse.Namespace], int], example: str, text: str, *positional: str) -> Any:
+        name = example.partition(" ")[0]
         added = commands.add_parser(name, help=text, description=text, epilog=f"example: gcore-ckpt {example}")
         added.set_defaults(run=run)
+        for argument in positional:
+            added.add_argument(argument, metavar=argument.upper())
         return added
 
     step: dict[str, Any] = {"type": _step, "metavar": "N", "default": "latest", "help": "number (default: the latest)"}
+    number: dict[str, Any] = {"type": _number, "metavar": "N"}
 
-    ls = command("ls", _ls, "Lists the steps of a path.", "ls runs/a")
-    ls.add_argument("path", metavar="PATH")
+    command(_ls, "ls runs/a", "Lists the steps of a path.", "path")
 
-    show = command("show", _show, "Shows what a step holds.", "show runs/a --step 100 --tensors model")
-    show.add_argument("path", metavar="PATH")
+    show = command(_show, "show runs/a --step 100 --tensors model", "Shows what a step holds.", "path")
     show.add_argument("--step", **step)
     show.add_argument("--tensors", metavar="PREFIX", default="", help="only what is under this dotted path")
 
-    verify = command("verify", _verify, "Reads every byte of a step and checks it.", "verify runs/a --all")
-    verify.add_argument("path", metavar="PATH")
-    which = verify.add_mutually_exclusive_group()
+    check = command(_verify, "verify runs/a --all", "Reads every byte of a step and checks it.", "path")
+    which = check.add_mutually_exclusive_group()
     which.add_argument("--step", **step)
     which.add_argument("--all", action="store_true", help="all steps")
 
     text = "Compares two steps, leaf by leaf and byte by byte; exit code 1 if they differ."
-    diff = command("diff", _diff, text, "diff runs/a@100 runs/b@100")
+    diff = command(_diff, "diff runs/a@100 runs/b@100", text)
     for side in ("a", "b"):
         diff.add_argument(side, metavar=side.upper(), help="PATH, or PATH@STEP")
-        diff.add_argument(f"--step-{side}", type=_number, metavar="N", help=f"step of {side.upper()} (default: latest)")
+        diff.add_argument(f"--step-{side}", **number, help=f"step of {side.upper()} (default: latest)")
 
-    text = "Writes weights as a folder that from_pretrained of transformers loads."
     example = "export-hf runs/a out --prefix model --dtype bfloat16 --config-from Qwen3-0.6B"
-    export = command("export-hf", _export_hf, text, example)
-    export.add_argument("path", metavar="PATH")
+    text = "Writes weights as a folder that from_pretrained of transformers loads."
+    export = command(_export_hf, example, text, "path")
     export.add_argument("out", metavar="OUT", help="the folder to write; new, or empty")
     export.add_argument("--step", **step)
     export.add_argument("--prefix", default="", help="dotted path of the part of the state to write, such as model")
@@ -270,35 +330,32 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--max-shard-bytes", type=int, metavar="N", default=5_000_000_000, help=help_text)
 
     text = "Saves a checkpoint of torch.distributed.checkpoint as a step."
-    dcp = command("import-dcp", _import_dcp, text, "import-dcp old/step-100 runs/a --step 100")
+    dcp = command(_import_dcp, "import-dcp old/step-100 runs/a --step 100", text)
     dcp.add_argument("source", metavar="SOURCE", help="the folder that holds .metadata")
     dcp.add_argument("path", metavar="PATH")
-    dcp.add_argument("--step", type=_number, metavar="N", default=0, help="number of the step (default: %(default)s)")
+    dcp.add_argument("--step", **number, default=0, help="number of the step (default: %(default)s)")
 
     text = (
         "Deletes steps: all but the latest, all above one, or those that were set aside. It does not ask; refused "
         "while a writer has the path open."
     )
-    prune = command("prune", _prune, text, "prune runs/a --keep 3 --keep-every 1000 --dry-run")
-    prune.add_argument("path", metavar="PATH")
+    prune = command(_prune, "prune runs/a --keep 3 --keep-every 1000 --dry-run", text, "path")
     which = prune.add_mutually_exclusive_group(required=True)
     which.add_argument("--keep", type=int, metavar="N", help="how many of the latest stay")
-    which.add_argument("--above", type=_number, metavar="N", help="delete the steps above this one")
+    which.add_argument("--above", **number, help="delete the steps above this one")
     which.add_argument("--set-aside", action="store_true", help="delete the steps that were set aside by rollback")
     prune.add_argument("--keep-every", type=int, metavar="M", help="with --keep: multiples of this stay too")
     prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
 
     text = "Deletes the given steps. It does not ask; refused while a writer has the path open."
-    rm = command("rm", _rm, text, "rm runs/a 300 400")
-    rm.add_argument("path", metavar="PATH")
+    rm = command(_rm, "rm runs/a 300 400", text, "path")
     rm.add_argument("steps", metavar="STEP", type=_number, nargs="+", help="number of a step to delete")
 
     text = (
         "Makes a step the latest: the steps above it are set aside. They are kept until prune --set-aside, but never "
         "loaded and not counted by --keep. Refused while a writer has the path open."
     )
-    rollback = command("rollback", _rollback, text, "rollback runs/a 200")
-    rollback.add_argument("path", metavar="PATH")
+    rollback = command(_rollback, "rollback runs/a 200", text, "path")
     rollback.add_argument("step", metavar="STEP", type=_number, help="number of the step to continue from")
     return parser
 

@@ -5,18 +5,17 @@ it names; what the records say is checked before use, and values and tensors are
 """
 
 import io
-import math
 import os
 import pickle
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from gcore_ckpt.checkpointer import Checkpointer
 from gcore_ckpt.errors import CheckpointNotFoundError, CheckpointWriteError, CorruptCheckpointError
+from gcore_ckpt.format import validation
 from gcore_ckpt.format.boxes import Box, overlap
 from gcore_ckpt.format.tree import MAX_DEPTH, State
 
@@ -24,17 +23,13 @@ _METADATA_FILE = ".metadata"
 _MAX_LIST = 2**20
 _METADATA = "torch.distributed.checkpoint.metadata"
 _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"  # until torch 2.2
+_METADATA_CLASSES = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "MetadataIndex")
 _RECORDS = {
-    (_METADATA, "Metadata"),
-    (_METADATA, "TensorStorageMetadata"),
-    (_METADATA, "BytesStorageMetadata"),
-    (_METADATA, "TensorProperties"),
-    (_METADATA, "ChunkStorageMetadata"),
-    (_METADATA, "MetadataIndex"),
-    (_METADATA, "StorageMeta"),
-    (_METADATA, "_MEM_FORMAT_ENCODING"),
-    (_OLD_METADATA, "TensorProperties"),
-    (_OLD_METADATA, "MEM_FORMAT_ENCODING"),
+    *(
+        (_METADATA, name)
+        for name in (*_METADATA_CLASSES, "ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING")
+    ),
+    *((_OLD_METADATA, name) for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
@@ -101,8 +96,7 @@ class _Unpickler(pickle.Unpickler):
         raise ValueError(f"names {module_name}.{global_name}, which metadata of DCP do not hold")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
+class _Place(NamedTuple):
     """Bytes in a file, and the box of a tensor that they hold; None for a value."""
 
     file: str
@@ -111,12 +105,11 @@ class _Place:
     box: Box | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Entry:
+class _Entry(NamedTuple):
     """A tensor, or a value: its path in the state and its places; dtype and shape are a tensor's."""
 
     path: tuple[str | int, ...]
-    places: tuple[_Place, ...]
+    places: Sequence[_Place]
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
 
@@ -144,17 +137,17 @@ def _read(folder: Path) -> State:
 
 def _entries(metadata: object) -> Iterator[tuple[str, _Entry]]:
     fields = _fields(metadata, "Metadata")
-    described = _expect(dict, fields.get("state_dict_metadata"), "state_dict_metadata")
-    paths = _expect(dict, fields.get("planner_data") or {}, "planner_data")
+    described = validation.expect(dict, fields.get("state_dict_metadata"), "state_dict_metadata")
+    paths = validation.expect(dict, fields.get("planner_data") or {}, "planner_data")
     places: dict[tuple[str, tuple[int, ...] | None], _Record] = {}
-    for index, info in _expect(dict, fields.get("storage_data"), "storage_data").items():
+    for index, info in validation.expect(dict, fields.get("storage_data"), "storage_data").items():
         key = _fields(index, "MetadataIndex")
         offset = key.get("offset")
-        places[_expect(str, key.get("fqn"), "fqn"), None if offset is None else _sizes(offset)] = info
+        places[validation.expect(str, key.get("fqn"), "fqn"), None if offset is None else _sizes(offset)] = info
     for name, record in described.items():
         path = _path(paths.get(name, (name,)))
         if type(record).__name__ == "BytesStorageMetadata":
-            yield name, _Entry(path=path, places=(_place(name, places.get((name, None)), None),))
+            yield name, _Entry(path, [_place(name, places.get((name, None)), None)])
             continue
         tensor = _fields(record, "TensorStorageMetadata")
         properties = _fields(tensor.get("properties"), "TensorProperties").get("")
@@ -163,23 +156,25 @@ def _entries(metadata: object) -> Iterator[tuple[str, _Entry]]:
             raise ValueError(f"{name!r} has a {type(dtype).__name__} for its dtype")
         shape = _sizes(tensor.get("size"))
         found: list[_Place] = []
-        for chunk in _expect(list, tensor.get("chunks"), "chunks"):
+        for chunk in validation.expect(list, tensor.get("chunks"), "chunks"):
             box = _fields(chunk, "ChunkStorageMetadata")
             start, extent = _sizes(box.get("offsets")), _sizes(box.get("sizes"))
             found.append(_place(name, places.get((name, start)), Box(start, extent)))
         _check_whole(name, shape, dtype.itemsize, found)
-        yield name, _Entry(path=path, places=tuple(found), dtype=dtype, shape=shape)
+        yield name, _Entry(path, found, dtype, shape)
 
 
 def _place(name: str, info: object, box: Box | None) -> _Place:
     fields = _fields(info, "_StorageInfo")
     if fields.get("transform_descriptors"):
         raise ValueError(f"{name!r} was transformed by an extension of DCP; expected plain files")
-    file = _expect(str, fields.get("relative_path"), "relative_path")
-    if file in ("", ".", "..") or any(char in file for char in "/\\\0"):
-        raise ValueError(f"{name!r} is in the file {file!r}, which is not a plain name inside the folder")
+    file = validation.expect(str, fields.get("relative_path"), "relative_path")
+    try:
+        validation.plain_name(file)
+    except ValueError as error:
+        raise ValueError(f"{name!r}: {error}") from None
     offset, length = _sizes((fields.get("offset"), fields.get("length")))
-    return _Place(file=file, offset_bytes=offset, length_bytes=length, box=box)
+    return _Place(file, offset, length, box)
 
 
 def _check_whole(name: str, shape: tuple[int, ...], itemsize: int, places: list[_Place]) -> None:
@@ -188,8 +183,7 @@ def _check_whole(name: str, shape: tuple[int, ...], itemsize: int, places: list[
     if any(not box.inside(shape) for box in boxes):
         raise ValueError(f"{name!r} has a chunk outside of its shape {shape}")
     size = Box.whole(shape).size
-    if math.prod(max(1, extent) for extent in shape) >= 2**63:
-        raise ValueError(f"{name!r} has the shape {shape}, which is too large")
+    validation.shape([*shape], f"{name!r}: shape")
     if sum(box.size for box in boxes) != size or (len(boxes) > 1 and overlap(boxes) is not None):
         raise ValueError(f"the chunks of {name!r} do not hold each of its {size} elements once")
     if sum(place.length_bytes for place in places) < size * itemsize:
@@ -273,9 +267,3 @@ def _sizes(value: object) -> tuple[int, ...]:
     if any(type(size) is not int or not 0 <= size < 2**63 for size in sizes):
         raise ValueError("holds sizes that are no numbers from 0 to 2**63 - 1")
     return sizes
-
-
-def _expect(kind: type[Any], value: object, name: str) -> Any:
-    if type(value) is not kind:
-        raise ValueError(f"{name} is a {type(value).__name__}; expected {kind.__name__}")
-    return value

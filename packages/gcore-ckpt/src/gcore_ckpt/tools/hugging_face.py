@@ -5,25 +5,21 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import NamedTuple
 
 import torch
 
 from gcore_ckpt.errors import CheckpointMismatchError, CheckpointWriteError
-from gcore_ckpt.format.boxes import Box
+from gcore_ckpt.format.boxes import DTYPES, Box, HeldBox
 from gcore_ckpt.format.data_file import safetensors_header
-from gcore_ckpt.format.dtypes import DTYPES
-from gcore_ckpt.loading.listing import step_leaves
-from gcore_ckpt.loading.reader import Step, StepReader, find_step, open_step
-from gcore_ckpt.loading.restore import Request, fill
-from gcore_ckpt.ranks.leaves import TORCH_DTYPES
-from gcore_ckpt.saving.plan import HeldBox
+from gcore_ckpt.loading.loader import Request, fill
+from gcore_ckpt.loading.reader import Step, StepReader, find_step, open_step, step_leaves
+from gcore_ckpt.ranks.shards import TORCH_DTYPES
 from gcore_ckpt.storage import STEP_NAME, open_storage
-from gcore_ckpt.storage.local import LocalStorage
+from gcore_ckpt.storage.local import LocalStorage, sync_directory, write_synced
 from gcore_ckpt.storage.safetensors_folder import WEIGHTS_FILE, WEIGHTS_INDEX_FILE
-from gcore_ckpt.workers import Workers
+from gcore_ckpt.threads import Workers
 
 _THREADS = 4
 _FLOATS = tuple(
@@ -32,21 +28,12 @@ _FLOATS = tuple(
 _CONFIG_FILE = "config.json"
 _CONFIG_DTYPES = ("dtype", "torch_dtype")
 _CONFIG_PATTERNS = (
-    _CONFIG_FILE,
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "chat_template*",
-    "*processor_config.json",
+    *(_CONFIG_FILE, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.*", "merges.txt", "*.model", "chat_template*", "*processor_config.json"),
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Weight:
+class _Weight(NamedTuple):
     """A tensor to write: its name in the step, and what it is in the file."""
 
     stored: str
@@ -90,7 +77,9 @@ def export_hf(
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; expected 1 or more")
-    float_dtype = _float_name(dtype)
+    float_dtype = None if dtype is None else str(dtype).removeprefix("torch.")
+    if float_dtype is not None and float_dtype not in _FLOATS:
+        raise ValueError(f"dtype is {dtype!r}; expected None or one of {', '.join(_FLOATS)}")
     copied = {} if config_from is None else _read_configs(Path(config_from), float_dtype)
     target = Path(folder)
     if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
@@ -110,14 +99,7 @@ def export_hf(
         except BaseException:
             shutil.rmtree(temp, ignore_errors=True)
             raise
-    _sync(target.parent)
-
-
-def _float_name(dtype: str | torch.dtype | None) -> str | None:
-    name = None if dtype is None else str(dtype).removeprefix("torch.")
-    if name is not None and name not in _FLOATS:
-        raise ValueError(f"dtype is {dtype!r}; expected None or one of {', '.join(_FLOATS)}")
-    return name
+    sync_directory(target.parent)
 
 
 def _read_configs(folder: Path, float_dtype: str | None) -> dict[str, bytes]:
@@ -179,7 +161,7 @@ def _weight(reader: StepReader, path: str, name: str, stored: str, float_dtype: 
         raise CheckpointMismatchError(f"{reader.where}: {path!r} is no text; safetensors names are UTF-8") from None
     if name == "__metadata__":
         raise CheckpointMismatchError(f"{reader.where}: {path} has a name that safetensors keeps for itself")
-    return _Weight(stored=stored, held=HeldBox(name=name, dtype=dtype, shape=tensor.shape, box=Box.whole(tensor.shape)))
+    return _Weight(stored, HeldBox(name=name, dtype=dtype, shape=tensor.shape, box=Box.whole(tensor.shape)))
 
 
 def _split(weights: Sequence[_Weight], max_bytes: int) -> dict[str, list[_Weight]]:
@@ -206,45 +188,25 @@ def _write_all(
     copied: dict[str, bytes],
     progress: Callable[[int], None],
 ) -> None:
-    workers = Workers(_THREADS, "gcore-ckpt-read")
-    try:
+    with Workers(_THREADS, "gcore-ckpt-read") as workers:
         for name, weights in files.items():
             with (folder / name).open("xb") as file:
                 file.write(safetensors_header([weight.held for weight in weights]))
                 for weight in weights:
-                    _copy(reader, weight, file, workers)
-                    progress(weight.held.size_bytes)
-                _flush(file)
-    finally:
-        workers.close()
+                    held = weight.held
+                    data = torch.empty(held.size_bytes, dtype=torch.uint8)
+                    target = data.view(TORCH_DTYPES[held.dtype]).view(held.shape)
+                    if held.size_bytes:
+                        fill(reader, [Request(weight.stored, held.box, target)], workers)
+                    file.write(data.numpy().data)
+                    progress(held.size_bytes)
+                file.flush()
+                os.fsync(file.fileno())
     if len(files) > 1:
         total = sum(weight.held.size_bytes for weights in files.values() for weight in weights)
         weight_map = {weight.held.name: name for name, weights in files.items() for weight in weights}
         content = {"metadata": {"total_size": total}, "weight_map": weight_map}
         copied = {**copied, WEIGHTS_INDEX_FILE: (json.dumps(content, indent=2) + "\n").encode()}
     for name, data in copied.items():
-        with (folder / name).open("xb") as file:
-            file.write(data)
-            _flush(file)
-    _sync(folder)
-
-
-def _copy(reader: StepReader, weight: _Weight, file: IO[bytes], workers: Workers) -> None:
-    held = weight.held
-    data = torch.empty(held.size_bytes, dtype=torch.uint8)
-    target = data.view(TORCH_DTYPES[held.dtype]).view(held.shape)
-    fill(reader, [Request(name=weight.stored, box=held.box, target=target)] if held.size_bytes else [], workers)
-    file.write(data.numpy().data)
-
-
-def _flush(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        write_synced(folder / name, data)
+    sync_directory(folder)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,9 +12,9 @@ import psutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gcore_bench.harness.child import Spec, joined_world
-from gcore_bench.harness.measure import PeakMemory, measured
-from gcore_bench.placement.planner.runs import SmallRun
+from gcore_bench.harness.measure import measured, settle
+from gcore_bench.harness.processes import Spec, joined_world
+from gcore_bench.placement.small_runs import SmallRun
 from gcore_bench.trainer.updates import LOSS, OPTIMIZER
 from gcore_placement import balance, micro_batches
 from gcore_rollout import HFEngine, Request, SamplingParams
@@ -31,21 +31,16 @@ def run(spec: Spec) -> dict[str, dict[str, float]]:
     """Seconds of the run, and of a training process its peak bytes."""
     small, times = spec.options["run"], spec.options["steps"]
     torch.manual_seed(0)
-    match small.kind:
-        case "training":
-            figures = _in_its_world(spec, lambda parallel: _train(small, spec.rank, times, parallel))
-        case "generation":
-            figures = {"step_s": _generation_s(small, times)}
-        case _:
-            figures = {"step_s": _whole_step_s(small, Path(spec.folder), times)}
+    if small.kind == "generation":
+        figures = {"step_s": _generation_s(small, times)}
+    elif small.kind == "step":
+        figures = {"step_s": _whole_step_s(small, Path(spec.folder), times)}
+    elif spec.world_size == 1:
+        figures = _train(small, spec.rank, times, None)
+    else:
+        with joined_world(spec):
+            figures = _train(small, spec.rank, times, TorchParallel.join(ParallelConfig()))
     return {spec.contender: figures}
-
-
-def _in_its_world(spec: Spec, work: Callable[[TorchParallel | None], dict[str, float]]) -> dict[str, float]:
-    if spec.world_size == 1:
-        return work(None)
-    with joined_world(spec):
-        return work(TorchParallel.join(ParallelConfig()))
 
 
 def _train(run: SmallRun, rank: int, times: int, parallel: TorchParallel | None) -> dict[str, float]:
@@ -104,8 +99,7 @@ def _sample(prompt_ids: Any, length: int, vocab_size: int, rng: np.random.Genera
 
 
 def _resident_bytes() -> int:
-    # Made for what it does first: what is free goes back to the system.
-    PeakMemory("cpu")
+    settle()
     return psutil.Process().memory_info().rss
 
 

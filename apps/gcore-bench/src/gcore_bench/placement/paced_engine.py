@@ -13,15 +13,10 @@ from gcore_rollout import Completion, HFEngine, Request
 
 @dataclass(frozen=True, kw_only=True)
 class Phases:
-    """Most tokens of a response, which change during a run.
-
-    Attributes:
-        metrics: where the run writes a row for each step.
-        num_steps: of each phase.
-        max_tokens: in each; the last one lasts.
-    """
+    """Most tokens of a response, which change during a run, of which each phase has `num_steps`; the last one lasts."""
 
     metrics: Path
+    """Where the run writes a row for each step."""
     num_steps: int
     max_tokens: Sequence[int]
 
@@ -47,22 +42,15 @@ class PacedEngine(HFEngine):
 
     @classmethod
     def paced(
-        cls,
-        model: Path,
-        *,
-        step_s: float,
-        swap_s: float = 0.0,
-        phases: Phases | None = None,
-        **options: Any,
+        cls, model: Path, *, step_s: float, swap_s: float = 0.0, phases: Phases | None = None, **options: Any
     ) -> Self:
-        """An engine of this pace, with the weights of a model folder."""
-        options["eos_token_ids"] = ()
-        engine = cls.from_pretrained(model, **options)
+        """Return an engine of this pace, with the weights of a model folder."""
+        engine = cls.from_pretrained(model, **options | {"eos_token_ids": ()})
         engine.step_s, engine.swap_s, engine.phases = step_s, swap_s, phases
         return engine
 
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
-        """See `Engine.generate`."""
+        """Cut responses to the length of the phase."""
         if self.phases is not None:
             most = self.phases.present()
             cut = [replace(r.sampling, max_tokens=min(r.sampling.max_tokens, most)) for r in requests]
@@ -72,12 +60,10 @@ class PacedEngine(HFEngine):
                 yield completion
 
     async def sleep(self) -> None:
-        """See `Engine.sleep`."""
         await super().sleep()
         await asyncio.sleep(self.swap_s)
 
     async def wake(self) -> None:
-        """See `Engine.wake`."""
         await asyncio.sleep(self.swap_s)
         await super().wake()
 

@@ -1,4 +1,4 @@
-"""Runs of gcore-llm on Ray, one under each strategy, and what their ledgers say."""
+"""The part live: real runs on Ray whose load moves from one role to the other, under every strategy of placement."""
 
 import json
 import os
@@ -10,16 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
-from gcore_bench.harness.errors import BenchError
+from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.processes import Program, run_program
+from gcore_bench.harness.report import figures_table, verdict
 from gcore_bench.placement.options import PlacementOptions
 from gcore_llm.demo.tiny_model import make_tiny_model
 from gcore_placement.ledger import CAUSES, Ledger, read_spans
 
 PHASE_TOKENS = (8, 72, 8)
 """Tokens of a response in each phase. A verdict has 24: judging takes 3/4 of the work, then 1/4, then most again."""
+SHOWN_CAUSES = ("long_tail", "waiting_for_generation", "waiting_for_reward", "waiting_for_weights", "swap")
 
 _VERDICT_TOKENS = 24
 _SLOTS = 4
@@ -39,7 +42,6 @@ class LiveRow:
     seconds: float
     """Seconds from the start of the first step to the end of the last, moves included."""
     phase_s: list[float]
-    """Seconds of each phase."""
     moved_to_judge: int
     moved_to_policy: int
     idle_share: float
@@ -51,7 +53,7 @@ class LiveRow:
 
 
 def strategies(num_devices: int) -> dict[str, list[str]]:
-    """Options of gcore-llm for each strategy on so many devices."""
+    """Return the options of gcore-llm for each strategy on so many devices."""
 
     def divided(strategy: str, policy: int, judge: int) -> list[str]:
         return [
@@ -69,11 +71,7 @@ def strategies(num_devices: int) -> dict[str, list[str]]:
 
 
 def run_live(options: PlacementOptions, *, say: Callable[[str], object]) -> list[LiveRow]:
-    """Make all runs, one after the other.
-
-    Raises:
-        BenchError: one of them failed; the message says where its log is.
-    """
+    """Make all runs, one after the other."""
     folder = Path(tempfile.mkdtemp(prefix="gcore-bench-live-"))
     disable_progress_bar()
     make_tiny_model(folder / "model", seed=options.seed)
@@ -85,18 +83,10 @@ def run_live(options: PlacementOptions, *, say: Callable[[str], object]) -> list
         name = f"run-{number}"
         load = os.getloadavg()[0]
         log = folder / f"{name}.log"
-        command = [
-            sys.executable,
-            "-c",
-            "from gcore_llm.cli import main; main()",
-            *_job(folder, name, options),
-            *chosen,
-        ]
-        run_program(
-            Program(command=command, environment={"OMP_NUM_THREADS": "1"}, folder=folder, read=lambda: []),
-            name=strategy,
-            log=log,
-        )
+        main = "from gcore_llm.cli import main; main()"
+        command = [sys.executable, "-c", main, *_job(folder, name, options), *chosen]
+        program = Program(command=command, environment={"OMP_NUM_THREADS": "1"}, folder=folder)
+        run_program(program, name=strategy, log=log)
         run = folder / "runs" / name
         steps = [row for row in map(json.loads, (run / "metrics.jsonl").open()) if "timing_s/step" in row]
         first = first or steps
@@ -112,13 +102,13 @@ def run_live(options: PlacementOptions, *, say: Callable[[str], object]) -> list
 
 
 def _job(folder: Path, name: str, options: PlacementOptions) -> list[str]:
-    """The part of the command that all strategies have in common."""
+    """Return the part of the command that all strategies have in common."""
     metrics = folder / "runs" / name / "metrics.jsonl"
     engine = folder / f"engine_{name}.py"
     engine.write_text(
         "from functools import partial\n"
         "from pathlib import Path\n"
-        "from gcore_bench.placement.live.paced_engine import PacedEngine, Phases\n"
+        "from gcore_bench.placement.paced_engine import PacedEngine, Phases\n"
         f"phases = Phases(metrics=Path({str(metrics)!r}), num_steps={options.live_phase_steps}, "
         f"max_tokens={PHASE_TOKENS})\n"
         f"pace = {{'step_s': {options.live_step_ms / 1000}, 'swap_s': {options.live_swap_ms / 1000}}}\n"
@@ -149,10 +139,8 @@ def _row(
     steps = read_spans(run)
     ledger = Ledger.of(steps)
     total_ns = sum(ledger.total_ns.get(role, 0) for role in _ROLES)
-    shares = {
-        cause: sum(ledger.device_ns[role][cause] for role in _ROLES if role in ledger.device_ns) / total_ns
-        for cause in CAUSES
-    }
+    idle_ns = [ledger.device_ns[role] for role in _ROLES if role in ledger.device_ns]
+    shares = {cause: sum(role_ns[cause] for role_ns in idle_ns) / total_ns for cause in CAUSES}
     size = options.live_phase_steps
     phases = [steps[i : i + size] for i in range(0, len(steps), size)]
     return LiveRow(
@@ -169,8 +157,8 @@ def _row(
 
 
 def _moves(log: Path) -> dict[str, int]:
-    """Engines that moved, by the role that they left."""
-    moves: dict[str, int] = dict.fromkeys(("policy", "judge"), 0)
+    """Return the number of engines that moved, by the role that they left."""
+    moves = {"policy": 0, "judge": 0}
     for count, role in _MOVE.findall(log.read_text(errors="replace")):
         moves[role] += int(count)
     return moves
@@ -182,3 +170,34 @@ def _are_alike(steps: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[st
         for step, other in zip(steps, expected, strict=True)
         for name in _ALIKE
     )
+
+
+def live_table(rows: Sequence[LiveRow]) -> Table:
+    """A line for each strategy."""
+    phases = [f"phase {i} s" for i in range(1, len(rows[0].phase_s) + 1)]
+    causes = [f"{name.replace('_', ' ')} %" for name in SHOWN_CAUSES]
+    title = "real runs on Ray, of the devices that generate and judge"
+    shown = figures_table(title, "run s", *phases, "moves", "idle %", *causes, "other %")
+    for row in rows:
+        rest = row.idle_share - sum(row.shares[name] for name in SHOWN_CAUSES)
+        shares = [row.idle_share, *(row.shares[name] for name in SHOWN_CAUSES), rest]
+        moves = f"{row.moved_to_judge} + {row.moved_to_policy}" if row.strategy == "dynamic" else "-"
+        seconds = [f"{seconds:.1f}" for seconds in (row.seconds, *row.phase_s)]
+        shown.add_row(row.strategy, *seconds, moves, *(f"{100 * share:.1f}" for share in shares))
+    return shown
+
+
+def live_aims(rows: Sequence[LiveRow]) -> list[str]:
+    """Return whether gcore's aims are met."""
+    [dynamic] = [row for row in rows if row.strategy == "dynamic"]
+    others = [row for row in rows if row.strategy != "dynamic"]
+    moves = min(dynamic.moved_to_judge, dynamic.moved_to_policy)
+    fastest, least = min(others, key=lambda row: row.seconds), min(others, key=lambda row: row.idle_share)
+    return [
+        f"aim: dynamic moves an engine each way ({verdict(moves > 0)}), and no request is lost (met: every "
+        "step has the samples and scores of all runs)",
+        f"aim: dynamic idles less than all static strategies: {dynamic.idle_share:.1%} to {least.idle_share:.1%} "
+        f"({least.strategy}; {verdict(dynamic.idle_share < least.idle_share)})",
+        f"the run takes {fastest.seconds / dynamic.seconds:.2f} times as long with the best static strategy "
+        f"({fastest.strategy})",
+    ]

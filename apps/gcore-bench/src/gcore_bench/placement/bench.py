@@ -1,0 +1,32 @@
+"""`gcore-bench placement`: its parts, their tables, and the file with all figures."""
+
+from dataclasses import asdict
+
+from rich.console import Console
+
+from gcore_bench.harness.report import Session
+from gcore_bench.placement.balancer import balancer_aims, balancer_table, run_balancer
+from gcore_bench.placement.live import live_aims, live_table, run_live
+from gcore_bench.placement.options import PlacementOptions
+from gcore_bench.placement.planner import planner_aims, planner_table, run_planner
+from gcore_bench.placement.study import run_study
+
+
+def run(options: PlacementOptions, console: Console) -> None:
+    """Run the parts of ``options``, print their tables, and write the figures."""
+    options = options.sized()
+    with Session(options, console) as session:
+        for part in dict.fromkeys(options.parts):
+            if part == "balancer":
+                rows = run_balancer(options, say=session.say)
+                table, lines, figures = balancer_table(rows), balancer_aims(rows), {"rows": rows}
+            elif part == "live":
+                runs = run_live(options, say=session.say)
+                table, lines, figures = live_table(runs), live_aims(runs), {"rows": runs}
+            elif part == "study":
+                session.say(run_study(options))
+                continue
+            else:
+                found = run_planner(options, say=session.say)
+                table, lines, figures = planner_table(found), planner_aims(found), asdict(found)
+            session.add(part, tables=[table], lines=lines, **figures, aims=lines)

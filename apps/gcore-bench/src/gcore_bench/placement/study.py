@@ -1,0 +1,294 @@
+"""Simulations that answer the questions which G-Core's paper leaves open, in half an hour; their tables and page.
+
+The answers are in packages/gcore-placement/docs/open-questions.md.
+"""
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from statistics import fmean
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from gcore_bench.placement.options import PlacementOptions
+from gcore_placement import (
+    Comparison,
+    DynamicPartitionConfig,
+    EngineCosts,
+    JobCosts,
+    SwapCosts,
+    Trace,
+    TraceRecipe,
+    compare,
+)
+from gcore_placement.cli.page import page
+from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENARIOS, scenario, sized
+
+T = TypeVar("T")
+
+_JOB, _NUM_DEVICES = "32B", 64
+
+STUDY_SIZES = (
+    (64, None, (*SCENARIOS, *PUBLISHED)),
+    (512, None, ("curriculum", "growing", "crossing")),
+    (10_000, 30, ("curriculum", "growing", "crossing")),
+)
+"""Devices, steps (None: the scenario's) and scenarios of the study of drift."""
+ERRORS = (1 / 8, 1 / 4, 1 / 2, 1 / 1.5, 1.0, 1.5, 2.0, 4.0, 8.0)
+"""Believed costs of the judge, over its true ones."""
+SEEDS = (1, 2, 3)
+"""Seeds of each trace in a study. The policy was tuned on seed 0."""
+SeededComparison = Sequence[Comparison]
+"""Comparisons on traces of one recipe with several seeds."""
+
+
+class RunAll(Protocol):
+    """Calls independent tasks, for example in several processes, and returns their results in the same order."""
+
+    def __call__(self, tasks: Sequence[Callable[[], T]], /) -> list[T]: ...
+
+
+def in_turn(tasks: Sequence[Callable[[], T]]) -> list[T]:
+    """Call the tasks in this process, one after the other."""
+    return [task() for task in tasks]
+
+
+def run_study(options: PlacementOptions) -> str:
+    """Answer all questions, and write `tables.md` and `study.html`; return the tables."""
+    folder, num_steps = options.study_folder, options.study_steps or None
+    sizes = [
+        (devices, num_steps if steps is None else min(steps, num_steps or steps), names)
+        for devices, steps, names in STUDY_SIZES
+    ]
+    few = min(24, num_steps or 24)
+    with in_processes(options.study_processes or os.cpu_count() or 1) as run_all:
+        drift = drift_study(sizes, run_all=run_all)
+        predictions = prediction_study(num_steps=few, run_all=run_all)
+        breaks = break_study(num_steps=few, run_all=run_all)
+    text = _study_text(drift, payload_study(), predictions, breaks)
+    folder.mkdir(exist_ok=True)
+    (folder / "tables.md").write_text(text)
+    (folder / "study.html").write_text(page([seeded[0] for seeded in (*drift, *breaks)]))
+    return text
+
+
+@contextmanager
+def in_processes(count: int) -> Generator[RunAll]:
+    """Call tasks in so many processes, or in this one if 1, with a bar on the terminal for each call."""
+    console = Console(file=sys.stderr)
+    columns = (TextColumn("comparisons"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) if count > 1 else None
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+
+        def run_all(tasks: Sequence[Callable[[], T]]) -> list[T]:
+            bar = progress.add_task("", total=len(tasks))
+            if pool is None:
+                return [task() for task in progress.track(tasks, task_id=bar)]
+            # The last tasks are the largest.
+            futures = [pool.submit(task) for task in reversed(tasks)]
+            for future in futures:
+                future.add_done_callback(lambda _: progress.advance(bar))
+            return [future.result() for future in reversed(futures)]
+
+        try:
+            yield run_all
+        finally:
+            if pool is not None:
+                pool.shutdown(cancel_futures=True)
+
+
+def drift_study(
+    sizes: Sequence[tuple[int, int | None, Sequence[str]]], *, seeds: Sequence[int] = SEEDS, run_all: RunAll = in_turn
+) -> list[SeededComparison]:
+    """Answer question 1: dynamic against the best static split, for devices, steps and scenarios."""
+    cases = [(name, devices, steps, seed) for devices, steps, names in sizes for name in names for seed in seeds]
+    return _by_seeds(run_all([partial(_compared, *case) for case in cases]), seeds)
+
+
+class PayloadLoad(NamedTuple):
+    """The busiest controller's seconds to receive a step's payloads and send them on, and the bytes it holds at once.
+
+    `max_over_mean` are its bytes over the mean of all controllers; 1 is even.
+    """
+
+    seconds: float
+    held_bytes: float
+    max_over_mean: float
+
+
+def payload_load(
+    trace: Trace, step: int, *, num_controllers: int, link_bytes_per_s: float = 12.5e9, copy_bytes_per_s: float = 2e9
+) -> PayloadLoad:
+    """Return the load of one step's payloads on controllers that take prompts in turn, with a link of 100 Gb/s each."""
+    payloads = trace.payload_bytes[trace.step_slice(step)]
+    shares = np.bincount(np.arange(len(payloads)) % num_controllers, weights=payloads, minlength=num_controllers)
+    most, mean = float(shares.max()), float(shares.mean())
+    # It comes in once and goes out to the policy, to the judge and to training; packing and sending overlap.
+    seconds = (1 + 3) * most / min(link_bytes_per_s, copy_bytes_per_s)
+    return PayloadLoad(seconds, most, most / mean if mean else 1.0)
+
+
+def payload_study() -> list[tuple[float, int, PayloadLoad]]:
+    """Answer question 2: median payload bytes of a prompt, controllers, and a step's load of the busiest of these."""
+    rows: list[tuple[float, int, PayloadLoad]] = []
+    batch = SCALES[10_000].train_batch_size
+    for median_bytes in (1e5, 8e6, 1e8):
+        recipe = SCENARIOS["multimodal"]
+        trace = replace(recipe, num_steps=1, train_batch_size=batch, payload_median_bytes=median_bytes).trace()
+        rows += [(median_bytes, n, payload_load(trace, 0, num_controllers=n)) for n in (1, 8, 64, 512)]
+    return rows
+
+
+def prediction_study(*, num_steps: int, run_all: RunAll) -> list[tuple[float, list[float], list[float]]]:
+    """Answer question 3: dynamic, for costs of the judge that are believed to be off by a factor.
+
+    Returns:
+        For each of ERRORS the seconds of the best static split over those of dynamic, with each seed: where
+        measurements correct the model, and where they do not.
+    """
+    by_seed = run_all([partial(_gains, num_steps, seed, ERRORS) for seed in SEEDS])
+    return [
+        (error, [corrected for corrected, _ in gains], [uncorrected for _, uncorrected in gains])
+        for error, *gains in zip(ERRORS, *by_seed, strict=True)
+    ]
+
+
+def break_study(
+    *, num_steps: int = 24, seeds: Sequence[int] = SEEDS, run_all: RunAll = in_turn
+) -> list[SeededComparison]:
+    """Break each condition of the scheme, one at a time, on the curriculum, to find where its gain ends."""
+    costs, batch = JOBS[_JOB], SCALES[_NUM_DEVICES].train_batch_size
+    assert costs.reward is not None
+    slow = replace(costs, swap=replace(costs.swap, load_s=1200.0))
+    large = replace(costs, policy=_on_devices(costs.policy, 16), reward=_on_devices(costs.reward, 16))
+    jump, still = SCENARIOS["curriculum"], SCENARIOS["steady"]
+    cases = (
+        ("as it is", jump, costs),
+        ("load stays the same", still, costs),
+        ("load changes at random every step", replace(still, noise=0.6), costs),
+        ("one large wave a step", SCENARIOS["large_waves"], costs),
+        ("four replicas in all", jump, large),
+        ("a move takes 20 minutes", jump, slow),
+        ("swaps take no time", jump, replace(costs, swap=SwapCosts())),
+    )
+    tasks: list[partial[Comparison]] = []
+    for (name, recipe, changed), seed in ((case, seed) for case in cases for seed in seeds):
+        traced = sized(recipe, num_steps=num_steps, train_batch_size=batch, seed=seed)
+        tasks.append(partial(_compared_recipe, name, traced, changed))
+    return _by_seeds(run_all(tasks), seeds)
+
+
+def with_judge_error(costs: JobCosts, error: float) -> JobCosts:
+    """Return costs whose judge takes `error` times as long."""
+    assert costs.reward is not None
+    return replace(costs, reward=_scaled(costs.reward, error, decode_base_s=costs.reward.decode_base_s * error))
+
+
+def _on_devices(costs: EngineCosts, num_devices: int) -> EngineCosts:
+    """Return the engine with more devices to a replica, as fast per device."""
+    ratio = costs.devices_per_replica / num_devices
+    num_seqs = round(costs.max_num_seqs / ratio)
+    return _scaled(costs, ratio, devices_per_replica=num_devices, max_num_seqs=num_seqs)
+
+
+def _scaled(costs: EngineCosts, factor: float, **changed: float) -> EngineCosts:
+    """Return the engine with its costs of sequences and tokens times a factor, and other fields changed."""
+    names = ("decode_per_sequence_s", "decode_per_context_token_s", "prefill_per_token_s")
+    return replace(costs, **{name: getattr(costs, name) * factor for name in names}, **changed)
+
+
+def _compared(name: str, num_devices: int, num_steps: int | None, seed: int) -> Comparison:
+    return compare(name, scenario(name, _JOB, num_devices, num_steps=num_steps, seed=seed))
+
+
+def _compared_recipe(name: str, recipe: TraceRecipe, costs: JobCosts) -> Comparison:
+    return compare(name, scenario(recipe.name, _JOB, _NUM_DEVICES, trace=recipe.trace(), costs=costs))
+
+
+def _gains(num_steps: int, seed: int, errors: Sequence[float]) -> list[tuple[float, float]]:
+    """Return for each error the best split's seconds over dynamic's, corrected and not."""
+    simulator = scenario("judge_grows", _JOB, _NUM_DEVICES, num_steps=num_steps, seed=seed)
+    split_s = simulator.best_split().seconds
+    configs = DynamicPartitionConfig(), DynamicPartitionConfig(is_corrected=False)
+    gains: list[tuple[float, float]] = []
+    for error in errors:
+        believed = with_judge_error(JOBS[_JOB], error)
+        corrected, uncorrected = (
+            split_s / simulator.dynamic(believed=believed, config=config).seconds for config in configs
+        )
+        gains.append((corrected, uncorrected))
+    return gains
+
+
+def _by_seeds(comparisons: Sequence[Comparison], seeds: Sequence[int]) -> list[SeededComparison]:
+    return [comparisons[first : first + len(seeds)] for first in range(0, len(comparisons), len(seeds))]
+
+
+def _study_text(
+    drift: Sequence[SeededComparison],
+    payloads: Sequence[tuple[float, int, PayloadLoad]],
+    predictions: Sequence[tuple[float, Sequence[float], Sequence[float]]],
+    breaks: Sequence[SeededComparison],
+) -> str:
+    """Return all tables as Markdown: means over seeds, with the least and the most."""
+    errors = [(f"{error:.3g}", _spread(right), _spread(wrong)) for error, right, wrong in predictions]
+    loads = [
+        (
+            *(f"{size / 1e6:g} MB", str(n), f"{load.seconds:,.1f} s"),
+            *(f"{load.held_bytes / 1e9:,.1f} GB", f"{load.max_over_mean:.2f}"),
+        )
+        for size, n, load in payloads
+    ]
+    error_head = ("believed / true", "split / dynamic, corrected", "split / dynamic, not corrected")
+    load_head = ("payload of a prompt", "controllers", "busiest, a step", "it holds", "max / mean")
+    parts = {
+        "Dynamic against the best static split": _comparison_table(drift),
+        "Payloads through controllers": _table(load_head, loads),
+        "Wrong costs of the judge": _table(error_head, errors),
+        "Conditions broken": _comparison_table(breaks),
+    }
+    return "\n".join(f"## {title}\n\n{table}" for title, table in parts.items())
+
+
+def _comparison_table(comparisons: Iterable[SeededComparison]) -> str:
+    """Return a table of the seconds of a step, the gain of dynamic, and idle shares of all device-seconds."""
+    head = (
+        *("devices", "trace", "steps", "colocated, a step", "best split", "dynamic", "clairvoyant"),
+        *("colocated / dynamic", "split / dynamic", "split / clairvoyant"),
+        *("idle: colocated", "split", "dynamic", "clairvoyant", "points over clairvoyant", "moves"),
+    )
+    rows: list[Sequence[str]] = []
+    for seeded in comparisons:
+        by_strategy = list(zip(*(c.runs for c in seeded), strict=True))
+        rows.append(
+            (
+                *(f"{seeded[0].num_devices:,}", seeded[0].name, str(len(seeded[0].dynamic.steps))),
+                *(f"{fmean(run.step_s for run in runs):,.0f} s" for runs in by_strategy),
+                _spread([c.colocated.seconds / c.dynamic.seconds for c in seeded]),
+                _spread([c.best_split.seconds / c.dynamic.seconds for c in seeded]),
+                _spread([c.best_split.seconds / c.clairvoyant.seconds for c in seeded]),
+                *(f"{fmean(run.idle_share for run in runs):.1%}" for runs in by_strategy),
+                _spread([100 * (c.dynamic.idle_share - c.clairvoyant.idle_share) for c in seeded], digits=1),
+                f"{fmean(c.dynamic.num_moves for c in seeded):.0f}",
+            )
+        )
+    return _table(head, rows)
+
+
+def _spread(values: Sequence[float], *, digits: int = 2) -> str:
+    """Format the mean, and the range if there is one."""
+    low, mean, high = (f"{value:.{digits}f}" for value in (min(values), fmean(values), max(values)))
+    return mean if low == high else f"{mean} ({low} to {high})"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
