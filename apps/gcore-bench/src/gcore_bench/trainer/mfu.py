@@ -13,7 +13,7 @@ from gcore_bench.harness.rounds import Figures
 from gcore_bench.trainer.updates import LOSS, OPTIMIZER
 from gcore_placement import TransformerWorkload
 from gcore_trainer import PackedModel, PolicyObjective, Sample, TorchTrainer
-from gcore_trainer.packing.attention import ATTENTION_NAME, register
+from gcore_trainer.torch.packed_model import ATTENTION_NAME, register
 
 TARGET = 0.45
 """Fraction of the peak that well-tuned trainers of dense models reach."""

@@ -177,7 +177,7 @@ def ray_trainer_spec(config: TrainConfig, model: Path, checkpoints: Path) -> Tra
     return trainer_spec(config, model, checkpoints, num_threads=num_threads)
 
 
-_PRELOADED = ["gcore_trainer.torch.trainer", "gcore_trainer.torch.frozen_model", "torch._dynamo"]
+_PRELOADED = ["gcore_trainer.trainer", "gcore_trainer.torch.frozen_model", "torch._dynamo"]
 
 
 def _make_worker(config: TrainConfig, model: Path, checkpoints: Path, device: str) -> LLMTrainerWorker:

@@ -7,14 +7,16 @@ sampling takes tokens and sequences out where it is far from 1. Names and meanin
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_trainer.checks import require, require_finite
+from gcore_trainer.advantages.estimator import Collectives
+from gcore_trainer.config import require
 from gcore_trainer.errors import BatchError, ConfigError
+from gcore_trainer.sample import Sample, require_finite
 
 RolloutIS = Literal["token", "sequence"]
 RolloutRS = Literal[
@@ -162,6 +164,56 @@ def rollout_correction(
     )
 
 
+async def with_rollout_correction(
+    samples: Sequence[Sequence[Sample]], config: RolloutCorrectionConfig, group: Collectives
+) -> tuple[list[list[Sample]], dict[str, float]]:
+    """Add weights and masks against the mismatch of engine and trainer to samples with ``old_log_probs``.
+
+    Args:
+        samples: of each prompt of this process.
+        config: of the correction.
+        group: all processes that hold parts of the batch.
+
+    Returns:
+        the samples, and metrics of the whole batch.
+    """
+    counted = [s for part in samples for s in part if s.old_log_probs is not None and s.mask.any()]
+    columns: dict[str, Any] = {
+        "old_log_probs": [s.old_log_probs for s in counted],
+        "rollout_log_probs": [s.rollout_log_probs for s in counted],
+        "masks": [s.mask for s in counted],
+    }
+    batch = None
+    if config.rollout_is_batch_normalize:
+        own = weight_moments(**columns, config=config) if counted else np.zeros(2)
+        batch = sum(await group.all_gather(own), np.zeros(2))
+    weights, masks, metrics = rollout_correction(**columns, config=config, batch=batch) if counted else (None, [], {})
+    place = {id(s): i for i, s in enumerate(counted)}
+
+    def corrected(sample: Sample) -> Sample:
+        i = place.get(id(sample))
+        if i is None:
+            nothing = np.zeros(sample.mask.shape, np.float32) if config.rollout_is else None
+            return replace(sample, rollout_is_weights=nothing)
+        return replace(sample, response_mask=masks[i], rollout_is_weights=None if weights is None else weights[i])
+
+    everyones = await group.all_gather((len(counted), metrics))
+    return [[corrected(s) for s in part] for part in samples], _combined(everyones)
+
+
+def _combined(parts: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    """Combine the metrics of parts of a batch, given each one's number of samples."""
+    combined: dict[str, float] = {}
+    for name in sorted({name for _, metrics in parts for name in metrics}):
+        found = [(count, metrics[name]) for count, metrics in parts if name in metrics]
+        counts, values = zip(*found, strict=True)
+        if name.endswith(("_max", "_min")):
+            combined[name] = (max if name.endswith("_max") else min)(values)
+        else:
+            combined[name] = float(np.average(values, weights=counts))
+    return combined
+
+
 def weight_moments(
     old_log_probs: Sequence[_Floats],
     rollout_log_probs: Sequence[_Floats],
@@ -218,15 +270,12 @@ class _Tokens:
         return np.cumsum(self.counts) - self.counts
 
     def sums(self, values_N: NDArray[np.float64 | np.bool_]) -> _Array:
-        """Sum over each sequence: [S]."""
         return np.add.reduceat(values_N.astype(np.float64), self.starts)
 
     def means(self, values_N: _Array) -> _Array:
-        """Average over each sequence: [S]."""
         return self.sums(values_N) / self.counts
 
     def maxima(self, values_N: _Array) -> _Array:
-        """Take the largest of each sequence: [S]."""
         return np.maximum.reduceat(values_N, self.starts)
 
     def spread(self, values_S: NDArray[_Scalar]) -> NDArray[_Scalar]:

@@ -1,7 +1,7 @@
 """Ring attention: each rank keeps its queries, and the keys and values of all visit it in turn.
 
 Liu et al., arXiv:2310.01889: blockwise attention whose partial results are merged by their log-sum-exp, while the next
-block travels. Segments are divided zig-zag (`layout.py`), so that a visiting block is seen by all local queries through
+block travels. Segments are divided zig-zag (`groups.py`), so that a visiting block is seen by all local queries through
 its first half, or by the second half of them entirely: every step computes the same, and nothing that is masked.
 With a sliding window, each chunk of queries attends to each chunk of keys separately, except to chunks that it does not
 see.
@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from gcore_trainer.context_parallel.layout import EqualSegments
-from gcore_trainer.packing.attention import AttentionKind
+from gcore_trainer.context_parallel.groups import EqualSegments
 from gcore_trainer.packing.block_attention import Scoring, attend_block, block_gradients, include_sinks, sink_gradients
+from gcore_trainer.packing.pack import AttentionKind
 
 
 def ring_attention(

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from gcore_trainer.checks import require, require_choice
+from gcore_trainer.config import require, require_choice
 
 DiffusionLossMode = Literal["vanilla", "guard"]
 

@@ -15,7 +15,7 @@ from gcore_trainer.config import LoRAConfig
 from gcore_trainer.diffusion.sample import Conditioned
 from gcore_trainer.errors import MissingExtraError, UnsupportedModelError
 from gcore_trainer.lora import add_lora, merge_lora
-from gcore_trainer.torch.adamw import whole
+from gcore_trainer.trainer import whole
 
 try:
     import diffusers

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from gcore_trainer.checks import require
+from gcore_trainer.config import require
 
 
 class MovingAverage:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_trainer.checks import require_finite
 from gcore_trainer.errors import BatchError
+from gcore_trainer.sample import require_finite
 
 Conditions = Mapping[str, NDArray[np.generic]]
 

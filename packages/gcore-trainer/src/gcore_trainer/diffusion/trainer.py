@@ -14,10 +14,9 @@ from gcore_trainer.diffusion.ema import MovingAverage
 from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, TransitionKernel
 from gcore_trainer.diffusion.sample import Conditioned, DiffusionMicroBatch, stacked
 from gcore_trainer.errors import BatchError, ConfigError, TrainerError
-from gcore_trainer.torch.adamw import AdamW
+from gcore_trainer.objectives.policy import add_sums, added
 from gcore_trainer.torch.parallel import TorchParallel
-from gcore_trainer.training.base_trainer import BaseTrainer, add_sums, added
-from gcore_trainer.training.replicas import Replicas
+from gcore_trainer.trainer import AdamW, BaseTrainer, Replicas
 
 
 class DiffusionTrainer(BaseTrainer):
@@ -63,7 +62,7 @@ class DiffusionTrainer(BaseTrainer):
             raise ConfigError("the model has no parameters to train")
         self._adamw = AdamW(parameters, optimizer)
         super().__init__(
-            config=optimizer, optimizer=self._adamw, replicas=parallel.replicas if parallel else Replicas()
+            config=optimizer, optimizer=self._adamw, replicas=Replicas(parallel.replicas if parallel else None)
         )
         self._models = Models(policy=denoiser, old=old, reference=reference)
         self._ema = MovingAverage(parameters, ema_decay) if ema_decay is not None else None

@@ -19,7 +19,7 @@ from gcore_trainer.errors import ConfigError
 from gcore_trainer.lora import initial_a
 from gcore_trainer.megatron.architecture import Architecture
 from gcore_trainer.megatron.model import HiddenStatesGPT
-from gcore_trainer.megatron.weights.pieces import Piece, adapter_pieces
+from gcore_trainer.megatron.pieces import Piece, adapter_pieces
 
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
+from gcore_trainer.config import ParallelConfig
 from gcore_trainer.errors import ConfigError, UnsupportedModelError
-from gcore_trainer.parallel import ParallelConfig
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Known architectures, by their ``model_type``."""

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from gcore_trainer.config import ParallelConfig
 from gcore_trainer.context_parallel.groups import ContextParallel, make_context_parallel
 from gcore_trainer.errors import ConfigError
-from gcore_trainer.parallel import ParallelConfig
 
 _joined: tuple[ParallelConfig, ContextParallel] | None = None
 

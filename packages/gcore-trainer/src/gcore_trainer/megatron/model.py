@@ -10,10 +10,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from gcore_trainer.config import ParallelConfig
 from gcore_trainer.megatron.architecture import Architecture
-from gcore_trainer.packing.attention import AttentionKind
+from gcore_trainer.packing.pack import AttentionKind
 from gcore_trainer.packing.row import Row
-from gcore_trainer.parallel import ParallelConfig
 
 
 class HiddenStatesGPT(GPTModel):

@@ -14,7 +14,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from gcore_trainer.config import OptimizerConfig
 from gcore_trainer.errors import StateError
 from gcore_trainer.megatron.cpu import megatron_runtime
-from gcore_trainer.megatron.weights.pieces import Piece
+from gcore_trainer.megatron.pieces import Piece
+from gcore_trainer.trainer import AdamW
 
 _GROUPS = ("model", "exp_avg", "exp_avg_sq")
 
@@ -46,7 +47,7 @@ class _Shard:
         return self.main.detach() if group == "model" else self.moments[group]
 
 
-class DistributedAdamW:
+class DistributedAdamW(AdamW):
     """The optimizer of one trainer. Moments exist from the start, so that they can be loaded in place.
 
     Args:

@@ -10,11 +10,11 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from numpy.typing import NDArray
 
+from gcore_trainer.config import ParallelConfig
 from gcore_trainer.errors import BatchError
 from gcore_trainer.megatron.architecture import Architecture
 from gcore_trainer.packing.router_replay import ReplayedRouter
 from gcore_trainer.packing.row import Row
-from gcore_trainer.parallel import ParallelConfig
 
 
 class LayerRouters:

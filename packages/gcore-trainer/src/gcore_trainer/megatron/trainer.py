@@ -1,7 +1,8 @@
 """The Megatron-Core backend."""
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +18,23 @@ from megatron.core.distributed import (
 from numpy.typing import NDArray
 from transformers import AutoConfig
 
-from gcore_trainer.config import LoRAConfig, OptimizerConfig
+from gcore_trainer.config import LoRAConfig, OptimizerConfig, ParallelConfig
 from gcore_trainer.errors import ConfigError
 from gcore_trainer.lora import merge_lora
-from gcore_trainer.losses.aggregation import BatchTotals
 from gcore_trainer.megatron.adapters import add_adapters, target_layers
 from gcore_trainer.megatron.architecture import Architecture
 from gcore_trainer.megatron.cpu import megatron_runtime
 from gcore_trainer.megatron.groups import join_groups
-from gcore_trainer.megatron.head import Head
+from gcore_trainer.megatron.hf_files import WeightFiles, write_folder
 from gcore_trainer.megatron.model import HiddenStatesGPT, make_chunks, transformer_config
 from gcore_trainer.megatron.optimizer import DistributedAdamW
-from gcore_trainer.megatron.passes import Pass, Pipeline, from_last_stage
+from gcore_trainer.megatron.pieces import Piece, Place, gather_weights, pieces_of
+from gcore_trainer.megatron.pipeline import Head, Pass, from_last_stage, run_passes
 from gcore_trainer.megatron.routing import LayerRouters
-from gcore_trainer.megatron.weights.gather import gather_weights
-from gcore_trainer.megatron.weights.hf_files import WeightFiles, write_folder
-from gcore_trainer.megatron.weights.pieces import Piece, Place, pieces_of
-from gcore_trainer.objectives.objective import Objective
-from gcore_trainer.packing.row import RowMaker
-from gcore_trainer.packing.token_scores import named_scores
-from gcore_trainer.parallel import ParallelConfig
+from gcore_trainer.objectives.policy import BatchTotals, Objective, add_sums
+from gcore_trainer.packing.row import make_rows, named_scores
 from gcore_trainer.sample import NOTHING, MicroBatch
-from gcore_trainer.training.base_trainer import add_sums
-from gcore_trainer.training.replicas import Replicas
-from gcore_trainer.training.trainer import Trainer
+from gcore_trainer.trainer import Replicas, Trainer
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -122,10 +116,11 @@ class MegatronTrainer(Trainer):
                 replicas=Replicas(replicas),
             )
             self._routers = LayerRouters(architecture, parallel, stages)
+            self.num_routers = self._routers.num_routers
         self._recorded: list[list[NDArray[np.int16]]] | None = None
-        self._pipeline = Pipeline(self._chunks)
-        self._rows = RowMaker(
-            cp=cp,
+        self._make_rows = partial(
+            make_rows,
+            cp=cp if cp.size > 1 else None,
             multiple_of=parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1,
             device=self._device,
             dtype=dtype,
@@ -133,24 +128,19 @@ class MegatronTrainer(Trainer):
             replay_routing=not self._has_value_head,
         )
         self._head = Head(
-            architecture,
+            architecture=architecture,
             has_value_head=self._has_value_head,
             temperature=temperature,
             entropy_grad=objective.entropy_grad,
             sequence_parallel=parallel.sequence_parallel,
         )
 
-    @property
-    def num_routers(self) -> int:
-        return self._routers.num_routers
-
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        base = gather_weights(self._pieces, dtype=self._dtype, device=self._device)
-        if self._lora is None:
-            yield from base
-        else:
+        weights = gather_weights(self._pieces, dtype=self._dtype, device=self._device)
+        if self._lora is not None:
             adapters = dict(gather_weights(self._trained, dtype=self._dtype, device=self._device))
-            yield from merge_lora(base, adapters, self._lora)
+            weights = merge_lora(weights, adapters, self._lora)
+        yield from weights
 
     def save_pretrained(self, path: str | Path) -> None:
         weights = self.export_weights()
@@ -178,7 +168,7 @@ class MegatronTrainer(Trainer):
             for chunk in self._chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()
-            self._pipeline.run(passes, finish)
+            run_passes(self._chunks, passes, finish)
         total = from_last_stage({name: value.item() for name, value in sums.items()})
         return total | {"perf/computed_tokens": sum(p.row.num_tokens for p in passes if p.samples is not None)}
 
@@ -193,7 +183,7 @@ class MegatronTrainer(Trainer):
                 chunk.eval()
             passes = self._passes(micro_batches, num_passes)
             self._routers.record(self._recorded is not None)
-            results = self._pipeline.run(passes, finish)
+            results = run_passes(self._chunks, passes, finish)
             if self._recorded is not None:
                 self._recorded += self._routers.recorded([p.row for p in passes[: len(micro_batches)]])
         return from_last_stage([values.float().cpu().numpy() for values in results[: len(micro_batches)]])
@@ -215,7 +205,7 @@ class MegatronTrainer(Trainer):
             # That schedule takes groups of as many as there are stages, all of one length.
             num_passes += -num_passes % self._parallel.pipeline_model_parallel_size
         samples = [*micro_batches, *[None] * (num_passes - len(micro_batches))]
-        rows = self._rows.make([s or NOTHING for s in samples], equal_lengths=is_interleaved)
+        rows = self._make_rows([s or NOTHING for s in samples], equal_lengths=is_interleaved)
         self._routers.check(rows)
         return [Pass(row=row, samples=s) for row, s in zip(rows, samples, strict=True)]
 
@@ -231,11 +221,8 @@ def _pieces(
     if architecture.experts is not None:
         num_local = architecture.experts.num_experts // parallel.expert_model_parallel_size
         first_expert = parallel_state.get_expert_model_parallel_rank() * num_local
-    place = Place(
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tp_size=parallel.tensor_model_parallel_size,
-        first_expert=first_expert,
-    )
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    place = Place(tp_size=parallel.tensor_model_parallel_size, tp_rank=tp_rank, first_expert=first_expert)
     pieces: dict[torch.nn.Parameter, list[Piece]] = {}
     for stage in stages:
         layers: Any = stage.decoder.layers
@@ -249,7 +236,7 @@ def _pieces(
 
 @torch.no_grad()
 def _load(path: Path, pieces: dict[torch.nn.Parameter, list[Piece]]) -> None:
-    with WeightFiles(path) as files:
+    with closing(WeightFiles(path)) as files:
         for parameter, of_parameter in pieces.items():
             for piece in of_parameter:
                 # A causal LM's folder has no value head: a new critic's values begin at 0.

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import scaled_dot_product_attention
 
 _aten = torch.ops.aten
 
@@ -41,7 +40,7 @@ class Scoring:
     """[S or 1, 1, Q, L], added to the scores after the cap: 0, or -inf if a query does not see a key."""
 
 
-def attention(
+def block_attention(
     q_SHQD: torch.Tensor,
     k_SKLD: torch.Tensor,
     v_SKLV: torch.Tensor,
@@ -49,9 +48,9 @@ def attention(
     *,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute attention [S, H, Q, V], differentiably; torch's own, unless scores have soft caps or there are sinks.
+    """Compute attention [S, H, Q, V] with a soft cap or sinks, differentiably.
 
-    Under autocast it computes in autocast's dtype, as torch's own does.
+    Under autocast it computes in autocast's dtype, as torch's own attention does.
 
     Args:
         q_SHQD: queries.
@@ -60,16 +59,6 @@ def attention(
         scoring: of the queries and keys.
         sinks_H: a further score of each head's softmax; None: none.
     """
-    if scoring.softcap is None and sinks_H is None:
-        return scaled_dot_product_attention(
-            q_SHQD,
-            k_SKLD,
-            v_SKLV,
-            attn_mask=scoring.mask,
-            is_causal=scoring.is_causal,
-            scale=scoring.scale,
-            enable_gqa=q_SHQD.shape[1] != k_SKLD.shape[1],
-        )
     device_type = q_SHQD.device.type
     if torch.is_autocast_enabled(device_type):
         q_SHQD, k_SKLD, v_SKLV = (x.to(torch.get_autocast_dtype(device_type)) for x in (q_SHQD, k_SKLD, v_SKLV))

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_trainer.sample import MicroBatch, by_sample
-from gcore_trainer.torch.packed_transformer import PackedTransformer
+from gcore_trainer.torch.packed_model import PackedTransformer
 from gcore_trainer.torch.parallel import TorchParallel
-from gcore_trainer.training.replicas import Replicas
+from gcore_trainer.trainer import Replicas
 
 
 class FrozenModel:
@@ -22,7 +22,7 @@ class FrozenModel:
 
     def __init__(self, packed: PackedTransformer[Any], *, parallel: TorchParallel | None = None) -> None:
         self._packed = packed
-        self._replicas = parallel.replicas if parallel else Replicas()
+        self._replicas = Replicas(parallel.replicas if parallel else None)
         packed.model.eval().requires_grad_(False)
         if parallel is not None:
             parallel.shard(packed)

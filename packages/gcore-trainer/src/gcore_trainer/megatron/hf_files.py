@@ -7,8 +7,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -19,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from gcore_trainer.errors import UnsupportedModelError
-from gcore_trainer.megatron.weights.pieces import Piece
+from gcore_trainer.megatron.pieces import Piece
 
 MAX_FILE_BYTES = 5 << 30
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -28,7 +27,7 @@ _EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
 
 
 class WeightFiles:
-    """The weights of a folder; a context manager that keeps the files it has read from open.
+    """The weights of a folder; files that were read from stay open until `close`.
 
     Args:
         folder: as ``save_pretrained`` writes it, in safetensors.
@@ -49,12 +48,8 @@ class WeightFiles:
         else:
             raise UnsupportedModelError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the files."""
         self._stack.close()
 
     def __contains__(self, name: str) -> bool:

@@ -1,0 +1,122 @@
+"""Passes over a step's micro-batches, by Megatron-Core's pipeline schedules, and the head after the last stage."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+from gcore_trainer.megatron.architecture import Architecture
+from gcore_trainer.packing.row import Row, TokenScores, VocabShard, token_scores
+from gcore_trainer.sample import MicroBatch
+
+T = TypeVar("T")
+Finish = Callable[[Any, torch.Tensor, "Pass"], tuple[torch.Tensor, Any]]
+"""Makes a loss, and anything else, of the last stage, its output and the pass."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pass:
+    """A row that goes through the stages."""
+
+    row: Row
+    samples: MicroBatch | None
+    """None: a row for nothing, while other replicas still have micro-batches."""
+
+
+def run_passes(chunks: Sequence[Any], passes: Sequence[Pass], finish: Finish) -> list[Any]:
+    """Run all passes, backwards too where gradients are enabled.
+
+    Args:
+        chunks: the data-parallel modules of this rank's virtual stages.
+        passes: the same on all stages.
+        finish: called on the last stage.
+
+    Returns:
+        on the last stage what ``finish`` returned with each loss, on the others nothing.
+    """
+
+    def forward_step(passes: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        one: Pass = next(passes)
+        output = chunk(one.row.input_ids, one.row.positions, None, packed_seq_params=one.row)
+        return output, partial(finished, chunk.module, one)
+
+    def finished(chunk: Any, one: Pass, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        loss, result = finish(chunk, output, one)
+        # Of a count of 0 tokens Megatron-Core makes no mean: gradients stay sums.
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
+
+    iterators = [iter(passes) for _ in chunks]
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=list(chunks) if len(iterators) > 1 else chunks[0],
+        num_microbatches=len(passes),
+        # Of interleaved stages; elsewhere stages send each other the lengths of their messages.
+        seq_length=passes[0].row.num_tokens,
+        micro_batch_size=1,
+        forward_only=not torch.is_grad_enabled(),
+    )
+
+
+def from_last_stage(value: T) -> T:
+    """Broadcast the last stage's value, which can be pickled, to all stages."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return value
+    box = [value]
+    last_rank: Any = parallel_state.get_pipeline_model_parallel_last_rank()
+    group: Any = parallel_state.get_pipeline_model_parallel_group()
+    dist.broadcast_object_list(box, src=last_rank, group=group)
+    return box[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """Turns the last stage's hidden states into what the objective looks at, the same on all ranks of the row."""
+
+    architecture: Architecture
+    has_value_head: bool
+    """It gives values [N], instead of `TokenScores`."""
+    temperature: float
+    """Divides the logits."""
+    entropy_grad: bool
+    """Make the entropies differentiable too."""
+    sequence_parallel: bool
+    """Hidden states are divided over tensor-parallel ranks."""
+
+    def scores(self, chunk: Any, hidden_T1D: torch.Tensor, row: Row) -> Any:
+        """Compute `TokenScores`, or values [N].
+
+        Args:
+            chunk: the last stage, whose weights these are.
+            hidden_T1D: the stage's output; a slice of the T under sequence parallelism.
+            row: of which they are.
+        """
+        if self.sequence_parallel:
+            # Each rank back-propagates the whole gradient: slices of it are taken, not sums.
+            hidden_T1D = gather_from_sequence_parallel_region(hidden_T1D, tensor_parallel_output_grad=False)
+        hidden_nD = hidden_T1D[row.source_index, 0]
+        if self.has_value_head:
+            return row.of_all_ranks(chunk.score(hidden_nD)[:, 0])
+        weight_VD = (
+            chunk.shared_embedding_or_output_weight() if self.architecture.is_tied else chunk.output_layer.weight
+        )
+        tp_group: Any = parallel_state.get_tensor_model_parallel_group()
+        scores = token_scores(
+            hidden_nD,
+            weight_VD,
+            row.target_ids,
+            temperature=self.temperature,
+            entropy_grad=self.entropy_grad,
+            vocab=VocabShard(
+                group=tp_group,
+                start=parallel_state.get_tensor_model_parallel_rank() * weight_VD.shape[0],
+                vocab_size=self.architecture.vocab_size,
+            ),
+        )
+        return TokenScores(log_probs=row.of_all_ranks(scores.log_probs), entropies=row.of_all_ranks(scores.entropies))
