@@ -108,7 +108,7 @@ class _Loop:
             KeyboardInterrupt: after a checkpoint of the last finished step.
         """
         from gcore_llm.finetune.trained_model import TrainedModel
-        from gcore_llm.learning.micro_batches import workload_of
+        from gcore_llm.learning.preparation import workload_of
 
         run = self._supervisor.run
         with Checkpointer(run.checkpoints, keep=self._config.trainer.max_ckpt_to_keep) as checkpointer:
