@@ -50,7 +50,7 @@ from .diffusion.config import (
     NFTConfig as NFTConfig,
 )
 from .diffusion.denoiser import Denoiser as Denoiser, pipeline_component as pipeline_component
-from .diffusion.ema import MovingAverage as MovingAverage
+from .diffusion.losses import DDPMProcess as DDPMProcess, FlowProcess as FlowProcess, NoiseProcess as NoiseProcess
 from .diffusion.objectives import (
     DenoisingPolicyObjective as DenoisingPolicyObjective,
     DiffusionDPOObjective as DiffusionDPOObjective,
@@ -58,9 +58,12 @@ from .diffusion.objectives import (
     NFTObjective as NFTObjective,
     RewardGradientObjective as RewardGradientObjective,
 )
-from .diffusion.process import DDPMProcess as DDPMProcess, FlowProcess as FlowProcess, NoiseProcess as NoiseProcess
 from .diffusion.sample import DiffusionMicroBatch as DiffusionMicroBatch, DiffusionSample as DiffusionSample
-from .diffusion.trainer import DiffusionTrainer as DiffusionTrainer, step_means as step_means
+from .diffusion.trainer import (
+    DiffusionTrainer as DiffusionTrainer,
+    MovingAverage as MovingAverage,
+    step_means as step_means,
+)
 from .errors import (
     BatchError as BatchError,
     ConfigError as ConfigError,

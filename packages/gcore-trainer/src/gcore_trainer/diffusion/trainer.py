@@ -1,22 +1,47 @@
 """The torch backend of diffusion models: in one process, or sharded over many."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_trainer.config import OptimizerConfig
+from gcore_trainer.config import BELOW_ONE, OptimizerConfig
 from gcore_trainer.diffusion.denoiser import Denoiser
-from gcore_trainer.diffusion.ema import MovingAverage
 from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, TransitionKernel
 from gcore_trainer.diffusion.sample import Conditioned, DiffusionMicroBatch, stacked
 from gcore_trainer.errors import BatchError, ConfigError, TrainerError
 from gcore_trainer.objectives.policy import add_sums, added
 from gcore_trainer.torch.parallel import TorchParallel
 from gcore_trainer.trainer import AdamW, BaseTrainer, Replicas
+
+
+class MovingAverage:
+    """Exponential moving average of parameters, in float32, sharded as they are.
+
+    Args:
+        parameters: by name.
+        decay: fraction that the average keeps of itself at an update. Early on it is less: (1 + n) / (10 + n) after n
+            updates, as in TensorFlow's and diffusers' averages.
+
+    Raises:
+        ConfigError: a decay out of its bounds.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], decay: float) -> None:
+        BELOW_ONE.require("ema_decay", decay)
+        self._parameters = dict(parameters)
+        self._decay = decay
+        self.tensors: dict[str, torch.Tensor] = {n: p.detach().clone() for n, p in self._parameters.items()}
+
+    @torch.no_grad()
+    def update(self, num_updates: int) -> None:
+        """Include the parameters after a number of updates."""
+        decay = min(self._decay, (1 + num_updates) / (10 + num_updates))
+        for name, parameter in self._parameters.items():
+            self.tensors[name].lerp_(parameter.detach(), 1 - decay)
 
 
 class DiffusionTrainer(BaseTrainer):
@@ -111,7 +136,6 @@ class DiffusionTrainer(BaseTrainer):
     def _backward(
         self, micro_batches: Sequence[DiffusionMicroBatch], num_batches: int, num_passes: int, total: int
     ) -> dict[str, float]:
-        """Compute the gradient of all replicas' loss; return the sums of this one."""
         self._adamw.zero_grad()
         sums: dict[str, torch.Tensor] = {}
         for i in range(num_batches):
@@ -127,7 +151,6 @@ class DiffusionTrainer(BaseTrainer):
         return {name: value.item() for name, value in sums.items()}
 
     def _follow(self) -> None:
-        """Move the averages towards the parameters."""
         if self._ema is not None:
             self._ema.update(self.step)
         if self._old is not None:
