@@ -64,12 +64,6 @@ def initial_a(layer: str, rank: int, in_features: int, *, seed: int = 0) -> "tor
     """Draw A [rank, in_features] in float32: the same in every backend, layout and order.
 
     Kaiming's uniform distribution as of torch's own linear layers, whose bounds are the root of 1 / in_features.
-
-    Args:
-        layer: its Hugging Face name.
-        rank: of the adapter.
-        in_features: of the layer.
-        seed: another one draws another A.
     """
     import torch
 

@@ -12,12 +12,7 @@ from gcore_trainer.errors import ConfigError
 
 
 class Registry:
-    """The algorithms of one kind.
-
-    Args:
-        package: the folder, as a module's name. A file ``NAME.py`` defines the algorithm as ``NAME``.
-        setting: name of the setting that chooses one, for errors.
-    """
+    """The algorithms of one kind."""
 
     def __init__(self, package: str, setting: str) -> None:
         self._package = package

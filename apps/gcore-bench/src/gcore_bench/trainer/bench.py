@@ -26,15 +26,8 @@ from gcore_bench.trainer.workload import (
 )
 from gcore_trainer import Sample
 
-_WORK = {
-    "step": "gcore_bench.trainer.step",
-    "balance": "gcore_bench.trainer.step",
-    "log-probs": "gcore_bench.trainer.log_probs",
-    "context": "gcore_bench.trainer.context",
-    "mfu": "gcore_bench.trainer.mfu",
-    "setup": "gcore_bench.trainer.setup",
-}
-"""Module that does the work of each part."""
+_STEP, _PARTS = "gcore_bench.trainer.step", "gcore_bench.trainer.parts"
+"""Modules that do the work of the parts."""
 _TOLERANCE = 1e-4
 
 
@@ -117,7 +110,7 @@ def _specs(part: str, contender: Contender, options: TrainerOptions, folder: Pat
     more = {} if contender.batches is None else {"batches": contender.batches}
     return [
         Spec(
-            work=_WORK[part],
+            work=_STEP if part in ("setup", "step", "balance") else _PARTS,
             part=part,
             contender=contender.name,
             folder=str(folder),

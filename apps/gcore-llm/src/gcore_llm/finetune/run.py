@@ -137,10 +137,10 @@ class _Loop:
         self._supervisor.export(trained.export)
 
     def _with_reference(self, trained: "TrainedModel", *, is_resumed: bool) -> tuple[list[Example], list[Example]]:
-        from gcore_llm.finetune.reference import with_reference_log_probs
+        from gcore_llm.finetune.trained_model import with_reference_log_probs
 
-        sets = self._sets
-        examples = [*sets.train, *sets.val]
+        examples = [*self._sets.train, *self._sets.val]
+        path = self._supervisor.run.path / "reference_log_probs.npz"
         if not is_resumed:
             self._display.phase("reference log-probs", total=len(examples))
 
@@ -148,16 +148,11 @@ class _Loop:
             self._display.progressed(num_done)
             self._stop.check()
 
-        examples = with_reference_log_probs(
-            examples,
-            self._supervisor.run.path / "reference_log_probs.npz",
-            trained.trainer,
-            reuse=is_resumed,
-            workload=self._workload,
-            max_tokens=self._config.max_token_len,
-            progressed=progressed,
-        )
-        return examples[: len(sets.train)], examples[len(sets.train) :]
+        def compute() -> dict[int, Any]:
+            return trained.log_probs(self._micro_batches(examples), progressed)
+
+        examples = with_reference_log_probs(examples, path, compute, reuse=is_resumed)
+        return examples[: len(self._sets.train)], examples[len(self._sets.train) :]
 
     def _steps(
         self,
@@ -173,13 +168,8 @@ class _Loop:
         step = saved_step = first_step
 
         def save() -> None:
-            state = {
-                "step": step,
-                "trainer": trained.trainer.state(),
-                "loader": loader.state(),
-                "digest": self._sets.digest,
-            }
-            checkpointer.save(step, state)
+            state = {"step": step, "trainer": trained.trainer.state(), "loader": loader.state()}
+            checkpointer.save(step, {**state, "digest": self._sets.digest})
 
         try:
             if not self._supervisor.is_evaluated(step, total):

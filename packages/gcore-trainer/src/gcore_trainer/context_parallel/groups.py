@@ -136,12 +136,6 @@ def local_places(
     A ring shard has segments of equal length side by side, shorter ones first; its Ulysses ranks hold equal contiguous
     slices of it.
 
-    Args:
-        segment_lengths: of the segments that make up the row, in order, as in `PackedBatch`.
-        ring_size: ranks that pass keys and values on.
-        ulysses_size: ranks that exchange tokens for heads.
-        rank: in the context-parallel group.
-
     Raises:
         BatchError: the row, or a segment, does not divide; `padding_multiples` says what would.
     """

@@ -20,12 +20,6 @@ from gcore_trainer.packing.pack import AttentionKind, PackedBatch, PackedPlan
 class ContextParallelPlan(PackedPlan):
     """The attention of a `PackedBatch`, from and to the tokens `cp.places(batch)` of each rank.
 
-    Args:
-        batch: the same on all ranks, packed with `cp.padding`.
-        cp: this rank's place.
-        device: the model's.
-        dtype: the model's.
-
     Raises:
         BatchError: the row does not divide, or shares prompts where a ring divides it.
     """
@@ -97,10 +91,6 @@ def scatter_heads(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list
 
     DeepSpeed-Ulysses, arXiv:2309.14509, section 3.1. All tensors travel in one message.
 
-    Args:
-        tensors: each [T / U, heads, D] of its own heads and D; U divides the heads.
-        group: whose ranks hold consecutive slices of the tokens.
-
     Returns:
         [T, heads / U, D] of each.
     """
@@ -138,10 +128,6 @@ def sum_over_ranks(values_N: torch.Tensor, *groups: dist.ProcessGroup | None) ->
     For ranks that each compute some entries, leave the others 0, and then compute the same loss of all: each
     back-propagates what the loss says of its own entries. The parameters' gradients are then to be summed over ranks.
     A rank that has no entries goes backward too: its attention passes on the gradients of others.
-
-    Args:
-        values_N: this rank's.
-        groups: summed over one after the other; None stands for this rank alone.
     """
     for group in groups:
         if group is not None:

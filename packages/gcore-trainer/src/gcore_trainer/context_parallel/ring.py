@@ -36,14 +36,6 @@ def ring_attention(
 
     A rank keeps no more than its own tokens' tensors for the backward pass, in which all travel once more.
 
-    Args:
-        q_THD: of this rank's shard.
-        k_TKD: K divides H.
-        v_TKV: of the keys' tokens.
-        kind: of the layer.
-        group: the ring; ranks pass to the next one.
-        segments: of which the shards are made.
-
     Returns:
         [T, H, V], of the queries' dtype; partial results are merged in float32 at least.
     """

@@ -19,10 +19,6 @@ def join_groups(parallel: ParallelConfig, device: torch.device) -> ContextParall
 
     Ranks are numbered as Megatron-Core does: tensor parallel ranks are neighbours, then context, data, pipeline.
 
-    Args:
-        parallel: the sizes.
-        device: of this rank.
-
     Raises:
         ConfigError: this process has groups of other sizes.
     """

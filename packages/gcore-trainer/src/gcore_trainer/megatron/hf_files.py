@@ -29,9 +29,6 @@ _EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
 class WeightFiles:
     """The weights of a folder; files that were read from stay open until `close`.
 
-    Args:
-        folder: as ``save_pretrained`` writes it, in safetensors.
-
     Raises:
         UnsupportedModelError: there are no such files.
     """
@@ -105,15 +102,7 @@ class WeightFiles:
 def write_folder(
     folder: Path, source: Path, hf_config: Any, weights: Iterable[tuple[str, torch.Tensor]], *, is_classifier: bool
 ) -> None:
-    """Write what ``from_pretrained`` loads, with no more than a file's weights in memory.
-
-    Args:
-        folder: to be written.
-        source: the folder that the model came from.
-        hf_config: of the model.
-        weights: whole tensors under the names of ``named_parameters()``.
-        is_classifier: whether the model is a sequence classifier of one label, instead of a causal LM.
-    """
+    """Write what ``from_pretrained`` loads, with no more than a file's weights in memory."""
     folder.mkdir(parents=True, exist_ok=True)
     hf_config = copy.deepcopy(hf_config)
     names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES if is_classifier else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -48,15 +48,7 @@ class _Shard:
 
 
 class DistributedAdamW(AdamW):
-    """The optimizer of one trainer. Moments exist from the start, so that they can be loaded in place.
-
-    Args:
-        config: of the optimizer.
-        chunks: the data-parallel modules whose parameters it updates.
-        pieces: of each parameter.
-        dtype: of the parameters.
-        device: of this rank.
-    """
+    """The optimizer of one trainer. Moments exist from the start, so that they can be loaded in place."""
 
     def __init__(
         self,

@@ -36,12 +36,7 @@ class Piece:
         return math.prod(self.shape)
 
     def view(self, flat: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Return the box, as a view.
-
-        Args:
-            flat: elements of the flattened parameter ...
-            first: ... from this one on, among them the box.
-        """
+        """Return the box, as a view."""
         return flat[self.start - first : self.start - first + self.size].view(self.shape)
 
     def within(self, start: int, end: int) -> "Iterator[Piece]":
@@ -78,14 +73,7 @@ class Place(NamedTuple):
 
 
 def pieces_of(architecture: Architecture, place: Place, name: str, layer: int | None) -> list[Piece]:
-    """Return the pieces of one parameter.
-
-    Args:
-        architecture: of the model.
-        place: this rank's.
-        name: within the layer, or within the stage where it is in none.
-        layer: number of the layer in the whole model, from 0; None: the parameter is in none.
-    """
+    """Return the pieces of one parameter."""
     a, experts, hidden, tp, tp_rank = architecture, architecture.experts, architecture.hidden_size, *place[:2]
     prefix = "model." if layer is None else f"model.layers.{layer}."
     whole = {
@@ -160,10 +148,6 @@ def _box(
 def adapter_pieces(weight: Sequence[Piece], rank: int) -> dict[str, tuple[Piece, Piece]]:
     """Return the adapters of the Hugging Face layers that a linear layer is made of, each as a parameter.
 
-    Args:
-        weight: of the linear layer; each layer's rows in it follow each other in the whole tensor.
-        rank: of the adapters.
-
     Returns:
         by name of the Hugging Face layer, what this rank has of A [rank, in] and B [out, rank].
     """
@@ -184,13 +168,7 @@ def adapter_pieces(weight: Sequence[Piece], rank: int) -> dict[str, tuple[Piece,
 def gather_weights(
     pieces: Mapping[torch.nn.Parameter, Sequence[Piece]], *, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and whole tensors, one at a time and in the same order on all ranks, which all iterate to the end.
-
-    Args:
-        pieces: of this rank's parameters, if it has any.
-        dtype: of all ranks' parameters.
-        device: of this rank's.
-    """
+    """Names and whole tensors, one at a time and in the same order on all ranks, which all iterate to the end."""
     own: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
     for parameter, of_parameter in pieces.items():
         for piece in of_parameter:

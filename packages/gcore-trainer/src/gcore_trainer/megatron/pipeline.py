@@ -32,11 +32,6 @@ class Pass:
 def run_passes(chunks: Sequence[Any], passes: Sequence[Pass], finish: Finish) -> list[Any]:
     """Run all passes, backwards too where gradients are enabled.
 
-    Args:
-        chunks: the data-parallel modules of this rank's virtual stages.
-        passes: the same on all stages.
-        finish: called on the last stage.
-
     Returns:
         on the last stage what ``finish`` returned with each loss, on the others nothing.
     """
@@ -90,13 +85,7 @@ class Head:
     """Hidden states are divided over tensor-parallel ranks."""
 
     def scores(self, chunk: Any, hidden_T1D: torch.Tensor, row: Row) -> Any:
-        """Compute `TokenScores`, or values [N].
-
-        Args:
-            chunk: the last stage, whose weights these are.
-            hidden_T1D: the stage's output; a slice of the T under sequence parallelism.
-            row: of which they are.
-        """
+        """Compute `TokenScores`, or values [N]."""
         if self.sequence_parallel:
             # Each rank back-propagates the whole gradient: slices of it are taken, not sums.
             hidden_T1D = gather_from_sequence_parallel_region(hidden_T1D, tensor_parallel_output_grad=False)

@@ -18,13 +18,7 @@ from gcore_trainer.packing.row import Row
 
 
 class LayerRouters:
-    """The routers of this rank's layers. All layers have experts, or none.
-
-    Args:
-        architecture: the model.
-        parallel: how ranks divide it.
-        stages: this rank's chunks of it.
-    """
+    """The routers of this rank's layers. All layers have experts, or none."""
 
     def __init__(self, architecture: Architecture, parallel: ParallelConfig, stages: Sequence[Any]) -> None:
         experts = architecture.experts
@@ -60,11 +54,7 @@ class LayerRouters:
             router.recorded = [] if is_recording else None
 
     def recorded(self, rows: Sequence[Row]) -> list[list[NDArray[np.int16]]]:
-        """[P + R - 1, L, K] of each sample of the recorded passes, the same on all ranks of the replica.
-
-        Args:
-            rows: of the first passes.
-        """
+        """[P + R - 1, L, K] of each sample of the recorded passes, the same on all ranks of the replica."""
         return [row.of_samples(self._of_all_stages(i, row)) for i, row in enumerate(rows)]
 
     def _impose(self, layer: Any, args: Any, kwargs: dict[str, Any]) -> None:

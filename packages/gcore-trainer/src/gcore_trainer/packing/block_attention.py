@@ -51,13 +51,6 @@ def block_attention(
     """Compute attention [S, H, Q, V] with a soft cap or sinks, differentiably.
 
     Under autocast it computes in autocast's dtype, as torch's own attention does.
-
-    Args:
-        q_SHQD: queries.
-        k_SKLD: keys.
-        v_SKLV: values.
-        scoring: of the queries and keys.
-        sinks_H: a further score of each head's softmax; None: none.
     """
     device_type = q_SHQD.device.type
     if torch.is_autocast_enabled(device_type):
@@ -103,13 +96,7 @@ def attend_block(
 def include_sinks(
     out_HV: torch.Tensor, lse_H: torch.Tensor, sinks_H: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Include the head's sink in the output and log-sum-exp over a query's keys.
-
-    Args:
-        out_HV: [..., V].
-        lse_H: [...].
-        sinks_H: broadcastable to ``lse_H``.
-    """
+    """Include the head's sink in the output and log-sum-exp over a query's keys."""
     total_H = torch.logaddexp(lse_H, sinks_H.to(lse_H.dtype))
     return (out_HV * (lse_H - total_H).exp()[..., None]).to(out_HV.dtype), total_H
 
@@ -117,14 +104,7 @@ def include_sinks(
 def sink_gradients(
     grad_HV: torch.Tensor, out_HV: torch.Tensor, lse_H: torch.Tensor, sinks_H: torch.Tensor
 ) -> torch.Tensor:
-    """Compute each query's part of the gradient of its head's sink, in the shape of ``lse_H``.
-
-    Args:
-        grad_HV: of the output, [..., V].
-        out_HV: over all keys and the sink, [..., V].
-        lse_H: likewise, [...].
-        sinks_H: broadcastable to ``lse_H``.
-    """
+    """Compute each query's part of the gradient of its head's sink, in the shape of ``lse_H``."""
     delta_H = (_widened(grad_HV) * out_HV).sum(-1)
     return -(sinks_H.to(lse_H.dtype) - lse_H).exp() * delta_H
 
@@ -138,17 +118,7 @@ def block_gradients(
     lse_SHQ: torch.Tensor,
     scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the block's part of the gradients of queries, keys and values, in their shapes.
-
-    Args:
-        grad_SHQV: of the output over all keys.
-        q_SHQD: as in `attend_block`, like ``k_SKLD``, ``v_SKLV`` and ``scoring``.
-        k_SKLD: keys of the block.
-        v_SKLV: values of the block.
-        out_SHQV: over all keys.
-        lse_SHQ: over all keys.
-        scoring: of the queries and keys.
-    """
+    """Compute the block's part of the gradients of queries, keys and values, in their shapes."""
     scale, is_causal = scoring.scale, scoring.is_causal
     match _kernel(q_SHQD, v_SKLV, scoring):
         case "cpu":

@@ -28,11 +28,6 @@ def mix(plan: PackedPlan, hidden_1TD: torch.Tensor, mixer: Callable[[torch.Tenso
 
     Linear attention has a state and no mask, so it is given whole sequences: other layers compute a shared prompt
     once, and such a layer once for each of its responses.
-
-    Args:
-        plan: of the row.
-        hidden_1TD: the layer's input.
-        mixer: from [S, L, D] to [S, L, D]; what pads a sequence is at its end.
     """
     plan.num_calls += 1
     rectangles, unpack_index = _rectangles(plan.batch)

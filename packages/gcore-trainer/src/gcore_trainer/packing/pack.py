@@ -257,14 +257,7 @@ class PackedPlan:
     def attend(
         self, query_1HTD: torch.Tensor, key_1KTD: torch.Tensor, value_1KTD: torch.Tensor, kind: AttentionKind
     ) -> torch.Tensor:
-        """Compute the attention output [1, T, H, D] of the T tokens that this process holds.
-
-        Args:
-            query_1HTD: with rotary embeddings applied, as the keys.
-            key_1KTD: K divides H.
-            value_1KTD: of the keys' tokens.
-            kind: of the layer.
-        """
+        """Compute the attention output [1, T, H, D] of the T tokens that this process holds."""
         self.num_calls += 1
         q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
         outputs: list[torch.Tensor] = []

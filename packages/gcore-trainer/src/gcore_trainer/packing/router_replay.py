@@ -24,11 +24,6 @@ class ReplayedRouter:
 
     Every router scores all experts and takes ``torch.topk`` of the scores. Replay is the router's own computation with
     other indices there: weights, their normalisation and their gradient are as they would be had it chosen these.
-
-    Args:
-        router: its ``forward`` is wrapped.
-        num_experts: E.
-        top_k: K.
     """
 
     def __init__(self, router: torch.nn.Module, *, num_experts: int, top_k: int) -> None:

@@ -34,11 +34,7 @@ class RowImages:
 
 
 class Vision:
-    """The vision tower of a transformers model of the Qwen-VL kind.
-
-    Args:
-        model: ``...ForConditionalGeneration``.
-    """
+    """The vision tower of a transformers model of the Qwen-VL kind."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

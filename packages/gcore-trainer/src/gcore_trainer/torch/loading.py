@@ -53,13 +53,6 @@ _MULTIPLIED = frozenset({"cohere", "cohere2", "cohere2_moe"})
 def load_model(auto_class: Any, config: Any, path: str | Path, *, new_weights: tuple[str, ...], **options: Any) -> Any:
     """Load a Hugging Face folder by one of transformers' auto classes.
 
-    Args:
-        auto_class: the class.
-        config: of the folder.
-        path: the folder.
-        new_weights: beginnings of the names of tensors that the folder may lack.
-        options: of ``from_pretrained``.
-
     Raises:
         UnsupportedModelError: the class has no such model, or one that has only attention of its own.
         StateError: the folder lacks some of the model's tensors.
@@ -112,10 +105,6 @@ def freeze_rope(model: torch.nn.Module, max_length: int | None) -> bool:
     largest position of its input, so a sequence's log-probabilities would depend on its neighbours in a packed row.
     Here the choice is made once, for the longest sequence of the run. vLLM chooses likewise, by ``max_model_len``.
 
-    Args:
-        model: of transformers.
-        max_length: tokens of the longest prompt and response of the run.
-
     Returns:
         whether the model has such embeddings; if so, it must not see longer sequences.
 
@@ -167,12 +156,7 @@ def input_and_target_ids(sample: Sample, device: torch.device) -> tuple[torch.Te
 
 
 def probe_samples(model: Any, max_length: int | None) -> list[Sample]:
-    """Return samples of random tokens: several prompts, one of them shared.
-
-    Args:
-        model: whose vocabulary and ``max_position_embeddings`` bound the samples.
-        max_length: another bound on prompt and response.
-    """
+    """Return samples of random tokens: several prompts, one of them shared."""
     config = model.config.get_text_config()
     limits = [getattr(config, "max_position_embeddings", None), max_length]
     longest = min((limit for limit in limits if limit), default=max(map(sum, _LENGTHS)))

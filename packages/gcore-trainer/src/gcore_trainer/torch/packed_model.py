@@ -172,12 +172,6 @@ class PackedTransformer(ABC, Generic[ScoresT]):
     ) -> Self:
         """Load a local Hugging Face folder.
 
-        Args:
-            path: the folder.
-            dtype: of the parameters.
-            device: where they are.
-            options: the constructor's.
-
         Raises:
             UnsupportedModelError: the model has layers that packed attention does not compute.
             StateError: the folder lacks some of the model's tensors.
@@ -234,22 +228,13 @@ class PackedTransformer(ABC, Generic[ScoresT]):
     def score(self, samples: MicroBatch, *, entropy_grad: bool = False) -> ScoresT:
         """Forward pass over one micro-batch, differentiable in its result.
 
-        Args:
-            samples: at least one.
-            entropy_grad: make entropies differentiable too, where there are any.
-
         Raises:
             UnsupportedModelError: the model has layers that did not call packed attention.
         """
 
     @torch.no_grad()
     def predict(self, micro_batches: Sequence[MicroBatch], num_passes: int | None = None) -> list[NDArray[np.float32]]:
-        """Compute log-probabilities or values [N] of each micro-batch, without gradient.
-
-        Args:
-            micro_batches: those of this rank.
-            num_passes: forward passes to make, as many as others make in whose collectives this rank takes part.
-        """
+        """Compute log-probabilities or values [N] of each micro-batch, without gradient."""
         results: list[NDArray[np.float32]] = []
         for i in range(len(micro_batches) if num_passes is None else num_passes):
             scores = self.score(micro_batches[i] if i < len(micro_batches) else NOTHING)
