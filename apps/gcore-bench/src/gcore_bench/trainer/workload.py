@@ -6,7 +6,7 @@ Indices are of samples in group order: sample i answers prompt i // n. Importing
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,28 +93,20 @@ def step_batches(options: TrainerOptions, samples: Sequence[Sample], contender: 
     if contender in ("trl", "gcore-padded"):
         return [part.tolist() for part in np.array_split(np.arange(len(samples)), options.padded_micro_batches)]
     if contender == "gcore-shared":
-        return shared_batches(samples, shape, options.max_tokens, n=options.n)
+        units = _units(samples, shape, options.max_tokens, options.n)
+        parts = micro_batches([u.tokens for u in units], max_tokens=options.max_tokens, costs=[u.cost for u in units])
+        return [[i for u in part.tolist() for i in units[u].members] for part in parts]
     lengths = [s.prompt_ids.size + s.response_ids.size for s in samples]
     parts = micro_batches(lengths, max_tokens=options.max_tokens, costs=shape.flops(lengths))
     return [part.tolist() for part in parts]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Unit:
+class _Unit(NamedTuple):
     """Responses to one prompt that stay in one batch."""
 
     members: list[int]
     tokens: int
     cost: float
-
-
-def shared_batches(
-    samples: Sequence[Sample], workload: TransformerWorkload, max_tokens: int, *, n: int
-) -> list[list[int]]:
-    """Batch whole groups within the budget, at even simulated cost; a group above the budget is split."""
-    units = _units(samples, workload, max_tokens, n)
-    parts = micro_batches([u.tokens for u in units], max_tokens=max_tokens, costs=[u.cost for u in units])
-    return [[i for u in part.tolist() for i in units[u].members] for part in parts]
 
 
 def _units(samples: Sequence[Sample], workload: TransformerWorkload, max_tokens: int, n: int) -> list[_Unit]:

@@ -72,11 +72,7 @@ class DiffusionObjective(ABC):
 
     @abstractmethod
     def check(self, samples: Sequence[DiffusionSample]) -> None:
-        """Check that the images have all that the loss reads.
-
-        Raises:
-            BatchError: the images lack something that the loss needs.
-        """
+        """Raise `BatchError` if the images lack something that the loss reads."""
 
     def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
         """Return the number of passes over each micro-batch; the same on all ranks."""
@@ -134,25 +130,18 @@ class DenoisingPolicyObjective(DiffusionObjective):
 
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         device = models.policy.device
-        latents, following, levels, next_levels, timesteps = (
+        latents, following, levels, next_levels, timesteps, old_log_probs = (
             stacked(samples, name, device, step=index)
-            for name in ("latents", "next_latents", "levels", "next_levels", "timesteps")
+            for name in ("latents", "next_latents", "levels", "next_levels", "timesteps", "old_log_probs")
         )
-        old_log_probs = stacked(samples, "old_log_probs", device, step=index)
         advantages = stacked(samples, "advantage", device)
         output = models.policy(latents, timesteps, Conditioned.of(samples, device))
         drawn = self._kernel(output, latents, levels, next_levels)
         log_probs = drawn.log_prob(following)
         if self._config.loss_mode == "guard":
-            found = guard_step_loss(
-                following,
-                drawn.mean,
-                stacked(samples, "old_means", device, step=index),
-                drawn.std.flatten(),
-                next_levels - levels,
-                advantages,
-                clip_ratio=self._config.clip_ratio,
-            )
+            old_means, std = stacked(samples, "old_means", device, step=index), drawn.std.flatten()
+            given = following, drawn.mean, old_means, std, next_levels - levels, advantages
+            found = guard_step_loss(*given, clip_ratio=self._config.clip_ratio)
         else:
             found = clipped_step_loss(log_probs, old_log_probs, advantages, clip_ratio=self._config.clip_ratio)
         loss = found.loss.sum() / total

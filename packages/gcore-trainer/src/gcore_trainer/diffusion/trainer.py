@@ -108,10 +108,10 @@ class DiffusionTrainer(BaseTrainer):
             BatchError: the images lack what the objective needs, hold numbers that are not finite, or there are none.
             NonFiniteGradientError: too many skipped steps in a row.
         """
-        samples = [s for batch in micro_batches for s in batch]
         error: TrainerError | None = None
         shape = (0, 0, 0)
         try:
+            samples = [s for batch in micro_batches for s in batch]
             if not samples:
                 raise BatchError("micro_batches holds no image; expected at least one on every replica")
             self._objective.check(samples)
@@ -156,11 +156,8 @@ class DiffusionTrainer(BaseTrainer):
         if self._old is not None:
             growth, bound = self._old_decay
             share = 1 - min(growth * self.step, bound)
-            trained = self._adamw.parameters
-            with torch.no_grad():
-                for name, parameter in self._old.parameters().items():
-                    if name in trained:
-                        parameter.lerp_(trained[name].detach(), share)
+            for name, tensor in self._averages()["old"].items():
+                tensor.lerp_(self._adamw.parameters[name].detach(), share)
 
     def export_weights(self, *, averaged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield diffusers' names and whole tensors of the policy that samples, one at a time, on every rank.
@@ -175,11 +172,8 @@ class DiffusionTrainer(BaseTrainer):
             if self._ema is None:
                 raise ConfigError("ema_decay is None: there is no average of the weights")
             yield from self._denoiser.weights(self._ema.tensors)
-        elif self._old is not None:
-            old = self._old.parameters()
-            yield from self._denoiser.weights({n: old[n].detach() for n in self._adamw.parameters})
         else:
-            yield from self._denoiser.weights()
+            yield from self._denoiser.weights(self._averages().get("old"))
 
     def save_pretrained(self, path: str | Path, *, averaged: bool = False) -> None:
         """Write the model's folder, which diffusers loads; all ranks call it, one writes."""
@@ -192,9 +186,7 @@ class DiffusionTrainer(BaseTrainer):
         model.save_pretrained(path)
 
     def _averages(self) -> dict[str, dict[str, torch.Tensor]]:
-        groups: dict[str, dict[str, torch.Tensor]] = {}
-        if self._ema is not None:
-            groups["ema"] = dict(self._ema.tensors)
+        groups = {} if self._ema is None else {"ema": dict(self._ema.tensors)}
         if self._old is not None:
             old = self._old.parameters()
             groups["old"] = {name: old[name].detach() for name in self._adamw.parameters}

@@ -67,11 +67,7 @@ class WeightFiles:
         return torch.cat([self._slice(name, shape, (0, 0), shape) for name in disk_names])[None]
 
     def check_layers(self) -> None:
-        """Check that the layers have no other tensors than those that were read.
-
-        Raises:
-            UnsupportedModelError: they have; a number stands for all of its kind.
-        """
+        """Raise `UnsupportedModelError` if layers have tensors of a kind that was not read."""
         kinds = {_NUMBER.sub("*", name) for name in self._read}
         left = {_NUMBER.sub("*", name) for name in self._file_of if name.startswith("model.layers.")} - kinds
         # Old folders hold what the config says.

@@ -69,11 +69,9 @@ class DistributedAdamW(AdamW):
 
     @property
     def num_updates(self) -> int:
-        """Number of updates that the moments have seen."""
         return self._num_updates
 
     def update(self, lr: float) -> float:
-        """Clip the gradient and update if its norm is finite; return the norm before clipping."""
         with megatron_runtime(self._device):
             self._optimizer.prepare_grads()
             grad_norm = float(self._optimizer.get_grad_norm())
@@ -88,7 +86,6 @@ class DistributedAdamW(AdamW):
         return grad_norm
 
     def tensors(self) -> dict[str, dict[str, Any]]:
-        """Return this rank's parts of ``model``, ``exp_avg`` and ``exp_avg_sq``, under Hugging Face names."""
         return {group: dict(self._parts(group)) for group in _GROUPS}
 
     @torch.no_grad()

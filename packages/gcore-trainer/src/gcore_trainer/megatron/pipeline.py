@@ -1,4 +1,4 @@
-"""Passes over a step's micro-batches, by Megatron-Core's pipeline schedules, and the head after the last stage."""
+"""Passes over a step's micro-batches, by Megatron-Core's pipeline schedules."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,10 +9,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-from gcore_trainer.megatron.architecture import Architecture
-from gcore_trainer.packing.row import Row, TokenScores, VocabShard, token_scores
+from gcore_trainer.packing.row import Row
 from gcore_trainer.sample import MicroBatch
 
 T = TypeVar("T")
@@ -68,44 +66,3 @@ def from_last_stage(value: T) -> T:
     group: Any = parallel_state.get_pipeline_model_parallel_group()
     dist.broadcast_object_list(box, src=last_rank, group=group)
     return box[0]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Head:
-    """Turns the last stage's hidden states into what the objective looks at, the same on all ranks of the row."""
-
-    architecture: Architecture
-    has_value_head: bool
-    """It gives values [N], instead of `TokenScores`."""
-    temperature: float
-    """Divides the logits."""
-    entropy_grad: bool
-    """Make the entropies differentiable too."""
-    sequence_parallel: bool
-    """Hidden states are divided over tensor-parallel ranks."""
-
-    def scores(self, chunk: Any, hidden_T1D: torch.Tensor, row: Row) -> Any:
-        """Compute `TokenScores`, or values [N]."""
-        if self.sequence_parallel:
-            # Each rank back-propagates the whole gradient: slices of it are taken, not sums.
-            hidden_T1D = gather_from_sequence_parallel_region(hidden_T1D, tensor_parallel_output_grad=False)
-        hidden_nD = hidden_T1D[row.source_index, 0]
-        if self.has_value_head:
-            return row.of_all_ranks(chunk.score(hidden_nD)[:, 0])
-        weight_VD = (
-            chunk.shared_embedding_or_output_weight() if self.architecture.is_tied else chunk.output_layer.weight
-        )
-        tp_group: Any = parallel_state.get_tensor_model_parallel_group()
-        scores = token_scores(
-            hidden_nD,
-            weight_VD,
-            row.target_ids,
-            temperature=self.temperature,
-            entropy_grad=self.entropy_grad,
-            vocab=VocabShard(
-                group=tp_group,
-                start=parallel_state.get_tensor_model_parallel_rank() * weight_VD.shape[0],
-                vocab_size=self.architecture.vocab_size,
-            ),
-        )
-        return TokenScores(log_probs=row.of_all_ranks(scores.log_probs), entropies=row.of_all_ranks(scores.entropies))

@@ -36,11 +36,7 @@ class LayerRouters:
             layer.register_forward_pre_hook(self._impose, with_kwargs=True)
 
     def check(self, rows: Sequence[Row]) -> None:
-        """Check the routing that rows bring.
-
-        Raises:
-            BatchError: a row's routing is of another model.
-        """
+        """Raise `BatchError` for a row whose routing is of another model."""
         own = (self.num_routers, self._top_k)
         for routing in (row.routing for row in rows if row.routing is not None):
             if routing.shape[1:] != own:
@@ -69,20 +65,18 @@ class LayerRouters:
 
     def _of_all_stages(self, number: int, row: Row) -> torch.Tensor:
         """[T, L, K] of one pass."""
-        num_tokens = row.input_ids.shape[1]
+        num_tokens, groups = row.input_ids.shape[1], [parallel_state.get_pipeline_model_parallel_group()]
         routing = torch.zeros(num_tokens, self.num_routers, self._top_k, dtype=torch.int64, device=row.input_ids.device)
-        first = 0
+        own = routing
         if self._is_sliced:
+            groups.append(parallel_state.get_tensor_model_parallel_group())
             size = parallel_state.get_tensor_model_parallel_world_size()
-            first = num_tokens // size * parallel_state.get_tensor_model_parallel_rank()
+            own = routing[num_tokens // size * parallel_state.get_tensor_model_parallel_rank() :]
         for layer, router in self._routers.items():
             assert router.recorded is not None
             chosen_TK = router.recorded[number]
-            routing[first : first + len(chosen_TK), layer] = chosen_TK
-        groups = [parallel_state.get_pipeline_model_parallel_group()]
-        if self._is_sliced:
-            groups.append(parallel_state.get_tensor_model_parallel_group())
+            own[: len(chosen_TK), layer] = chosen_TK
         for group in groups:
-            own: Any = group
-            dist.all_reduce(routing, group=own)
+            of_all: Any = group
+            dist.all_reduce(routing, group=of_all)
         return routing

@@ -1,5 +1,6 @@
 """The Megatron-Core backend."""
 
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from numpy.typing import NDArray
 from transformers import AutoConfig
 
@@ -29,10 +31,10 @@ from gcore_trainer.megatron.hf_files import WeightFiles, write_folder
 from gcore_trainer.megatron.model import HiddenStatesGPT, make_chunks, transformer_config
 from gcore_trainer.megatron.optimizer import DistributedAdamW
 from gcore_trainer.megatron.pieces import Piece, Place, gather_weights, pieces_of
-from gcore_trainer.megatron.pipeline import Head, Pass, from_last_stage, run_passes
+from gcore_trainer.megatron.pipeline import Pass, from_last_stage, run_passes
 from gcore_trainer.megatron.routing import LayerRouters
 from gcore_trainer.objectives.policy import BatchTotals, Objective, add_sums
-from gcore_trainer.packing.row import make_rows, named_scores
+from gcore_trainer.packing.row import Row, TokenScores, VocabShard, make_rows, named_scores, token_scores
 from gcore_trainer.sample import NOTHING, MicroBatch
 from gcore_trainer.trainer import Replicas, Trainer
 
@@ -91,7 +93,8 @@ class MegatronTrainer(Trainer):
         targets = None if lora is None else target_layers(architecture, lora)
         self._device = device or _default_device()
         self._path = Path(path)
-        self._hf_config = hf_config
+        self._architecture = architecture
+        self._temperature = temperature
         self._parallel = parallel
         self._dtype = dtype
         self._lora = lora
@@ -127,13 +130,6 @@ class MegatronTrainer(Trainer):
             share_prefix=share_prefix,
             replay_routing=not self._has_value_head,
         )
-        self._head = Head(
-            architecture=architecture,
-            has_value_head=self._has_value_head,
-            temperature=temperature,
-            entropy_grad=objective.entropy_grad,
-            sequence_parallel=parallel.sequence_parallel,
-        )
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         weights = gather_weights(self._pieces, dtype=self._dtype, device=self._device)
@@ -143,20 +139,18 @@ class MegatronTrainer(Trainer):
         yield from weights
 
     def save_pretrained(self, path: str | Path) -> None:
-        weights = self.export_weights()
+        weights, is_classifier = self.export_weights(), self._has_value_head
         if dist.get_rank() == 0:
-            is_classifier = self._has_value_head
-            write_folder(Path(path), self._path, self._hf_config, weights, is_classifier=is_classifier)
+            write_folder(Path(path), self._path, self._architecture.hf_config, weights, is_classifier=is_classifier)
         else:
-            for _ in weights:
-                pass
+            deque(weights, maxlen=0)
         dist.barrier()
 
     def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals) -> dict[str, float]:
         sums: dict[str, torch.Tensor] = {}
 
         def finish(chunk: Any, hidden: torch.Tensor, one: Pass) -> tuple[torch.Tensor, None]:
-            scores = self._head.scores(chunk, hidden, one.row)
+            scores = self._scores(chunk, hidden, one.row)
             if one.samples is None:
                 return named_scores(scores).sum() * 0.0, None
             loss, parts = self._objective.partial_loss(scores, one.samples, totals)
@@ -175,7 +169,7 @@ class MegatronTrainer(Trainer):
     @torch.no_grad()
     def _predict(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[NDArray[np.float32]]:
         def finish(chunk: Any, hidden: torch.Tensor, one: Pass) -> tuple[torch.Tensor, torch.Tensor]:
-            values = named_scores(self._head.scores(chunk, hidden, one.row))
+            values = named_scores(self._scores(chunk, hidden, one.row))
             return values.sum(), values
 
         with megatron_runtime(self._device):
@@ -196,6 +190,32 @@ class MegatronTrainer(Trainer):
         finally:
             self._recorded = None
             self._routers.record(False)
+
+    def _scores(self, chunk: Any, hidden_T1D: torch.Tensor, row: Row) -> Any:
+        """Compute `TokenScores`, or values [N], of a row from the last stage's output, the same on all of its ranks."""
+        if self._parallel.sequence_parallel:
+            # Each rank back-propagates the whole gradient: slices of it are taken, not sums.
+            hidden_T1D = gather_from_sequence_parallel_region(hidden_T1D, tensor_parallel_output_grad=False)
+        hidden_nD = hidden_T1D[row.source_index, 0]
+        if self._has_value_head:
+            return row.of_all_ranks(chunk.score(hidden_nD)[:, 0])
+        weight_VD = (
+            chunk.shared_embedding_or_output_weight() if self._architecture.is_tied else chunk.output_layer.weight
+        )
+        tp_group: Any = parallel_state.get_tensor_model_parallel_group()
+        scores = token_scores(
+            hidden_nD,
+            weight_VD,
+            row.target_ids,
+            temperature=self._temperature,
+            entropy_grad=self._objective.entropy_grad,
+            vocab=VocabShard(
+                group=tp_group,
+                start=parallel_state.get_tensor_model_parallel_rank() * weight_VD.shape[0],
+                vocab_size=self._architecture.vocab_size,
+            ),
+        )
+        return TokenScores(log_probs=row.of_all_ranks(scores.log_probs), entropies=row.of_all_ranks(scores.entropies))
 
     def _passes(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[Pass]:
         # Also in a step of which no sample has a gradient.

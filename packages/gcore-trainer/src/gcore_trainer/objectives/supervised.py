@@ -4,8 +4,7 @@ For pairs a micro-batch holds chosen and rejected samples in turn. Shapes: P pai
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import numpy as np
 import torch
@@ -46,8 +45,7 @@ class SFTObjective(Objective[TokenScores]):
         return loss, {"sft/loss": loss.detach(), "sft/entropy": (weight_N * entropies.detach()).sum()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class DPOLoss:
+class DPOLoss(NamedTuple):
     """Loss of every pair, with the rewards that the policy implies. All shape [P]."""
 
     loss: torch.Tensor
@@ -109,7 +107,7 @@ def dpo_loss(
             loss = (1 - beta * h).relu()
         case _:
             assert_never(loss_type)
-    return DPOLoss(loss=loss, chosen_rewards=beta * chosen.detach(), rejected_rewards=beta * rejected.detach())
+    return DPOLoss(loss, beta * chosen.detach(), beta * rejected.detach())
 
 
 def bradley_terry_loss(
@@ -177,7 +175,7 @@ class DPOObjective(Objective[TokenScores]):
             loss_type=config.loss_type,
             label_smoothing=config.label_smoothing,
         )
-        return _loss_and_sums("dpo", pairs.loss, pairs.chosen_rewards, pairs.rejected_rewards, totals)
+        return _loss_and_sums("dpo", *pairs, totals)
 
     def _by_pair(self, log_probs_N: torch.Tensor, samples: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs of chosen and rejected responses, [P] each: sums over their tokens, or means in IPO."""

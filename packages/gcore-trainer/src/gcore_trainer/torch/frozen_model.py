@@ -23,25 +23,15 @@ class FrozenModel:
     def __init__(self, packed: PackedTransformer[Any], *, parallel: TorchParallel | None = None) -> None:
         self._packed = packed
         self._replicas = Replicas(parallel.replicas if parallel else None)
+        self.data_parallel_rank = self._replicas.rank
+        """The replica that this rank belongs to."""
+        self.data_parallel_size = self._replicas.size
+        """Replicas, each with samples of its own."""
         packed.model.eval().requires_grad_(False)
         if parallel is not None:
             parallel.shard(packed)
 
-    @property
-    def data_parallel_rank(self) -> int:
-        """The replica that this rank belongs to."""
-        return self._replicas.rank
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Replicas, each with samples of its own."""
-        return self._replicas.size
-
     def scores(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
-        """Compute log-probabilities or values [R] of each sample's response.
-
-        Args:
-            micro_batches: this replica's; another may have more of them, or none.
-        """
+        """Compute log-probabilities or values [R] of each sample; another replica may have more micro-batches."""
         num_passes = max(self._replicas.gather(len(micro_batches)))
         return by_sample(self._packed.predict(micro_batches, num_passes), micro_batches)

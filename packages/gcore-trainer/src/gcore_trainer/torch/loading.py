@@ -130,23 +130,21 @@ def freeze_rope(model: torch.nn.Module, max_length: int | None) -> bool:
                 f"max_length is {max_length}; expected at most max_position_embeddings = {limit} for rope_type "
                 f"{rope_type!r}, which changes with every longer token"
             )
-        module.forward = _Frozen(module.forward, max_length)
+        module.forward = _frozen(module.forward, max_length - 1)
     return bool(found)
 
 
-class _Frozen:
-    """The forward pass of a rotary embedding, with one more position: the last of the longest sequence."""
+def _frozen(forward: Any, last: int) -> Any:
+    """Return the forward pass of a rotary embedding, with one more position: the last of the longest sequence."""
 
-    def __init__(self, forward: Any, max_length: int) -> None:
-        self._forward = forward
-        self._last = max_length - 1
-
-    def __call__(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        last = position_ids.new_full((*position_ids.shape[:-1], 1), self._last)
-        angles = self._forward(x, torch.cat([position_ids, last], dim=-1), *args, **kwargs)
+    def frozen(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        position = position_ids.new_full((*position_ids.shape[:-1], 1), last)
+        angles = forward(x, torch.cat([position_ids, position], dim=-1), *args, **kwargs)
         if isinstance(angles, torch.Tensor):
             return angles[..., :-1, :]
         return tuple(part[..., :-1, :] for part in angles)
+
+    return frozen
 
 
 def input_and_target_ids(sample: Sample, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
