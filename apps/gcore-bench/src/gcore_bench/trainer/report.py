@@ -114,7 +114,7 @@ def notes(options: TrainerOptions) -> list[str]:
     lines = [
         f"{options.threads} threads a process, the same model, tokens, micro-batch limits and AdamW for all, float32 "
         "on the CPU. extra MB: highest resident memory of the process during a step, less that with weights, "
-        "gradients and moments allocated.",
+        "gradients and moments allocated."
     ]
     if "step" in options.parts and "verl" in options.contenders:
         lines.append(

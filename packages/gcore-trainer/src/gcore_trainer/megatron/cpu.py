@@ -71,11 +71,7 @@ class _CudaToCpu(TorchFunctionMode):
     """Tensors that are asked for on "cuda" are made on CPU."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
         if func is torch.Tensor.cuda:

@@ -111,11 +111,7 @@ def dpo_loss(
 
 
 def bradley_terry_loss(
-    chosen: torch.Tensor,
-    rejected: torch.Tensor,
-    *,
-    margin: torch.Tensor | None = None,
-    center_coefficient: float = 0.0,
+    chosen: torch.Tensor, rejected: torch.Tensor, *, margin: torch.Tensor | None = None, center_coefficient: float = 0.0
 ) -> torch.Tensor:
     """Compute a reward model's loss of every pair, shape [P].
 

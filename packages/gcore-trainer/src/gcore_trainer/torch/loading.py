@@ -31,15 +31,7 @@ _CAPPED = frozenset(
 """Model types that cap their logits by ``final_logit_softcapping``."""
 
 _DIVIDED = frozenset(
-    {
-        "granite",
-        "granite_swa",
-        "granitemoe",
-        "granitemoe_swa",
-        "granitemoehybrid",
-        "granitemoeshared",
-        "minicpm3",
-    }
+    {"granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "minicpm3"}
 )
 """Model types that divide their logits, or the hidden states before the head, by ``logits_scaling``."""
 
