@@ -319,8 +319,6 @@ class TorchTrainer(Trainer):
 
     Args:
         packed: the model; its parameters are updated in place.
-        optimizer: its settings.
-        objective: what is minimised.
         parallel: the ranks among which parameters and samples are divided; None: this process is alone.
 
     Raises:
@@ -350,12 +348,8 @@ class TorchTrainer(Trainer):
         }
         """By their names in a Hugging Face folder."""
         self._adamw = AdamW({n: p for n, p in self._parameters.items() if p.requires_grad}, optimizer)
-        super().__init__(
-            config=optimizer,
-            optimizer=self._adamw,
-            objective=objective,
-            replicas=Replicas(parallel.replicas if parallel else None),
-        )
+        replicas = Replicas(parallel.replicas if parallel else None)
+        super().__init__(config=optimizer, optimizer=self._adamw, objective=objective, replicas=replicas)
         self.num_routers = packed.num_routers
         # Dropout would make every ratio to the sampling policy noise.
         packed.model.eval()

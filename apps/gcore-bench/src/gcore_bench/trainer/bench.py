@@ -1,9 +1,9 @@
 """`gcore-bench trainer`: the contenders of each part, in turn, in forked processes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -31,8 +31,7 @@ _STEP, _PARTS = "gcore_bench.trainer.step", "gcore_bench.trainer.parts"
 _TOLERANCE = 1e-4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contender:
+class Contender(NamedTuple):
     """A contender of a part: its number of processes, and the micro-batches of each of them."""
 
     name: str
@@ -48,7 +47,7 @@ def run(options: TrainerOptions, console: Console) -> None:
     """
     with Session(options, console, notes=notes(options)) as session:
         start_server(options.threads)
-        run_processes(_specs("setup", Contender(name="setup"), options, session.folder))
+        run_processes(_specs("setup", Contender("setup"), options, session.folder))
         samples = load_samples(session.folder / "samples.npz")
         dealt = deals(options, samples)
         for part in dict.fromkeys(options.parts):
@@ -92,18 +91,16 @@ def _contenders(
     """Return the contenders of a part in the order in which they run."""
     match part:
         case "step":
-            return [Contender(name=name, batches=[step_batches(options, samples, name)]) for name in options.contenders]
+            return [Contender(name, 1, [step_batches(options, samples, name)]) for name in options.contenders]
         case "balance":
-            return [
-                Contender(name=name, world_size=BALANCE_RANKS, batches=found.batches) for name, found in dealt.items()
-            ]
+            return [Contender(name, BALANCE_RANKS, found.batches) for name, found in dealt.items()]
         case "log-probs":
-            return [Contender(name="chunked"), Contender(name="naive")]
+            return [Contender("chunked"), Contender("naive")]
         case "context":
             layouts = context_layouts(options.context_sizes)
-            return [Contender(name=name, world_size=size) for name, (size, _) in layouts.items()]
+            return [Contender(name, size) for name, (size, _) in layouts.items()]
         case _:
-            return [Contender(name="gcore")]
+            return [Contender("gcore")]
 
 
 def _specs(part: str, contender: Contender, options: TrainerOptions, folder: Path) -> list[Spec]:

@@ -140,6 +140,11 @@ class Deal:
         return {"ranks": self.rank_imbalance, "passes": self.pass_imbalance}
 
     @property
+    def num_passes(self) -> int:
+        """Passes of the rank that has most."""
+        return max(len(batches) for batches in self.batches)
+
+    @property
     def rank_imbalance(self) -> float:
         """Cost of the busiest rank over the mean."""
         totals = [sum(costs) for costs in self.costs]
@@ -148,8 +153,7 @@ class Deal:
     @property
     def pass_imbalance(self) -> float:
         """The same if ranks wait for each other in every pass, which sharded parameters make them do."""
-        passes = max(len(costs) for costs in self.costs)
-        slowest = sum(max((c[k] for c in self.costs if k < len(c)), default=0.0) for k in range(passes))
+        slowest = sum(max((c[k] for c in self.costs if k < len(c)), default=0.0) for k in range(self.num_passes))
         return slowest / (sum(sum(costs) for costs in self.costs) / len(self.costs))
 
 
