@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -103,8 +103,18 @@ def advantage_estimator(
     min_group_size: int = 1,
 ) -> Callable[[_Function], AdvantageEstimator]:
     """Make a function of a `ScoredGroup` and an `AdvantageConfig` an `AdvantageEstimator` with these needs."""
-    needs = dict(locals())
-    return lambda function: AdvantageEstimator(function=function, **needs)
+    return partial(
+        _estimator,
+        needs_critic=needs_critic,
+        needs_greedy=needs_greedy,
+        reads_token_rewards=reads_token_rewards,
+        whiten=whiten,
+        min_group_size=min_group_size,
+    )
+
+
+def _estimator(function: _Function, **needs: Any) -> AdvantageEstimator:
+    return AdvantageEstimator(function=function, **needs)
 
 
 @cache
