@@ -231,6 +231,7 @@ def _build(config: TrainConfig, role: Role, model: Path, parallel: "TorchParalle
         optimizer = replace(optimizer, total_training_steps=config.trainer.total_training_steps * updates)
     options: dict[str, Any] = {"lora": actor.lora, "temperature": config.rollout.temperature} if is_actor else {}
     if config.trainer.backend == "megatron":
+        options.setdefault("temperature", config.rollout.temperature)
         return MegatronTrainer(
             model,
             parallel=config.trainer.parallel,
@@ -239,9 +240,10 @@ def _build(config: TrainConfig, role: Role, model: Path, parallel: "TorchParalle
             dtype=getattr(torch, config.dtype),
             recompute=actor.enable_gradient_checkpointing,
             device=torch.device(config.device),
-            **{"temperature": config.rollout.temperature, **options},
+            **options,
         )
-    packed = (PackedModel if is_actor else PackedValueModel).from_pretrained(model, **_model_options(config), **options)
+    packed_class: Any = PackedModel if is_actor else PackedValueModel
+    packed = packed_class.from_pretrained(model, **_model_options(config), **options)
     return TorchTrainer(packed, optimizer=optimizer, objective=objective, parallel=parallel)
 
 

@@ -59,6 +59,10 @@ class ContextParallel:
         return 1 if self.ring is None else self.ring.size()
 
     @property
+    def ring_rank(self) -> int:
+        return 0 if self.ring is None else self.ring.rank()
+
+    @property
     def size(self) -> int:
         """Ranks that divide the row."""
         return self.ring_size * self.ulysses_size
@@ -66,7 +70,7 @@ class ContextParallel:
     @property
     def rank(self) -> int:
         """Among them, ring-major."""
-        return (0 if self.ring is None else self.ring.rank()) * self.ulysses_size + self.ulysses_rank
+        return self.ring_rank * self.ulysses_size + self.ulysses_rank
 
     @property
     def padding(self) -> PaddingMultiples:

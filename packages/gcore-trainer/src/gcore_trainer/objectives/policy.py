@@ -9,6 +9,7 @@ Shapes: N response tokens of any number of sequences, laid end to end.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, Generic, Literal, Self, assert_never
 
 import numpy as np
@@ -172,9 +173,8 @@ def policy_loss(
     *,
     mask: torch.Tensor,
     lengths: Sequence[int],
-    function: PolicyLossFunction | None = None,
 ) -> PolicyLoss:
-    """Compute the policy's loss at every token.
+    """Compute the loss that ``config.loss_mode`` names, at every token.
 
     Args:
         config: of the loss.
@@ -183,7 +183,6 @@ def policy_loss(
         advantages: [N].
         mask: [N] bool, the tokens that count; the others have loss 0 and no gradient, even where they hold NaN.
         lengths: tokens of each sequence; N in all.
-        function: the loss; None: the one that ``config.loss_mode`` names.
 
     Raises:
         ConfigError: there is no such loss, no such file, or the file does not import.
@@ -192,9 +191,10 @@ def policy_loss(
     tokens = PolicyTokens(
         log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, mask=mask, lengths=lengths
     )
-    return (function or _loss_function(config.loss_mode))(tokens, config)
+    return _loss_function(config.loss_mode)(tokens, config)
 
 
+@cache
 def _loss_function(name: str) -> PolicyLossFunction:
     found = POLICY_LOSSES.load(name)
     return found if isinstance(found, PolicyLossFunction) else PolicyLossFunction(function=found)
@@ -331,7 +331,6 @@ class PolicyObjective(Objective[TokenScores]):
 
     def __init__(self, config: PolicyLossConfig) -> None:
         self._config = config
-        self._loss = _loss_function(config.loss_mode)
         self.entropy_grad = config.entropy_coeff > 0
 
     def check(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -361,7 +360,7 @@ class PolicyObjective(Objective[TokenScores]):
         old = given.get("old_log_probs", current)
         advantages = field_of(samples, "advantages", like=current)
         lengths = [s.response_ids.size for s in samples]
-        policy = policy_loss(config, log_probs, old, advantages, mask=mask, lengths=lengths, function=self._loss)
+        policy = policy_loss(config, log_probs, old, advantages, mask=mask, lengths=lengths)
         importance = given.get("rollout_is_weights")
         pg_loss = (weight_N * (policy.loss if importance is None else importance * policy.loss)).sum()
         loss = pg_loss
