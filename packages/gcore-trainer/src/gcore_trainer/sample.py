@@ -145,7 +145,6 @@ class Sample:
         """Refuse NaN and infinities at the tokens that count.
 
         Args:
-            name: of the sample, for the error.
             fields: names of per-token arrays; one that is None passes.
 
         Raises:

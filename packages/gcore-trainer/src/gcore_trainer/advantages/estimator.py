@@ -266,10 +266,6 @@ async def with_advantages(
     Args:
         samples: of each group of this process; a critic's values are in them.
         rewards: [R] of each sample: see `ScoredGroup`.
-        greedy_scores: of each group.
-        estimator: see `get_advantage_estimator`.
-        config: what the estimator reads.
-        group: all processes that hold parts of the batch.
 
     Returns:
         the samples of each group, and metrics of the whole batch under verl's names.

@@ -23,9 +23,6 @@ def overlong_penalty(
     0 up to max_response_length - overlong_buffer_len tokens, from there falling linearly to -penalty_factor at the
     limit, and -penalty_factor beyond it.
 
-    Args:
-        length: tokens of the response.
-
     Raises:
         ConfigError: the buffer is not within the limit, or the factor is negative.
     """
@@ -86,7 +83,6 @@ def kl_rewards(
     section 3.4, where ``kind`` is k1.
 
     Args:
-        score: of the whole response.
         log_probs: [R] of the policy that wrote it, before its update.
         ref_log_probs: [R] of the reference policy.
         mask: [R] tokens of the policy.
@@ -117,14 +113,7 @@ def policy_and_reference(sample: Sample) -> tuple[NDArray[np.float32], NDArray[n
 async def follow_divergence(
     samples: Sequence[Sample], kind: RewardKL, kl: FixedKLController, group: Collectives
 ) -> dict[str, float]:
-    """Update a KL controller with the mean divergence of the whole batch; return metrics under verl's names.
-
-    Args:
-        samples: of this process.
-        kind: estimator of the divergence.
-        kl: the same on all processes.
-        group: all processes.
-    """
+    """Update a KL controller with the mean divergence of the whole batch; return metrics under verl's names."""
     own = [float(kl_estimates(*policy_and_reference(s), s.mask, kind)[s.mask].mean()) for s in samples if s.mask.any()]
     everyones = [value for part in await group.all_gather(own) for value in part]
     mean = float(np.mean(everyones)) if everyones else 0.0

@@ -160,8 +160,6 @@ async def with_rollout_correction(
 
     Args:
         samples: of each prompt of this process.
-        config: of the correction.
-        group: all processes that hold parts of the batch.
 
     Returns:
         the samples, and metrics of the whole batch.

@@ -90,13 +90,9 @@ class _RingAttention(torch.autograd.Function):
             passing = _Passing(kv, group) if step < size - 1 else None
             for segment, block in _blocks(segments, rank, source=(rank - step) % size, size=size, window=window):
                 k_SKLD, v_SKLV = _part(kv, segment, block.keys).split(head_dims, dim=-1)
-                out_SHQV, lse_SHQ = attend_block(
-                    _part(q_THD, segment, block.queries),
-                    k_SKLD,
-                    v_SKLV,
-                    block.scoring(scoring, segment.chunk_length, like=q_THD),
-                )
-                _merge(_part(out_THV, segment, block.queries), _part(lse_TH, segment, block.queries), out_SHQV, lse_SHQ)
+                own = block.scoring(scoring, segment.chunk_length, like=q_THD)
+                q_SHQD, out_SHQV, lse_SHQ = (_part(x, segment, block.queries) for x in (q_THD, out_THV, lse_TH))
+                _merge(out_SHQV, lse_SHQ, *attend_block(q_SHQD, k_SKLD, v_SKLV, own))
             if passing is not None:
                 kv = passing.wait()
         if sinks_H is not None:
@@ -126,15 +122,12 @@ class _RingAttention(torch.autograd.Function):
             source = (rank - step) % size
             for segment, block in _blocks(segments, rank, source=source, size=size, window=ctx.window):
                 k_SKLD, v_SKLV = _part(kv, segment, block.keys).split(ctx.head_dims, dim=-1)
-                grad_q, grad_k, grad_v = block_gradients(
-                    _part(grad_THV, segment, block.queries),
-                    _part(q_THD, segment, block.queries),
-                    k_SKLD,
-                    v_SKLV,
-                    _part(out_THV, segment, block.queries),
-                    _part(lse_TH, segment, block.queries),
-                    block.scoring(ctx.scoring, segment.chunk_length, like=q_THD),
+                own = block.scoring(ctx.scoring, segment.chunk_length, like=q_THD)
+                grad_SHQV, q_SHQD, out_SHQV, lse_SHQ = (
+                    _part(x, segment, block.queries) for x in (grad_THV, q_THD, out_THV, lse_TH)
                 )
+                given = grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ
+                grad_q, grad_k, grad_v = block_gradients(*given, own)
                 _part(grad_q_THD, segment, block.queries).add_(grad_q)
                 _part(grad_kv, segment, block.keys).add_(torch.cat([grad_k, grad_v], dim=-1))
             if passing_grad is not None:

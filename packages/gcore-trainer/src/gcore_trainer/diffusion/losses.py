@@ -126,7 +126,6 @@ def guard_step_loss(
         std: [B] of the Gaussians.
         dt: [B] the change of the noise level, below 0.
         advantages: [B].
-        clip_ratio: see `DenoisingPolicyConfig`.
     """
     noise = (next_latents - old_means) / column(std, means)
     log_ratio = (noise * (means - old_means)).flatten(1).mean(1)
@@ -161,7 +160,6 @@ def nft_loss(
         clean: [B, ...] latents of the images.
         level: [B] sigma.
         optimality: [B] r, in [0, 1]: how good the images are.
-        beta: see `NFTConfig`.
     """
 
     def regression(implicit: torch.Tensor) -> torch.Tensor:
@@ -182,7 +180,6 @@ def diffusion_dpo_loss(
     Args:
         errors: [2 P] mean squared errors of the policy: of pairs, the chosen image's before the rejected one's.
         ref_errors: [2 P] of the reference, with the same noise.
-        beta: see `DiffusionDPOConfig`.
 
     Returns:
         [P] losses, and [P] whether the policy prefers the chosen image.

@@ -56,19 +56,16 @@ class Models:
 
 
 class DiffusionObjective(ABC):
-    """A loss over images.
-
-    Attributes:
-        needs_old: Whether the policy that samples is kept apart from the one that learns.
-        needs_reference: Whether the initial policy is asked in training.
-        reads: Fields of the images that the loss reads, besides their conditions.
-        num_timesteps: Passes over each micro-batch, where they do not depend on it.
-    """
+    """A loss over images."""
 
     needs_old: bool = False
+    """The policy that samples is kept apart from the one that learns."""
     needs_reference: bool = False
+    """The initial policy is asked in training."""
     reads: Sequence[str] = ()
+    """Fields of the images that the loss reads, besides their conditions."""
     num_timesteps: int = 1
+    """Passes over each micro-batch, where they do not depend on it."""
 
     @abstractmethod
     def check(self, samples: Sequence[DiffusionSample]) -> None:
@@ -88,9 +85,6 @@ class DiffusionObjective(ABC):
         """Compute the part of the batch's loss that a pass over these images makes up.
 
         Args:
-            index: of the pass.
-            models: to be called.
-            samples: a micro-batch.
             total: the batch's denominator: weights of all images, times passes.
         """
 
@@ -104,10 +98,6 @@ class DenoisingPolicyObjective(DiffusionObjective):
 
     Metrics: ``actor/pg_loss``, ``actor/pg_clipfrac``, ``actor/ppo_kl`` (mean of old minus new log-prob),
     ``actor/ratio_dev`` (mean of the ratio's distance from 1) and ``actor/kl_loss``.
-
-    Args:
-        config: see `DenoisingPolicyConfig`.
-        kernel: the sampler's.
     """
 
     def __init__(self, config: DenoisingPolicyConfig, kernel: TransitionKernel) -> None:
@@ -249,7 +239,6 @@ class RewardGradientObjective(DiffusionObjective):
     the latents before the first of them. Metrics: ``actor/reward``.
 
     Args:
-        kernel: the sampler's.
         reward: final latents [B, ...] and prompts to rewards [B], differentiable.
     """
 

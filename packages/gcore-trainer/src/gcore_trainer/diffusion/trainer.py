@@ -22,7 +22,6 @@ class MovingAverage:
     """Exponential moving average of parameters, in float32, sharded as they are.
 
     Args:
-        parameters: by name.
         decay: fraction that the average keeps of itself at an update. Early on it is less: (1 + n) / (10 + n) after n
             updates, as in TensorFlow's and diffusers' averages.
 
@@ -49,8 +48,6 @@ class DiffusionTrainer(BaseTrainer):
 
     Args:
         denoiser: the policy; its parameters are updated in place.
-        optimizer: see `OptimizerConfig`.
-        objective: what is minimised.
         reference: the initial policy, where the objective asks it in training.
         ema_decay: decay of an average of the weights, which `export_weights` gives on request; None: there is none.
         old_decay: of an objective that keeps the sampling policy apart: what that keeps of itself, by the number of
@@ -162,9 +159,6 @@ class DiffusionTrainer(BaseTrainer):
     def export_weights(self, *, averaged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield diffusers' names and whole tensors of the policy that samples, one at a time, on every rank.
 
-        Args:
-            averaged: of the moving average.
-
         Raises:
             ConfigError: there is no such average.
         """
@@ -203,9 +197,7 @@ def step_means(
     """Compute means [K, ...] of the Gaussians at each image's recorded steps, under a reference, for the KL term.
 
     Args:
-        denoiser: the model.
         micro_batches: this replica's, one at least; another may have more of them.
-        kernel: the sampler's.
         replicas: those among which a sharded model is divided.
     """
     num_batches = max((replicas or Replicas()).gather(len(micro_batches)))

@@ -11,9 +11,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from numpy.typing import NDArray
 
 from gcore_trainer.config import ParallelConfig
-from gcore_trainer.errors import BatchError
 from gcore_trainer.megatron.architecture import Architecture
-from gcore_trainer.packing.router_replay import ReplayedRouter
+from gcore_trainer.packing.router_replay import ReplayedRouter, check_routing
 from gcore_trainer.packing.row import Row
 
 
@@ -37,12 +36,8 @@ class LayerRouters:
 
     def check(self, rows: Sequence[Row]) -> None:
         """Raise `BatchError` for a row whose routing is of another model."""
-        own = (self.num_routers, self._top_k)
         for routing in (row.routing for row in rows if row.routing is not None):
-            if routing.shape[1:] != own:
-                raise BatchError(
-                    f"routed_experts has layers and experts {tuple(routing.shape[1:])}: the model has {own}"
-                )
+            check_routing(routing, self.num_routers, self._top_k)
 
     def record(self, is_recording: bool) -> None:
         """Record the passes from now on, or stop."""

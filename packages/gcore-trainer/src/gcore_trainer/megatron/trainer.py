@@ -45,8 +45,6 @@ class MegatronTrainer(Trainer):
 
     Args:
         path: a Hugging Face folder with safetensors files, of one of `architecture.MODEL_TYPES`.
-        parallel: how ranks divide the work.
-        optimizer: see `OptimizerConfig`.
         objective: what is minimised. One that looks at values gets a scalar head, which is that of the folder's
             sequence classifier, or zeros where the folder is a causal LM's.
         temperature: divides the logits, as it did at generation.

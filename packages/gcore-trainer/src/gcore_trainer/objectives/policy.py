@@ -68,8 +68,6 @@ def aggregation_weights(
 
     Args:
         masks: [R_i] of each sequence of a part of the batch, True where a token counts.
-        mode: how the token losses are aggregated.
-        totals: of the whole batch.
         max_response_length: the divisor of ``seq-mean-token-sum-norm``; unused in other modes.
 
     Raises:
@@ -177,7 +175,6 @@ def policy_loss(
     """Compute the loss that ``config.loss_mode`` names, at every token.
 
     Args:
-        config: of the loss.
         log_probs: [N] of the policy, with its gradient.
         old_log_probs: [N] of the policy that the ratio is against.
         advantages: [N].
@@ -243,8 +240,6 @@ class Objective(ABC, Generic[ScoresT]):
 
         Args:
             scores: of the samples' response tokens, in their order.
-            samples: a micro-batch.
-            totals: of the whole batch.
         """
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:

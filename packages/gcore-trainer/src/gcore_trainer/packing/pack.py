@@ -95,8 +95,6 @@ def pack(
     """Pack one micro-batch.
 
     Args:
-        samples: at least one.
-        share_prefix: compute equal prompts once.
         multiple_of: pad the row so that T is a multiple of it.
         segment_multiple_of: pad every segment so that its length is a multiple of it.
 

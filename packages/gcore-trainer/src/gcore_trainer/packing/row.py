@@ -98,7 +98,6 @@ def make_rows(
 
     Args:
         micro_batches: the same on all ranks that work on them.
-        device: of the model.
         dtype: of the model's activations.
         share_prefix: compute equal prompts of a micro-batch once, where the row need not be cut within sequences.
         replay_routing: impose the experts that samples bring: the policy's, not those of a critic.
@@ -217,7 +216,6 @@ def token_scores(
         weight_VD: [V, D], this rank's rows.
         targets_N: [N] int64 tokens of the whole vocabulary.
         bias_V: [V].
-        temperature: divides the logits.
         logit_scale: multiplies the logits before anything else.
         softcap: cap(x) is softcap * tanh(x / softcap) (Gemma 2, arXiv:2408.00118, section 2); None: x.
         entropy_grad: make the entropies differentiable too.

@@ -16,7 +16,6 @@ class FrozenModel:
     """A `PackedModel` or `PackedValueModel` without gradients and moments, in one process or sharded over many.
 
     Args:
-        packed: the model.
         parallel: the ranks among which parameters and samples are divided; None: this process is alone.
     """
 

@@ -25,7 +25,7 @@ from gcore_trainer.errors import BatchError, ConfigError, UnsupportedModelError
 from gcore_trainer.lora import add_lora
 from gcore_trainer.packing.linear_attention import mix_by_sequence
 from gcore_trainer.packing.pack import AttentionKind, PackedPlan, describe_mask, window_of
-from gcore_trainer.packing.router_replay import ReplayedRouter
+from gcore_trainer.packing.router_replay import ReplayedRouter, check_routing
 from gcore_trainer.packing.row import Row, ScoresT, TokenScores, make_rows, named_scores, token_scores
 from gcore_trainer.packing.vision import VISION_MODELS, Vision
 from gcore_trainer.sample import NOTHING, MicroBatch, Sample, by_sample
@@ -282,11 +282,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
     def impose(self, routing_TLK: torch.Tensor | None) -> None:
         """Impose a routing until the next pass, because a backward pass may compute layers again."""
         if routing_TLK is not None:
-            own = (self.num_routers, *{router.top_k for router in self._routers})
-            if routing_TLK.shape[1:] != own:
-                raise BatchError(
-                    f"routed_experts has layers and experts {tuple(routing_TLK.shape[1:])}: the model has {own}"
-                )
+            check_routing(routing_TLK, self.num_routers, self._routers[0].top_k if self._routers else 0)
         for layer, router in enumerate(self._routers):
             router.imposed = None if routing_TLK is None else routing_TLK[:, layer]
             router.recorded = None if self._recorded is None else []
@@ -326,9 +322,7 @@ class PackedModel(PackedTransformer[TokenScores]):
     """A causal LM: log-probabilities and entropies of response tokens.
 
     Args:
-        model: see `PackedTransformer`.
         temperature: divides the logits, as it did at generation.
-        options: see `PackedTransformer`.
     """
 
     scores = "tokens"

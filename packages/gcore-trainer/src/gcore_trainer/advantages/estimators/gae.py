@@ -29,8 +29,6 @@ def gae_advantages(
         rewards: [R] of one response.
         values: [R], V of the state before each token.
         mask: [R] tokens of the policy.
-        gamma: discount per token.
-        lam: weight of longer horizons.
 
     Returns:
         advantages [R] and returns [R], 0 outside the mask.

@@ -22,7 +22,6 @@ def discounted_returns(rewards: NDArray[np.floating], mask: NDArray[np.bool_], *
     Args:
         rewards: [R] of one response.
         mask: [R] tokens of the policy.
-        gamma: discount per token.
 
     Returns:
         [R], 0 outside the mask.
