@@ -37,7 +37,7 @@ class LayerRouters:
     def check(self, rows: Sequence[Row]) -> None:
         """Raise `BatchError` for a row whose routing is of another model."""
         for routing in (row.routing for row in rows if row.routing is not None):
-            check_routing(routing, self.num_routers, self._top_k)
+            check_routing(routing, (self.num_routers, self._top_k))
 
     def record(self, is_recording: bool) -> None:
         """Record the passes from now on, or stop."""

@@ -97,9 +97,7 @@ def routing_of_row(samples: MicroBatch, batch: PackedBatch) -> NDArray[np.int64]
     return routing
 
 
-def check_routing(routing: torch.Tensor, num_layers: int, top_k: int) -> None:
-    """Raise `BatchError` for a routing [T, L, K] of another model."""
-    if tuple(routing.shape[1:]) != (num_layers, top_k):
-        raise BatchError(
-            f"routed_experts has layers and experts {tuple(routing.shape[1:])}: the model has {(num_layers, top_k)}"
-        )
+def check_routing(routing: torch.Tensor, own: tuple[int, ...]) -> None:
+    """Raise `BatchError` for a routing [T, L, K] of another model than one with ``own`` layers and experts."""
+    if tuple(routing.shape[1:]) != own:
+        raise BatchError(f"routed_experts has layers and experts {tuple(routing.shape[1:])}: the model has {own}")

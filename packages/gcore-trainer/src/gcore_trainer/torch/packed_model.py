@@ -282,7 +282,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
     def impose(self, routing_TLK: torch.Tensor | None) -> None:
         """Impose a routing until the next pass, because a backward pass may compute layers again."""
         if routing_TLK is not None:
-            check_routing(routing_TLK, self.num_routers, self._routers[0].top_k if self._routers else 0)
+            check_routing(routing_TLK, (self.num_routers, *{router.top_k for router in self._routers}))
         for layer, router in enumerate(self._routers):
             router.imposed = None if routing_TLK is None else routing_TLK[:, layer]
             router.recorded = None if self._recorded is None else []
