@@ -25,7 +25,7 @@ HEAVY = {
         "gcore_llm.training",
         "gcore_rollout.engines.hf.engine",
         "gcore_runs.loop.run_loop",
-        "gcore_trainer.torch.trainer",
+        "gcore_trainer.trainer",
         "torch.utils.tensorboard",
         "transformers.models.qwen3.modeling_qwen3",
     ),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rank import Rank
@@ -14,12 +15,10 @@ from trainer_oracles import SIZES, Group, make_samples
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from gcore_trainer import PackedBatch, pack
-from gcore_trainer.context_parallel.collectives import sum_over_ranks
-from gcore_trainer.context_parallel.groups import ContextParallel, make_context_parallel
-from gcore_trainer.context_parallel.layout import local_predictions, padding_multiples
-from gcore_trainer.context_parallel.plan import ContextParallelPlan
-from gcore_trainer.packing import attention as packed_attention
-from gcore_trainer.packing.attention import AttentionKind, AttentionPlan, PackedPlan
+from gcore_trainer.context_parallel.groups import ContextParallel, make_context_parallel, padding_multiples
+from gcore_trainer.context_parallel.plan import ContextParallelPlan, sum_over_ranks
+from gcore_trainer.packing.pack import AttentionKind, PackedPlan
+from gcore_trainer.torch import packed_model as packed_attention
 
 
 @dataclass(frozen=True)
@@ -194,14 +193,15 @@ def model_gradients(rank: Rank, groups: list[Group], layout: Layout, share_prefi
 
 
 def _model_gradients(
-    batch: PackedBatch, plan: AttentionPlan, places: torch.Tensor, total: Callable[[torch.Tensor], torch.Tensor]
+    batch: PackedBatch, plan: PackedPlan, places: torch.Tensor, total: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     packed_attention.register()
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(
         Qwen2Config(**SIZES, initializer_range=0.2), attn_implementation=packed_attention.ATTENTION_NAME
     ).double()
-    local_index, which = (torch.from_numpy(x) for x in local_predictions(batch.predict_index, places.numpy()))
+    _, *own_and_all = np.intersect1d(places.numpy(), batch.predict_index, assume_unique=True, return_indices=True)
+    local_index, which = (torch.from_numpy(x) for x in own_and_all)
     output = model(
         input_ids=torch.from_numpy(batch.input_ids)[places][None],
         position_ids=torch.from_numpy(batch.positions)[places][None],
@@ -222,7 +222,7 @@ def _model_gradients(
     return {name: p.grad for name, p in model.named_parameters()} | {"loss": loss.detach()}
 
 
-def _attended(case: AttentionCase, plan: AttentionPlan, places: torch.Tensor) -> Attended:
+def _attended(case: AttentionCase, plan: PackedPlan, places: torch.Tensor) -> Attended:
     q, k, v, grad = (x[:, :, places].clone() for x in case.inputs())
     inputs = [x.requires_grad_() for x in (q, k, v)]
     sinks = torch.linspace(-1, 2, case.num_heads, dtype=case.dtype).requires_grad_()

@@ -21,7 +21,7 @@ from gcore_trainer import (
     PolicyObjective,
 )
 from gcore_trainer.megatron.groups import leave_groups
-from gcore_trainer.objectives.objective import check_fields
+from gcore_trainer.objectives.policy import check_fields
 
 Layout = Mapping[str, Any]
 Steps = list[list[list[MicroBatch]]]

@@ -44,9 +44,9 @@ from transformers import (
 
 from gcore_trainer import PackedModel, UnsupportedModelError, pack
 from gcore_trainer.context_parallel.groups import ContextParallel
-from gcore_trainer.packing import attention as packed_attention, block_attention
-from gcore_trainer.packing.attention import AttentionKind, PackedPlan
-from gcore_trainer.packing.router_replay import input_places
+from gcore_trainer.packing import block_attention, pack as packing
+from gcore_trainer.packing.linear_attention import mix
+from gcore_trainer.packing.pack import AttentionKind, PackedPlan
 
 WINDOW = 8
 LAYERS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
@@ -196,12 +196,12 @@ def test_a_layer_is_dense_attention_of_each_sequence(
 
     rows = [random(1, heads, batch.input_ids.size, 6) for heads in (4, 2, 2)]
     sinks_H = random(4) if has_sinks else None
-    places = [torch.from_numpy(x) for x in input_places(samples, batch)]
+    places = [torch.from_numpy(x) for x in batch.input_places(samples)]
     grads = [random(len(x), 4, 6).detach() for x in places]
     inputs = [*rows, *([] if sinks_H is None else [sinks_H])]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_attention, "_NUM_WINDOW_ROWS", num_rows)
+        patch.setattr(packing, "_NUM_WINDOW_ROWS", num_rows)
         patch.setattr(block_attention, "_NUM_PLAIN_SCORES", num_scores)
         plan = PackedPlan(batch, device=torch.device("cpu"), dtype=torch.float64)
         layer = AttentionKind(scale=scale, sliding_window=window, softcap=softcap, sinks=sinks_H)
@@ -246,9 +246,9 @@ def test_a_recurrence_starts_again_with_each_sequence(lengths: list[Group], shar
         return hidden_SLD.cumsum(1) * hidden_SLD.exp()
 
     plan = PackedPlan(batch, device=torch.device("cpu"), dtype=torch.float64)
-    mixed_1TD = plan.mix(hidden_1TD, mixer)
+    mixed_1TD = mix(plan, hidden_1TD, mixer)
     assert plan.num_calls == 1
-    places = [torch.from_numpy(x) for x in input_places(samples, batch)]
+    places = [torch.from_numpy(x) for x in batch.input_places(samples)]
     actual = torch.cat([mixed_1TD[0, x] for x in places])
     expected = torch.cat([mixer(hidden_1TD[:, x])[0] for x in places])
     assert (actual - expected).abs().max() < 1e-12

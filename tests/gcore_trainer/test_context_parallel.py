@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 from rank_pool import RankPool
 from trainer_oracles import Group, deviation
 
-from gcore_trainer.context_parallel.layout import equal_segments, local_places, local_predictions, padding_multiples
+from gcore_trainer.context_parallel.groups import equal_segments, local_places, padding_multiples
 
 pytestmark = pytest.mark.slow
 
@@ -240,11 +240,3 @@ def test_every_place_is_held_once_and_work_is_even(layout: Layout, lengths: list
         parts = [2 * s.num_segments * s.chunk_length for s in segments]
         assert [s.start for s in segments] == [sum(parts[:i]) for i in range(len(parts))]
         assert sum(parts) == sum(padded) // layout.ring_size
-
-
-def test_predictions_belong_to_the_rank_that_holds_their_place() -> None:
-    places = np.array([8, 9, 2, 3, 0])
-    predict_index = np.array([0, 1, 3, 7, 8])
-    local_index, which = local_predictions(predict_index, places)
-    assert (places[local_index] == predict_index[which]).all()
-    assert sorted(which.tolist()) == [0, 2, 4]

@@ -17,7 +17,7 @@ from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 import gcore_trainer.megatron
 from gcore_trainer import ConfigError, ParallelConfig, UnsupportedModelError
 from gcore_trainer.megatron.architecture import Architecture
-from gcore_trainer.megatron.weights.pieces import Piece
+from gcore_trainer.megatron.pieces import Piece
 
 QUANTIZED: dict[str, Any] = {**SIZES, "quantization_config": {"quant_method": "fp8"}}
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from gcore_trainer import BatchError, PackedModel, PackedValueModel, Sample, UnsupportedModelError
-from gcore_trainer.packing import attention as packed_attention
+from gcore_trainer.torch import packed_model as packed_attention
 
 ORIGINAL = 16
 LONGROPE: dict[str, Any] = {

@@ -11,7 +11,7 @@ from transformers import (
 )
 
 from gcore_trainer import ConfigError, OptimizerConfig
-from gcore_trainer.training.base_trainer import learning_rate
+from gcore_trainer.trainer import learning_rate
 
 WARMUP, TOTAL = 5, 40
 

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,7 @@ from gcore_bench.trainer.workload import (
     context_layouts,
     deals,
     make_samples,
-    packed_batches,
-    shared_batches,
     step_batches,
-    step_workload,
     token_rows,
 )
 
@@ -52,11 +50,12 @@ def test_every_sample_is_in_one_micro_batch(way: str) -> None:
 
 def test_micro_batches_stay_within_the_budget() -> None:
     options = TrainerOptions()
-    samples, shape = make_samples(options), step_workload(options)
+    samples = make_samples(options)
     for max_tokens in (480, 700, 2048):
-        for batch in packed_batches(samples, shape, max_tokens):
+        tight = replace(options, max_tokens=max_tokens)
+        for batch in step_batches(tight, samples, "gcore-packed"):
             assert sum(samples[i].prompt_ids.size + samples[i].response_ids.size for i in batch) <= max_tokens
-        for batch in shared_batches(samples, shape, max_tokens, n=options.n):
+        for batch in step_batches(tight, samples, "gcore-shared"):
             prompts = {i // options.n: samples[i].prompt_ids.size for i in batch}
             assert sum(prompts.values()) + sum(samples[i].response_ids.size for i in batch) <= max_tokens
 

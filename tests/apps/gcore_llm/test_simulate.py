@@ -14,7 +14,7 @@ from command_line import Cli
 
 from gcore_controller import Context, run_simulated
 from gcore_controller.trainer_group import deal
-from gcore_llm.learning.micro_batches import workload_of
+from gcore_llm.learning.preparation import workload_of
 from gcore_llm.learning.trainer_worker import Role
 from gcore_llm.simulate import run as run_module
 from gcore_llm.simulate.command import parse_simulate

@@ -24,10 +24,18 @@ from gcore_controller import (
 )
 from gcore_llm.config import TrainConfig
 from gcore_llm.data.prompts import Prompt, PromptSets
-from gcore_llm.learning.micro_batches import group_costs, sample_flops, split_in_micro_batches
-from gcore_llm.learning.mismatch import choose, mismatch, probe, single_responses
-from gcore_llm.learning.performance import speed
-from gcore_llm.learning.preparation import kl_controller, prepare
+from gcore_llm.learning.preparation import (
+    choose,
+    group_costs,
+    kl_controller,
+    mismatch,
+    prepare,
+    probe,
+    sample_flops,
+    single_responses,
+    speed,
+    split_in_micro_batches,
+)
 from gcore_llm.learning.trainer_worker import has_critic, has_reference, needs_old_log_probs
 from gcore_llm.roles import Roles
 from gcore_llm.sampling.evaluate import Evaluation, evaluate

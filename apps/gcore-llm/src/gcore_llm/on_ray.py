@@ -7,7 +7,7 @@ from typing import Any
 
 from gcore_controller import ActorRole, Context, Handles, RayBackend, RayTrainerClient, RemoteRecorder
 from gcore_llm.config import TrainConfig
-from gcore_llm.learning.micro_batches import sample_flops
+from gcore_llm.learning.preparation import sample_flops
 from gcore_llm.learning.trainer_worker import ray_trainer_spec
 from gcore_llm.modality import Job, rlhf_program
 from gcore_llm.roles import Roles, build_environment, build_tokenizer, eos_token_ids

@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 
 from gcore_llm.forecast import Forecast
-from gcore_llm.learning.mismatch import warning
+from gcore_llm.learning.preparation import warning
 from gcore_llm.modality import Job
 from gcore_llm.sampling.evaluate import Evaluation
 from gcore_placement import PlacementError

@@ -143,7 +143,7 @@ async def _try_rewards(rewards: "Rewards", prompts: PromptSets, supervisor: Supe
 
 def _train(inputs: "Inputs", model: Path, first_step: int, supervisor: Supervisor) -> None:
     """Run the controllers' program on its services, and export the policy."""
-    from gcore_llm.learning.micro_batches import workload_of
+    from gcore_llm.learning.preparation import workload_of
     from gcore_llm.modality import Job
     from gcore_llm.recorder import RunRecorder
     from gcore_runs.loop.run_loop import RunLoop

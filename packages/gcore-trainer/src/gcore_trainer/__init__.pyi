@@ -1,10 +1,16 @@
 from .advantages.estimator import (
+    AdaptiveKLController as AdaptiveKLController,
     AdvantageEstimator as AdvantageEstimator,
     AdvantagesAndReturns as AdvantagesAndReturns,
+    Collectives as Collectives,
+    FixedKLController as FixedKLController,
     ScoredGroup as ScoredGroup,
     advantage_estimator as advantage_estimator,
     advantage_estimators as advantage_estimators,
     get_advantage_estimator as get_advantage_estimator,
+    whiten as whiten,
+    whitening_moments as whitening_moments,
+    with_advantages as with_advantages,
 )
 from .advantages.estimators.gae import gae_advantages as gae_advantages
 from .advantages.estimators.grpo import grpo_advantages as grpo_advantages
@@ -12,19 +18,19 @@ from .advantages.estimators.reinforce_plus_plus import discounted_returns as dis
 from .advantages.estimators.remax import remax_advantages as remax_advantages
 from .advantages.estimators.rloo import rloo_advantages as rloo_advantages
 from .advantages.reward_shaping import (
-    AdaptiveKLController as AdaptiveKLController,
-    FixedKLController as FixedKLController,
     RewardKL as RewardKL,
+    follow_divergence as follow_divergence,
     kl_estimates as kl_estimates,
     kl_rewards as kl_rewards,
     overlong_penalty as overlong_penalty,
+    policy_and_reference as policy_and_reference,
 )
 from .advantages.rollout_correction import (
     RolloutCorrectionConfig as RolloutCorrectionConfig,
     rollout_correction as rollout_correction,
     weight_moments as weight_moments,
+    with_rollout_correction as with_rollout_correction,
 )
-from .advantages.whitening import whiten as whiten, whitening_moments as whitening_moments
 from .config import (
     AdvantageConfig as AdvantageConfig,
     DPOConfig as DPOConfig,
@@ -33,6 +39,7 @@ from .config import (
     LossAggMode as LossAggMode,
     LRSchedulerType as LRSchedulerType,
     OptimizerConfig as OptimizerConfig,
+    ParallelConfig as ParallelConfig,
     PolicyLossConfig as PolicyLossConfig,
     RewardModelConfig as RewardModelConfig,
     ValueLossConfig as ValueLossConfig,
@@ -43,7 +50,7 @@ from .diffusion.config import (
     NFTConfig as NFTConfig,
 )
 from .diffusion.denoiser import Denoiser as Denoiser, pipeline_component as pipeline_component
-from .diffusion.ema import MovingAverage as MovingAverage
+from .diffusion.losses import DDPMProcess as DDPMProcess, FlowProcess as FlowProcess, NoiseProcess as NoiseProcess
 from .diffusion.objectives import (
     DenoisingPolicyObjective as DenoisingPolicyObjective,
     DiffusionDPOObjective as DiffusionDPOObjective,
@@ -51,9 +58,12 @@ from .diffusion.objectives import (
     NFTObjective as NFTObjective,
     RewardGradientObjective as RewardGradientObjective,
 )
-from .diffusion.process import DDPMProcess as DDPMProcess, FlowProcess as FlowProcess, NoiseProcess as NoiseProcess
 from .diffusion.sample import DiffusionMicroBatch as DiffusionMicroBatch, DiffusionSample as DiffusionSample
-from .diffusion.trainer import DiffusionTrainer as DiffusionTrainer, step_means as step_means
+from .diffusion.trainer import (
+    DiffusionTrainer as DiffusionTrainer,
+    MovingAverage as MovingAverage,
+    step_means as step_means,
+)
 from .errors import (
     BatchError as BatchError,
     ConfigError as ConfigError,
@@ -64,38 +74,40 @@ from .errors import (
     UnsupportedModelError as UnsupportedModelError,
 )
 from .lora import merge_lora as merge_lora
-from .losses.aggregation import BatchTotals as BatchTotals, aggregation_weights as aggregation_weights
 from .losses.kl import kl_penalty as kl_penalty
-from .losses.policy_loss import (
+from .megatron.trainer import MegatronTrainer as MegatronTrainer
+from .objectives.policy import (
+    BatchTotals as BatchTotals,
+    Objective as Objective,
+    PartialLoss as PartialLoss,
     PolicyLoss as PolicyLoss,
     PolicyLossFunction as PolicyLossFunction,
+    PolicyObjective as PolicyObjective,
     PolicyTokens as PolicyTokens,
+    aggregation_weights as aggregation_weights,
     clipped_surrogate as clipped_surrogate,
     policy_loss as policy_loss,
     policy_loss_function as policy_loss_function,
 )
-from .losses.preference import bradley_terry_loss as bradley_terry_loss, dpo_loss as dpo_loss
-from .losses.value import (
+from .objectives.supervised import (
+    DPOObjective as DPOObjective,
+    RewardModelObjective as RewardModelObjective,
+    SFTObjective as SFTObjective,
+    bradley_terry_loss as bradley_terry_loss,
+    dpo_loss as dpo_loss,
+    scored_at_end as scored_at_end,
+)
+from .objectives.value import (
+    ValueObjective as ValueObjective,
     explained_variance as explained_variance,
     value_loss as value_loss,
     value_moments as value_moments,
 )
-from .megatron.trainer import MegatronTrainer as MegatronTrainer
-from .objectives.objective import Objective as Objective, PartialLoss as PartialLoss
-from .objectives.policy import PolicyObjective as PolicyObjective
-from .objectives.preference import (
-    DPOObjective as DPOObjective,
-    RewardModelObjective as RewardModelObjective,
-    scored_at_end as scored_at_end,
-)
-from .objectives.sft import SFTObjective as SFTObjective
-from .objectives.value import ValueObjective as ValueObjective
 from .packing.pack import PackedBatch as PackedBatch, pack as pack
-from .packing.token_scores import TokenScores as TokenScores, token_scores as token_scores
-from .parallel import ParallelConfig as ParallelConfig
+from .packing.row import TokenScores as TokenScores, token_scores as token_scores
 from .sample import Images as Images, MicroBatch as MicroBatch, Sample as Sample
 from .torch.frozen_model import FrozenModel as FrozenModel
-from .torch.packed_model import PackedModel as PackedModel, PackedValueModel as PackedValueModel
+from .torch.packed_model import PackedModel as PackedModel
 from .torch.parallel import TorchParallel as TorchParallel
-from .torch.trainer import TorchTrainer as TorchTrainer
-from .training.trainer import Trainer as Trainer
+from .torch.value_model import PackedValueModel as PackedValueModel
+from .trainer import TorchTrainer as TorchTrainer, Trainer as Trainer

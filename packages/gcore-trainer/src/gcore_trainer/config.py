@@ -1,10 +1,11 @@
-"""Settings of optimizers, losses and adapters, each with its bounds."""
+"""Settings of optimizers, losses, adapters and layouts, each with its bounds."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from gcore_trainer.checks import require, require_choice
+from gcore_trainer.errors import ConfigError
 from gcore_trainer.registry import Registry
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -17,6 +18,51 @@ POLICY_LOSSES = Registry("gcore_trainer.losses.policy", "loss_mode")
 
 MAX_K3 = 10.0
 """Largest value of the k3 estimate of a token's KL divergence, in the loss and in the reward; verl's bound."""
+
+
+class Bound(NamedTuple):
+    """A check of a setting, and what it accepts in words."""
+
+    holds: Callable[[Any], bool]
+    accepted: str
+
+    def require(self, field: str, value: object) -> None:
+        """Raise `ConfigError` for a value out of the bound."""
+        require(field, value, self.holds(value), self.accepted)
+
+
+ABOVE_ZERO = Bound(lambda v: 0 < v < math.inf, "a finite number above 0")
+NOT_NEGATIVE = Bound(lambda v: 0 <= v < math.inf, "a finite number, 0 or more")
+FRACTION = Bound(lambda v: 0 <= v <= 1, "a number in [0, 1]")
+BELOW_ONE = Bound(lambda v: 0 <= v < 1, "a number in [0, 1)")
+AT_LEAST_0 = Bound(lambda v: v >= 0, "0 or more")
+AT_LEAST_1 = Bound(lambda v: v >= 1, "1 or more")
+
+
+def one_of(literal: Any) -> Bound:
+    """Return the bound of a setting that is one of a ``Literal``'s values."""
+    choices = get_args(literal)
+    return Bound(lambda v: v in choices, f"one of {', '.join(choices)}")
+
+
+def require(field: str, value: object, holds: bool, accepted: str) -> None:
+    """Check a setting.
+
+    Raises:
+        ConfigError: the check does not hold.
+    """
+    if not holds:
+        raise ConfigError(f"{field} is {value!r}; expected {accepted}")
+
+
+def require_bounds(settings: object, **bounds: Bound) -> None:
+    """Check settings by the bounds of these fields.
+
+    Raises:
+        ConfigError: a setting is out of its bounds.
+    """
+    for field, bound in bounds.items():
+        bound.require(field, getattr(settings, field))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +87,22 @@ class OptimizerConfig:
     """A step whose gradient is NaN or infinite is skipped; this many in a row end the run."""
 
     def __post_init__(self) -> None:
-        require("lr", self.lr, 0 < self.lr < math.inf, "a finite number above 0")
-        require("betas", self.betas, len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two in [0, 1)")
-        require("eps", self.eps, 0 < self.eps < math.inf, "a finite number above 0")
-        require("weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "a finite number, 0 or more")
-        require("lr_warmup_steps", self.lr_warmup_steps, self.lr_warmup_steps >= 0, "0 or more")
-        require_choice("lr_scheduler_type", self.lr_scheduler_type, get_args(LRSchedulerType))
-        steps = self.total_training_steps
-        accepted = f"more than lr_warmup_steps={self.lr_warmup_steps}, or 0 where it is not known yet"
-        require("total_training_steps", steps, steps == 0 or steps > self.lr_warmup_steps, accepted)
-        require("min_lr_ratio", self.min_lr_ratio, 0 <= self.min_lr_ratio <= 1, "a number in [0, 1]")
-        require("grad_clip", self.grad_clip, self.grad_clip > 0, "above 0")
-        require("max_nonfinite_steps", self.max_nonfinite_steps, self.max_nonfinite_steps >= 1, "1 or more")
+        warmup = self.lr_warmup_steps
+        require_bounds(
+            self,
+            lr=ABOVE_ZERO,
+            betas=Bound(lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two in [0, 1)"),
+            eps=ABOVE_ZERO,
+            weight_decay=NOT_NEGATIVE,
+            lr_warmup_steps=AT_LEAST_0,
+            lr_scheduler_type=one_of(LRSchedulerType),
+            total_training_steps=Bound(
+                lambda v: v == 0 or v > warmup, f"more than lr_warmup_steps={warmup}, or 0 where it is not known yet"
+            ),
+            min_lr_ratio=FRACTION,
+            grad_clip=Bound(lambda v: v > 0, "above 0"),
+            max_nonfinite_steps=AT_LEAST_1,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +117,7 @@ class LoRAConfig:
     """Names of the layers that get one, such as q_proj; all-linear: all but the head."""
 
     def __post_init__(self) -> None:
-        require("rank", self.rank, self.rank >= 1, "1 or more")
-        require("alpha", self.alpha, self.alpha >= 1, "1 or more")
-        require("target_modules", self.target_modules, bool(self.target_modules), "at least one name")
+        require_bounds(self, rank=AT_LEAST_1, alpha=AT_LEAST_1, target_modules=Bound(bool, "at least one name"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +132,7 @@ class AdvantageConfig:
     """Weight of longer horizons, in gae."""
 
     def __post_init__(self) -> None:
-        for name in ("gamma", "lam"):
-            require(name, getattr(self, name), 0 <= getattr(self, name) <= 1, "a number in [0, 1]")
+        require_bounds(self, gamma=FRACTION, lam=FRACTION)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,22 +164,23 @@ class PolicyLossConfig:
     """Divisor of ``seq-mean-token-sum-norm``, which needs it: the longest response that the run allows."""
 
     def __post_init__(self) -> None:
-        require("clip_ratio_low", self.clip_ratio_low, 0 <= self.clip_ratio_low <= 1, "a number in [0, 1]")
-        require("clip_ratio_high", self.clip_ratio_high, self.clip_ratio_high >= 0, "0 or more")
+        require_bounds(self, clip_ratio_low=FRACTION, clip_ratio_high=AT_LEAST_0)
         POLICY_LOSSES.check(self.loss_mode)
         if self.clip_ratio_c is not None:
             require("clip_ratio_c", self.clip_ratio_c, self.clip_ratio_c > 1, "above 1, or None")
             has_dual_clip = getattr(POLICY_LOSSES.load(self.loss_mode), "has_dual_clip", False)
             accepted = f"None for loss_mode {self.loss_mode!r}, which has no dual clip"
             require("clip_ratio_c", self.clip_ratio_c, has_dual_clip, accepted)
-        require("tau_pos", self.tau_pos, 0 < self.tau_pos < math.inf, "a finite number above 0")
-        require("tau_neg", self.tau_neg, 0 < self.tau_neg < math.inf, "a finite number above 0")
-        require_choice("loss_agg_mode", self.loss_agg_mode, get_args(LossAggMode))
-        require("kl_loss_coef", self.kl_loss_coef, 0 <= self.kl_loss_coef < math.inf, "a finite number, 0 or more")
-        require_choice("kl_loss_type", self.kl_loss_type, get_args(KLPenalty))
-        require("entropy_coeff", self.entropy_coeff, 0 <= self.entropy_coeff < math.inf, "a finite number, 0 or more")
-        if self.max_response_length is not None:
-            require("max_response_length", self.max_response_length, self.max_response_length >= 1, "1 or more")
+        require_bounds(
+            self,
+            tau_pos=ABOVE_ZERO,
+            tau_neg=ABOVE_ZERO,
+            loss_agg_mode=one_of(LossAggMode),
+            kl_loss_coef=NOT_NEGATIVE,
+            kl_loss_type=one_of(KLPenalty),
+            entropy_coeff=NOT_NEGATIVE,
+            max_response_length=Bound(lambda v: v is None or v >= 1, "1 or more"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +195,12 @@ class ValueLossConfig:
     """Divisor of ``seq-mean-token-sum-norm``, which needs it: the longest response that the run allows."""
 
     def __post_init__(self) -> None:
-        require("cliprange_value", self.cliprange_value, self.cliprange_value > 0, "above 0")
-        require_choice("loss_agg_mode", self.loss_agg_mode, get_args(LossAggMode))
-        if self.max_response_length is not None:
-            require("max_response_length", self.max_response_length, self.max_response_length >= 1, "1 or more")
+        require_bounds(
+            self,
+            cliprange_value=Bound(lambda v: v > 0, "above 0"),
+            loss_agg_mode=one_of(LossAggMode),
+            max_response_length=Bound(lambda v: v is None or v >= 1, "1 or more"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,9 +215,8 @@ class DPOConfig:
     """Assumed fraction of pairs with swapped labels, in sigmoid."""
 
     def __post_init__(self) -> None:
-        require("beta", self.beta, 0 < self.beta < math.inf, "a finite number above 0")
-        require_choice("loss_type", self.loss_type, get_args(DPOLossType))
-        require("label_smoothing", self.label_smoothing, 0 <= self.label_smoothing < 0.5, "a number in [0, 0.5)")
+        below_half = Bound(lambda v: 0 <= v < 0.5, "a number in [0, 0.5)")
+        require_bounds(self, beta=ABOVE_ZERO, loss_type=one_of(DPOLossType), label_smoothing=below_half)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,5 +227,68 @@ class RewardModelConfig:
     """Weight of the squared sum of a pair's rewards, which keeps them around 0."""
 
     def __post_init__(self) -> None:
-        coefficient = self.center_rewards_coefficient
-        require("center_rewards_coefficient", coefficient, 0 <= coefficient < math.inf, "a finite number, 0 or more")
+        require_bounds(self, center_rewards_coefficient=NOT_NEGATIVE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Sizes under verl's and Megatron's names; what they leave of the world is data parallel."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that divide each layer's matrices (megatron)."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that divide the layers (megatron)."""
+    virtual_pipeline_model_parallel_size: int = 1
+    """Chunks of layers that each pipeline rank has, interleaved (megatron)."""
+    context_parallel_size: int = 1
+    """Ranks that divide the tokens of every sequence."""
+    ulysses_sequence_parallel_size: int = 1
+    """Ranks among these that exchange tokens for attention heads (Ulysses); the others pass keys and values (ring)."""
+    expert_model_parallel_size: int = 1
+    """Ranks that divide the experts of a mixture of experts (megatron)."""
+    sequence_parallel: bool = False
+    """Divide the tokens outside attention and MLP over the tensor-parallel ranks (megatron)."""
+
+    def __post_init__(self) -> None:
+        require_bounds(self, **{name: AT_LEAST_1 for name in vars(self) if name != "sequence_parallel"})
+        if self.context_parallel_size % self.ulysses_sequence_parallel_size:
+            raise ConfigError(
+                f"ulysses_sequence_parallel_size is {self.ulysses_sequence_parallel_size}; expected a divisor of "
+                f"context_parallel_size={self.context_parallel_size}"
+            )
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ConfigError("sequence_parallel is true; expected tensor_model_parallel_size above 1")
+        if self.virtual_pipeline_model_parallel_size > 1 and self.pipeline_model_parallel_size == 1:
+            raise ConfigError(
+                f"virtual_pipeline_model_parallel_size is {self.virtual_pipeline_model_parallel_size}; expected "
+                "pipeline_model_parallel_size above 1"
+            )
+
+    def check_torch(self) -> None:
+        """Raise `ConfigError` for a size that the torch backend does not have."""
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
+            if (value := getattr(self, name)) > 1:
+                raise ConfigError(f"{name} is {value}; expected 1 for the torch backend, or the megatron backend")
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that work on the same samples."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Return the number of groups of ranks that work on different samples.
+
+        Raises:
+            ConfigError: the sizes do not divide the world.
+        """
+        if world_size % self.model_parallel_size:
+            sizes = " x ".join(
+                f"{name}={getattr(self, name)}"
+                for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+                if getattr(self, name) > 1
+            )
+            raise ConfigError(
+                f"{sizes} is {self.model_parallel_size}; expected a divisor of the world of {world_size} ranks: "
+                f"{self.model_parallel_size * max(1, world_size // self.model_parallel_size)} ranks would fit"
+            )
+        return world_size // self.model_parallel_size

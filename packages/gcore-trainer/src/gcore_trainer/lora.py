@@ -37,12 +37,7 @@ def add_lora(model: Any, config: LoRAConfig, *, seed: int = 0) -> None:
         # What peft makes of the word reaches for fused experts and routers, too.
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         targets = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
-    settings = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        target_modules=targets,
-        lora_dropout=0.0,
-    )
+    settings = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
     # It draws each A, from the generator that others draw from.
     with torch.random.fork_rng():
         try:
@@ -64,12 +59,6 @@ def initial_a(layer: str, rank: int, in_features: int, *, seed: int = 0) -> "tor
     """Draw A [rank, in_features] in float32: the same in every backend, layout and order.
 
     Kaiming's uniform distribution as of torch's own linear layers, whose bounds are the root of 1 / in_features.
-
-    Args:
-        layer: its Hugging Face name.
-        rank: of the adapter.
-        in_features: of the layer.
-        seed: another one draws another A.
     """
     import torch
 

@@ -12,12 +12,7 @@ from gcore_trainer.errors import ConfigError
 
 
 class Registry:
-    """The algorithms of one kind.
-
-    Args:
-        package: the folder, as a module's name. A file ``NAME.py`` defines the algorithm as ``NAME``.
-        setting: name of the setting that chooses one, for errors.
-    """
+    """The algorithms of one kind."""
 
     def __init__(self, package: str, setting: str) -> None:
         self._package = package
@@ -31,10 +26,7 @@ class Registry:
         return sorted(module.name for module in pkgutil.iter_modules(spec.submodule_search_locations))
 
     def load(self, name: str) -> Any:
-        """Import an algorithm.
-
-        Args:
-            name: of a built-in one, or ``PATH.py:function``.
+        """Import a built-in algorithm by its name, or a user's own by ``PATH.py:function``.
 
         Raises:
             ConfigError: there is no such algorithm, no such file, or the file does not import.
@@ -49,11 +41,7 @@ class Registry:
         return _load_function(Path(file).resolve(), function, f"{self._setting} is {name!r}")
 
     def check(self, name: str) -> None:
-        """Check that there is such an algorithm; a built-in one is not imported.
-
-        Raises:
-            ConfigError: as `load`.
-        """
+        """Raise `ConfigError` if there is no such algorithm; a built-in one is not imported."""
         if name not in self.names:
             self.load(name)
 

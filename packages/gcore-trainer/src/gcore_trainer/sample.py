@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_trainer.checks import require_finite
 from gcore_trainer.errors import BatchError
 
+_LARGEST = np.finfo(np.float32).max
 _PER_TOKEN = (
     "response_mask",
     "advantages",
@@ -21,6 +22,25 @@ _PER_TOKEN = (
     "values",
     "returns",
 )
+
+
+def require_finite(field: str, values: NDArray[Any], mask: NDArray[np.bool_] | None = None) -> None:
+    """Refuse NaN, infinities and numbers that float32 cannot hold, at the entries that count (None: at all of them).
+
+    Raises:
+        BatchError: an entry that counts is not finite; the error names the field and the entry.
+    """
+    # A comparison with NaN is False.
+    is_bad = ~(np.abs(values) <= _LARGEST)
+    if mask is not None:
+        is_bad &= mask
+    if is_bad.any():
+        first = np.argwhere(is_bad)[0].tolist()
+        place = "".join(f"[{i}]" for i in first)
+        raise BatchError(
+            f"{field}{place} is {values[tuple(first)]}; expected a finite float32 at every entry that counts "
+            f"({int(is_bad.sum())} of {is_bad.size} are not)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -125,11 +145,10 @@ class Sample:
         """Refuse NaN and infinities at the tokens that count.
 
         Args:
-            name: of the sample, for the error.
             fields: names of per-token arrays; one that is None passes.
 
         Raises:
-            BatchError: an entry that counts is not finite; the error names the sample, the field and the token.
+            BatchError: an entry that counts is not finite.
         """
         for field in fields:
             values: NDArray[np.float32] | None = getattr(self, field)

@@ -20,7 +20,7 @@ from gcore_placement import balance, micro_batches
 from gcore_rollout import HFEngine, Request, SamplingParams
 from gcore_rollout.engines.hf import slot_attention
 from gcore_trainer import PackedModel, ParallelConfig, PolicyObjective, Sample, TorchParallel, TorchTrainer
-from gcore_trainer.packing import attention as packed_attention
+from gcore_trainer.torch import packed_model as packed_attention
 
 _REWARD = """def score(prompt, completion, row):
     return float(len(completion) % 3)

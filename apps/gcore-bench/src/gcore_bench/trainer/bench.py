@@ -1,9 +1,9 @@
 """`gcore-bench trainer`: the contenders of each part, in turn, in forked processes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -23,20 +23,12 @@ from gcore_bench.trainer.workload import (
 )
 from gcore_trainer import Sample
 
-_WORK = {
-    "step": "gcore_bench.trainer.step",
-    "balance": "gcore_bench.trainer.step",
-    "log-probs": "gcore_bench.trainer.log_probs",
-    "context": "gcore_bench.trainer.context",
-    "mfu": "gcore_bench.trainer.mfu",
-    "setup": "gcore_bench.trainer.setup",
-}
-"""Module that does the work of each part."""
+_STEP, _PARTS = "gcore_bench.trainer.step", "gcore_bench.trainer.parts"
+"""Modules that do the work of the parts."""
 _TOLERANCE = 1e-4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contender:
+class Contender(NamedTuple):
     """A contender of a part: its number of processes, and the micro-batches of each of them."""
 
     name: str
@@ -52,7 +44,7 @@ def run(options: TrainerOptions, console: Console) -> None:
     """
     with Session(options, console, notes=notes(options)) as session:
         start_server(options.threads)
-        run_processes(_specs("setup", Contender(name="setup"), options, session.folder))
+        run_processes(_specs("setup", Contender("setup"), options, session.folder))
         samples = load_samples(session.folder / "samples.npz")
         dealt = deals(options, samples)
         for part in dict.fromkeys(options.parts):
@@ -96,25 +88,23 @@ def _contenders(
     """Return the contenders of a part in the order in which they run."""
     match part:
         case "step":
-            return [Contender(name=name, batches=[step_batches(options, samples, name)]) for name in options.contenders]
+            return [Contender(name, 1, [step_batches(options, samples, name)]) for name in options.contenders]
         case "balance":
-            return [
-                Contender(name=name, world_size=BALANCE_RANKS, batches=found.batches) for name, found in dealt.items()
-            ]
+            return [Contender(name, BALANCE_RANKS, found.batches) for name, found in dealt.items()]
         case "log-probs":
-            return [Contender(name="chunked"), Contender(name="naive")]
+            return [Contender("chunked"), Contender("naive")]
         case "context":
             layouts = context_layouts(options.context_sizes)
-            return [Contender(name=name, world_size=size) for name, (size, _) in layouts.items()]
+            return [Contender(name, size) for name, (size, _) in layouts.items()]
         case _:
-            return [Contender(name="gcore")]
+            return [Contender("gcore")]
 
 
 def _specs(part: str, contender: Contender, options: TrainerOptions, folder: Path) -> list[Spec]:
     more = {} if contender.batches is None else {"batches": contender.batches}
     return [
         Spec(
-            work=_WORK[part],
+            work=_STEP if part in ("setup", "step", "balance") else _PARTS,
             part=part,
             contender=contender.name,
             folder=str(folder),

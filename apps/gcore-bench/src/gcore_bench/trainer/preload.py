@@ -6,12 +6,14 @@ import torch.distributed.fsdp
 import transformers.models.auto.modeling_auto
 import transformers.models.qwen2.modeling_qwen2
 
-import gcore_trainer.torch.trainer
+import gcore_trainer.torch.packed_model
+import gcore_trainer.trainer
 
 PRELOADED = (
     torch._dynamo,
     torch.distributed.fsdp,
     transformers.models.auto.modeling_auto,
     transformers.models.qwen2.modeling_qwen2,
-    gcore_trainer.torch.trainer,
+    gcore_trainer.torch.packed_model,
+    gcore_trainer.trainer,
 )

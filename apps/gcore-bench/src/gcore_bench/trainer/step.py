@@ -1,4 +1,4 @@
-"""The parts step and balance: one policy-gradient step, measured in the same way under every contender."""
+"""The parts step and balance: a policy-gradient step, measured in the same way under every contender; their setup."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,11 +7,21 @@ from typing import Protocol
 import numpy as np
 
 from gcore_bench.harness.measure import measured
+from gcore_bench.harness.models import make_model
 from gcore_bench.harness.processes import Spec, joined_world
 from gcore_bench.harness.report import Figures
+from gcore_bench.trainer.options import TrainerOptions
 from gcore_bench.trainer.updates import StepResult
-from gcore_bench.trainer.workload import load_samples
-from gcore_trainer import ParallelConfig, Sample, TorchParallel
+from gcore_bench.trainer.workload import (
+    load_samples,
+    long_workload,
+    make_samples,
+    off_policy,
+    save_samples,
+    step_workload,
+)
+from gcore_llm.demo.tiny_model import tiny_tokenizer
+from gcore_trainer import PackedModel, ParallelConfig, Sample, TorchParallel
 
 _WARMUP = [
     Sample(
@@ -33,6 +43,8 @@ class Stepper(Protocol):
 
 def run(spec: Spec) -> dict[str, Figures]:
     """Return seconds and memory of a step, and its result; in the part balance those of this rank."""
+    if spec.part == "setup":
+        return _set_up(spec)
     if spec.part == "step":
         return _measured(spec, _make_stepper(spec.contender, Path(spec.folder)))
     from gcore_bench.trainer.contenders.gcore import GcoreStep
@@ -68,3 +80,15 @@ def _measured(spec: Spec, stepper: Stepper) -> dict[str, Figures]:
     first = results[0]
     computed = {"loss": first.loss, "grad_norm": first.grad_norm, "computed_tokens": first.computed_tokens}
     return {spec.contender: times.figures() | computed}
+
+
+def _set_up(spec: Spec) -> dict[str, Figures]:
+    """Write ``model``, ``long-model``, ``tokenizer`` and ``samples.npz``, which contenders share."""
+    folder, options = Path(spec.folder), TrainerOptions(**spec.options)
+    make_model(folder / "model", step_workload(options), max_length=options.max_tokens, seed=options.seed)
+    make_model(folder / "long-model", long_workload(options), max_length=max(options.lengths) + 1, seed=options.seed)
+    tiny_tokenizer().save_pretrained(folder / "tokenizer")
+    samples = make_samples(options)
+    (log_probs,) = PackedModel.from_pretrained(folder / "model").log_probs([samples])
+    save_samples(folder / "samples.npz", off_policy(samples, log_probs, seed=options.seed))
+    return {}

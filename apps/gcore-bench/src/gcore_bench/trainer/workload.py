@@ -6,7 +6,7 @@ Indices are of samples in group order: sample i answers prompt i // n. Importing
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from gcore_bench.harness.models import small_shape
 from gcore_bench.harness.report import Figures
 from gcore_bench.trainer.options import TrainerOptions
 from gcore_placement import TransformerWorkload, balance, micro_batches
-from gcore_trainer import Sample, pack
+from gcore_trainer import Sample
 
 LONG_VOCAB_SIZE = 512
 BALANCE_RANKS = 2
@@ -23,6 +23,7 @@ BALANCE_RANKS = 2
 BATCHINGS = ("trl", "gcore-padded", "gcore-packed", "gcore-shared")
 """Contenders whose ways of batching differ; verl receives the batches of gcore-packed."""
 
+_FIELDS = ("prompt_ids", "response_ids", "advantages", "old_log_probs")
 _OFF_POLICY = 0.1
 """Standard deviation of noise on log-probabilities that imitates an older policy; some ratios are clipped."""
 
@@ -75,65 +76,37 @@ def off_policy(samples: Sequence[Sample], log_probs: Sequence[NDArray[np.float32
 
 def save_samples(path: Path, samples: Sequence[Sample]) -> None:
     """Write samples to a file for the processes of contenders."""
-    arrays: dict[str, Any] = {}
-    for i, sample in enumerate(samples):
-        for field in ("prompt_ids", "response_ids", "advantages", "old_log_probs"):
-            arrays[f"{field}-{i}"] = getattr(sample, field)
+    arrays: dict[str, Any] = {f"{f}-{i}": getattr(s, f) for i, s in enumerate(samples) for f in _FIELDS}
     np.savez(path, allow_pickle=False, **arrays)
 
 
 def load_samples(path: Path) -> list[Sample]:
     """Read the samples that `save_samples` wrote."""
     with np.load(path) as arrays:
-        return [
-            Sample(
-                prompt_ids=arrays[f"prompt_ids-{i}"],
-                response_ids=arrays[f"response_ids-{i}"],
-                advantages=arrays[f"advantages-{i}"],
-                old_log_probs=arrays[f"old_log_probs-{i}"],
-            )
-            for i in range(len(arrays.files) // 4)
-        ]
+        count = len(arrays.files) // len(_FIELDS)
+        return [Sample(**{f: arrays[f"{f}-{i}"] for f in _FIELDS}) for i in range(count)]
 
 
 def step_batches(options: TrainerOptions, samples: Sequence[Sample], contender: str) -> list[list[int]]:
-    """Return the micro-batches that a contender makes of the step."""
+    """Return a contender's micro-batches: equal counts, or single samples or whole groups within the budget."""
     shape = step_workload(options)
     if contender in ("trl", "gcore-padded"):
-        return padded_batches(samples, options.padded_micro_batches)
+        return [part.tolist() for part in np.array_split(np.arange(len(samples)), options.padded_micro_batches)]
     if contender == "gcore-shared":
-        return shared_batches(samples, shape, options.max_tokens, n=options.n)
-    return packed_batches(samples, shape, options.max_tokens)
-
-
-def padded_batches(samples: Sequence[Sample], count: int) -> list[list[int]]:
-    """Divide the samples, in their order, into batches of equal counts."""
-    return [part.tolist() for part in np.array_split(np.arange(len(samples)), count)]
-
-
-def packed_batches(samples: Sequence[Sample], workload: TransformerWorkload, max_tokens: int) -> list[list[int]]:
-    """Batch single samples within the budget, at even simulated cost."""
+        units = _units(samples, shape, options.max_tokens, options.n)
+        parts = micro_batches([u.tokens for u in units], max_tokens=options.max_tokens, costs=[u.cost for u in units])
+        return [[i for u in part.tolist() for i in units[u].members] for part in parts]
     lengths = [s.prompt_ids.size + s.response_ids.size for s in samples]
-    parts = micro_batches(lengths, max_tokens=max_tokens, costs=workload.flops(lengths))
+    parts = micro_batches(lengths, max_tokens=options.max_tokens, costs=shape.flops(lengths))
     return [part.tolist() for part in parts]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Unit:
+class _Unit(NamedTuple):
     """Responses to one prompt that stay in one batch."""
 
     members: list[int]
     tokens: int
     cost: float
-
-
-def shared_batches(
-    samples: Sequence[Sample], workload: TransformerWorkload, max_tokens: int, *, n: int
-) -> list[list[int]]:
-    """Batch whole groups within the budget, at even simulated cost; a group above the budget is split."""
-    units = _units(samples, workload, max_tokens, n)
-    parts = micro_batches([u.tokens for u in units], max_tokens=max_tokens, costs=[u.cost for u in units])
-    return [[i for u in part.tolist() for i in units[u].members] for part in parts]
 
 
 def _units(samples: Sequence[Sample], workload: TransformerWorkload, max_tokens: int, n: int) -> list[_Unit]:
@@ -167,6 +140,11 @@ class Deal:
         return {"ranks": self.rank_imbalance, "passes": self.pass_imbalance}
 
     @property
+    def num_passes(self) -> int:
+        """Passes of the rank that has most."""
+        return max(len(batches) for batches in self.batches)
+
+    @property
     def rank_imbalance(self) -> float:
         """Cost of the busiest rank over the mean."""
         totals = [sum(costs) for costs in self.costs]
@@ -175,8 +153,7 @@ class Deal:
     @property
     def pass_imbalance(self) -> float:
         """The same if ranks wait for each other in every pass, which sharded parameters make them do."""
-        passes = max(len(costs) for costs in self.costs)
-        slowest = sum(max((c[k] for c in self.costs if k < len(c)), default=0.0) for k in range(passes))
+        slowest = sum(max((c[k] for c in self.costs if k < len(c)), default=0.0) for k in range(self.num_passes))
         return slowest / (sum(sum(costs) for costs in self.costs) / len(self.costs))
 
 
@@ -246,4 +223,6 @@ def _computed_tokens(options: TrainerOptions, samples: Sequence[Sample], contend
         case "gcore-padded":
             return sum(len(b) * max(s.prompt_ids.size + s.response_ids.size - 1 for s in b) for b in batches)
         case _:
+            from gcore_trainer import pack
+
             return sum(pack(b, share_prefix=contender == "gcore-shared").input_ids.size for b in batches)

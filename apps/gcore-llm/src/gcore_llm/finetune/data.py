@@ -47,9 +47,12 @@ def load_examples(config: FineTuneConfig, encoder: Encoder, rows: tuple[list[Row
     """
     data = config.data
     train_rows, val_rows = rows or (_read(data.train_files), _read(data.val_files))
-    encode = _pair if config.rows_are_pairs else _single
     counts = {"too long": 0, "equal": 0}
-    train, val = (_kept((encode(encoder, row) for row in part), data, counts) for part in (train_rows, val_rows))
+
+    def encode(row: Row) -> tuple[Tokens, ...]:
+        return pair_tokens(encoder, *row) if config.rows_are_pairs else (sft_tokens(encoder, *row),)
+
+    train, val = (_kept(map(encode, part), data, counts) for part in (train_rows, val_rows))
     if not train:
         raise UserError(
             f"no row is left to train on: {counts['too long']} are longer than data.max_length={data.max_length} tokens"
@@ -80,14 +83,6 @@ def _kept(rows: Iterable[tuple[Tokens, ...]], data: RowsConfig, counts: dict[str
         else:
             kept.append(sides)
     return kept
-
-
-def _single(encoder: Encoder, row: Row) -> tuple[Tokens, ...]:
-    return (sft_tokens(encoder, *row),)
-
-
-def _pair(encoder: Encoder, row: Row) -> tuple[Tokens, ...]:
-    return pair_tokens(encoder, *row)
 
 
 def sft_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> Tokens:
@@ -199,16 +194,14 @@ def _num_equal(sides: tuple[Tokens, ...]) -> int:
     return int(differs.argmax()) if differs.any() else length
 
 
-def num_computed(example: Example) -> int:
-    """Return the tokens of an example in a micro-batch: its prompt once, and each response without its last token."""
-    return example[0].prompt_ids.size + sum(sample.response_ids.size - 1 for sample in example)
-
-
 def in_micro_batches(
     examples: Sequence[Example], *, workload: TransformerWorkload, max_tokens: int
 ) -> list[MicroBatch]:
-    """Divide whole examples into micro-batches of at most ``max_tokens`` computed tokens and about equal work."""
-    tokens = [num_computed(example) for example in examples]
+    """Divide whole examples into micro-batches of at most ``max_tokens`` computed tokens and about equal work.
+
+    Computed are an example's prompt once, and each response without its last token.
+    """
+    tokens = [e[0].prompt_ids.size + sum(s.response_ids.size - 1 for s in e) for e in examples]
     costs = [
         float(workload.group_flops(e[0].prompt_ids.size, np.array([s.response_ids.size for s in e]))) for e in examples
     ]

@@ -24,7 +24,6 @@ from gcore_runs.run_folder import Result
 from gcore_runs.settings.values import resolve
 
 if TYPE_CHECKING:
-    from gcore_llm.finetune.trained_model import TrainedModel
     from gcore_runs.display import Display
 
 _logger = logging.getLogger(__name__)
@@ -102,13 +101,9 @@ class _Loop:
         self._held_out = "-"
 
     def train(self, model: Path, tokenizer: Any) -> None:
-        """Train from the last checkpoint, or from the initial model, to the export.
-
-        Raises:
-            KeyboardInterrupt: after a checkpoint of the last finished step.
-        """
+        """Train from the last checkpoint, or from the initial model, to the export."""
         from gcore_llm.finetune.trained_model import TrainedModel
-        from gcore_llm.learning.micro_batches import workload_of
+        from gcore_llm.learning.preparation import workload_of
 
         run = self._supervisor.run
         with Checkpointer(run.checkpoints, keep=self._config.trainer.max_ckpt_to_keep) as checkpointer:
@@ -122,25 +117,26 @@ class _Loop:
             if first_step is None:
                 return
             self._workload = workload_of(model)
-            trained = TrainedModel(self._config, model, tokenizer, total_training_steps=self._total)
+            self._trained = TrainedModel(self._config, model, tokenizer, total_training_steps=self._total)
             with self._stop.noted():
                 train, val = self._sets.train, self._sets.val
                 if isinstance(self._config, DPORunConfig):
-                    train, val = self._with_reference(trained, is_resumed=saved is not None)
-                loader: PromptLoader[Example] = PromptLoader(train, seed=self._config.data.shuffle_seed)
+                    train, val = self._with_reference(is_resumed=saved is not None)
+                self._val = self._micro_batches(val)
+                self._loader: PromptLoader[Example] = PromptLoader(train, seed=self._config.data.shuffle_seed)
                 if saved:
-                    trained.trainer.load_state(saved["trainer"])
-                    loader.load_state(saved["loader"])
+                    self._trained.trainer.load_state(saved["trainer"])
+                    self._loader.load_state(saved["loader"])
                 with self._supervisor.metrics_writer(last_step=first_step) as writer:
-                    self._steps(trained, loader, self._micro_batches(val), first_step, checkpointer, writer)
+                    self._steps(first_step, checkpointer, writer)
             checkpointer.wait()
-        self._supervisor.export(trained.export)
+        self._supervisor.export(self._trained.export)
 
-    def _with_reference(self, trained: "TrainedModel", *, is_resumed: bool) -> tuple[list[Example], list[Example]]:
-        from gcore_llm.finetune.reference import with_reference_log_probs
+    def _with_reference(self, *, is_resumed: bool) -> tuple[list[Example], list[Example]]:
+        from gcore_llm.finetune.trained_model import with_reference_log_probs
 
-        sets = self._sets
-        examples = [*sets.train, *sets.val]
+        examples = [*self._sets.train, *self._sets.val]
+        path = self._supervisor.run.path / "reference_log_probs.npz"
         if not is_resumed:
             self._display.phase("reference log-probs", total=len(examples))
 
@@ -148,54 +144,43 @@ class _Loop:
             self._display.progressed(num_done)
             self._stop.check()
 
-        examples = with_reference_log_probs(
-            examples,
-            self._supervisor.run.path / "reference_log_probs.npz",
-            trained.trainer,
-            reuse=is_resumed,
-            workload=self._workload,
-            max_tokens=self._config.max_token_len,
-            progressed=progressed,
-        )
-        return examples[: len(sets.train)], examples[len(sets.train) :]
+        def compute() -> dict[int, Any]:
+            return self._trained.log_probs(self._micro_batches(examples), progressed)
 
-    def _steps(
-        self,
-        trained: "TrainedModel",
-        loader: PromptLoader[Example],
-        val: Sequence[list[Any]],
-        first_step: int,
-        checkpointer: Checkpointer,
-        writer: MetricsWriter,
-    ) -> None:
-        config, total = self._config, self._total
+        examples = with_reference_log_probs(examples, path, compute, reuse=is_resumed)
+        return examples[: len(self._sets.train)], examples[len(self._sets.train) :]
+
+    def _steps(self, first_step: int, checkpointer: Checkpointer, writer: MetricsWriter) -> None:
+        config, total, trainer, loader = self._config, self._total, self._trained.trainer, self._loader
         self._display.phase("training", total=total, done=first_step)
         step = saved_step = first_step
 
         def save() -> None:
-            state = {
-                "step": step,
-                "trainer": trained.trainer.state(),
-                "loader": loader.state(),
-                "digest": self._sets.digest,
-            }
-            checkpointer.save(step, state)
+            state = {"step": step, "trainer": trainer.state(), "loader": loader.state()}
+            checkpointer.save(step, {**state, "digest": self._sets.digest})
 
         try:
             if not self._supervisor.is_evaluated(step, total):
-                self._evaluate(trained, val, step, writer)
+                self._evaluate(step, writer)
             while step < total:
                 self._stop.check()
                 start_s = time.perf_counter()
                 batch = [example for _, example in loader.take(config.data.train_batch_size)]
-                metrics = trained.trainer.train_step(self._micro_batches(batch))
+                metrics = trainer.train_step(self._micro_batches(batch))
                 step += 1
-                self._record(step, metrics, batch, time.perf_counter() - start_s, loader.epoch, writer)
+                num_tokens, step_s = sum(map(_num_tokens, batch)), time.perf_counter() - start_s
+                metrics |= {
+                    "data/epoch": loader.epoch,
+                    "perf/total_num_tokens": float(num_tokens),
+                    "timing_s/step": step_s,
+                    "perf/throughput": num_tokens / step_s,
+                }
+                self._record(step, metrics, writer)
                 if step % config.trainer.save_freq == 0 or step == total:
                     save()
                     saved_step = step
                 if self._supervisor.is_evaluation_due(step, total):
-                    self._evaluate(trained, val, step, writer)
+                    self._evaluate(step, writer)
         except KeyboardInterrupt:
             # Noted between two steps; raised anywhere else, it may have hit half an update.
             if self._stop.is_orderly and saved_step < step:
@@ -205,25 +190,9 @@ class _Loop:
     def _micro_batches(self, examples: Sequence[Example]) -> list[list[Any]]:
         return in_micro_batches(examples, workload=self._workload, max_tokens=self._config.max_token_len)
 
-    def _record(
-        self,
-        step: int,
-        metrics: dict[str, float],
-        batch: Sequence[Example],
-        step_s: float,
-        epoch: float,
-        writer: MetricsWriter,
-    ) -> None:
-        num_tokens = sum(s.prompt_ids.size + s.response_ids.size for e in batch for s in e)
-        metrics = {
-            **metrics,
-            "data/epoch": epoch,
-            "perf/total_num_tokens": float(num_tokens),
-            "timing_s/step": step_s,
-            "perf/throughput": num_tokens / step_s,
-        }
+    def _record(self, step: int, metrics: dict[str, float], writer: MetricsWriter) -> None:
         writer.write(step, metrics)
-        _logger.info("step %d: %.2f s", step, step_s)
+        _logger.info("step %d: %.2f s", step, metrics["timing_s/step"])
         own = {name: value for name, value in metrics.items() if name.startswith(("sft/", "rm/", "dpo/"))}
         self._display.progressed(
             step,
@@ -231,18 +200,22 @@ class _Loop:
                 *((name.partition("/")[2].replace("_", " "), f"{value:.3f}") for name, value in own.items()),
                 ("held-out", self._held_out),
                 ("lr", f"{metrics['actor/lr']:.2g}"),
-                ("epoch", f"{epoch:.2f}"),
+                ("epoch", f"{metrics['data/epoch']:.2f}"),
                 ("tokens/s", f"{metrics['perf/throughput']:,.0f}"),
             ],
         )
         if not math.isfinite(metrics["actor/grad_norm"]):
             self._display.say(f"step {step}: the gradient is not finite, the update was skipped")
 
-    def _evaluate(self, trained: "TrainedModel", val: Sequence[list[Any]], step: int, writer: MetricsWriter) -> None:
-        if not val:
+    def _evaluate(self, step: int, writer: MetricsWriter) -> None:
+        if not self._val:
             return
-        metrics = trained.evaluate(val, self._stop.check)
+        metrics = self._trained.evaluate(self._val, self._stop.check)
         writer.write(step, metrics)
         shown = {name.rpartition("/")[2].replace("_", " "): f"{value:.3f}" for name, value in metrics.items()}
         self._held_out = shown["loss"]
         self._display.say(f"step {step}: held-out " + ", ".join(f"{name} {value}" for name, value in shown.items()))
+
+
+def _num_tokens(example: Example) -> int:
+    return sum(s.prompt_ids.size + s.response_ids.size for s in example)

@@ -1,33 +1,55 @@
-"""From scored groups to what the policy and the critic learn from: rewards, advantages, returns and corrections."""
+"""From scored groups to what the policy and the critic learn from, in micro-batches; and the metrics of that work."""
 
-import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import math
+import resource
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gcore_controller import Collectives
 from gcore_llm.config import AlgorithmConfig, KLControlConfig
-from gcore_llm.sampling.groups import Group
+from gcore_llm.sampling.groups import Group, Response
+from gcore_placement import TransformerWorkload, micro_batches
+from gcore_rollout import Engine, Request, SamplingParams
 from gcore_trainer import (
     AdaptiveKLController,
     AdvantageConfig,
     FixedKLController,
     Sample,
-    ScoredGroup,
-    kl_estimates,
+    follow_divergence,
     kl_rewards,
     overlong_penalty,
-    rollout_correction,
-    weight_moments,
-    whiten,
-    whitening_moments,
+    policy_and_reference,
+    with_advantages,
+    with_rollout_correction,
 )
 
 KLController = FixedKLController | AdaptiveKLController
+LogProbs = Mapping[tuple[int, int], NDArray[np.float32]]
+"""The trainer's log-probabilities, [R] for each response, by the indices of its group and of its place there."""
+K3 = "training/rollout_k3_kl"
 _READ = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values")
 """Arrays of a sample that advantages and corrections are made of."""
+_SHARE = 0.02
+_PROBE_TOKENS = 32
+_MAX_LOG_RATIO = 20.0
+"""Bound of a log-ratio; one that is not finite counts as this."""
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+}
+"""Dense bfloat16 FLOPs per second, by a part of the device's name; more specific names come first."""
 
 
 def kl_controller(config: KLControlConfig) -> KLController:
@@ -65,30 +87,33 @@ async def prepare(
         for i, sample in enumerate(own):
             sample.check_finite(f"response {i} to prompt {g.prompt_index}", *_READ)
     rewards = [
-        [_rewards(g, i, s, algorithm, kl.value, max_response_length) for i, s in enumerate(own)]
+        [_rewards(r, s, algorithm, kl.value, max_response_length) for r, s in zip(g.responses, own, strict=True)]
         for g, own in zip(groups, samples, strict=True)
     ]
-    found = [_with_advantages(g, own, r, algorithm) for g, own, r in zip(groups, samples, rewards, strict=True)]
-    metrics = await _statistics("critic/rewards", [np.array([r.sum()]) for own in rewards for r in own], group)
+    divergence: dict[str, float] = {}
     if algorithm.kl_ctrl.kl_coef:
-        metrics |= await _follow_divergence(found, algorithm.kl_ctrl, kl, group)
-    if algorithm.estimator.whiten:
-        await _whiten_over_batch(found, group)
-    if algorithm.estimator.needs_critic:
-        for field in ("values", "returns"):
-            metrics |= await _statistics(f"critic/{field}", _counted(found, field), group)
-    metrics |= await _statistics("critic/advantages", _counted(found, "advantages"), group)
+        divergence = await follow_divergence(
+            [s for own in samples for s in own], algorithm.kl_ctrl.kl_penalty, kl, group
+        )
+    settings = _advantage_config(algorithm.norm_adv_by_std_in_grpo, algorithm.gamma, algorithm.lam)
+    greedy_scores = [g.greedy_score for g in groups]
+    found, metrics = await with_advantages(samples, rewards, greedy_scores, algorithm.estimator, settings, group)
+    metrics |= divergence
     if algorithm.old_log_probs == "trainer":
-        found, corrected = await _corrected(found, algorithm, group)
+        found, corrected = await with_rollout_correction(found, algorithm.rollout_correction, group)
         metrics |= corrected
     return found, metrics
 
 
+@cache
+def _advantage_config(norm_adv_by_std_in_grpo: bool, gamma: float, lam: float) -> AdvantageConfig:
+    return AdvantageConfig(norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo, gamma=gamma, lam=lam)
+
+
 def _rewards(
-    group: Group, index: int, sample: Sample, algorithm: AlgorithmConfig, kl_coef: float, max_response_length: int
+    response: Response, sample: Sample, algorithm: AlgorithmConfig, kl_coef: float, max_response_length: int
 ) -> NDArray[np.float64]:
     """Rewards of a response's tokens, [R]: its score on the last one that counts, and the KL penalty on all."""
-    response = group.responses[index]
     score = response.score
     if algorithm.overlong.buffer_len:
         score += overlong_penalty(
@@ -99,123 +124,204 @@ def _rewards(
         )
     if kl_coef and sample.mask.any():
         kind = algorithm.kl_ctrl.kl_penalty
-        return kl_rewards(score, *_policy_and_reference(sample), sample.mask, coef=kl_coef, kind=kind)
+        return kl_rewards(score, *policy_and_reference(sample), sample.mask, coef=kl_coef, kind=kind)
     rewards = np.zeros(sample.mask.shape, np.float64)
     # A response may end in tokens that the policy did not write; rewards there are not read.
     rewards[np.flatnonzero(sample.mask)[-1] if sample.mask.any() else -1] = score
     return rewards
 
 
-def _with_advantages(
-    group: Group, samples: Sequence[Sample], rewards: list[NDArray[np.float64]], algorithm: AlgorithmConfig
-) -> list[Sample]:
-    scored = ScoredGroup(
-        rewards=rewards,
-        masks=[s.mask for s in samples],
-        values=[s.values for s in samples if s.values is not None] or None,
-        greedy_score=group.greedy_score,
+def workload_of(model: Path) -> TransformerWorkload:
+    """Return the cost model of a Hugging Face folder's architecture; for a mixture of experts, of the active part."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    heads: int = config.num_attention_heads
+    dense: int = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    active_experts: int = getattr(config, "num_experts_per_tok", None) or 1
+    return TransformerWorkload(
+        hidden_size=config.hidden_size,
+        intermediate_size=active_experts * (getattr(config, "moe_intermediate_size", None) or dense),
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocab_size=config.vocab_size,
     )
-    settings = AdvantageConfig(
-        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo, gamma=algorithm.gamma, lam=algorithm.lam
-    )
-    advantages, returns = algorithm.estimator(scored, settings)
-    found = [_replaced(s, advantages=a) for s, a in zip(samples, advantages, strict=True)]
-    return found if returns is None else [_replaced(s, returns=r) for s, r in zip(found, returns, strict=True)]
 
 
-def _policy_and_reference(sample: Sample) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Log-probs [R] under the policy before its update, and under the initial one."""
-    log_probs = sample.rollout_log_probs if sample.old_log_probs is None else sample.old_log_probs
-    assert log_probs is not None
-    assert sample.ref_log_probs is not None
-    return log_probs, sample.ref_log_probs
+def group_costs(workload: TransformerWorkload, groups: Sequence[Group]) -> list[float]:
+    """Return the simulated FLOPs of training on each group, whose prompt is computed once."""
+    lengths = [group.lengths for group in groups]
+    padded = np.zeros((len(groups), max((own.size for own in lengths), default=1)), np.int64)
+    for row, own in zip(padded, lengths, strict=True):
+        row[: own.size] = own
+    return workload.group_flops([group.prompt_ids.size for group in groups], padded).tolist()
 
 
-async def _follow_divergence(
-    samples: Sequence[Sequence[Sample]], config: KLControlConfig, kl: KLController, group: Collectives
+def sample_flops(workload: TransformerWorkload, samples: Sequence[Sample]) -> float:
+    """Return the simulated FLOPs of training on some samples; a prompt that several share is computed once."""
+    lengths: dict[tuple[bytes, int], list[int]] = {}
+    for sample in samples:
+        lengths.setdefault((sample.prompt_key, sample.prompt_ids.size), []).append(sample.response_ids.size)
+    return sum(float(workload.group_flops(prompt, np.array(found))) for (_, prompt), found in lengths.items())
+
+
+def split_in_micro_batches(
+    groups: Sequence[Group], *, workload: TransformerWorkload, max_tokens: int, num_multiple: int = 1
+) -> list[list[tuple[int, int]]]:
+    """Return micro-batches of (group index, response index) within ``max_tokens`` packed tokens, of about even work.
+
+    A group stays whole, so that its prompt is computed once, unless it exceeds the budget on its own. The number of
+    micro-batches is a multiple of ``num_multiple``, unless there are fewer groups.
+    """
+    units: list[list[tuple[int, int]]] = []
+    tokens: list[int] = []
+    costs: list[float] = []
+    for g, group in enumerate(groups):
+        lengths = group.lengths
+        capacity = max(1, max_tokens - group.prompt_ids.size)
+        whole = [np.arange(lengths.size)]
+        for part in whole if lengths.sum() <= capacity else micro_batches(lengths, max_tokens=capacity):
+            units.append([(g, i) for i in part.tolist()])
+            tokens.append(group.prompt_ids.size + int(lengths[part].sum()))
+            costs.append(float(workload.group_flops(group.prompt_ids.size, lengths[part])))
+    if not units:
+        return []
+    batches = micro_batches(tokens, max_tokens=max_tokens, num_multiple=num_multiple, costs=costs)
+    return [[pair for unit in np.sort(batch).tolist() for pair in units[unit]] for batch in batches if batch.size]
+
+
+def comparable(response: Response, version: int, *, keeps_cache: bool) -> NDArray[np.bool_]:
+    """Return, [R], which tokens the policy generated with the weights of a version.
+
+    Args:
+        response: of the engine.
+        version: the trainer's present one.
+        keeps_cache: whether weights may change in the middle of a response, whose later tokens then attend to keys and
+            values of older weights, so that the trainer's log-probs differ. Then all of a response counts, or none.
+    """
+    written = np.ones(response.token_ids.shape, np.bool_) if response.mask is None else response.mask
+    is_present = written & (response.weight_versions == version)
+    return is_present & (not keeps_cache or bool((is_present == written).all()))
+
+
+def choose(groups: Sequence[Group], version: int, *, keeps_cache: bool, seed: int) -> list[tuple[int, int]]:
+    """Choose responses to compare, as (group, place): about 2 % of all tokens, prompts included, and at least one."""
+    sizes = {
+        (g, i): group.prompt_ids.size + response.token_ids.size
+        for g, group in enumerate(groups)
+        for i, response in enumerate(group.responses)
+    }
+    fit = [k for k in sizes if comparable(groups[k[0]].responses[k[1]], version, keeps_cache=keeps_cache).any()]
+    budget = _SHARE * sum(sizes.values())
+    chosen: list[tuple[int, int]] = []
+    for place in np.random.default_rng(seed).permutation(len(fit)).tolist():
+        if chosen and sizes[fit[place]] > budget:
+            break
+        chosen.append(fit[place])
+        budget -= sizes[fit[place]]
+    return chosen
+
+
+def single_responses(groups: Sequence[Group], chosen: Sequence[tuple[int, int]]) -> list[Group]:
+    """Return each chosen response as a group of its own."""
+    return [replace(groups[g], responses=[groups[g].responses[i]]) for g, i in chosen]
+
+
+async def mismatch(
+    groups: Sequence[Group], log_probs: LogProbs, version: int, *, keeps_cache: bool, group: Collectives
 ) -> dict[str, float]:
-    own = [
-        float(kl_estimates(*_policy_and_reference(s), s.mask, config.kl_penalty)[s.mask].mean())
-        for part in samples
-        for s in part
-        if s.mask.any()
-    ]
-    everyones = [value for part in await group.all_gather(own) for value in part]
-    mean = float(np.mean(everyones)) if everyones else 0.0
-    metrics = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": kl.value}
-    kl.update(mean, len(everyones))
+    """Return metrics of the engine's log-probs against the trainer's, of all controllers' `comparable` tokens.
+
+    ``training/rollout_log_probs_diff_mean`` and ``_max`` are of absolute differences, in nats;
+    ``training/rollout_k3_kl`` is the mean of r - 1 - log r with r = pi_trainer / pi_engine, which estimates
+    KL(engine || trainer) in nats per token (J. Schulman, "Approximating KL divergence", 2020);
+    ``training/rollout_probs_diff_valid`` is 0 if no token can be compared, and then there are no others.
+    """
+    differences = [np.zeros(0)]
+    for (g, i), ours in log_probs.items():
+        response = groups[g].responses[i]
+        compared = comparable(response, version, keeps_cache=keeps_cache)
+        differences.append(ours[compared].astype(np.float64) - response.log_probs[compared])
+    joined = np.concatenate(differences)
+    log_ratio = np.where(np.isnan(joined), _MAX_LOG_RATIO, joined).clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    size = np.abs(log_ratio)
+    own = (log_ratio.size, size.sum(), size.max(initial=0.0), (np.expm1(log_ratio) - log_ratio).sum())
+    counts, sums, highest, k3 = zip(*await group.all_gather(own), strict=True)
+    if not sum(counts):
+        return {"training/rollout_probs_diff_valid": 0.0}
+    return {
+        "training/rollout_probs_diff_valid": 1.0,
+        "training/rollout_log_probs_diff_mean": float(sum(sums)) / sum(counts),
+        "training/rollout_log_probs_diff_max": float(max(highest)),
+        K3: float(sum(k3)) / sum(counts),
+    }
+
+
+async def probe(policy: Engine, groups: Sequence[Group], sampling: SamplingParams, *, seed: int) -> list[Group]:
+    """Generate a short response to one of the prompts by the engine's present weights; return it as a group.
+
+    It is needed where batches are always generated by older weights than the trainer's. Without a prompt of text alone
+    there is no group. The engine is idle, so that the response does not wait.
+    """
+    texts = [group for group in groups if group.images is None]
+    if not texts:
+        return []
+    group = texts[seed % len(texts)]
+    request = Request(
+        request_id="probe",
+        prompt_token_ids=tuple(group.prompt_ids.tolist()),
+        sampling=replace(sampling, max_tokens=min(sampling.max_tokens, _PROBE_TOKENS)),
+        seed=seed,
+    )
+    found: list[Group] = []
+    async for completion in policy.generate([request]):
+        response = Response(
+            token_ids=completion.token_ids,
+            log_probs=completion.log_probs,
+            weight_versions=completion.weight_versions,
+            truncated=completion.finish_reason != "stop",
+            score=0.0,
+        )
+        found.append(replace(group, responses=[response], greedy_score=None))
+    return found
+
+
+def warning(step: int, metrics: Mapping[str, float], bound: float) -> str | None:
+    """Return a line for the screen if engine and trainer differ by more than ``bound``."""
+    k3 = metrics.get(K3, 0.0)
+    if math.isfinite(k3) and k3 <= bound:
+        return None
+    return (
+        f"step {step}: engine and trainer disagree on the policy by {k3:.2g} nats per token ({K3}); expected at most "
+        f"algorithm.max_rollout_kl = {bound:g}: compare dtype, temperature and attention of both"
+    )
+
+
+def speed(flops: float, seconds: float, *, num_devices: int, device: str) -> dict[str, float]:
+    """Return the model FLOPs per second and device and, if the device's peak is known, the fraction of it (MFU).
+
+    The FLOPs are of forward and backward passes, without recomputation.
+    """
+    achieved = flops / max(seconds, 1e-9) / num_devices
+    metrics = {"perf/tflops/actor": achieved / 1e12}
+    if device.startswith("cuda"):
+        import torch
+
+        name = torch.cuda.get_device_name(device)
+        peak = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+        if peak is not None:
+            metrics["perf/mfu/actor"] = achieved / peak
     return metrics
 
 
-async def _whiten_over_batch(samples: list[list[Sample]], group: Collectives) -> None:
-    """Whiten the advantages over all controllers' samples, in place in the lists."""
-    own = [(s.advantages, s.mask) for part in samples for s in part if s.advantages is not None]
-    batch = sum(await group.all_gather(whitening_moments([a for a, _ in own], [m for _, m in own])), np.zeros(3))
-    for part in samples:
-        for i, sample in enumerate(part):
-            assert sample.advantages is not None
-            part[i] = _replaced(sample, advantages=whiten(sample.advantages, sample.mask, batch))
+def memory(device: str) -> dict[str, float]:
+    """Return the peak memory of this process so far, in GB: of the host and, on CUDA, of the device."""
+    metrics = {"perf/max_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
+    if device.startswith("cuda"):
+        import torch
 
-
-async def _corrected(
-    samples: list[list[Sample]], algorithm: AlgorithmConfig, group: Collectives
-) -> tuple[list[list[Sample]], dict[str, float]]:
-    """Weights and masks against the mismatch of engine and trainer, where there are the trainer's log-probs."""
-    config = algorithm.rollout_correction
-    counted = [s for part in samples for s in part if s.old_log_probs is not None and s.mask.any()]
-    columns: dict[str, Any] = {
-        "old_log_probs": [s.old_log_probs for s in counted],
-        "rollout_log_probs": [s.rollout_log_probs for s in counted],
-        "masks": [s.mask for s in counted],
-    }
-    batch = None
-    if config.rollout_is_batch_normalize:
-        own = weight_moments(**columns, config=config) if counted else np.zeros(2)
-        batch = sum(await group.all_gather(own), np.zeros(2))
-    weights, masks, metrics = rollout_correction(**columns, config=config, batch=batch) if counted else (None, [], {})
-    place = {id(s): i for i, s in enumerate(counted)}
-
-    def corrected(sample: Sample) -> Sample:
-        i = place.get(id(sample))
-        if i is None:
-            nothing = np.zeros(sample.mask.shape, np.float32) if config.rollout_is else None
-            return dataclasses.replace(sample, rollout_is_weights=nothing)
-        return dataclasses.replace(
-            sample, response_mask=masks[i], rollout_is_weights=None if weights is None else weights[i]
-        )
-
-    everyones = await group.all_gather((len(counted), metrics))
-    return [[corrected(s) for s in part] for part in samples], _combined(everyones)
-
-
-def _combined(parts: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
-    """Metrics of all controllers' samples, from each one's number of samples and metrics."""
-    combined: dict[str, float] = {}
-    for name in sorted({name for _, metrics in parts for name in metrics}):
-        found = [(count, metrics[name]) for count, metrics in parts if name in metrics]
-        values = [value for _, value in found]
-        if name.endswith("_max"):
-            combined[name] = max(values)
-        elif name.endswith("_min"):
-            combined[name] = min(values)
-        else:
-            combined[name] = float(np.average(values, weights=[count for count, _ in found]))
-    return combined
-
-
-def _counted(samples: Sequence[Sequence[Sample]], field: str) -> list[NDArray[Any]]:
-    return [getattr(s, field)[s.mask] for part in samples for s in part]
-
-
-async def _statistics(name: str, values: Sequence[NDArray[Any]], group: Collectives) -> dict[str, float]:
-    own = np.concatenate([*values, np.zeros(0)])
-    part = (own.size, float(own.sum()), float(own.max()), float(own.min())) if own.size else None
-    parts = [p for p in await group.all_gather(part) if p is not None]
-    if not parts:
-        return {}
-    count, total, highest, lowest = zip(*parts, strict=True)
-    return {f"{name}/mean": sum(total) / sum(count), f"{name}/max": max(highest), f"{name}/min": min(lowest)}
-
-
-def _replaced(sample: Sample, **arrays: NDArray[Any]) -> Sample:
-    return dataclasses.replace(sample, **{name: array.astype(np.float32) for name, array in arrays.items()})
+        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
+        metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(device) / 1e9
+    return metrics

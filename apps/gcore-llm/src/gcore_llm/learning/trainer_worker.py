@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from gcore_ckpt import Checkpointer
 from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTrainerGroup, TrainerSpec
 from gcore_llm.config import TrainConfig
-from gcore_llm.learning.micro_batches import sample_flops, workload_of
-from gcore_llm.learning.performance import memory
+from gcore_llm.learning.preparation import memory, sample_flops, workload_of
 from gcore_runs.errors import UserError
 from gcore_runs.training_ranks import rank_spec
-from gcore_trainer import LoRAConfig, MicroBatch, OptimizerConfig
+from gcore_trainer import MicroBatch
 
 if TYPE_CHECKING:
     from gcore_rollout import DigestedWeights
-    from gcore_trainer import FrozenModel, Objective, TorchParallel, Trainer
+    from gcore_trainer import FrozenModel, TorchParallel, Trainer
 
 Role = Literal["actor", "critic", "reference"]
 State = dict[str, Any]
@@ -52,10 +51,10 @@ class LLMTrainerWorker:
 
     def __init__(self, config: TrainConfig, model: Path, checkpoints: Path) -> None:
         parallel = _join(config) if config.trainer.num_processes > 1 or config.trainer.backend == "megatron" else None
-        self._trainers: dict[Role, Trainer] = {"actor": _build_actor(config, model, parallel)}
+        self._trainers: dict[Role, Trainer] = {"actor": _build(config, "actor", model, parallel)}
         if has_critic(config):
             critic = Path(config.critic.model) if config.critic.model else model
-            self._trainers["critic"] = _build_critic(config, critic, parallel)
+            self._trainers["critic"] = _build(config, "critic", critic, parallel)
         if config.actor.router_replay != "disabled" and not self._trainers["actor"].num_routers:
             raise UserError(
                 f"actor.router_replay is {config.actor.router_replay!r}; expected 'disabled', because the model in "
@@ -68,28 +67,19 @@ class LLMTrainerWorker:
 
     @property
     def num_updates(self) -> int:
-        """See `TrainerWorker.num_updates`."""
         return sum(trainer.step for trainer in self._trainers.values())
 
     @property
     def roles(self) -> list[Role]:
-        """See `TrainerWorker.roles`."""
         return [*self._trainers, *(["reference"] if self._reference else [])]
 
     def replica(self, role: str) -> tuple[int, int]:
-        """See `TrainerWorker.replica`."""
         model = self._reference if role == "reference" else self._trainers[cast("Role", role)]
         assert model is not None
         return model.data_parallel_rank, model.data_parallel_size
 
     def score(self, role: str, micro_batches: Sequence[MicroBatch], *, with_routing: bool) -> list[list[Any]]:
-        """Return log-probabilities under the actor or reference, or the critic's values, [R] of each sample.
-
-        Args:
-            role: the model.
-            micro_batches: those of this replica.
-            with_routing: return pairs with the experts [tokens, layers, k] of the actor's routers, int16.
-        """
+        """Return log-probabilities or the critic's values, [R] of each sample; ``with_routing`` pairs with experts."""
         if role == "reference":
             assert self._reference is not None
             return self._reference.scores(micro_batches)
@@ -99,14 +89,12 @@ class LLMTrainerWorker:
         return actor.log_probs_and_routing(micro_batches) if with_routing else actor.log_probs(micro_batches)
 
     def train_step(self, role: str, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """See `TrainerWorker.train_step`."""
         metrics = self._trainers[cast("Role", role)].train_step(micro_batches)
         if role == "critic":
             metrics = {name.replace("actor/", "critic/"): value for name, value in metrics.items()}
         return metrics | memory(self._device)
 
     def export_weights(self, *, averaged: bool = False) -> "DigestedWeights":
-        """See `TrainerWorker.export_weights`; there is no average of a language model's weights."""
         import torch
 
         from gcore_rollout import DigestedWeights
@@ -117,15 +105,12 @@ class LLMTrainerWorker:
         return DigestedWeights(self._trainers["actor"].export_weights(), dtypes=dtypes)
 
     def save_pretrained(self, path: Path) -> None:
-        """See `TrainerWorker.save_pretrained`."""
         self._trainers["actor"].save_pretrained(path)
 
     def save(self, step: int, rest: State) -> None:
-        """See `TrainerWorker.save`."""
         self._checkpointer.save(step, {**rest, **self._states()})
 
     def load(self) -> State:
-        """See `TrainerWorker.load`."""
         template = self._states()
         loaded = self._checkpointer.load({"step": None, "controllers": None, **template})
         for role, trainer in self._trainers.items():
@@ -134,7 +119,6 @@ class LLMTrainerWorker:
         return {name: loaded[name] for name in ("step", "controllers")}
 
     def close(self) -> None:
-        """See `TrainerWorker.close`."""
         self._checkpointer.close()
 
     def _states(self) -> State:
@@ -142,14 +126,7 @@ class LLMTrainerWorker:
 
 
 def trainer_spec(config: TrainConfig, model: Path, checkpoints: Path, *, num_threads: int) -> TrainerSpec:
-    """Return how the ranks of a run's models are started.
-
-    Args:
-        config: the run's.
-        model: Hugging Face folder to start from.
-        checkpoints: folder of the checkpoints.
-        num_threads: threads of torch in each rank.
-    """
+    """Return how the ranks of a run's models are started, each with ``num_threads`` threads of torch."""
     megatron = ["gcore_trainer.megatron.trainer"] if config.trainer.backend == "megatron" else []
     checkpoints = checkpoints.absolute()
     return rank_spec(
@@ -177,7 +154,7 @@ def ray_trainer_spec(config: TrainConfig, model: Path, checkpoints: Path) -> Tra
     return trainer_spec(config, model, checkpoints, num_threads=num_threads)
 
 
-_PRELOADED = ["gcore_trainer.torch.trainer", "gcore_trainer.torch.frozen_model", "torch._dynamo"]
+_PRELOADED = ["gcore_trainer.trainer", "gcore_trainer.torch.frozen_model", "torch._dynamo"]
 
 
 def _make_worker(config: TrainConfig, model: Path, checkpoints: Path, device: str) -> LLMTrainerWorker:
@@ -230,71 +207,44 @@ def _model_options(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def _scheduled(optimizer: OptimizerConfig, config: TrainConfig) -> OptimizerConfig:
-    """Return the settings with the number of updates of the whole run, if it is not given."""
-    if optimizer.total_training_steps:
-        return optimizer
-    batch, actor = config.data.train_batch_size, config.actor
-    updates = -(-batch // (actor.ppo_mini_batch_size or batch)) * actor.ppo_epochs
-    return replace(optimizer, total_training_steps=config.trainer.total_training_steps * updates)
-
-
-def _build_actor(config: TrainConfig, model: Path, parallel: "TorchParallel | None") -> "Trainer":
-    from gcore_trainer import PolicyObjective
-
-    longest = config.actor.loss.max_response_length or config.data.max_response_length
-    objective = PolicyObjective(replace(config.actor.loss, max_response_length=longest))
-    if config.trainer.backend == "megatron":
-        optimizer = _scheduled(config.actor.optim, config)
-        return _build_megatron(config, model, optimizer, objective, lora=config.actor.lora)
-    from gcore_trainer import PackedModel, TorchTrainer
-
-    packed = PackedModel.from_pretrained(
-        model, temperature=config.rollout.temperature, lora=config.actor.lora, **_model_options(config)
-    )
-    return TorchTrainer(
-        packed, optimizer=_scheduled(config.actor.optim, config), objective=objective, parallel=parallel
-    )
-
-
-def _build_critic(config: TrainConfig, model: Path, parallel: "TorchParallel | None") -> "Trainer":
-    from gcore_trainer import ValueObjective
-
-    longest = config.critic.loss.max_response_length or config.data.max_response_length
-    objective = ValueObjective(replace(config.critic.loss, max_response_length=longest))
-    if config.trainer.backend == "megatron":
-        return _build_megatron(config, model, _scheduled(config.critic.optim, config), objective)
-    from gcore_trainer import PackedValueModel, TorchTrainer
-
-    packed = PackedValueModel.from_pretrained(model, **_model_options(config))
-    return TorchTrainer(
-        packed, optimizer=_scheduled(config.critic.optim, config), objective=objective, parallel=parallel
-    )
-
-
-def _build_megatron(
-    config: TrainConfig,
-    model: Path,
-    optimizer: OptimizerConfig,
-    objective: "Objective[Any]",
-    *,
-    lora: LoRAConfig | None = None,
-) -> "Trainer":
+def _build(config: TrainConfig, role: Role, model: Path, parallel: "TorchParallel | None") -> "Trainer":
+    """Make the trainer of the actor or the critic."""
     import torch
 
-    from gcore_trainer import MegatronTrainer
-
-    return MegatronTrainer(
-        model,
-        parallel=config.trainer.parallel,
-        optimizer=optimizer,
-        objective=objective,
-        temperature=config.rollout.temperature,
-        dtype=getattr(torch, config.dtype),
-        recompute=config.actor.enable_gradient_checkpointing,
-        lora=lora,
-        device=torch.device(config.device),
+    from gcore_trainer import (
+        MegatronTrainer,
+        PackedModel,
+        PackedValueModel,
+        PolicyObjective,
+        TorchTrainer,
+        ValueObjective,
     )
+
+    is_actor = role == "actor"
+    own = config.actor if is_actor else config.critic
+    longest = own.loss.max_response_length or config.data.max_response_length
+    objective_class: Any = PolicyObjective if is_actor else ValueObjective
+    objective = objective_class(replace(own.loss, max_response_length=longest))
+    optimizer, actor, batch = own.optim, config.actor, config.data.train_batch_size
+    if not optimizer.total_training_steps:
+        updates = -(-batch // (actor.ppo_mini_batch_size or batch)) * actor.ppo_epochs
+        optimizer = replace(optimizer, total_training_steps=config.trainer.total_training_steps * updates)
+    options: dict[str, Any] = {"lora": actor.lora, "temperature": config.rollout.temperature} if is_actor else {}
+    if config.trainer.backend == "megatron":
+        options.setdefault("temperature", config.rollout.temperature)
+        return MegatronTrainer(
+            model,
+            parallel=config.trainer.parallel,
+            optimizer=optimizer,
+            objective=objective,
+            dtype=getattr(torch, config.dtype),
+            recompute=actor.enable_gradient_checkpointing,
+            device=torch.device(config.device),
+            **options,
+        )
+    packed_class: Any = PackedModel if is_actor else PackedValueModel
+    packed = packed_class.from_pretrained(model, **_model_options(config), **options)
+    return TorchTrainer(packed, optimizer=optimizer, objective=objective, parallel=parallel)
 
 
 def _build_reference(config: TrainConfig, model: Path, parallel: "TorchParallel | None") -> "FrozenModel":

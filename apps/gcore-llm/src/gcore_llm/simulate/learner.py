@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_controller.trainer_group import deal
-from gcore_llm.learning.micro_batches import sample_flops
+from gcore_llm.learning.preparation import sample_flops
 from gcore_llm.learning.trainer_worker import Role
 from gcore_llm.simulate.config import SimulateConfig
 from gcore_llm.simulate.load import LoadMeter

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from gcore_llm.data.prompts import Prompt, PromptSets
-from gcore_llm.learning.micro_batches import workload_of
+from gcore_llm.learning.preparation import workload_of
 from gcore_llm.simulate.config import LengthConfig, SimulateConfig
 from gcore_placement import TransformerWorkload, log_normal, uniform
 from gcore_runs.errors import UserError

@@ -1,14 +1,18 @@
-"""The interface of an advantage estimator: its input, its output, and what it declares that it needs."""
+"""From a batch's rewards to advantages: the interface of an estimator, whitening, KL controllers, and their use."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gcore_trainer.config import AdvantageConfig
-from gcore_trainer.errors import BatchError
+from gcore_trainer.config import ABOVE_ZERO, AT_LEAST_1, NOT_NEGATIVE, AdvantageConfig
+from gcore_trainer.errors import BatchError, StateError
 from gcore_trainer.registry import Registry
+from gcore_trainer.sample import Sample, require_finite
 
 _ESTIMATORS = Registry("gcore_trainer.advantages.estimators", "adv_estimator")
 
@@ -99,20 +103,21 @@ def advantage_estimator(
     min_group_size: int = 1,
 ) -> Callable[[_Function], AdvantageEstimator]:
     """Make a function of a `ScoredGroup` and an `AdvantageConfig` an `AdvantageEstimator` with these needs."""
-
-    def make(function: _Function) -> AdvantageEstimator:
-        return AdvantageEstimator(
-            function=function,
-            needs_critic=needs_critic,
-            needs_greedy=needs_greedy,
-            reads_token_rewards=reads_token_rewards,
-            whiten=whiten,
-            min_group_size=min_group_size,
-        )
-
-    return make
+    return partial(
+        _estimator,
+        needs_critic=needs_critic,
+        needs_greedy=needs_greedy,
+        reads_token_rewards=reads_token_rewards,
+        whiten=whiten,
+        min_group_size=min_group_size,
+    )
 
 
+def _estimator(function: _Function, **needs: Any) -> AdvantageEstimator:
+    return AdvantageEstimator(function=function, **needs)
+
+
+@cache
 def get_advantage_estimator(name: str) -> AdvantageEstimator:
     """Return an estimator by its name, or a user's own by ``PATH.py:function``; a plain function needs nothing.
 
@@ -138,3 +143,171 @@ def checked_scores(scores: ArrayLike) -> NDArray[np.float64]:
     if r.ndim != 1 or r.size == 0 or not np.isfinite(r).all():
         raise BatchError(f"scores is {r}; expected one dimension, at least one entry and finite numbers")
     return r
+
+
+def whitening_moments(
+    values: Sequence[NDArray[np.floating]], masks: Sequence[NDArray[np.bool_]]
+) -> NDArray[np.float64]:
+    """Return count, sum and sum of squares of the tokens in the masks, shape [3]; those of parts of a batch add up.
+
+    Raises:
+        BatchError: the value of a token in a mask is not finite.
+    """
+    for i, (v, m) in enumerate(zip(values, masks, strict=True)):
+        require_finite(f"values[{i}]", v, m)
+    counted = [v[m].astype(np.float64) for v, m in zip(values, masks, strict=True)]
+    return np.array([sum(f(v) for v in counted) for f in (np.size, np.sum, lambda v: np.square(v).sum())], np.float64)
+
+
+def whiten(values: NDArray[np.floating], mask: NDArray[np.bool_], batch: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Shift and scale the values of one response to the batch's mean 0 and standard deviation 1; 0 outside the mask.
+
+    (v - mean) / sqrt(var + 1e-8), var with n - 1 in the denominator. A batch of one token is only centred.
+
+    Args:
+        values: [R] of one response.
+        mask: [R] tokens that count.
+        batch: `whitening_moments` of the whole batch.
+    """
+    count, total, squares = batch.tolist()
+    mean = total / max(count, 1.0)
+    variance = max(squares - count * mean * mean, 0.0) / (count - 1.0) if count > 1 else 1.0
+    return np.where(mask, (values - mean) / np.sqrt(variance + 1e-8), 0.0).astype(np.float32)
+
+
+class FixedKLController:
+    """A constant weight of the KL penalty in the reward.
+
+    Raises:
+        ConfigError: the weight is negative or not finite.
+    """
+
+    def __init__(self, *, kl_coef: float) -> None:
+        NOT_NEGATIVE.require("kl_coef", kl_coef)
+        self.value = float(kl_coef)
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Do nothing."""
+
+    def state(self) -> dict[str, float]:
+        """Return the state for `load_state`."""
+        return {"value": self.value}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Take over a saved weight.
+
+        Raises:
+            StateError: the state is not one of `state`.
+        """
+        if set(state) != {"value"} or not 0 <= state["value"] < math.inf:
+            raise StateError(f"state is {dict(state)}; expected one entry 'value', a finite number, 0 or more")
+        self.value = float(state["value"])
+
+
+class AdaptiveKLController(FixedKLController):
+    """A weight of the KL penalty that follows the divergence: a controller in log space (arXiv 1909.08593, sec. 2.2).
+
+    e = clip(KL / target_kl - 1, -0.2, 0.2);  value <- value (1 + e n_steps / horizon).
+
+    Args:
+        kl_coef: the first value.
+        target_kl: divergence that is sought, in the unit that `update` is given.
+        horizon: n_steps over which an error takes its full effect.
+
+    Raises:
+        ConfigError: a setting is out of its bounds.
+    """
+
+    def __init__(self, *, kl_coef: float, target_kl: float, horizon: int) -> None:
+        ABOVE_ZERO.require("target_kl", target_kl)
+        AT_LEAST_1.require("horizon", horizon)
+        super().__init__(kl_coef=kl_coef)
+        self._target_kl = target_kl
+        self._horizon = horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Follow one batch.
+
+        Args:
+            current_kl: mean divergence of the batch.
+            n_steps: responses in the batch, or what else the horizon counts.
+
+        Raises:
+            BatchError: the divergence is not finite, or n_steps so large that the value could leave the positive side.
+        """
+        if not math.isfinite(current_kl):
+            raise BatchError(f"current_kl is {current_kl}; expected a finite number")
+        if not 0 <= n_steps < 5 * self._horizon:
+            raise BatchError(
+                f"n_steps is {n_steps}; expected 0 or more, and less than five times horizon={self._horizon}"
+            )
+        error = min(max(current_kl / self._target_kl - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * n_steps / self._horizon
+
+
+class Collectives(Protocol):
+    """Exchange between the processes that hold parts of a batch; all of them make the same calls."""
+
+    async def all_gather(self, value: Any) -> list[Any]:
+        """Return every process's value, by rank."""
+        ...
+
+
+async def with_advantages(
+    samples: Sequence[Sequence[Sample]],
+    rewards: Sequence[Sequence[NDArray[np.float64]]],
+    greedy_scores: Sequence[float | None],
+    estimator: AdvantageEstimator,
+    config: AdvantageConfig,
+    group: Collectives,
+) -> tuple[list[list[Sample]], dict[str, float]]:
+    """Add advantages, and returns if the estimator needs a critic, to samples; they are whitened if it says so.
+
+    Args:
+        samples: of each group of this process; a critic's values are in them.
+        rewards: [R] of each sample: see `ScoredGroup`.
+
+    Returns:
+        the samples of each group, and metrics of the whole batch under verl's names.
+
+    Raises:
+        BatchError: a group lacks something that the estimator needs, or a number that counts is not finite.
+    """
+    found: list[list[Sample]] = []
+    for own, own_rewards, greedy_score in zip(samples, rewards, greedy_scores, strict=True):
+        masks = [s.mask for s in own]
+        values = [s.values for s in own if s.values is not None] or None
+        scored = ScoredGroup(rewards=own_rewards, masks=masks, values=values, greedy_score=greedy_score)
+        advantages, returns = estimator(scored, config)
+        found.append([_replaced(s, advantages=a) for s, a in zip(own, advantages, strict=True)])
+        if returns is not None:
+            found[-1] = [_replaced(s, returns=r) for s, r in zip(found[-1], returns, strict=True)]
+    metrics = await _statistics("critic/rewards", [np.array([r.sum()]) for own in rewards for r in own], group)
+    if estimator.whiten:
+        pairs = [(s.advantages, s.mask) for own in found for s in own if s.advantages is not None]
+        moments = whitening_moments([a for a, _ in pairs], [m for _, m in pairs])
+        batch = sum(await group.all_gather(moments), np.zeros(3))
+        for own in found:
+            own[:] = [_replaced(s, advantages=whiten(_array(s, "advantages"), s.mask, batch)) for s in own]
+    for field in ("values", "returns", "advantages") if estimator.needs_critic else ("advantages",):
+        counted = [_array(s, field)[s.mask] for own in found for s in own]
+        metrics |= await _statistics(f"critic/{field}", counted, group)
+    return found, metrics
+
+
+async def _statistics(name: str, values: Sequence[NDArray[Any]], group: Collectives) -> dict[str, float]:
+    own = np.concatenate([*values, np.zeros(0)])
+    part = (own.size, float(own.sum()), float(own.max()), float(own.min())) if own.size else None
+    parts = [p for p in await group.all_gather(part) if p is not None]
+    if not parts:
+        return {}
+    count, total, highest, lowest = zip(*parts, strict=True)
+    return {f"{name}/mean": sum(total) / sum(count), f"{name}/max": max(highest), f"{name}/min": min(lowest)}
+
+
+def _array(sample: Sample, field: str) -> NDArray[np.floating]:
+    return getattr(sample, field)
+
+
+def _replaced(sample: Sample, **arrays: NDArray[Any]) -> Sample:
+    return replace(sample, **{name: array.astype(np.float32) for name, array in arrays.items()})

@@ -1,15 +1,16 @@
 """Length and KL penalties, which are added to a response's score before advantages are computed."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Literal, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_trainer.checks import require, require_finite
+from gcore_trainer.advantages.estimator import Collectives, FixedKLController
 from gcore_trainer.config import MAX_K3
-from gcore_trainer.errors import BatchError, ConfigError, StateError
+from gcore_trainer.errors import BatchError, ConfigError
+from gcore_trainer.sample import Sample, require_finite
 
 RewardKL = Literal["k1", "k2", "k3"]
 
@@ -21,9 +22,6 @@ def overlong_penalty(
 
     0 up to max_response_length - overlong_buffer_len tokens, from there falling linearly to -penalty_factor at the
     limit, and -penalty_factor beyond it.
-
-    Args:
-        length: tokens of the response.
 
     Raises:
         ConfigError: the buffer is not within the limit, or the factor is negative.
@@ -85,7 +83,6 @@ def kl_rewards(
     section 3.4, where ``kind`` is k1.
 
     Args:
-        score: of the whole response.
         log_probs: [R] of the policy that wrote it, before its update.
         ref_log_probs: [R] of the reference policy.
         mask: [R] tokens of the policy.
@@ -105,74 +102,21 @@ def kl_rewards(
     return rewards
 
 
-class FixedKLController:
-    """A constant weight of the KL penalty.
-
-    Args:
-        kl_coef: the weight.
-
-    Raises:
-        ConfigError: the weight is negative or not finite.
-    """
-
-    def __init__(self, *, kl_coef: float) -> None:
-        require("kl_coef", kl_coef, 0 <= kl_coef < math.inf, "a finite number, 0 or more")
-        self.value = float(kl_coef)
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Do nothing."""
-
-    def state(self) -> dict[str, float]:
-        """Return the state for `load_state`."""
-        return {"value": self.value}
-
-    def load_state(self, state: Mapping[str, float]) -> None:
-        """Take over a saved weight.
-
-        Raises:
-            StateError: the state is not one of `state`.
-        """
-        if set(state) != {"value"} or not 0 <= state["value"] < math.inf:
-            raise StateError(f"state is {dict(state)}; expected one entry 'value', a finite number, 0 or more")
-        self.value = float(state["value"])
+def policy_and_reference(sample: Sample) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return a sample's log-probs [R] under the policy before its update, and under the reference policy."""
+    log_probs = sample.rollout_log_probs if sample.old_log_probs is None else sample.old_log_probs
+    assert log_probs is not None
+    assert sample.ref_log_probs is not None
+    return log_probs, sample.ref_log_probs
 
 
-class AdaptiveKLController(FixedKLController):
-    """A weight of the KL penalty that follows the divergence: a controller in log space (arXiv 1909.08593, sec. 2.2).
-
-    e = clip(KL / target_kl - 1, -0.2, 0.2);  value <- value (1 + e n_steps / horizon).
-
-    Args:
-        kl_coef: the first value.
-        target_kl: divergence that is sought, in the unit that `update` is given.
-        horizon: n_steps over which an error takes its full effect.
-
-    Raises:
-        ConfigError: a setting is out of its bounds.
-    """
-
-    def __init__(self, *, kl_coef: float, target_kl: float, horizon: int) -> None:
-        require("target_kl", target_kl, 0 < target_kl < math.inf, "a finite number above 0")
-        require("horizon", horizon, horizon >= 1, "1 or more")
-        super().__init__(kl_coef=kl_coef)
-        self._target_kl = target_kl
-        self._horizon = horizon
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Follow one batch.
-
-        Args:
-            current_kl: mean divergence of the batch.
-            n_steps: responses in the batch, or what else the horizon counts.
-
-        Raises:
-            BatchError: the divergence is not finite, or n_steps so large that the value could leave the positive side.
-        """
-        if not math.isfinite(current_kl):
-            raise BatchError(f"current_kl is {current_kl}; expected a finite number")
-        if not 0 <= n_steps < 5 * self._horizon:
-            raise BatchError(
-                f"n_steps is {n_steps}; expected 0 or more, and less than five times horizon={self._horizon}"
-            )
-        error = min(max(current_kl / self._target_kl - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * n_steps / self._horizon
+async def follow_divergence(
+    samples: Sequence[Sample], kind: RewardKL, kl: FixedKLController, group: Collectives
+) -> dict[str, float]:
+    """Update a KL controller with the mean divergence of the whole batch; return metrics under verl's names."""
+    own = [float(kl_estimates(*policy_and_reference(s), s.mask, kind)[s.mask].mean()) for s in samples if s.mask.any()]
+    everyones = [value for part in await group.all_gather(own) for value in part]
+    mean = float(np.mean(everyones)) if everyones else 0.0
+    metrics = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": kl.value}
+    kl.update(mean, len(everyones))
+    return metrics

@@ -6,30 +6,22 @@ sampling takes tokens and sequences out where it is far from 1. Names and meanin
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_trainer.checks import require, require_finite
+from gcore_trainer.advantages.estimator import Collectives
+from gcore_trainer.config import ABOVE_ZERO, Bound, require, require_bounds
 from gcore_trainer.errors import BatchError, ConfigError
+from gcore_trainer.sample import Sample, require_finite
 
 RolloutIS = Literal["token", "sequence"]
-RolloutRS = Literal[
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "seq_sum_k1",
-    "seq_sum_k2",
-    "seq_sum_k3",
-    "seq_mean_k1",
-    "seq_mean_k2",
-    "seq_mean_k3",
-    "seq_max_k2",
-    "seq_max_k3",
-]
+_TokenRS = Literal["token_k1", "token_k2", "token_k3"]
+_SequenceRS = Literal["seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3"]
+RolloutRS = Literal[_TokenRS, _SequenceRS, "seq_max_k2", "seq_max_k3"]
 
 _MAX_LOG_RATIO = 20.0
 """Beyond this a ratio is a number that overflows sooner or later, and says nothing more."""
@@ -64,30 +56,24 @@ class RolloutCorrectionConfig:
     """A sequence with a token whose ratio is below this is rejected as a whole."""
 
     def __post_init__(self) -> None:
-        level, rule, veto = self.rollout_is, self.rollout_rs, self.rollout_token_veto_threshold
-        upper, lower = self.rollout_is_threshold, self.rollout_is_threshold_lower
-        require("rollout_is", level, level in (None, *get_args(RolloutIS)), "token, sequence or none")
-        require("rollout_is_threshold", upper, 0 < upper < math.inf, "a finite number above 0")
-        if lower is not None:
-            accepted = f"a number above 0 and up to rollout_is_threshold={upper}, and a rollout_is"
-            require("rollout_is_threshold_lower", lower, level is not None and 0 < lower <= upper, accepted)
-        normalize = self.rollout_is_batch_normalize
-        require("rollout_is_batch_normalize", normalize, not normalize or level is not None, "a rollout_is with it")
+        level, rule = self.rollout_is, self.rollout_rs
+        limit, upper, lower = self.rollout_is_threshold, self.rollout_rs_threshold, self.rollout_rs_threshold_lower
         rules = get_args(RolloutRS)
-        require("rollout_rs", rule, rule in (None, *rules), f"one of {', '.join(rules)}, or none")
-        self._check_rejection_thresholds()
-        require("rollout_token_veto_threshold", veto, veto is None or 0 < veto < 1, "a number in (0, 1), or none")
-
-    @property
-    def is_active(self) -> bool:
-        """True if anything is corrected."""
-        return bool(self.rollout_is or self.rollout_rs or self.rollout_token_veto_threshold)
-
-    def _check_rejection_thresholds(self) -> None:
-        rule, upper, lower = self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_threshold_lower
+        require_bounds(
+            self,
+            rollout_is=Bound(lambda v: v in (None, *get_args(RolloutIS)), "token, sequence or none"),
+            rollout_is_threshold=ABOVE_ZERO,
+            rollout_is_threshold_lower=Bound(
+                lambda v: v is None or (level is not None and 0 < v <= limit),
+                f"a number above 0 and up to rollout_is_threshold={limit}, and a rollout_is",
+            ),
+            rollout_is_batch_normalize=Bound(lambda v: not v or level is not None, "a rollout_is with it"),
+            rollout_rs=Bound(lambda v: v in (None, *rules), f"one of {', '.join(rules)}, or none"),
+            rollout_token_veto_threshold=Bound(lambda v: v is None or 0 < v < 1, "a number in (0, 1), or none"),
+        )
         if rule is None:
-            require("rollout_rs_threshold", upper, upper is None, "none without a rollout_rs")
-            require("rollout_rs_threshold_lower", lower, lower is None, "none without a rollout_rs")
+            absent = Bound(lambda v: v is None, "none without a rollout_rs")
+            require_bounds(self, rollout_rs_threshold=absent, rollout_rs_threshold_lower=absent)
             return
         is_above_zero = upper is not None and 0 < upper < math.inf
         require("rollout_rs_threshold", upper, is_above_zero, f"a finite number above 0 (rollout_rs is {rule!r})")
@@ -100,6 +86,11 @@ class RolloutCorrectionConfig:
         else:
             accepted = f"a number above 0 and up to rollout_rs_threshold={upper}"
             require("rollout_rs_threshold_lower", lower, 0 < lower <= upper, accepted)
+
+    @property
+    def is_active(self) -> bool:
+        """True if anything is corrected."""
+        return bool(self.rollout_is or self.rollout_rs or self.rollout_token_veto_threshold)
 
 
 def rollout_correction(
@@ -162,6 +153,54 @@ def rollout_correction(
     )
 
 
+async def with_rollout_correction(
+    samples: Sequence[Sequence[Sample]], config: RolloutCorrectionConfig, group: Collectives
+) -> tuple[list[list[Sample]], dict[str, float]]:
+    """Add weights and masks against the mismatch of engine and trainer to samples with ``old_log_probs``.
+
+    Args:
+        samples: of each prompt of this process.
+
+    Returns:
+        the samples, and metrics of the whole batch.
+    """
+    counted = [s for part in samples for s in part if s.old_log_probs is not None and s.mask.any()]
+    columns: dict[str, Any] = {
+        "old_log_probs": [s.old_log_probs for s in counted],
+        "rollout_log_probs": [s.rollout_log_probs for s in counted],
+        "masks": [s.mask for s in counted],
+    }
+    batch = None
+    if config.rollout_is_batch_normalize:
+        own = weight_moments(**columns, config=config) if counted else np.zeros(2)
+        batch = sum(await group.all_gather(own), np.zeros(2))
+    weights, masks, metrics = rollout_correction(**columns, config=config, batch=batch) if counted else (None, [], {})
+    place = {id(s): i for i, s in enumerate(counted)}
+
+    def corrected(sample: Sample) -> Sample:
+        i = place.get(id(sample))
+        if i is None:
+            nothing = np.zeros(sample.mask.shape, np.float32) if config.rollout_is else None
+            return replace(sample, rollout_is_weights=nothing)
+        return replace(sample, response_mask=masks[i], rollout_is_weights=None if weights is None else weights[i])
+
+    everyones = await group.all_gather((len(counted), metrics))
+    return [[corrected(s) for s in part] for part in samples], _combined(everyones)
+
+
+def _combined(parts: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
+    """Combine the metrics of parts of a batch, given each one's number of samples."""
+    combined: dict[str, float] = {}
+    for name in sorted({name for _, metrics in parts for name in metrics}):
+        found = [(count, metrics[name]) for count, metrics in parts if name in metrics]
+        counts, values = zip(*found, strict=True)
+        if name.endswith(("_max", "_min")):
+            combined[name] = (max if name.endswith("_max") else min)(values)
+        else:
+            combined[name] = float(np.average(values, weights=counts))
+    return combined
+
+
 def weight_moments(
     old_log_probs: Sequence[_Floats],
     rollout_log_probs: Sequence[_Floats],
@@ -218,15 +257,12 @@ class _Tokens:
         return np.cumsum(self.counts) - self.counts
 
     def sums(self, values_N: NDArray[np.float64 | np.bool_]) -> _Array:
-        """Sum over each sequence: [S]."""
         return np.add.reduceat(values_N.astype(np.float64), self.starts)
 
     def means(self, values_N: _Array) -> _Array:
-        """Average over each sequence: [S]."""
         return self.sums(values_N) / self.counts
 
     def maxima(self, values_N: _Array) -> _Array:
-        """Take the largest of each sequence: [S]."""
         return np.maximum.reduceat(values_N, self.starts)
 
     def spread(self, values_S: NDArray[_Scalar]) -> NDArray[_Scalar]:
@@ -246,21 +282,18 @@ def _ratios(log_ratio: _Array) -> _Array:
     return np.exp(log_ratio.clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
 
 
-def _raw_weights(tokens: _Tokens, level: RolloutIS | None) -> _Array:
-    """[N] ratios, before any threshold."""
-    return _ratios(tokens.spread(tokens.sums(tokens.log_ratio)) if level == "sequence" else tokens.log_ratio)
+def _raw_weights(tokens: _Tokens, config: RolloutCorrectionConfig) -> tuple[_Array, float]:
+    """Return [N] ratios before any threshold, and the lower threshold."""
+    lower, is_sequence = config.rollout_is_threshold_lower, config.rollout_is == "sequence"
+    raw_N = _ratios(tokens.spread(tokens.sums(tokens.log_ratio)) if is_sequence else tokens.log_ratio)
+    return raw_N, 1 / config.rollout_is_threshold if lower is None else lower
 
 
 def _weights(tokens: _Tokens, config: RolloutCorrectionConfig) -> _Array:
-    raw_N, upper, lower = _raw_weights(tokens, config.rollout_is), config.rollout_is_threshold, _lower(config)
+    (raw_N, lower), upper = _raw_weights(tokens, config), config.rollout_is_threshold
     if config.rollout_is_threshold_lower is None:
         return np.minimum(raw_N, upper)
     return np.where((raw_N >= lower) & (raw_N <= upper), raw_N, 0.0)
-
-
-def _lower(config: RolloutCorrectionConfig) -> float:
-    lower = config.rollout_is_threshold_lower
-    return 1 / config.rollout_is_threshold if lower is None else lower
 
 
 def _weight_moments(tokens: _Tokens, weights_N: _Array, config: RolloutCorrectionConfig) -> _Array:
@@ -269,7 +302,7 @@ def _weight_moments(tokens: _Tokens, weights_N: _Array, config: RolloutCorrectio
 
 
 def _weight_metrics(tokens: _Tokens, weights_N: _Array, config: RolloutCorrectionConfig) -> dict[str, float]:
-    raw_N, upper, lower = _raw_weights(tokens, config.rollout_is), config.rollout_is_threshold, _lower(config)
+    (raw_N, lower), upper = _raw_weights(tokens, config), config.rollout_is_threshold
     is_sequence = config.rollout_is == "sequence"
     raw = raw_N[tokens.starts] if is_sequence else raw_N  # one a sequence, where all its tokens share it
     extremes = raw if is_sequence else weights_N
@@ -297,13 +330,14 @@ def _within_thresholds(
     """[N] tokens that the rule keeps, and metrics of its statistic."""
     log_ratio_N = tokens.log_ratio.clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     level, _, estimator = rule.rpartition("_")
-    divergence: dict[str, Callable[[], _Array]] = {
-        "k1": lambda: -log_ratio_N,
-        "k2": lambda: np.square(log_ratio_N) / 2,
-        "k3": lambda: np.expm1(log_ratio_N) - log_ratio_N,
-    }
+    match estimator:
+        case "k1":
+            statistic = -log_ratio_N
+        case "k2":
+            statistic = np.square(log_ratio_N) / 2
+        case _:
+            statistic = np.expm1(log_ratio_N) - log_ratio_N
     reduction = {"seq_sum": tokens.sums, "seq_mean": tokens.means, "seq_max": tokens.maxima}
-    statistic = divergence[estimator]()
     if level != "token":
         statistic = reduction[level](statistic)
     upper, lower = config.rollout_rs_threshold, config.rollout_rs_threshold_lower

@@ -1,7 +1,7 @@
 """Ring attention: each rank keeps its queries, and the keys and values of all visit it in turn.
 
 Liu et al., arXiv:2310.01889: blockwise attention whose partial results are merged by their log-sum-exp, while the next
-block travels. Segments are divided zig-zag (`layout.py`), so that a visiting block is seen by all local queries through
+block travels. Segments are divided zig-zag (`groups.py`), so that a visiting block is seen by all local queries through
 its first half, or by the second half of them entirely: every step computes the same, and nothing that is masked.
 With a sliding window, each chunk of queries attends to each chunk of keys separately, except to chunks that it does not
 see.
@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from gcore_trainer.context_parallel.layout import EqualSegments
-from gcore_trainer.packing.attention import AttentionKind
+from gcore_trainer.context_parallel.groups import EqualSegments
 from gcore_trainer.packing.block_attention import Scoring, attend_block, block_gradients, include_sinks, sink_gradients
+from gcore_trainer.packing.pack import AttentionKind
 
 
 def ring_attention(
@@ -35,14 +35,6 @@ def ring_attention(
     """Attend causally within each segment of a row that the ranks of a ring divide.
 
     A rank keeps no more than its own tokens' tensors for the backward pass, in which all travel once more.
-
-    Args:
-        q_THD: of this rank's shard.
-        k_TKD: K divides H.
-        v_TKV: of the keys' tokens.
-        kind: of the layer.
-        group: the ring; ranks pass to the next one.
-        segments: of which the shards are made.
 
     Returns:
         [T, H, V], of the queries' dtype; partial results are merged in float32 at least.
@@ -98,13 +90,9 @@ class _RingAttention(torch.autograd.Function):
             passing = _Passing(kv, group) if step < size - 1 else None
             for segment, block in _blocks(segments, rank, source=(rank - step) % size, size=size, window=window):
                 k_SKLD, v_SKLV = _part(kv, segment, block.keys).split(head_dims, dim=-1)
-                out_SHQV, lse_SHQ = attend_block(
-                    _part(q_THD, segment, block.queries),
-                    k_SKLD,
-                    v_SKLV,
-                    block.scoring(scoring, segment.chunk_length, like=q_THD),
-                )
-                _merge(_part(out_THV, segment, block.queries), _part(lse_TH, segment, block.queries), out_SHQV, lse_SHQ)
+                own = block.scoring(scoring, segment.chunk_length, like=q_THD)
+                q_SHQD, out_SHQV, lse_SHQ = (_part(x, segment, block.queries) for x in (q_THD, out_THV, lse_TH))
+                _merge(out_SHQV, lse_SHQ, *attend_block(q_SHQD, k_SKLD, v_SKLV, own))
             if passing is not None:
                 kv = passing.wait()
         if sinks_H is not None:
@@ -134,15 +122,12 @@ class _RingAttention(torch.autograd.Function):
             source = (rank - step) % size
             for segment, block in _blocks(segments, rank, source=source, size=size, window=ctx.window):
                 k_SKLD, v_SKLV = _part(kv, segment, block.keys).split(ctx.head_dims, dim=-1)
-                grad_q, grad_k, grad_v = block_gradients(
-                    _part(grad_THV, segment, block.queries),
-                    _part(q_THD, segment, block.queries),
-                    k_SKLD,
-                    v_SKLV,
-                    _part(out_THV, segment, block.queries),
-                    _part(lse_TH, segment, block.queries),
-                    block.scoring(ctx.scoring, segment.chunk_length, like=q_THD),
+                own = block.scoring(ctx.scoring, segment.chunk_length, like=q_THD)
+                grad_SHQV, q_SHQD, out_SHQV, lse_SHQ = (
+                    _part(x, segment, block.queries) for x in (grad_THV, q_THD, out_THV, lse_TH)
                 )
+                given = grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ
+                grad_q, grad_k, grad_v = block_gradients(*given, own)
                 _part(grad_q_THD, segment, block.queries).add_(grad_q)
                 _part(grad_kv, segment, block.keys).add_(torch.cat([grad_k, grad_v], dim=-1))
             if passing_grad is not None:

@@ -1,10 +1,18 @@
 """Settings of diffusion objectives. Names are Flow-GRPO's and DiffusionNFT's where they have the thing."""
 
-import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from gcore_trainer.checks import require, require_choice
+from gcore_trainer.config import (
+    ABOVE_ZERO,
+    AT_LEAST_1,
+    BELOW_ONE,
+    FRACTION,
+    NOT_NEGATIVE,
+    Bound,
+    one_of,
+    require_bounds,
+)
 
 DiffusionLossMode = Literal["vanilla", "guard"]
 
@@ -22,9 +30,8 @@ class DenoisingPolicyConfig:
     """Weight of the KL divergence to the reference, of the Gaussians themselves; 0 needs no reference."""
 
     def __post_init__(self) -> None:
-        require_choice("loss_mode", self.loss_mode, get_args(DiffusionLossMode))
-        require("clip_ratio", self.clip_ratio, 0 < self.clip_ratio < 1, "a number in (0, 1)")
-        require("kl_loss_coef", self.kl_loss_coef, 0 <= self.kl_loss_coef < math.inf, "a finite number, 0 or more")
+        within = Bound(lambda v: 0 < v < 1, "a number in (0, 1)")
+        require_bounds(self, loss_mode=one_of(DiffusionLossMode), clip_ratio=within, kl_loss_coef=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +52,15 @@ class NFTConfig:
     """Largest such fraction."""
 
     def __post_init__(self) -> None:
-        require("beta", self.beta, 0 < self.beta <= 1, "a number in (0, 1]")
-        require("num_timesteps", self.num_timesteps, self.num_timesteps >= 1, "1 or more")
-        require("adv_clip_max", self.adv_clip_max, 0 < self.adv_clip_max < math.inf, "a finite number above 0")
-        require("kl_loss_coef", self.kl_loss_coef, 0 <= self.kl_loss_coef < math.inf, "a finite number, 0 or more")
-        require("old_decay", self.old_decay, 0 <= self.old_decay <= 1, "a number in [0, 1]")
-        require("old_decay_max", self.old_decay_max, 0 <= self.old_decay_max < 1, "a number in [0, 1)")
+        require_bounds(
+            self,
+            beta=Bound(lambda v: 0 < v <= 1, "a number in (0, 1]"),
+            num_timesteps=AT_LEAST_1,
+            adv_clip_max=ABOVE_ZERO,
+            kl_loss_coef=NOT_NEGATIVE,
+            old_decay=FRACTION,
+            old_decay_max=BELOW_ONE,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,5 +73,4 @@ class DiffusionDPOConfig:
     """Noise levels drawn for each pair and update."""
 
     def __post_init__(self) -> None:
-        require("beta", self.beta, 0 < self.beta < math.inf, "a finite number above 0")
-        require("num_timesteps", self.num_timesteps, self.num_timesteps >= 1, "1 or more")
+        require_bounds(self, beta=ABOVE_ZERO, num_timesteps=AT_LEAST_1)

@@ -15,7 +15,7 @@ from gcore_trainer.config import LoRAConfig
 from gcore_trainer.diffusion.sample import Conditioned
 from gcore_trainer.errors import MissingExtraError, UnsupportedModelError
 from gcore_trainer.lora import add_lora, merge_lora
-from gcore_trainer.torch.adamw import whole
+from gcore_trainer.trainer import whole
 
 try:
     import diffusers
@@ -29,7 +29,6 @@ class Denoiser:
     """A transformer or UNet of diffusers that gives velocities or noise.
 
     Args:
-        model: one of diffusers; its parameters are updated in place.
         compute_dtype: of its passes; its parameters stay in float32.
         lora: adapters to be trained in its place.
         gradient_checkpointing: whether activations are computed again in the backward pass.
@@ -61,11 +60,6 @@ class Denoiser:
     def from_pretrained(cls, path: str | Path, *, device: str = "cpu", **options: Any) -> Self:
         """Load the model of a pipeline's folder, in float32.
 
-        Args:
-            path: has a model_index.json.
-            device: such as cpu or cuda:0.
-            options: see `Denoiser`.
-
         Raises:
             UnsupportedModelError: the folder is no pipeline's, or it has neither a transformer nor a unet.
         """
@@ -80,7 +74,6 @@ class Denoiser:
         Args:
             latents: [B, ...].
             timesteps: [B].
-            conditions: of these images.
         """
         num_images, scale = len(latents), conditions.guidance_scale
         per_image = conditions.per_image

@@ -1,14 +1,85 @@
-"""Losses of diffusion policies: pure functions. B images, latents [B, ...]; every loss is [B]."""
+"""Forward processes and losses of diffusion models. B images, latents [B, ...]; every loss is [B]."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch.nn.functional import logsigmoid
 
-from gcore_trainer.diffusion.process import column
-
 _MAX_LOG_RATIO = 20.0
 """The bound of policy losses of language models."""
+
+
+class NoiseProcess(ABC):
+    """Levels [B] are in (0, 1]: of flow matching the sigma, of DDPM the share of its steps. Latents are [B, ...]."""
+
+    @abstractmethod
+    def noised(self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
+        """Return the latents at these levels."""
+
+    @abstractmethod
+    def target(self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
+        """Return the target of the model's output there."""
+
+    @abstractmethod
+    def timesteps(self, level: torch.Tensor) -> torch.Tensor:
+        """Return the timesteps [B] that are passed to the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowProcess(NoiseProcess):
+    """Rectified flow (arXiv 2209.03003): x_s = (1 - s) x_0 + s e, and the model gives v = e - x_0."""
+
+    num_train_timesteps: int = 1000
+
+    def noised(self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
+        s = column(level, clean)
+        return (1 - s) * clean + s * noise
+
+    def target(self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
+        del level
+        return noise - clean
+
+    def timesteps(self, level: torch.Tensor) -> torch.Tensor:
+        return level * self.num_train_timesteps
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPMProcess(NoiseProcess):
+    """DDPM (arXiv 2006.11239, eq. 4): x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) e, with a = alpha-bar."""
+
+    alphas_cumprod: Sequence[float]
+    """[T]."""
+    prediction_type: Literal["epsilon", "v_prediction", "sample"] = "epsilon"
+
+    def noised(self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
+        a = self._alpha(clean, level)
+        return a.sqrt() * clean + (1 - a).sqrt() * noise
+
+    def target(self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
+        match self.prediction_type:
+            case "epsilon":
+                return noise
+            case "sample":
+                return clean
+            case "v_prediction":
+                a = self._alpha(clean, level)
+                return a.sqrt() * noise - (1 - a).sqrt() * clean
+
+    def timesteps(self, level: torch.Tensor) -> torch.Tensor:
+        count = len(self.alphas_cumprod)
+        return (level * count).long().clamp(0, count - 1)
+
+    def _alpha(self, like: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
+        alphas = torch.tensor(self.alphas_cumprod, dtype=like.dtype, device=like.device)
+        return column(alphas[self.timesteps(level)], like)
+
+
+def column(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Reshape [B] to [B, 1, ...]."""
+    return values.to(like).reshape((-1,) + (1,) * (like.ndim - 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +126,6 @@ def guard_step_loss(
         std: [B] of the Gaussians.
         dt: [B] the change of the noise level, below 0.
         advantages: [B].
-        clip_ratio: see `DenoisingPolicyConfig`.
     """
     noise = (next_latents - old_means) / column(std, means)
     log_ratio = (noise * (means - old_means)).flatten(1).mean(1)
@@ -90,7 +160,6 @@ def nft_loss(
         clean: [B, ...] latents of the images.
         level: [B] sigma.
         optimality: [B] r, in [0, 1]: how good the images are.
-        beta: see `NFTConfig`.
     """
 
     def regression(implicit: torch.Tensor) -> torch.Tensor:
@@ -111,7 +180,6 @@ def diffusion_dpo_loss(
     Args:
         errors: [2 P] mean squared errors of the policy: of pairs, the chosen image's before the rejected one's.
         ref_errors: [2 P] of the reference, with the same noise.
-        beta: see `DiffusionDPOConfig`.
 
     Returns:
         [P] losses, and [P] whether the policy prefers the chosen image.

@@ -6,32 +6,28 @@ Parts add up, over passes, micro-batches and ranks. So a batch's gradient does n
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from gcore_trainer.diffusion.config import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig
 from gcore_trainer.diffusion.losses import (
+    FlowProcess,
+    NoiseProcess,
     clipped_step_loss,
     diffusion_dpo_loss,
     gaussian_kl,
     guard_step_loss,
     nft_loss,
 )
-from gcore_trainer.diffusion.process import FlowProcess, NoiseProcess
 from gcore_trainer.diffusion.sample import Conditioned, DiffusionMicroBatch, DiffusionSample, stacked
 from gcore_trainer.errors import BatchError
 
+if TYPE_CHECKING:
+    from gcore_trainer.diffusion.denoiser import Denoiser
+
 PartialLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """A pass's part of the loss, and of sums that `DiffusionObjective.metrics` turns into metrics."""
-
-
-class Denoises(Protocol):
-    """A model: [B, ...] latents at timesteps [B] to its output [B, ...], with guidance where samples have it."""
-
-    device: torch.device
-
-    def __call__(self, latents: torch.Tensor, timesteps: torch.Tensor, conditions: Conditioned) -> torch.Tensor: ...
 
 
 class Gaussian(Protocol):
@@ -44,48 +40,41 @@ class Gaussian(Protocol):
     def log_prob(self, next_latents: torch.Tensor, /) -> torch.Tensor: ...
 
 
-class TransitionKernel(Protocol):
-    """A sampler's step: from the model's output to the distribution of the next latents."""
-
-    def __call__(
-        self, output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor, /
-    ) -> Gaussian: ...
+TransitionKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Gaussian]
+"""A sampler's step: from the model's output, the latents, their noise level and the next one to the next latents'
+distribution."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
     """The models that an objective may call."""
 
-    policy: Denoises
-    old: Denoises | None = None
+    policy: "Denoiser"
+    old: "Denoiser | None" = None
     """The policy that samples, where that is kept apart."""
-    reference: Denoises | None = None
+    reference: "Denoiser | None" = None
 
 
 class DiffusionObjective(ABC):
-    """A loss over images.
-
-    Attributes:
-        needs_old: Whether the policy that samples is kept apart from the one that learns.
-        needs_reference: Whether the initial policy is asked in training.
-        reads: Fields of the images that the loss reads, besides their conditions.
-    """
+    """A loss over images."""
 
     needs_old: bool = False
+    """The policy that samples is kept apart from the one that learns."""
     needs_reference: bool = False
+    """The initial policy is asked in training."""
     reads: Sequence[str] = ()
+    """Fields of the images that the loss reads, besides their conditions."""
+    num_timesteps: int = 1
+    """Passes over each micro-batch, where they do not depend on it."""
 
     @abstractmethod
     def check(self, samples: Sequence[DiffusionSample]) -> None:
-        """Check that the images have all that the loss reads.
+        """Raise `BatchError` if the images lack something that the loss reads."""
 
-        Raises:
-            BatchError: the images lack something that the loss needs.
-        """
-
-    @abstractmethod
     def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
         """Return the number of passes over each micro-batch; the same on all ranks."""
+        del samples
+        return self.num_timesteps
 
     def weight(self, samples: Sequence[DiffusionSample]) -> int:
         """Return what these images add to the batch's denominator, in each pass."""
@@ -96,9 +85,6 @@ class DiffusionObjective(ABC):
         """Compute the part of the batch's loss that a pass over these images makes up.
 
         Args:
-            index: of the pass.
-            models: to be called.
-            samples: a micro-batch.
             total: the batch's denominator: weights of all images, times passes.
         """
 
@@ -112,10 +98,6 @@ class DenoisingPolicyObjective(DiffusionObjective):
 
     Metrics: ``actor/pg_loss``, ``actor/pg_clipfrac``, ``actor/ppo_kl`` (mean of old minus new log-prob),
     ``actor/ratio_dev`` (mean of the ratio's distance from 1) and ``actor/kl_loss``.
-
-    Args:
-        config: see `DenoisingPolicyConfig`.
-        kernel: the sampler's.
     """
 
     def __init__(self, config: DenoisingPolicyConfig, kernel: TransitionKernel) -> None:
@@ -138,25 +120,18 @@ class DenoisingPolicyObjective(DiffusionObjective):
 
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         device = models.policy.device
-        latents, following, levels, next_levels, timesteps = (
+        latents, following, levels, next_levels, timesteps, old_log_probs = (
             stacked(samples, name, device, step=index)
-            for name in ("latents", "next_latents", "levels", "next_levels", "timesteps")
+            for name in ("latents", "next_latents", "levels", "next_levels", "timesteps", "old_log_probs")
         )
-        old_log_probs = stacked(samples, "old_log_probs", device, step=index)
         advantages = stacked(samples, "advantage", device)
         output = models.policy(latents, timesteps, Conditioned.of(samples, device))
         drawn = self._kernel(output, latents, levels, next_levels)
         log_probs = drawn.log_prob(following)
         if self._config.loss_mode == "guard":
-            found = guard_step_loss(
-                following,
-                drawn.mean,
-                stacked(samples, "old_means", device, step=index),
-                drawn.std.flatten(),
-                next_levels - levels,
-                advantages,
-                clip_ratio=self._config.clip_ratio,
-            )
+            old_means, std = stacked(samples, "old_means", device, step=index), drawn.std.flatten()
+            given = following, drawn.mean, old_means, std, next_levels - levels, advantages
+            found = guard_step_loss(*given, clip_ratio=self._config.clip_ratio)
         else:
             found = clipped_step_loss(log_probs, old_log_probs, advantages, clip_ratio=self._config.clip_ratio)
         loss = found.loss.sum() / total
@@ -186,15 +161,12 @@ class NFTObjective(DiffusionObjective):
     def __init__(self, config: NFTConfig, process: FlowProcess | None = None) -> None:
         self._config = config
         self._process = process or FlowProcess()
+        self.num_timesteps = config.num_timesteps
         self.needs_reference = config.kl_loss_coef > 0
 
     def check(self, samples: Sequence[DiffusionSample]) -> None:
         if any(s.advantage is None for s in samples):
             raise BatchError("advantage is None: the loss needs it for every image")
-
-    def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
-        del samples
-        return self._config.num_timesteps
 
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         assert models.old is not None
@@ -232,14 +204,11 @@ class DiffusionDPOObjective(DiffusionObjective):
     def __init__(self, config: DiffusionDPOConfig, process: NoiseProcess) -> None:
         self._config = config
         self._process = process
+        self.num_timesteps = config.num_timesteps
 
     def check(self, samples: Sequence[DiffusionSample]) -> None:
         if len(samples) % 2:
             raise BatchError(f"micro_batches hold {len(samples)} images; expected pairs of a chosen and a rejected one")
-
-    def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
-        del samples
-        return self._config.num_timesteps
 
     def weight(self, samples: Sequence[DiffusionSample]) -> int:
         return len(samples) // 2
@@ -253,7 +222,7 @@ class DiffusionDPOObjective(DiffusionObjective):
         noised, timesteps = self._process.noised(clean, noise, level), self._process.timesteps(level)
         target, conditions = self._process.target(clean, noise, level), Conditioned.of(samples, device)
 
-        def errors(model: Denoises) -> torch.Tensor:
+        def errors(model: "Denoiser") -> torch.Tensor:
             return ((model(noised, timesteps, conditions) - target) ** 2).flatten(1).mean(1)
 
         with torch.no_grad():
@@ -270,7 +239,6 @@ class RewardGradientObjective(DiffusionObjective):
     the latents before the first of them. Metrics: ``actor/reward``.
 
     Args:
-        kernel: the sampler's.
         reward: final latents [B, ...] and prompts to rewards [B], differentiable.
     """
 
@@ -284,10 +252,6 @@ class RewardGradientObjective(DiffusionObjective):
         for sample in samples:
             if not sample.num_steps or sample.next_levels is None or sample.next_levels[-1] not in (0.0, 1.0):
                 raise BatchError("the recorded steps end before sampling does; expected the last steps of sampling")
-
-    def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
-        del samples
-        return 1
 
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         del index

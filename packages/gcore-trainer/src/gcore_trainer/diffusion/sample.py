@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_trainer.checks import require_finite
 from gcore_trainer.errors import BatchError
+from gcore_trainer.sample import require_finite
 
 Conditions = Mapping[str, NDArray[np.generic]]
 
@@ -67,12 +67,8 @@ class DiffusionSample:
     def check_finite(self, name: str, *names: str) -> None:
         """Refuse NaN and infinities in the named arrays and in the conditions.
 
-        Args:
-            name: of the image, for the error.
-            names: fields.
-
         Raises:
-            BatchError: an entry is not finite; the error names the image and the field.
+            BatchError: an entry is not finite; the error names the image ``name`` and the field.
         """
         arrays = {field: getattr(self, field) for field in names}
         arrays |= {f"conditions[{key!r}]": value for key, value in self.conditions.items()}

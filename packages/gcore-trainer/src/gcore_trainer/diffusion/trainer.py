@@ -1,23 +1,46 @@
 """The torch backend of diffusion models: in one process, or sharded over many."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_trainer.config import OptimizerConfig
+from gcore_trainer.config import BELOW_ONE, OptimizerConfig
 from gcore_trainer.diffusion.denoiser import Denoiser
-from gcore_trainer.diffusion.ema import MovingAverage
 from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, TransitionKernel
 from gcore_trainer.diffusion.sample import Conditioned, DiffusionMicroBatch, stacked
 from gcore_trainer.errors import BatchError, ConfigError, TrainerError
-from gcore_trainer.torch.adamw import AdamW
+from gcore_trainer.objectives.policy import add_sums, added
 from gcore_trainer.torch.parallel import TorchParallel
-from gcore_trainer.training.base_trainer import BaseTrainer, add_sums, added
-from gcore_trainer.training.replicas import Replicas
+from gcore_trainer.trainer import AdamW, BaseTrainer, Replicas
+
+
+class MovingAverage:
+    """Exponential moving average of parameters, in float32, sharded as they are.
+
+    Args:
+        decay: fraction that the average keeps of itself at an update. Early on it is less: (1 + n) / (10 + n) after n
+            updates, as in TensorFlow's and diffusers' averages.
+
+    Raises:
+        ConfigError: a decay out of its bounds.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], decay: float) -> None:
+        BELOW_ONE.require("ema_decay", decay)
+        self._parameters = dict(parameters)
+        self._decay = decay
+        self.tensors: dict[str, torch.Tensor] = {n: p.detach().clone() for n, p in self._parameters.items()}
+
+    @torch.no_grad()
+    def update(self, num_updates: int) -> None:
+        """Include the parameters after a number of updates."""
+        decay = min(self._decay, (1 + num_updates) / (10 + num_updates))
+        for name, parameter in self._parameters.items():
+            self.tensors[name].lerp_(parameter.detach(), 1 - decay)
 
 
 class DiffusionTrainer(BaseTrainer):
@@ -25,8 +48,6 @@ class DiffusionTrainer(BaseTrainer):
 
     Args:
         denoiser: the policy; its parameters are updated in place.
-        optimizer: see `OptimizerConfig`.
-        objective: what is minimised.
         reference: the initial policy, where the objective asks it in training.
         ema_decay: decay of an average of the weights, which `export_weights` gives on request; None: there is none.
         old_decay: of an objective that keeps the sampling policy apart: what that keeps of itself, by the number of
@@ -63,7 +84,7 @@ class DiffusionTrainer(BaseTrainer):
             raise ConfigError("the model has no parameters to train")
         self._adamw = AdamW(parameters, optimizer)
         super().__init__(
-            config=optimizer, optimizer=self._adamw, replicas=parallel.replicas if parallel else Replicas()
+            config=optimizer, optimizer=self._adamw, replicas=Replicas(parallel.replicas if parallel else None)
         )
         self._models = Models(policy=denoiser, old=old, reference=reference)
         self._ema = MovingAverage(parameters, ema_decay) if ema_decay is not None else None
@@ -84,10 +105,10 @@ class DiffusionTrainer(BaseTrainer):
             BatchError: the images lack what the objective needs, hold numbers that are not finite, or there are none.
             NonFiniteGradientError: too many skipped steps in a row.
         """
-        samples = [s for batch in micro_batches for s in batch]
         error: TrainerError | None = None
         shape = (0, 0, 0)
         try:
+            samples = [s for batch in micro_batches for s in batch]
             if not samples:
                 raise BatchError("micro_batches holds no image; expected at least one on every replica")
             self._objective.check(samples)
@@ -112,7 +133,6 @@ class DiffusionTrainer(BaseTrainer):
     def _backward(
         self, micro_batches: Sequence[DiffusionMicroBatch], num_batches: int, num_passes: int, total: int
     ) -> dict[str, float]:
-        """Compute the gradient of all replicas' loss; return the sums of this one."""
         self._adamw.zero_grad()
         sums: dict[str, torch.Tensor] = {}
         for i in range(num_batches):
@@ -128,23 +148,16 @@ class DiffusionTrainer(BaseTrainer):
         return {name: value.item() for name, value in sums.items()}
 
     def _follow(self) -> None:
-        """Move the averages towards the parameters."""
         if self._ema is not None:
             self._ema.update(self.step)
         if self._old is not None:
             growth, bound = self._old_decay
             share = 1 - min(growth * self.step, bound)
-            trained = self._adamw.parameters
-            with torch.no_grad():
-                for name, parameter in self._old.parameters().items():
-                    if name in trained:
-                        parameter.lerp_(trained[name].detach(), share)
+            for name, tensor in self._averages()["old"].items():
+                tensor.lerp_(self._adamw.parameters[name].detach(), share)
 
     def export_weights(self, *, averaged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield diffusers' names and whole tensors of the policy that samples, one at a time, on every rank.
-
-        Args:
-            averaged: of the moving average.
 
         Raises:
             ConfigError: there is no such average.
@@ -153,11 +166,8 @@ class DiffusionTrainer(BaseTrainer):
             if self._ema is None:
                 raise ConfigError("ema_decay is None: there is no average of the weights")
             yield from self._denoiser.weights(self._ema.tensors)
-        elif self._old is not None:
-            old = self._old.parameters()
-            yield from self._denoiser.weights({n: old[n].detach() for n in self._adamw.parameters})
         else:
-            yield from self._denoiser.weights()
+            yield from self._denoiser.weights(self._averages().get("old"))
 
     def save_pretrained(self, path: str | Path, *, averaged: bool = False) -> None:
         """Write the model's folder, which diffusers loads; all ranks call it, one writes."""
@@ -170,9 +180,7 @@ class DiffusionTrainer(BaseTrainer):
         model.save_pretrained(path)
 
     def _averages(self) -> dict[str, dict[str, torch.Tensor]]:
-        groups: dict[str, dict[str, torch.Tensor]] = {}
-        if self._ema is not None:
-            groups["ema"] = dict(self._ema.tensors)
+        groups = {} if self._ema is None else {"ema": dict(self._ema.tensors)}
         if self._old is not None:
             old = self._old.parameters()
             groups["old"] = {name: old[name].detach() for name in self._adamw.parameters}
@@ -189,9 +197,7 @@ def step_means(
     """Compute means [K, ...] of the Gaussians at each image's recorded steps, under a reference, for the KL term.
 
     Args:
-        denoiser: the model.
         micro_batches: this replica's, one at least; another may have more of them.
-        kernel: the sampler's.
         replicas: those among which a sharded model is divided.
     """
     num_batches = max((replicas or Replicas()).gather(len(micro_batches)))

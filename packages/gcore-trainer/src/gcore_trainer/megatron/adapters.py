@@ -19,7 +19,7 @@ from gcore_trainer.errors import ConfigError
 from gcore_trainer.lora import initial_a
 from gcore_trainer.megatron.architecture import Architecture
 from gcore_trainer.megatron.model import HiddenStatesGPT
-from gcore_trainer.megatron.weights.pieces import Piece, adapter_pieces
+from gcore_trainer.megatron.pieces import Piece, adapter_pieces
 
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -28,10 +28,6 @@ Pieces = dict[torch.nn.Parameter, list[Piece]]
 
 def target_layers(architecture: Architecture, config: LoRAConfig) -> frozenset[str]:
     """Return Hugging Face names of the layers of the whole model that get an adapter; experts get none.
-
-    Args:
-        architecture: of the model.
-        config: its names are matched as peft does: a layer's full name, or the end of it after a dot.
 
     Raises:
         ConfigError: a name matches no layer.
@@ -63,12 +59,6 @@ def add_adapters(
 
     B starts at 0, so that the model computes what it did; A is `initial_a`'s.
 
-    Args:
-        stages: of this rank.
-        pieces: of their parameters.
-        targets: of `target_layers`.
-        config: of the adapters.
-
     Returns:
         the pieces of the adapters' parameters, which are this rank's only ones that learn.
     """
@@ -95,12 +85,6 @@ class AdaptedLinear(torch.nn.Module):
 
     B of a column parallel layer is divided by rows and A of a row parallel one by columns, as W is; the other is whole
     on every tensor-parallel rank.
-
-    Args:
-        base: the layer that has W.
-        weight: the pieces of W.
-        targets: names of Hugging Face layers that get an adapter, among them some of those in W.
-        config: of the adapters.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
+from gcore_trainer.config import ParallelConfig
 from gcore_trainer.errors import ConfigError, UnsupportedModelError
-from gcore_trainer.parallel import ParallelConfig
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Known architectures, by their ``model_type``."""
@@ -109,17 +109,13 @@ class Architecture:
         Raises:
             ConfigError: the sizes do not divide the world or the model.
         """
-        ranks_of_stage = parallel.data_parallel_size(world_size) * (
-            parallel.model_parallel_size // parallel.pipeline_model_parallel_size
-        )
+        pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
         tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
-        vpp = parallel.virtual_pipeline_model_parallel_size
-        chunks = parallel.pipeline_model_parallel_size * vpp
+        ranks_of_stage = parallel.data_parallel_size(world_size) * (parallel.model_parallel_size // pp)
         virtual = f" x virtual_pipeline_model_parallel_size={vpp}" if vpp > 1 else ""
-        pipeline = f"pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}{virtual}"
         _require_divides("tensor_model_parallel_size", tp, "attention heads", self.num_heads)
         _require_divides("tensor_model_parallel_size", tp, "key-value heads", self.num_query_groups)
-        _require_divides(pipeline, chunks, "layers", self.num_layers)
+        _require_divides(f"pipeline_model_parallel_size={pp}{virtual}", pp * vpp, "layers", self.num_layers)
         if self.experts is None:
             if ep > 1:
                 raise ConfigError(f"expert_model_parallel_size is {ep}; expected 1 for a model without experts")

@@ -35,26 +35,33 @@ def megatron_runtime(device: torch.device) -> Generator[None]:
 
 
 def _patches() -> list[tuple[Any, dict[str, Any]]]:
+    def rng_state(*_: Any, **__: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        del record_stream
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
     return [
         (
             torch.cuda,
             {
                 # Devices are asked for by number or name, and parameters are made there.
                 "current_device": lambda: torch.device("cpu"),
-                "synchronize": _nothing,
+                "synchronize": lambda *_: None,
                 # The dispatcher of experts copies on a stream of its own.
                 "Stream": _Stream,
                 "stream": torch.cpu.stream,
-                "current_stream": _current_stream,
+                "current_stream": lambda *_: torch.cpu.current_stream(),
                 # There is one generator of random numbers, and it is the CPU's.
                 "manual_seed": torch.manual_seed,
-                "get_rng_state": _rng_state,
+                "get_rng_state": rng_state,
             },
         ),
-        (torch.cuda.random, {"get_rng_state": _rng_state}),
-        (megatron_random, {"_set_cuda_rng_state": _set_rng_state}),
+        (torch.cuda.random, {"get_rng_state": rng_state}),
+        (megatron_random, {"_set_cuda_rng_state": lambda state, *_, **__: torch.set_rng_state(state)}),
         # It moves CUDA tensors only, and all-to-all needs its counts as numbers.
-        (token_dispatcher, {"maybe_move_tensor_to_cpu": _on_cpu}),
+        (token_dispatcher, {"maybe_move_tensor_to_cpu": on_cpu}),
         # 0.16.1 leaves the name unbound where TransformerEngine is not installed.
         (moe_utils, {"te_general_gemm": getattr(moe_utils, "te_general_gemm", None)}),
     ]
@@ -64,11 +71,7 @@ class _CudaToCpu(TorchFunctionMode):
     """Tensors that are asked for on "cuda" are made on CPU."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
         if func is torch.Tensor.cuda:
@@ -92,27 +95,3 @@ class _Stream(torch.cpu.Stream):
 
     def record_event(self, event: Any = None) -> Any:
         return event or torch.cpu.Event()
-
-
-def _nothing(*args: Any) -> None:
-    del args
-
-
-def _current_stream(*args: Any) -> Any:
-    del args
-    return torch.cpu.current_stream()
-
-
-def _rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-    del args, kwargs
-    return torch.get_rng_state()
-
-
-def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    del args, kwargs
-    torch.set_rng_state(state)
-
-
-def _on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    del record_stream
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

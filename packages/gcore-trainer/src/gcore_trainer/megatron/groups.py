@@ -7,21 +7,30 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from gcore_trainer.config import ParallelConfig
 from gcore_trainer.context_parallel.groups import ContextParallel, make_context_parallel
 from gcore_trainer.errors import ConfigError
-from gcore_trainer.parallel import ParallelConfig
 
 _joined: tuple[ParallelConfig, ContextParallel] | None = None
+
+
+def sizes_of(parallel: ParallelConfig) -> dict[str, Any]:
+    """Return the sizes under Megatron-Core's names."""
+    vpp = parallel.virtual_pipeline_model_parallel_size
+    return {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None,
+        "context_parallel_size": parallel.context_parallel_size,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": 1,
+    }
 
 
 def join_groups(parallel: ParallelConfig, device: torch.device) -> ContextParallel:
     """Make the groups, or find those that an earlier trainer of this process made; all ranks call this together.
 
     Ranks are numbered as Megatron-Core does: tensor parallel ranks are neighbours, then context, data, pipeline.
-
-    Args:
-        parallel: the sizes.
-        device: of this rank.
 
     Raises:
         ConfigError: this process has groups of other sizes.
@@ -33,16 +42,7 @@ def join_groups(parallel: ParallelConfig, device: torch.device) -> ContextParall
                 f"parallel is {parallel}; expected {_joined[0]}, the layout of this process: Megatron-Core has only one"
             )
         return _joined[1]
-    vpp = parallel.virtual_pipeline_model_parallel_size
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
-        context_parallel_size=parallel.context_parallel_size,
-        expert_model_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=1,
-        create_gloo_process_groups=False,
-    )
+    parallel_state.initialize_model_parallel(**sizes_of(parallel), create_gloo_process_groups=False)
     # No random number is drawn, but sequence parallelism and recomputation switch between generators all the same.
     with torch.random.fork_rng([] if device.type == "cpu" else [device]):
         model_parallel_cuda_manual_seed(0, force_reset_rng=True)

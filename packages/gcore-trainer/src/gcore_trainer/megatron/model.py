@@ -10,10 +10,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from gcore_trainer.config import ParallelConfig
 from gcore_trainer.megatron.architecture import Architecture
-from gcore_trainer.packing.attention import AttentionKind
+from gcore_trainer.megatron.groups import sizes_of
+from gcore_trainer.packing.pack import AttentionKind
 from gcore_trainer.packing.row import Row
-from gcore_trainer.parallel import ParallelConfig
+
+_SAME_NAMES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_query_groups")
 
 
 class HiddenStatesGPT(GPTModel):
@@ -89,7 +92,6 @@ def transformer_config(
     architecture: Architecture, parallel: ParallelConfig, *, dtype: torch.dtype, recompute: bool
 ) -> TransformerConfig:
     """Describe the model and its layout for Megatron-Core."""
-    vpp = parallel.virtual_pipeline_model_parallel_size
     others: dict[str, Any] = {}
     if architecture.experts is not None:
         others = {
@@ -105,11 +107,8 @@ def transformer_config(
     if recompute:
         others |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
-        num_layers=architecture.num_layers,
-        hidden_size=architecture.hidden_size,
-        ffn_hidden_size=architecture.ffn_hidden_size,
+        **{name: getattr(architecture, name) for name in _SAME_NAMES},
         num_attention_heads=architecture.num_heads,
-        num_query_groups=architecture.num_query_groups,
         kv_channels=architecture.head_dim,
         layernorm_epsilon=architecture.norm_eps,
         add_qkv_bias=architecture.has_qkv_bias,
@@ -120,12 +119,7 @@ def transformer_config(
         normalization="RMSNorm",
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
-        context_parallel_size=parallel.context_parallel_size,
-        expert_model_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=1,
+        **sizes_of(parallel),
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -135,7 +129,7 @@ def transformer_config(
         output_layer_init_method=torch.nn.init.zeros_,
         embedding_init_method=torch.nn.init.zeros_,
         # The interleaved schedule mixes up lengths where a stage's next is also its previous one.
-        variable_seq_lengths=vpp == 1,
+        variable_seq_lengths=parallel.virtual_pipeline_model_parallel_size == 1,
         # Rows of any length need it, whether there are experts or not.
         moe_token_dispatcher_type="alltoall",
         # The same schedule mixes up batched messages there.

@@ -14,7 +14,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from gcore_trainer.config import OptimizerConfig
 from gcore_trainer.errors import StateError
 from gcore_trainer.megatron.cpu import megatron_runtime
-from gcore_trainer.megatron.weights.pieces import Piece
+from gcore_trainer.megatron.pieces import Piece
+from gcore_trainer.trainer import AdamW
 
 _GROUPS = ("model", "exp_avg", "exp_avg_sq")
 
@@ -46,16 +47,8 @@ class _Shard:
         return self.main.detach() if group == "model" else self.moments[group]
 
 
-class DistributedAdamW:
-    """The optimizer of one trainer. Moments exist from the start, so that they can be loaded in place.
-
-    Args:
-        config: of the optimizer.
-        chunks: the data-parallel modules whose parameters it updates.
-        pieces: of each parameter.
-        dtype: of the parameters.
-        device: of this rank.
-    """
+class DistributedAdamW(AdamW):
+    """The optimizer of one trainer. Moments exist from the start, so that they can be loaded in place."""
 
     def __init__(
         self,
@@ -76,11 +69,9 @@ class DistributedAdamW:
 
     @property
     def num_updates(self) -> int:
-        """Number of updates that the moments have seen."""
         return self._num_updates
 
     def update(self, lr: float) -> float:
-        """Clip the gradient and update if its norm is finite; return the norm before clipping."""
         with megatron_runtime(self._device):
             self._optimizer.prepare_grads()
             grad_norm = float(self._optimizer.get_grad_norm())
@@ -95,7 +86,6 @@ class DistributedAdamW:
         return grad_norm
 
     def tensors(self) -> dict[str, dict[str, Any]]:
-        """Return this rank's parts of ``model``, ``exp_avg`` and ``exp_avg_sq``, under Hugging Face names."""
         return {group: dict(self._parts(group)) for group in _GROUPS}
 
     @torch.no_grad()

@@ -10,21 +10,14 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from numpy.typing import NDArray
 
-from gcore_trainer.errors import BatchError
+from gcore_trainer.config import ParallelConfig
 from gcore_trainer.megatron.architecture import Architecture
-from gcore_trainer.packing.router_replay import ReplayedRouter
+from gcore_trainer.packing.router_replay import ReplayedRouter, check_routing
 from gcore_trainer.packing.row import Row
-from gcore_trainer.parallel import ParallelConfig
 
 
 class LayerRouters:
-    """The routers of this rank's layers. All layers have experts, or none.
-
-    Args:
-        architecture: the model.
-        parallel: how ranks divide it.
-        stages: this rank's chunks of it.
-    """
+    """The routers of this rank's layers. All layers have experts, or none."""
 
     def __init__(self, architecture: Architecture, parallel: ParallelConfig, stages: Sequence[Any]) -> None:
         experts = architecture.experts
@@ -42,17 +35,9 @@ class LayerRouters:
             layer.register_forward_pre_hook(self._impose, with_kwargs=True)
 
     def check(self, rows: Sequence[Row]) -> None:
-        """Check the routing that rows bring.
-
-        Raises:
-            BatchError: a row's routing is of another model.
-        """
-        own = (self.num_routers, self._top_k)
+        """Raise `BatchError` for a row whose routing is of another model."""
         for routing in (row.routing for row in rows if row.routing is not None):
-            if routing.shape[1:] != own:
-                raise BatchError(
-                    f"routed_experts has layers and experts {tuple(routing.shape[1:])}: the model has {own}"
-                )
+            check_routing(routing, (self.num_routers, self._top_k))
 
     def record(self, is_recording: bool) -> None:
         """Record the passes from now on, or stop."""
@@ -60,11 +45,7 @@ class LayerRouters:
             router.recorded = [] if is_recording else None
 
     def recorded(self, rows: Sequence[Row]) -> list[list[NDArray[np.int16]]]:
-        """[P + R - 1, L, K] of each sample of the recorded passes, the same on all ranks of the replica.
-
-        Args:
-            rows: of the first passes.
-        """
+        """[P + R - 1, L, K] of each sample of the recorded passes, the same on all ranks of the replica."""
         return [row.of_samples(self._of_all_stages(i, row)) for i, row in enumerate(rows)]
 
     def _impose(self, layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -79,20 +60,18 @@ class LayerRouters:
 
     def _of_all_stages(self, number: int, row: Row) -> torch.Tensor:
         """[T, L, K] of one pass."""
-        num_tokens = row.input_ids.shape[1]
+        num_tokens, groups = row.input_ids.shape[1], [parallel_state.get_pipeline_model_parallel_group()]
         routing = torch.zeros(num_tokens, self.num_routers, self._top_k, dtype=torch.int64, device=row.input_ids.device)
-        first = 0
+        own = routing
         if self._is_sliced:
+            groups.append(parallel_state.get_tensor_model_parallel_group())
             size = parallel_state.get_tensor_model_parallel_world_size()
-            first = num_tokens // size * parallel_state.get_tensor_model_parallel_rank()
+            own = routing[num_tokens // size * parallel_state.get_tensor_model_parallel_rank() :]
         for layer, router in self._routers.items():
             assert router.recorded is not None
             chosen_TK = router.recorded[number]
-            routing[first : first + len(chosen_TK), layer] = chosen_TK
-        groups = [parallel_state.get_pipeline_model_parallel_group()]
-        if self._is_sliced:
-            groups.append(parallel_state.get_tensor_model_parallel_group())
+            own[: len(chosen_TK), layer] = chosen_TK
         for group in groups:
-            own: Any = group
-            dist.all_reduce(routing, group=own)
+            of_all: Any = group
+            dist.all_reduce(routing, group=of_all)
         return routing

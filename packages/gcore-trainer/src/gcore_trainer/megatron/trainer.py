@@ -1,7 +1,9 @@
 """The Megatron-Core backend."""
 
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,38 +11,28 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from numpy.typing import NDArray
 from transformers import AutoConfig
 
-from gcore_trainer.config import LoRAConfig, OptimizerConfig
+from gcore_trainer.config import LoRAConfig, OptimizerConfig, ParallelConfig
 from gcore_trainer.errors import ConfigError
 from gcore_trainer.lora import merge_lora
-from gcore_trainer.losses.aggregation import BatchTotals
 from gcore_trainer.megatron.adapters import add_adapters, target_layers
 from gcore_trainer.megatron.architecture import Architecture
 from gcore_trainer.megatron.cpu import megatron_runtime
 from gcore_trainer.megatron.groups import join_groups
-from gcore_trainer.megatron.head import Head
+from gcore_trainer.megatron.hf_files import WeightFiles, write_folder
 from gcore_trainer.megatron.model import HiddenStatesGPT, make_chunks, transformer_config
 from gcore_trainer.megatron.optimizer import DistributedAdamW
-from gcore_trainer.megatron.passes import Pass, Pipeline, from_last_stage
+from gcore_trainer.megatron.pieces import Piece, Place, gather_weights, pieces_of
+from gcore_trainer.megatron.pipeline import Pass, from_last_stage, run_passes
 from gcore_trainer.megatron.routing import LayerRouters
-from gcore_trainer.megatron.weights.gather import gather_weights
-from gcore_trainer.megatron.weights.hf_files import WeightFiles, write_folder
-from gcore_trainer.megatron.weights.pieces import Piece, Place, pieces_of
-from gcore_trainer.objectives.objective import Objective
-from gcore_trainer.packing.row import RowMaker
-from gcore_trainer.packing.token_scores import named_scores
-from gcore_trainer.parallel import ParallelConfig
+from gcore_trainer.objectives.policy import BatchTotals, Objective, add_sums
+from gcore_trainer.packing.row import Row, TokenScores, VocabShard, make_rows, named_scores, token_scores
 from gcore_trainer.sample import NOTHING, MicroBatch
-from gcore_trainer.training.base_trainer import add_sums
-from gcore_trainer.training.replicas import Replicas
-from gcore_trainer.training.trainer import Trainer
+from gcore_trainer.trainer import Replicas, Trainer
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -53,8 +45,6 @@ class MegatronTrainer(Trainer):
 
     Args:
         path: a Hugging Face folder with safetensors files, of one of `architecture.MODEL_TYPES`.
-        parallel: how ranks divide the work.
-        optimizer: see `OptimizerConfig`.
         objective: what is minimised. One that looks at values gets a scalar head, which is that of the folder's
             sequence classifier, or zeros where the folder is a causal LM's.
         temperature: divides the logits, as it did at generation.
@@ -97,7 +87,8 @@ class MegatronTrainer(Trainer):
         targets = None if lora is None else target_layers(architecture, lora)
         self._device = device or _default_device()
         self._path = Path(path)
-        self._hf_config = hf_config
+        self._architecture = architecture
+        self._temperature = temperature
         self._parallel = parallel
         self._dtype = dtype
         self._lora = lora
@@ -122,51 +113,38 @@ class MegatronTrainer(Trainer):
                 replicas=Replicas(replicas),
             )
             self._routers = LayerRouters(architecture, parallel, stages)
+            self.num_routers = self._routers.num_routers
         self._recorded: list[list[NDArray[np.int16]]] | None = None
-        self._pipeline = Pipeline(self._chunks)
-        self._rows = RowMaker(
-            cp=cp,
+        self._make_rows = partial(
+            make_rows,
+            cp=cp if cp.size > 1 else None,
             multiple_of=parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1,
             device=self._device,
             dtype=dtype,
             share_prefix=share_prefix,
             replay_routing=not self._has_value_head,
         )
-        self._head = Head(
-            architecture,
-            has_value_head=self._has_value_head,
-            temperature=temperature,
-            entropy_grad=objective.entropy_grad,
-            sequence_parallel=parallel.sequence_parallel,
-        )
-
-    @property
-    def num_routers(self) -> int:
-        return self._routers.num_routers
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        base = gather_weights(self._pieces, dtype=self._dtype, device=self._device)
-        if self._lora is None:
-            yield from base
-        else:
+        weights = gather_weights(self._pieces, dtype=self._dtype, device=self._device)
+        if self._lora is not None:
             adapters = dict(gather_weights(self._trained, dtype=self._dtype, device=self._device))
-            yield from merge_lora(base, adapters, self._lora)
+            weights = merge_lora(weights, adapters, self._lora)
+        yield from weights
 
     def save_pretrained(self, path: str | Path) -> None:
-        weights = self.export_weights()
+        weights, is_classifier = self.export_weights(), self._has_value_head
         if dist.get_rank() == 0:
-            is_classifier = self._has_value_head
-            write_folder(Path(path), self._path, self._hf_config, weights, is_classifier=is_classifier)
+            write_folder(Path(path), self._path, self._architecture.hf_config, weights, is_classifier=is_classifier)
         else:
-            for _ in weights:
-                pass
+            deque(weights, maxlen=0)
         dist.barrier()
 
     def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals) -> dict[str, float]:
         sums: dict[str, torch.Tensor] = {}
 
         def finish(chunk: Any, hidden: torch.Tensor, one: Pass) -> tuple[torch.Tensor, None]:
-            scores = self._head.scores(chunk, hidden, one.row)
+            scores = self._scores(chunk, hidden, one.row)
             if one.samples is None:
                 return named_scores(scores).sum() * 0.0, None
             loss, parts = self._objective.partial_loss(scores, one.samples, totals)
@@ -178,14 +156,14 @@ class MegatronTrainer(Trainer):
             for chunk in self._chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()
-            self._pipeline.run(passes, finish)
+            run_passes(self._chunks, passes, finish)
         total = from_last_stage({name: value.item() for name, value in sums.items()})
         return total | {"perf/computed_tokens": sum(p.row.num_tokens for p in passes if p.samples is not None)}
 
     @torch.no_grad()
     def _predict(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[NDArray[np.float32]]:
         def finish(chunk: Any, hidden: torch.Tensor, one: Pass) -> tuple[torch.Tensor, torch.Tensor]:
-            values = named_scores(self._head.scores(chunk, hidden, one.row))
+            values = named_scores(self._scores(chunk, hidden, one.row))
             return values.sum(), values
 
         with megatron_runtime(self._device):
@@ -193,7 +171,7 @@ class MegatronTrainer(Trainer):
                 chunk.eval()
             passes = self._passes(micro_batches, num_passes)
             self._routers.record(self._recorded is not None)
-            results = self._pipeline.run(passes, finish)
+            results = run_passes(self._chunks, passes, finish)
             if self._recorded is not None:
                 self._recorded += self._routers.recorded([p.row for p in passes[: len(micro_batches)]])
         return from_last_stage([values.float().cpu().numpy() for values in results[: len(micro_batches)]])
@@ -207,6 +185,32 @@ class MegatronTrainer(Trainer):
             self._recorded = None
             self._routers.record(False)
 
+    def _scores(self, chunk: Any, hidden_T1D: torch.Tensor, row: Row) -> Any:
+        """Compute `TokenScores`, or values [N], of a row from the last stage's output, the same on all of its ranks."""
+        if self._parallel.sequence_parallel:
+            # Each rank back-propagates the whole gradient: slices of it are taken, not sums.
+            hidden_T1D = gather_from_sequence_parallel_region(hidden_T1D, tensor_parallel_output_grad=False)
+        hidden_nD = hidden_T1D[row.source_index, 0]
+        if self._has_value_head:
+            return row.of_all_ranks(chunk.score(hidden_nD)[:, 0])
+        weight_VD = (
+            chunk.shared_embedding_or_output_weight() if self._architecture.is_tied else chunk.output_layer.weight
+        )
+        tp_group: Any = parallel_state.get_tensor_model_parallel_group()
+        scores = token_scores(
+            hidden_nD,
+            weight_VD,
+            row.target_ids,
+            temperature=self._temperature,
+            entropy_grad=self._objective.entropy_grad,
+            vocab=VocabShard(
+                group=tp_group,
+                start=parallel_state.get_tensor_model_parallel_rank() * weight_VD.shape[0],
+                vocab_size=self._architecture.vocab_size,
+            ),
+        )
+        return TokenScores(log_probs=row.of_all_ranks(scores.log_probs), entropies=row.of_all_ranks(scores.entropies))
+
     def _passes(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[Pass]:
         # Also in a step of which no sample has a gradient.
         num_passes = max(1, num_passes)
@@ -215,7 +219,7 @@ class MegatronTrainer(Trainer):
             # That schedule takes groups of as many as there are stages, all of one length.
             num_passes += -num_passes % self._parallel.pipeline_model_parallel_size
         samples = [*micro_batches, *[None] * (num_passes - len(micro_batches))]
-        rows = self._rows.make([s or NOTHING for s in samples], equal_lengths=is_interleaved)
+        rows = self._make_rows([s or NOTHING for s in samples], equal_lengths=is_interleaved)
         self._routers.check(rows)
         return [Pass(row=row, samples=s) for row, s in zip(rows, samples, strict=True)]
 
@@ -231,11 +235,8 @@ def _pieces(
     if architecture.experts is not None:
         num_local = architecture.experts.num_experts // parallel.expert_model_parallel_size
         first_expert = parallel_state.get_expert_model_parallel_rank() * num_local
-    place = Place(
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tp_size=parallel.tensor_model_parallel_size,
-        first_expert=first_expert,
-    )
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    place = Place(tp_size=parallel.tensor_model_parallel_size, tp_rank=tp_rank, first_expert=first_expert)
     pieces: dict[torch.nn.Parameter, list[Piece]] = {}
     for stage in stages:
         layers: Any = stage.decoder.layers
@@ -249,7 +250,7 @@ def _pieces(
 
 @torch.no_grad()
 def _load(path: Path, pieces: dict[torch.nn.Parameter, list[Piece]]) -> None:
-    with WeightFiles(path) as files:
+    with closing(WeightFiles(path)) as files:
         for parameter, of_parameter in pieces.items():
             for piece in of_parameter:
                 # A causal LM's folder has no value head: a new critic's values begin at 0.

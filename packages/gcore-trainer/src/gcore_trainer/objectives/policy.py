@@ -1,26 +1,316 @@
-"""The objective of a policy: a policy loss of `gcore_trainer.losses`, with KL and entropy terms."""
+"""Objectives of language models: their interface, the aggregation of token losses, and the objective of a policy.
 
-from collections.abc import Sequence
+An objective turns a micro-batch's scores into its part of the batch's loss. Parts add up, over micro-batches and over
+ranks, so a batch's gradient does not depend on how it is split.
 
+Shapes: N response tokens of any number of sequences, laid end to end.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, Generic, Literal, Self, assert_never
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from gcore_trainer.config import PolicyLossConfig
-from gcore_trainer.errors import BatchError
-from gcore_trainer.losses.aggregation import BatchTotals, token_weights
+from gcore_trainer.config import POLICY_LOSSES, LossAggMode, PolicyLossConfig
+from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.losses.kl import kl_penalty
-from gcore_trainer.losses.policy_loss import policy_loss
-from gcore_trainer.objectives.objective import (
-    Objective,
-    PartialLoss,
-    check_fields,
-    check_finite,
-    field_of,
-    mask_of,
-)
-from gcore_trainer.packing.token_scores import TokenScores
+from gcore_trainer.packing.row import ScoresT, TokenScores
 from gcore_trainer.sample import MicroBatch, Sample
 
+_MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to +- this much, so that no ratio overflows."""
 _OPTIONAL = ("old_log_probs", "rollout_log_probs", "rollout_is_weights")
+
+PartialLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""A micro-batch's part of the loss, and of the sums that `Objective.metrics` turns into metrics."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchTotals:
+    """The denominators of a batch's loss; those of its parts add up."""
+
+    num_sequences: int
+    num_tokens: int
+    """Tokens that count."""
+
+    @classmethod
+    def of(cls, masks: Sequence[NDArray[np.bool_]]) -> "BatchTotals":
+        """Count sequences and tokens from the masks [R_i] of each sequence, True where a token counts."""
+        return cls(num_sequences=len(masks), num_tokens=int(sum(m.sum() for m in masks)))
+
+    def __add__(self, other: "BatchTotals") -> "BatchTotals":
+        return BatchTotals(
+            num_sequences=self.num_sequences + other.num_sequences, num_tokens=self.num_tokens + other.num_tokens
+        )
+
+
+def aggregation_weights(
+    masks: Sequence[NDArray[np.bool_]],
+    mode: LossAggMode,
+    *,
+    totals: BatchTotals,
+    max_response_length: int | None = None,
+) -> list[NDArray[np.float32]]:
+    """Return the weight of every token, such that the batch's loss is the plain sum of weight times token loss.
+
+    Because the weights are fixed before the batch is split, the sum does not depend on how it is split into
+    micro-batches, nor on samples left out because their gradient is known to be zero.
+
+    - ``token-mean``: 1 / (tokens in the batch), DAPO (arXiv 2503.14476, eq. 8)
+    - ``seq-mean-token-sum``: 1 / (sequences)
+    - ``seq-mean-token-mean``: 1 / (sequences x tokens of the sequence), GRPO (arXiv 2402.03300, eq. 3)
+    - ``seq-mean-token-sum-norm``: 1 / (sequences x max_response_length), Dr. GRPO (arXiv 2503.20783)
+
+    Args:
+        masks: [R_i] of each sequence of a part of the batch, True where a token counts.
+        max_response_length: the divisor of ``seq-mean-token-sum-norm``; unused in other modes.
+
+    Raises:
+        ConfigError: the mode needs ``max_response_length``, and there is none.
+    """
+    match mode:
+        case "token-mean":
+            divisors = [max(totals.num_tokens, 1)] * len(masks)
+        case "seq-mean-token-sum":
+            divisors = [totals.num_sequences] * len(masks)
+        case "seq-mean-token-mean":
+            divisors = [totals.num_sequences * max(int(m.sum()), 1) for m in masks]
+        case "seq-mean-token-sum-norm":
+            if max_response_length is None:
+                raise ConfigError(
+                    "max_response_length is None; expected 1 or more for loss_agg_mode 'seq-mean-token-sum-norm'"
+                )
+            divisors = [totals.num_sequences * max_response_length] * len(masks)
+        case _:
+            assert_never(mode)
+    return [(m * (1.0 / d)).astype(np.float32) for m, d in zip(masks, divisors, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PolicyTokens:
+    """The tokens of a loss. All shape [N]; tokens that do not count have log-probabilities and advantages of 0."""
+
+    log_probs: torch.Tensor
+    """Log-probabilities under the policy, with their gradient."""
+    old_log_probs: torch.Tensor
+    """Log-probabilities under the policy before the step's first update: the ratio's denominator."""
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    """Bool, True where a token counts."""
+    lengths: Sequence[int]
+    """Tokens of each sequence; N in all."""
+
+    @property
+    def ratio(self) -> torch.Tensor:
+        """exp(log_probs - old_log_probs), with its gradient."""
+        return torch.exp((self.log_probs - self.old_log_probs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PolicyLoss:
+    """The loss of every token, and what became of its ratio. All shape [N]."""
+
+    loss: torch.Tensor
+    ratio: torch.Tensor
+    clipped: torch.Tensor
+    """True where the upper or lower clip is active and cuts the gradient (in CISPO, the ratio alone)."""
+    clipped_lower: torch.Tensor
+    """True where the dual clip of a negative advantage is active."""
+
+    @classmethod
+    def without_clip(cls, loss: torch.Tensor, ratio: torch.Tensor) -> Self:
+        """Make the result of a loss that clips nothing."""
+        nothing = torch.zeros_like(loss, dtype=torch.bool)
+        return cls(loss=loss, ratio=ratio, clipped=nothing, clipped_lower=nothing)
+
+
+_Function = Callable[[PolicyTokens, PolicyLossConfig], PolicyLoss | torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLossFunction:
+    """A function from tokens to their losses, with what it declares."""
+
+    function: _Function
+    """Returns a `PolicyLoss`, or the losses [N] alone if it clips nothing."""
+    has_dual_clip: bool = False
+    """The function reads ``clip_ratio_c``."""
+
+    def __call__(self, tokens: PolicyTokens, config: PolicyLossConfig) -> PolicyLoss:
+        """Compute the loss of every token.
+
+        Raises:
+            BatchError: the function returned another shape than [N].
+        """
+        found = self.function(tokens, config)
+        if isinstance(found, torch.Tensor):
+            found = PolicyLoss.without_clip(found, tokens.ratio.detach())
+        if found.loss.shape != tokens.log_probs.shape:
+            raise BatchError(
+                f"the policy loss has shape {tuple(found.loss.shape)}; expected that of its tokens, "
+                f"{tuple(tokens.log_probs.shape)}"
+            )
+        return found
+
+
+def policy_loss_function(*, has_dual_clip: bool = False) -> Callable[[_Function], PolicyLossFunction]:
+    """Make a function of `PolicyTokens` and a `PolicyLossConfig` a `PolicyLossFunction` that declares this."""
+    return lambda function: PolicyLossFunction(function=function, has_dual_clip=has_dual_clip)
+
+
+def policy_loss(
+    config: PolicyLossConfig,
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    mask: torch.Tensor,
+    lengths: Sequence[int],
+) -> PolicyLoss:
+    """Compute the loss that ``config.loss_mode`` names, at every token.
+
+    Args:
+        log_probs: [N] of the policy, with its gradient.
+        old_log_probs: [N] of the policy that the ratio is against.
+        advantages: [N].
+        mask: [N] bool, the tokens that count; the others have loss 0 and no gradient, even where they hold NaN.
+        lengths: tokens of each sequence; N in all.
+
+    Raises:
+        ConfigError: there is no such loss, no such file, or the file does not import.
+    """
+    log_probs, old_log_probs, advantages = (torch.where(mask, x, 0.0) for x in (log_probs, old_log_probs, advantages))
+    tokens = PolicyTokens(
+        log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, mask=mask, lengths=lengths
+    )
+    return _loss_function(config.loss_mode)(tokens, config)
+
+
+@cache
+def _loss_function(name: str) -> PolicyLossFunction:
+    found = POLICY_LOSSES.load(name)
+    return found if isinstance(found, PolicyLossFunction) else PolicyLossFunction(function=found)
+
+
+def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, config: PolicyLossConfig) -> PolicyLoss:
+    """Compute max(-A r, -A clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high)): PPO (arXiv 1707.06347, eq. 7)."""
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - config.clip_ratio_low, 1.0 + config.clip_ratio_high)
+    is_clipped = clipped > unclipped
+    nothing = torch.zeros_like(is_clipped)
+    return PolicyLoss(loss=torch.maximum(unclipped, clipped), ratio=ratio, clipped=is_clipped, clipped_lower=nothing)
+
+
+class Objective(ABC, Generic[ScoresT]):
+    """A loss over samples.
+
+    ``ScoresT`` is what the loss reads of the model: `TokenScores` of a policy, or values [N] of a critic.
+    """
+
+    scores: ClassVar[Literal["tokens", "values"]]
+    loss_name: ClassVar[str]
+    """Metric of the loss; 0 for a batch in which no sample has a gradient."""
+    entropy_grad: bool = False
+    """The entropies need a gradient."""
+
+    @abstractmethod
+    def check(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Check that the samples have all that the loss reads.
+
+        Raises:
+            BatchError: a field is missing, or an entry that counts is not finite.
+        """
+
+    def totals(self, samples: Sequence[Sample]) -> BatchTotals:
+        """Return what these samples add to the batch's denominators."""
+        return BatchTotals.of([s.mask for s in samples])
+
+    def has_no_gradient(self, sample: Sample) -> bool:
+        """Return whether the sample's gradient is known to be zero, so that it need not be computed."""
+        return not sample.mask.any()
+
+    @abstractmethod
+    def partial_loss(self, scores: ScoresT, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
+        """Compute the part of the batch's loss that these samples make up.
+
+        Args:
+            scores: of the samples' response tokens, in their order.
+        """
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Make metrics of the batch's sums: those named ``mean:...`` are divided by ``count``, the others stay."""
+        count = max(sums.get("count", 1.0), 1.0)
+        return {self.loss_name: 0.0} | {
+            name.removeprefix("mean:"): value / count if name.startswith("mean:") else value
+            for name, value in sums.items()
+            if name != "count"
+        }
+
+
+def mask_of(samples: MicroBatch, *, like: torch.Tensor) -> torch.Tensor:
+    """Lay the samples' masks end to end: [N] bool, on the device of ``like``."""
+    return torch.from_numpy(np.concatenate([s.mask for s in samples])).to(like.device)
+
+
+def field_of(samples: MicroBatch, field: str, *, like: torch.Tensor) -> torch.Tensor:
+    """Lay a per-token array of the samples end to end: [N], of the type and on the device of ``like``.
+
+    Masked-out entries are 0 rather than multiplied by 0: NaN times 0 is NaN, in the gradient too.
+    """
+    arrays = [np.where(s.mask, getattr(s, field), 0.0) for s in samples]
+    return torch.from_numpy(np.concatenate(arrays)).to(like)
+
+
+def token_weights(
+    samples: MicroBatch,
+    mode: LossAggMode,
+    *,
+    totals: BatchTotals,
+    max_response_length: int | None = None,
+    like: torch.Tensor,
+) -> torch.Tensor:
+    """Lay the samples' `aggregation_weights` end to end: [N], on the device of ``like``."""
+    masks = [s.mask for s in samples]
+    weights = aggregation_weights(masks, mode, totals=totals, max_response_length=max_response_length)
+    return torch.from_numpy(np.concatenate(weights)).to(like.device)
+
+
+def check_fields(micro_batches: Sequence[MicroBatch], loss: str, *fields: str) -> None:
+    """Check that every sample has some arrays, which ``loss`` reads, and that they are finite where they count.
+
+    Raises:
+        BatchError: a sample lacks one, or an entry that counts is not finite; the error names the sample's place.
+    """
+    for field in fields:
+        if any(getattr(s, field) is None for batch in micro_batches for s in batch):
+            raise BatchError(f"{field} is None; expected an array for every sample, which {loss} needs")
+    check_finite(micro_batches, *fields)
+
+
+def check_finite(micro_batches: Sequence[MicroBatch], *fields: str) -> None:
+    """Check `Sample.check_finite` of every sample; an array that is None passes."""
+    for i, batch in enumerate(micro_batches):
+        for j, sample in enumerate(batch):
+            sample.check_finite(f"micro_batches[{i}][{j}]", *fields)
+
+
+def add_sums(sums: dict[str, Any], parts: Mapping[str, Any]) -> None:
+    """Add a micro-batch's sums to those of the ones before it, by name and in float64."""
+    for name, value in parts.items():
+        sums[name] = sums.get(name, 0.0) + (value.double() if isinstance(value, torch.Tensor) else value)
+
+
+def added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Add up sums by name."""
+    total: dict[str, float] = {}
+    for part in parts:
+        add_sums(total, part)
+    return total
 
 
 class PolicyObjective(Objective[TokenScores]):
@@ -48,19 +338,18 @@ class PolicyObjective(Objective[TokenScores]):
         check_finite(micro_batches, *_OPTIONAL)
 
     def has_no_gradient(self, sample: Sample) -> bool:
-        if self._config.kl_loss_coef or self._config.entropy_coeff:
+        if self._config.kl_loss_coef or self._config.entropy_coeff or sample.advantages is None:
             return super().has_no_gradient(sample)
-        has_advantages = sample.advantages is None or sample.advantages[sample.mask].any()
-        return super().has_no_gradient(sample) or not has_advantages
+        return not sample.advantages[sample.mask].any()
 
     def partial_loss(self, scores: TokenScores, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
         config = self._config
         mask = mask_of(samples, like=scores.log_probs)
         log_probs, entropies = (torch.where(mask, x, 0.0) for x in (scores.log_probs, scores.entropies))
         current = log_probs.detach()
-        masks = [s.mask for s in samples]
+        longest = config.max_response_length
         weight_N = token_weights(
-            masks, config.loss_agg_mode, totals=totals, max_response_length=config.max_response_length, like=current
+            samples, config.loss_agg_mode, totals=totals, max_response_length=longest, like=current
         )
         given = {f: field_of(samples, f, like=current) for f in _OPTIONAL if getattr(samples[0], f) is not None}
         old = given.get("old_log_probs", current)

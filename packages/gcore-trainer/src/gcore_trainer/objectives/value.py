@@ -1,14 +1,76 @@
-"""The objective of a critic."""
+"""The objective of a critic: PPO's clipped value loss, and the quality of the critic's predictions.
+
+Shapes: N response tokens of any number of sequences, laid end to end.
+"""
 
 from collections.abc import Sequence
 
 import torch
 
 from gcore_trainer.config import ValueLossConfig
-from gcore_trainer.losses.aggregation import BatchTotals, token_weights
-from gcore_trainer.losses.value import explained_variance, value_loss, value_moments
-from gcore_trainer.objectives.objective import Objective, PartialLoss, check_fields, field_of, mask_of
+from gcore_trainer.objectives.policy import (
+    BatchTotals,
+    Objective,
+    PartialLoss,
+    check_fields,
+    field_of,
+    mask_of,
+    token_weights,
+)
 from gcore_trainer.sample import MicroBatch
+
+
+def value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, *, cliprange_value: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute PPO's clipped value loss, per token.
+
+    0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2): arXiv 1707.06347, section 5, as OpenAI's baselines have
+    it (arXiv 2005.12729, section 3).
+
+    Args:
+        values: [N] of the critic, with their gradient.
+        old_values: [N] of the critic before the step's first update.
+        returns: [N] that the critic learns to predict.
+        cliprange_value: c; infinity: no clip.
+
+    Returns:
+        loss [N], and [N] bool, True where the clip is active, and with it the gradient cut.
+    """
+    unclipped = (values - returns).square()
+    clipped = (old_values + (values - old_values).clamp(-cliprange_value, cliprange_value) - returns).square()
+    return 0.5 * torch.maximum(unclipped, clipped), clipped > unclipped
+
+
+def value_moments(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the moments [5], in float64, that `explained_variance` needs; those of parts of a batch add up.
+
+    Count, and sum and sum of squares of the returns and of the errors.
+
+    Args:
+        values: [N] of the critic.
+        returns: [N].
+        mask: [N] bool, the tokens that count.
+    """
+    counted = returns[mask].detach().double()
+    errors = counted - values[mask].detach().double()
+    return torch.stack([mask.sum().double(), *(f for v in (counted, errors) for f in (v.sum(), v.square().sum()))])
+
+
+def explained_variance(moments: torch.Tensor) -> float:
+    """Return the explained fraction of the returns' variance: 1 - var(R - V) / (var(R) + 1e-5), verl's form.
+
+    1 is a perfect critic, 0 one that knows only the mean; less is worse than that. Of fewer than two tokens it is 0.
+
+    Args:
+        moments: [5], `value_moments` of the whole batch.
+    """
+    count, total, squares, error_total, error_squares = moments.tolist()
+    if count < 2:
+        return 0.0
+    variance = max(squares - total * total / count, 0.0) / (count - 1)
+    error_variance = max(error_squares - error_total * error_total / count, 0.0) / (count - 1)
+    return 1.0 - error_variance / (variance + 1e-5)
 
 
 class ValueObjective(Objective[torch.Tensor]):
@@ -29,9 +91,8 @@ class ValueObjective(Objective[torch.Tensor]):
 
     def partial_loss(self, scores: torch.Tensor, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
         config = self._config
-        masks = [s.mask for s in samples]
         weight_N = token_weights(
-            masks, config.loss_agg_mode, totals=totals, max_response_length=config.max_response_length, like=scores
+            samples, config.loss_agg_mode, totals=totals, max_response_length=config.max_response_length, like=scores
         )
         old, returns = (field_of(samples, field, like=scores) for field in ("values", "returns"))
         mask = mask_of(samples, like=scores)

@@ -13,16 +13,12 @@ from typing import Any, Literal
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import scaled_dot_product_attention
 
 _aten = torch.ops.aten
-
 _NUM_PLAIN_ROWS = 1024
 """Most queries whose scores are in memory at a time, without a kernel."""
-
 _NUM_PLAIN_SCORES = 1 << 26
 """Most scores in memory at a time, without a kernel: 256 MB in float32."""
-
 _CUDA_MAX_HEAD_DIM = 256
 """Largest head dimension of the flash-attention kernel."""
 
@@ -41,7 +37,7 @@ class Scoring:
     """[S or 1, 1, Q, L], added to the scores after the cap: 0, or -inf if a query does not see a key."""
 
 
-def attention(
+def block_attention(
     q_SHQD: torch.Tensor,
     k_SKLD: torch.Tensor,
     v_SKLV: torch.Tensor,
@@ -49,27 +45,10 @@ def attention(
     *,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute attention [S, H, Q, V], differentiably; torch's own, unless scores have soft caps or there are sinks.
+    """Compute attention [S, H, Q, V] with a soft cap or sinks, differentiably.
 
-    Under autocast it computes in autocast's dtype, as torch's own does.
-
-    Args:
-        q_SHQD: queries.
-        k_SKLD: keys.
-        v_SKLV: values.
-        scoring: of the queries and keys.
-        sinks_H: a further score of each head's softmax; None: none.
+    Under autocast it computes in autocast's dtype, as torch's own attention does.
     """
-    if scoring.softcap is None and sinks_H is None:
-        return scaled_dot_product_attention(
-            q_SHQD,
-            k_SKLD,
-            v_SKLV,
-            attn_mask=scoring.mask,
-            is_causal=scoring.is_causal,
-            scale=scoring.scale,
-            enable_gqa=q_SHQD.shape[1] != k_SKLD.shape[1],
-        )
     device_type = q_SHQD.device.type
     if torch.is_autocast_enabled(device_type):
         q_SHQD, k_SKLD, v_SKLV = (x.to(torch.get_autocast_dtype(device_type)) for x in (q_SHQD, k_SKLD, v_SKLV))
@@ -85,42 +64,32 @@ def attend_block(
         Output [S, H, Q, V] of the queries' dtype, and log-sum-exp of the scores [S, H, Q] in float32 at least. A query
         that sees no key has output 0 and log-sum-exp -inf.
     """
-    scale, is_causal = scoring.scale, scoring.is_causal
-    match _kernel(q_SHQD, v_SKLV, scoring):
-        case "cpu":
-            return _aten._scaled_dot_product_flash_attention_for_cpu(
-                q_SHQD, k_SKLD, v_SKLV, 0.0, is_causal, scale=scale
-            )
-        case "cuda":
-            out, lse, *_ = _aten._scaled_dot_product_flash_attention(
-                q_SHQD, k_SKLD, v_SKLV, 0.0, is_causal, False, scale=scale
-            )
-            return out, lse
-        case "plain":
-            outs: list[torch.Tensor] = []
-            lses: list[torch.Tensor] = []
-            # Autocast would narrow the matrix products.
-            with torch.autocast(q_SHQD.device.type, enabled=False):
-                for rows, keys in _row_blocks(q_SHQD, k_SKLD, is_causal=is_causal):
-                    scores_SKGQL = _scores(q_SHQD, k_SKLD, rows, keys, scoring)
-                    _hide(scores_SKGQL, rows, keys, scoring)
-                    lse_SKGQ = scores_SKGQL.logsumexp(-1)
-                    probs_SKGQL = _probs(scores_SKGQL, lse_SKGQ)
-                    outs.append((probs_SKGQL @ _widened(v_SKLV[:, :, None, keys])).flatten(1, 2))
-                    lses.append(lse_SKGQ.flatten(1, 2))
-            return torch.cat(outs, dim=2).to(q_SHQD.dtype), torch.cat(lses, dim=2)
+    scale, is_causal, kernel = scoring.scale, scoring.is_causal, _kernel(q_SHQD, v_SKLV, scoring)
+    if kernel == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q_SHQD, k_SKLD, v_SKLV, 0.0, is_causal, scale=scale)
+    if kernel == "cuda":
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(
+            q_SHQD, k_SKLD, v_SKLV, 0.0, is_causal, False, scale=scale
+        )
+        return out, lse
+    outs: list[torch.Tensor] = []
+    lses: list[torch.Tensor] = []
+    # Autocast would narrow the matrix products.
+    with torch.autocast(q_SHQD.device.type, enabled=False):
+        for rows, keys in _row_blocks(q_SHQD, k_SKLD, is_causal=is_causal):
+            scores_SKGQL = _scores(q_SHQD, k_SKLD, rows, keys, scoring)
+            _hide(scores_SKGQL, rows, keys, scoring)
+            lse_SKGQ = scores_SKGQL.logsumexp(-1)
+            probs_SKGQL = _probs(scores_SKGQL, lse_SKGQ)
+            outs.append((probs_SKGQL @ _widened(v_SKLV[:, :, None, keys])).flatten(1, 2))
+            lses.append(lse_SKGQ.flatten(1, 2))
+    return torch.cat(outs, dim=2).to(q_SHQD.dtype), torch.cat(lses, dim=2)
 
 
 def include_sinks(
     out_HV: torch.Tensor, lse_H: torch.Tensor, sinks_H: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Include the head's sink in the output and log-sum-exp over a query's keys.
-
-    Args:
-        out_HV: [..., V].
-        lse_H: [...].
-        sinks_H: broadcastable to ``lse_H``.
-    """
+    """Include the head's sink in the output and log-sum-exp over a query's keys."""
     total_H = torch.logaddexp(lse_H, sinks_H.to(lse_H.dtype))
     return (out_HV * (lse_H - total_H).exp()[..., None]).to(out_HV.dtype), total_H
 
@@ -128,14 +97,7 @@ def include_sinks(
 def sink_gradients(
     grad_HV: torch.Tensor, out_HV: torch.Tensor, lse_H: torch.Tensor, sinks_H: torch.Tensor
 ) -> torch.Tensor:
-    """Compute each query's part of the gradient of its head's sink, in the shape of ``lse_H``.
-
-    Args:
-        grad_HV: of the output, [..., V].
-        out_HV: over all keys and the sink, [..., V].
-        lse_H: likewise, [...].
-        sinks_H: broadcastable to ``lse_H``.
-    """
+    """Compute each query's part of the gradient of its head's sink, in the shape of ``lse_H``."""
     delta_H = (_widened(grad_HV) * out_HV).sum(-1)
     return -(sinks_H.to(lse_H.dtype) - lse_H).exp() * delta_H
 
@@ -149,46 +111,37 @@ def block_gradients(
     lse_SHQ: torch.Tensor,
     scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the block's part of the gradients of queries, keys and values, in their shapes.
-
-    Args:
-        grad_SHQV: of the output over all keys.
-        q_SHQD: as in `attend_block`, like ``k_SKLD``, ``v_SKLV`` and ``scoring``.
-        k_SKLD: keys of the block.
-        v_SKLV: values of the block.
-        out_SHQV: over all keys.
-        lse_SHQ: over all keys.
-        scoring: of the queries and keys.
-    """
-    scale, is_causal = scoring.scale, scoring.is_causal
-    match _kernel(q_SHQD, v_SKLV, scoring):
-        case "cpu":
-            return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ, 0.0, is_causal, scale=scale
-            )
-        case "cuda":
-            # What describes dropout and ragged batches: there are none, and the kernel reads nothing of it.
-            seed, offset = (torch.empty(shape, dtype=torch.uint64, device=q_SHQD.device) for shape in (2, ()))
-            num_queries, num_keys = q_SHQD.shape[2], k_SKLD.shape[2]
-            return _aten._scaled_dot_product_flash_attention_backward(
-                grad_SHQV,
-                q_SHQD,
-                k_SKLD,
-                v_SKLV,
-                out_SHQV,
-                lse_SHQ.contiguous(),
-                None,
-                None,
-                num_queries,
-                num_keys,
-                0.0,
-                is_causal,
-                seed,
-                offset,
-                scale=scale,
-            )
-        case "plain":
-            return _plain_gradients(grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ, scoring)
+    """Compute the block's part of the gradients of queries, keys and values, in their shapes."""
+    scale, softcap, kernel = scoring.scale, scoring.softcap, _kernel(q_SHQD, v_SKLV, scoring)
+    if kernel == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ, 0.0, scoring.is_causal, scale=scale
+        )
+    if kernel == "cuda":
+        # What describes dropout and ragged batches: there are none, and the kernel reads nothing of it.
+        seed, offset = (torch.empty(shape, dtype=torch.uint64, device=q_SHQD.device) for shape in (2, ()))
+        tensors = (grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ.contiguous())
+        lengths = (None, None, q_SHQD.shape[2], k_SKLD.shape[2])
+        return _aten._scaled_dot_product_flash_attention_backward(
+            *tensors, *lengths, 0.0, scoring.is_causal, seed, offset, scale=scale
+        )
+    groups = (k_SKLD.shape[1], -1)
+    grad_q: list[torch.Tensor] = []
+    grad_k_SKLD, grad_v_SKLV = torch.zeros_like(_widened(k_SKLD)), torch.zeros_like(_widened(v_SKLV))
+    for rows, keys in _row_blocks(q_SHQD, k_SKLD, is_causal=scoring.is_causal):
+        scores_SKGQL = _scores(q_SHQD, k_SKLD, rows, keys, scoring)
+        slope_SKGQL = scale if softcap is None else (1 - (scores_SKGQL / softcap).square()) * scale
+        _hide(scores_SKGQL, rows, keys, scoring)
+        probs_SKGQL = _probs(scores_SKGQL, lse_SHQ[:, :, rows].unflatten(1, groups))
+        grad_SKGQV = _widened(grad_SHQV[:, :, rows]).unflatten(1, groups)
+        delta_SKGQ = (grad_SKGQV * out_SHQV[:, :, rows].unflatten(1, groups)).sum(-1)
+        grad_v_SKLV[:, :, keys] += (probs_SKGQL.mT @ grad_SKGQV).sum(2)
+        grad_probs_SKGQL = grad_SKGQV @ _widened(v_SKLV[:, :, None, keys]).mT
+        grad_scores_SKGQL = probs_SKGQL * (grad_probs_SKGQL - delta_SKGQ[..., None]) * slope_SKGQL
+        grad_q.append((grad_scores_SKGQL @ _widened(k_SKLD[:, :, None, keys])).flatten(1, 2))
+        q_SKGQD = _widened(q_SHQD[:, :, rows]).unflatten(1, groups)
+        grad_k_SKLD[:, :, keys] += (grad_scores_SKGQL.mT @ q_SKGQD).sum(2)
+    return torch.cat(grad_q, dim=2).to(q_SHQD.dtype), grad_k_SKLD.to(k_SKLD.dtype), grad_v_SKLV.to(v_SKLV.dtype)
 
 
 class _Attention(torch.autograd.Function):
@@ -223,47 +176,14 @@ class _Attention(torch.autograd.Function):
         return *grads, grad_sinks_H, None
 
 
-def _plain_gradients(
-    grad_SHQV: torch.Tensor,
-    q_SHQD: torch.Tensor,
-    k_SKLD: torch.Tensor,
-    v_SKLV: torch.Tensor,
-    out_SHQV: torch.Tensor,
-    lse_SHQ: torch.Tensor,
-    scoring: Scoring,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    scale, softcap = scoring.scale, scoring.softcap
-    groups = (k_SKLD.shape[1], -1)
-    grad_q: list[torch.Tensor] = []
-    grad_k_SKLD, grad_v_SKLV = torch.zeros_like(_widened(k_SKLD)), torch.zeros_like(_widened(v_SKLV))
-    for rows, keys in _row_blocks(q_SHQD, k_SKLD, is_causal=scoring.is_causal):
-        scores_SKGQL = _scores(q_SHQD, k_SKLD, rows, keys, scoring)
-        slope_SKGQL = scale if softcap is None else (1 - (scores_SKGQL / softcap).square()) * scale
-        _hide(scores_SKGQL, rows, keys, scoring)
-        probs_SKGQL = _probs(scores_SKGQL, lse_SHQ[:, :, rows].unflatten(1, groups))
-        grad_SKGQV = _widened(grad_SHQV[:, :, rows]).unflatten(1, groups)
-        delta_SKGQ = (grad_SKGQV * out_SHQV[:, :, rows].unflatten(1, groups)).sum(-1)
-        grad_v_SKLV[:, :, keys] += (probs_SKGQL.mT @ grad_SKGQV).sum(2)
-        grad_probs_SKGQL = grad_SKGQV @ _widened(v_SKLV[:, :, None, keys]).mT
-        grad_scores_SKGQL = probs_SKGQL * (grad_probs_SKGQL - delta_SKGQ[..., None]) * slope_SKGQL
-        grad_q.append((grad_scores_SKGQL @ _widened(k_SKLD[:, :, None, keys])).flatten(1, 2))
-        q_SKGQD = _widened(q_SHQD[:, :, rows]).unflatten(1, groups)
-        grad_k_SKLD[:, :, keys] += (grad_scores_SKGQL.mT @ q_SKGQD).sum(2)
-    return torch.cat(grad_q, dim=2).to(q_SHQD.dtype), grad_k_SKLD.to(k_SKLD.dtype), grad_v_SKLV.to(v_SKLV.dtype)
-
-
 def _kernel(q_SHQD: torch.Tensor, v_SKLV: torch.Tensor, scoring: Scoring) -> Literal["cpu", "cuda", "plain"]:
     head_dim = q_SHQD.shape[-1]
     if scoring.softcap is not None or scoring.mask is not None or head_dim != v_SKLV.shape[-1]:
         return "plain"
     if q_SHQD.device.type == "cpu":
         return "cpu"
-    if (
-        q_SHQD.device.type == "cuda"
-        and q_SHQD.dtype in (torch.bfloat16, torch.float16)
-        and head_dim % 8 == 0
-        and head_dim <= _CUDA_MAX_HEAD_DIM
-    ):
+    is_narrow = q_SHQD.dtype in (torch.bfloat16, torch.float16)
+    if q_SHQD.device.type == "cuda" and is_narrow and head_dim % 8 == 0 and head_dim <= _CUDA_MAX_HEAD_DIM:
         return "cuda"
     return "plain"
 

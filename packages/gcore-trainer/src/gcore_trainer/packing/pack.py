@@ -1,21 +1,37 @@
-"""Packing of samples end to end, so that no padding is computed and a prompt shared by many samples is computed once.
+"""Packing of samples end to end in one row, and the attention over it.
 
-A micro-batch becomes one row of T tokens, made of segments. A *causal* segment starts from nothing: a prompt, or a
-prompt with its only response. A *branch* segment is one of several responses to a prompt: its tokens see the prompt's
-and their own predecessors. A response's last token predicts nothing, so it is never an input.
+No padding is computed, and a prompt that many samples share is computed once. A row of T tokens is made of segments. A
+*causal* segment starts from nothing: a prompt, or a prompt with its only response. A *branch* segment is one of several
+responses to a prompt: its tokens see the prompt's and their own predecessors. A response's last token predicts nothing,
+so it is never an input.
 
 Where the row is divided among ranks, its length must be a multiple of something: padding tokens, of id 0, then
 follow the real ones of a causal segment or make up a last segment of their own, so that no real token sees them.
+
+Shapes: T packed tokens, S segments of a bucket, Lq/Lk padded queries/keys, H query heads, K key-value heads, D head
+dimension.
 """
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from inspect import getclosurevars
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.nn.functional import scaled_dot_product_attention
 
-from gcore_trainer.errors import ConfigError
+from gcore_trainer.errors import ConfigError, UnsupportedModelError
+from gcore_trainer.packing.block_attention import Scoring, block_attention
 from gcore_trainer.sample import Sample
+
+_NUM_WINDOW_ROWS = 512
+"""Queries of a tile under a sliding window: its keys are at most so many and the window's."""
+# Functions of transformers.masking_utils that hide tokens, by the name of the function that makes or is them.
+_CAUSAL, _WINDOW, _PACKED = "causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function"
+_CONJUNCTION = "and_masks"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,9 +73,15 @@ class PackedBatch:
     first_response_places: NDArray[np.int64]
     """Place of each sample's first response token in the row; the last response token has none."""
 
+    def input_places(self, samples: Sequence[Sample]) -> list[NDArray[np.int64]]:
+        """Return the places [P + R - 1] of each sample's input tokens in the row."""
+        return [
+            np.concatenate([np.arange(last - s.prompt_ids.size, last) + 1, first + np.arange(s.response_ids.size - 1)])
+            for s, last, first in zip(samples, self.last_prompt_places, self.first_response_places, strict=True)
+        ]
 
-@dataclass(frozen=True)
-class _Segment:
+
+class _Segment(NamedTuple):
     start: int
     length: int
     parent: "_Segment | None" = None
@@ -73,8 +95,6 @@ def pack(
     """Pack one micro-batch.
 
     Args:
-        samples: at least one.
-        share_prefix: compute equal prompts once.
         multiple_of: pad the row so that T is a multiple of it.
         segment_multiple_of: pad every segment so that its length is a multiple of it.
 
@@ -87,10 +107,9 @@ def pack(
             raise ConfigError(f"{name} is {value}; expected 1 or more")
     if share_prefix and segment_multiple_of > 1:
         raise ConfigError(f"segment_multiple_of is {segment_multiple_of} with share_prefix=True; expected False")
-    by_prompt: dict[bytes, list[int]] = {}
+    by_prompt: dict[bytes | int, list[int]] = {}
     for i, sample in enumerate(samples):
-        key = sample.prompt_key if share_prefix else i.to_bytes(8, "little")
-        by_prompt.setdefault(key, []).append(i)
+        by_prompt.setdefault(sample.prompt_key if share_prefix else i, []).append(i)
 
     pieces: list[NDArray[np.int64]] = []
     segments: list[_Segment] = []
@@ -134,6 +153,7 @@ def pack(
     places[ends - response_lengths] = last_prompt_places
     predict_index, target_place = np.unique(places, return_inverse=True)
     buckets, unpack_index = _bucketed(segments, total)
+    shared = {s.parent.start for s in segments if s.parent}
     return PackedBatch(
         input_ids=np.concatenate(pieces),
         positions=np.minimum(
@@ -142,7 +162,11 @@ def pack(
         segment_lengths=lengths,
         buckets=buckets,
         unpack_index=unpack_index,
-        sequences=_sequences(segments),
+        sequences=[
+            np.concatenate([np.arange(x.start, x.start + x.length) for x in (s.parent, s) if x])
+            for s in segments
+            if s.start not in shared
+        ],
         predict_index=predict_index,
         target_place=target_place,
         target_ids=np.concatenate([s.response_ids for s in samples]),
@@ -151,50 +175,17 @@ def pack(
     )
 
 
-def sequence_rectangles(batch: PackedBatch) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """Lay out the sequences of a row, each with its own copy of its prompt, in rectangles of similar lengths.
-
-    Returns:
-        Places in the row [S, L] of each rectangle; what pads a sequence, at its end, points to 0. And [T] where each
-        token of the row stands among the flattened rectangles, in one of its sequences.
-    """
-    by_length: dict[int, list[NDArray[np.int64]]] = {}
-    for sequence in batch.sequences:
-        by_length.setdefault(_rounded(sequence.size), []).append(sequence)
-    rectangles: list[NDArray[np.int64]] = []
-    unpack_index = np.empty(batch.input_ids.size, np.int64)
-    offset = 0
-    for _, members in sorted(by_length.items()):
-        rectangle = np.zeros((len(members), max(x.size for x in members)), np.int64)
-        for row, sequence in zip(rectangle, members, strict=True):
-            row[: sequence.size] = sequence
-            unpack_index[sequence] = offset + np.arange(sequence.size)
-            offset += row.size
-        rectangles.append(rectangle)
-    return rectangles, unpack_index
-
-
-def _sequences(segments: list[_Segment]) -> list[NDArray[np.int64]]:
-    shared = {s.parent.start for s in segments if s.parent}
-    return [
-        np.concatenate([np.arange(x.start, x.start + x.length) for x in (s.parent, s) if x])
-        for s in segments
-        if s.start not in shared
-    ]
-
-
 def _bucketed(segments: list[_Segment], num_tokens: int) -> tuple[list[Bucket], NDArray[np.int64]]:
-    """Group segments whose lengths, and prompts' lengths, round up to the same power of two."""
+    """Group segments with about equal lengths and prompts."""
     groups: dict[tuple[int, int], list[_Segment]] = {}
     for segment in segments:
-        prompt_length = 0 if segment.parent is None else _rounded(segment.parent.length)
-        groups.setdefault((prompt_length, _rounded(segment.length)), []).append(segment)
+        prompt_length = 0 if segment.parent is None else rounded_length(segment.parent.length)
+        groups.setdefault((prompt_length, rounded_length(segment.length)), []).append(segment)
     buckets: list[Bucket] = []
     unpack_index = np.empty(num_tokens, np.int64)
     offset = 0
     for _, members in sorted(groups.items()):
-        starts, lengths = _bounds(members)
-        query_index, is_real = _rectangle(starts, lengths)
+        query_index, is_real = _rectangle(*_bounds(members))
         unpack_index[query_index[is_real]] = offset + np.flatnonzero(is_real)
         offset += query_index.size
         key_index, prompt_lengths = query_index, None
@@ -206,7 +197,8 @@ def _bucketed(segments: list[_Segment], num_tokens: int) -> tuple[list[Bucket], 
     return buckets, unpack_index
 
 
-def _rounded(length: int) -> int:
+def rounded_length(length: int) -> int:
+    """Round up to a power of two, at least 16."""
     return max(16, 1 << (length - 1).bit_length())
 
 
@@ -219,3 +211,184 @@ def _rectangle(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[N
     columns = np.arange(lengths.max())
     is_real = columns < lengths[:, None]
     return np.where(is_real, starts[:, None] + columns, 0), is_real
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionKind:
+    """A layer's attention. H query heads."""
+
+    scale: float | None = None
+    """Factor of the scores; None: 1 / sqrt(D)."""
+    sliding_window: int | None = None
+    """Number of latest tokens of its sequence that a query sees, its own included; None: all."""
+    softcap: float | None = None
+    """Replace scores x by softcap * tanh(x / softcap); None: do not."""
+    sinks: torch.Tensor | None = None
+    """[H] a further score of each head's softmax, without a value; None: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tile:
+    """Some queries of each segment of a bucket, and the keys that any of them sees."""
+
+    query_index: torch.Tensor
+    """[S * Lq] places in the packed row."""
+    key_index: torch.Tensor
+    """[S * Lk]."""
+    num_segments: int
+    mask: torch.Tensor | None
+    """[S or 1, 1, Lq, Lk], 0 or -inf; None: causal."""
+
+
+class PackedPlan:
+    """The attention of a `PackedBatch` whose row one process holds; made once a micro-batch, used by every layer."""
+
+    def __init__(self, batch: PackedBatch, *, device: torch.device, dtype: torch.dtype) -> None:
+        self.num_calls = 0
+        """Attention layers served so far."""
+        self.batch = batch
+        self._unpack_index = torch.from_numpy(batch.unpack_index).to(device)
+        self._device = device
+        self._dtype = dtype
+        self._tiles: dict[int | None, list[list[_Tile]]] = {}
+
+    def attend(
+        self, query_1HTD: torch.Tensor, key_1KTD: torch.Tensor, value_1KTD: torch.Tensor, kind: AttentionKind
+    ) -> torch.Tensor:
+        """Compute the attention output [1, T, H, D] of the T tokens that this process holds."""
+        self.num_calls += 1
+        q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
+        outputs: list[torch.Tensor] = []
+        for tiles in self._tiles_of(kind.sliding_window):
+            rows: list[torch.Tensor] = []
+            for tile in tiles:
+                shape = (tile.num_segments, -1)
+                q_SHQD = q_THD.index_select(0, tile.query_index).unflatten(0, shape).transpose(1, 2)
+                k_SKKD = k_TKD.index_select(0, tile.key_index).unflatten(0, shape).transpose(1, 2)
+                v_SKKD = v_TKD.index_select(0, tile.key_index).unflatten(0, shape).transpose(1, 2)
+                rows.append(_attention(q_SHQD, k_SKKD, v_SKKD, kind, tile.mask).transpose(1, 2))
+            outputs.append(torch.cat(rows, dim=1).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, self._unpack_index)[None]
+
+    def _tiles_of(self, window: int | None) -> list[list[_Tile]]:
+        """Return the tiles of each bucket; made once, because layers share them."""
+        if window not in self._tiles:
+            self._tiles[window] = [
+                list(_tiles(bucket, window, device=self._device, dtype=self._dtype)) for bucket in self.batch.buckets
+            ]
+        return self._tiles[window]
+
+
+def _attention(
+    q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, v_SKLD: torch.Tensor, kind: AttentionKind, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Compute attention [S, H, Q, D]: torch's own, unless scores have soft caps or there are sinks."""
+    scale = q_SHQD.shape[-1] ** -0.5 if kind.scale is None else kind.scale
+    if kind.softcap is not None or kind.sinks is not None:
+        scoring = Scoring(scale=scale, is_causal=mask is None, softcap=kind.softcap, mask=mask)
+        return block_attention(q_SHQD, k_SKLD, v_SKLD, scoring, sinks_H=kind.sinks)
+    enable_gqa = q_SHQD.shape[1] != k_SKLD.shape[1]
+    return scaled_dot_product_attention(
+        q_SHQD, k_SKLD, v_SKLD, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _tiles(bucket: Bucket, window: int | None, *, device: torch.device, dtype: torch.dtype) -> Iterator[_Tile]:
+    """Yield a bucket as one tile, or as several where a sliding window hides keys from some of its queries."""
+    num_segments, num_queries = bucket.query_index.shape
+    query_positions_SQ, key_positions_SK = _positions(bucket)
+    if window is not None and window > query_positions_SQ.max():
+        window = None
+    num_rows = num_queries if window is None else _NUM_WINDOW_ROWS
+    for first in range(0, num_queries, num_rows):
+        queries_SQ = query_positions_SQ[:, first : first + num_rows]
+        is_seen_SK = key_positions_SK <= queries_SQ[:, -1:]
+        if window is not None:
+            is_seen_SK &= key_positions_SK > queries_SQ[:, :1] - window
+        columns = is_seen_SK.any(0)
+        mask = None
+        if window is not None or bucket.prompt_lengths is not None:
+            keys_S11K, queries_S1Q1 = key_positions_SK[:, None, None, columns], queries_SQ[:, None, :, None]
+            is_hidden = keys_S11K > queries_S1Q1
+            if window is not None:
+                is_hidden |= keys_S11K <= queries_S1Q1 - window
+            hidden = torch.from_numpy(is_hidden).to(device)
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+        yield _Tile(
+            query_index=torch.from_numpy(bucket.query_index[:, first : first + num_rows].ravel()).to(device),
+            key_index=torch.from_numpy(bucket.key_index[:, columns].ravel()).to(device),
+            num_segments=num_segments,
+            mask=mask,
+        )
+
+
+def _positions(bucket: Bucket) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return places of queries [S or 1, Lq] and keys [S or 1, Lk] in their sequences; padding comes after all."""
+    num_queries = bucket.query_index.shape[1]
+    own_1Q = np.arange(num_queries)[None]
+    if bucket.prompt_lengths is None:
+        return own_1Q, own_1Q
+    lengths_S1 = bucket.prompt_lengths[:, None]
+    place_1P = np.arange(bucket.key_index.shape[1] - num_queries)[None]
+    prompts_SP = np.where(place_1P < lengths_S1, place_1P, np.iinfo(np.int64).max)
+    return lengths_S1 + own_1Q, np.concatenate([prompts_SP, lengths_S1 + own_1Q], axis=1)
+
+
+class DescribedMask(torch.Tensor):
+    """A mask [B, 1, Lq, Lk] that occupies no memory. The result of any operation on it is an ordinary tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType, reportPrivateUsage]
+    hides: frozenset[str]
+    """Names of the functions of ``transformers.masking_utils`` that hide tokens, and of any others."""
+    window: int | None
+    """Sliding window in tokens; None: there is none."""
+
+
+def describe_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    mask_function: Callable[..., Any],
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    **others: Any,
+) -> DescribedMask:
+    """Describe a mask instead of computing it; the arguments are those of ``transformers.masking_utils.sdpa_mask``.
+
+    A packed row's attention follows its plan, but a mask can hide more than causality does: a sliding window.
+    """
+    del others
+    mask = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
+    described = mask.as_subclass(DescribedMask)
+    described.hides = frozenset(_names(mask_function))
+    described.window = local_size if _WINDOW in described.hides else None
+    return described
+
+
+def window_of(mask: torch.Tensor) -> int | None:
+    """Return the sliding window of a described mask, in tokens.
+
+    Raises:
+        UnsupportedModelError: the mask hides other tokens than causality and a sliding window do.
+    """
+    if not isinstance(mask, DescribedMask):
+        raise UnsupportedModelError(
+            f"the model computes an attention mask of its own, {list(mask.shape)}: packed training does not apply it"
+        )
+    unknown = sorted(mask.hides - {_CAUSAL, _WINDOW, _PACKED})
+    if unknown or _CAUSAL not in mask.hides:
+        raise UnsupportedModelError(
+            f"the model's attention mask is made by {', '.join(unknown)}: packed training computes causal attention "
+            "and sliding windows only"
+        )
+    return mask.window
+
+
+def _names(mask_function: Callable[..., Any]) -> Iterator[str]:
+    name = mask_function.__qualname__.partition(".")[0]
+    if name != _CONJUNCTION:
+        yield name
+        return
+    for part in getclosurevars(mask_function).nonlocals["mask_functions"]:
+        yield from _names(part)

@@ -7,7 +7,6 @@ the trainer's pass for the old log-probs.
 Shapes: T tokens of a rank's row, L layers with experts, K experts a token, E experts of a layer.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from gcore_trainer.errors import BatchError, UnsupportedModelError
 from gcore_trainer.packing.pack import PackedBatch
-from gcore_trainer.sample import MicroBatch, Sample
+from gcore_trainer.sample import MicroBatch
 
 
 class ReplayedRouter:
@@ -25,11 +24,6 @@ class ReplayedRouter:
 
     Every router scores all experts and takes ``torch.topk`` of the scores. Replay is the router's own computation with
     other indices there: weights, their normalisation and their gradient are as they would be had it chosen these.
-
-    Args:
-        router: its ``forward`` is wrapped.
-        num_experts: E.
-        top_k: K.
     """
 
     def __init__(self, router: torch.nn.Module, *, num_experts: int, top_k: int) -> None:
@@ -84,23 +78,13 @@ class _TopK(TorchFunctionMode):
         return k == self._router.top_k and scores.shape[-1] == self._router.num_experts
 
 
-def transformers_routers(model: torch.nn.Module) -> list[ReplayedRouter]:
-    """Return the routers of a transformers model, first to last layer."""
-    found: list[Any] = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
-    return [ReplayedRouter(r, num_experts=r.num_experts, top_k=r.top_k) for r in found]
-
-
-def routing_of_row(samples: MicroBatch, batch: PackedBatch) -> NDArray[np.int64] | None:
-    """Return the experts [T, L, K] of each token of a packed row; None: the routers choose.
-
-    Of a prompt that samples share, it is what the first of them has.
+def routing_of_row(samples: MicroBatch, batch: PackedBatch) -> NDArray[np.int64]:
+    """Return the experts [T, L, K] of each token of a packed row; of a shared prompt, what its first sample has.
 
     Raises:
         BatchError: some samples have a routing and others do not, or for other models.
     """
     given = [s.routed_experts for s in samples if s.routed_experts is not None]
-    if not given:
-        return None
     if len(given) < len(samples) or len({r.shape[1:] for r in given}) > 1:
         shapes = sorted({None if s.routed_experts is None else s.routed_experts.shape[1:] for s in samples}, key=str)
         raise BatchError(f"routed_experts of a micro-batch have layers and experts {shapes}; expected the same")
@@ -108,14 +92,12 @@ def routing_of_row(samples: MicroBatch, batch: PackedBatch) -> NDArray[np.int64]
     _, num_layers, top_k = given[0].shape
     routing = np.empty((batch.input_ids.size, num_layers, top_k), np.int64)
     routing[...] = np.arange(top_k)
-    for experts, places in reversed(list(zip(given, input_places(samples, batch), strict=True))):
+    for experts, places in reversed(list(zip(given, batch.input_places(samples), strict=True))):
         routing[places] = experts
     return routing
 
 
-def input_places(samples: Sequence[Sample], batch: PackedBatch) -> list[NDArray[np.int64]]:
-    """Return the places [P + R - 1] of each sample's input tokens in the row."""
-    return [
-        np.concatenate([np.arange(last - s.prompt_ids.size, last) + 1, first + np.arange(s.response_ids.size - 1)])
-        for s, last, first in zip(samples, batch.last_prompt_places, batch.first_response_places, strict=True)
-    ]
+def check_routing(routing: torch.Tensor, own: tuple[int, ...]) -> None:
+    """Raise `BatchError` for a routing [T, L, K] of another model than one with ``own`` layers and experts."""
+    if tuple(routing.shape[1:]) != own:
+        raise BatchError(f"routed_experts has layers and experts {tuple(routing.shape[1:])}: the model has {own}")

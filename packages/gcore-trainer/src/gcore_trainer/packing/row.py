@@ -1,22 +1,29 @@
-"""A rank's tokens of a packed row, with their attention and targets, as every backend's model gets them."""
+"""A rank's part of a packed row, from the tokens that a backend's model gets to the scores of those they predict.
+
+Logits are made a bounded number at a time. Shapes: T tokens of the rank, n of the row's N response tokens, D hidden
+size, V vocabulary (of this rank, where it is divided), C tokens of a chunk.
+"""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
-from gcore_trainer.context_parallel.collectives import sum_over_ranks
 from gcore_trainer.context_parallel.groups import ContextParallel
-from gcore_trainer.context_parallel.plan import ContextParallelPlan
-from gcore_trainer.packing.attention import AttentionPlan, PackedPlan
-from gcore_trainer.packing.pack import PackedBatch, pack
-from gcore_trainer.packing.router_replay import input_places, routing_of_row
-from gcore_trainer.packing.vision import RowImages, Vision, refuse_images
+from gcore_trainer.context_parallel.plan import ContextParallelPlan, sum_over_ranks
+from gcore_trainer.errors import BatchError
+from gcore_trainer.packing.pack import PackedBatch, PackedPlan, pack
+from gcore_trainer.packing.router_replay import routing_of_row
+from gcore_trainer.packing.vision import RowImages, Vision
 from gcore_trainer.sample import MicroBatch
+
+MAX_LOGITS = 1 << 24
+"""Most logits of a chunk: 64 MB in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,101 +35,96 @@ class Row:
     qkv_format: ClassVar[str] = "packed"
     cp_group: ClassVar[Any] = None
 
+    samples: MicroBatch
+    batch: PackedBatch
+    """The whole row, on all ranks that divide it."""
     input_ids: torch.Tensor
     """[1, T]."""
     positions: torch.Tensor
     """[1, T]."""
-    plan: AttentionPlan
+    plan: PackedPlan
     source_index: torch.Tensor
     """[n] which of the T tokens predicts each response token."""
     target_ids: torch.Tensor
     """[n]."""
-    target_index: torch.Tensor
-    """[n] which of the N response tokens each is; N itself is none of them."""
-    num_targets: int
-    """N."""
-    num_tokens: int
-    """Tokens of the whole row, on all ranks that divide it."""
-    places: torch.Tensor
+    cp: ContextParallel | None
+    """The ranks that divide the row; None: this one has all of it."""
+    places: NDArray[np.int64]
     """[T] where each of the T stands in the whole row."""
-    input_places: Sequence[NDArray[np.int64]]
-    """[P + R - 1] where each sample's input tokens stand in the whole row."""
-    routing: torch.Tensor | None
+    target_index: NDArray[np.int64]
+    """[n] which of the N response tokens each is; N itself is none of them."""
+    routing: torch.Tensor | None = None
     """[T, L, K] the experts that each token passes through, where routers do not choose (see `router_replay`)."""
-    images: RowImages | None
+    images: RowImages | None = None
     """None: there are none."""
-    cp: ContextParallel
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole row."""
+        return self.batch.input_ids.size
 
     def of_all_ranks(self, values_n: torch.Tensor) -> torch.Tensor:
         """Collect [N] of all response tokens from the [n] of each rank, in float32 at least (see `sum_over_ranks`)."""
-        values_n = values_n.to(torch.promote_types(values_n.dtype, torch.float32))
-        if self.cp.size == 1:
+        values_n = values_n.to(_wide(values_n.dtype))
+        if self.cp is None:
             return values_n
-        values_N = values_n.new_zeros(self.num_targets + 1).index_put((self.target_index,), values_n)[:-1]
+        index = torch.from_numpy(self.target_index).to(values_n.device)
+        values_N = values_n.new_zeros(self.batch.target_ids.size + 1).index_put((index,), values_n)[:-1]
         return sum_over_ranks(values_N, self.cp.ulysses, self.cp.ring)
 
     def of_samples(self, routing_TLK: torch.Tensor) -> list[NDArray[np.int16]]:
         """Collect [P + R - 1, L, K] of each sample's tokens from the [T, L, K] of each rank."""
         whole = routing_TLK.new_zeros((self.num_tokens, *routing_TLK.shape[1:]))
-        whole[self.places] = routing_TLK
-        found = sum_over_ranks(whole, self.cp.ulysses, self.cp.ring).cpu().numpy().astype(np.int16)
-        return [found[places] for places in self.input_places]
+        whole[torch.from_numpy(self.places).to(whole.device)] = routing_TLK
+        if self.cp is not None:
+            whole = sum_over_ranks(whole, self.cp.ulysses, self.cp.ring)
+        found = whole.cpu().numpy().astype(np.int16)
+        return [found[places] for places in self.batch.input_places(self.samples)]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RowMaker:
-    """Packs micro-batches for one layout.
+def make_rows(
+    micro_batches: Sequence[MicroBatch],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    share_prefix: bool,
+    replay_routing: bool,
+    cp: ContextParallel | None = None,
+    vision: Vision | None = None,
+    multiple_of: int = 1,
+    equal_lengths: bool = False,
+) -> list[Row]:
+    """Make a row of each micro-batch.
 
-    Attributes:
-        cp: This rank's place among those that divide a row's tokens.
-        device: Of the model.
-        dtype: Of the model's activations.
-        share_prefix: Compute equal prompts of a micro-batch once, where the row need not be cut within sequences.
-        replay_routing: Impose the experts that samples bring: the policy's, not those of a critic.
-        vision: How the model sees; None: it does not.
-        multiple_of: What the number of each rank's tokens must be a multiple of.
+    Args:
+        micro_batches: the same on all ranks that work on them.
+        dtype: of the model's activations.
+        share_prefix: compute equal prompts of a micro-batch once, where the row need not be cut within sequences.
+        replay_routing: impose the experts that samples bring: the policy's, not those of a critic.
+        cp: this rank's place among those that divide a row's tokens; None: it is alone.
+        vision: of the model; None: it sees no images.
+        multiple_of: the number of each rank's tokens is a multiple of this.
+        equal_lengths: pad all to the longest.
+
+    Raises:
+        BatchError: a sample has images, and the model sees none; or they do not fit their prompt.
     """
+    segment_multiple_of = 1
+    if cp is not None:
+        padding = cp.padding
+        multiple_of, segment_multiple_of = multiple_of * padding.multiple_of, padding.segment_multiple_of
+    share_prefix = share_prefix and segment_multiple_of == 1
 
-    cp: ContextParallel
-    device: torch.device
-    dtype: torch.dtype
-    share_prefix: bool
-    replay_routing: bool
-    vision: Vision | None = None
-    multiple_of: int = 1
+    def packed(longest: int) -> list[PackedBatch]:
+        multiples = {"multiple_of": math.lcm(longest, multiple_of), "segment_multiple_of": segment_multiple_of}
+        return [pack(samples, share_prefix=share_prefix, **multiples) for samples in micro_batches]
 
-    def make(self, micro_batches: Sequence[MicroBatch], *, equal_lengths: bool = False) -> list[Row]:
-        """Make a row of each micro-batch.
-
-        Args:
-            micro_batches: the same on all ranks that work on them.
-            equal_lengths: pad all to the longest.
-
-        Raises:
-            BatchError: a sample has images, and the model sees none; or they do not fit their prompt.
-        """
-        batches = [self._packed(samples) for samples in micro_batches]
-        if equal_lengths:
-            longest = max(batch.input_ids.size for batch in batches)
-            batches = [self._packed(samples, longest) for samples in micro_batches]
-        return [self._row(samples, batch) for samples, batch in zip(micro_batches, batches, strict=True)]
-
-    def _packed(self, samples: MicroBatch, multiple_of: int = 1) -> PackedBatch:
-        padding = self.cp.padding
-        return pack(
-            samples,
-            share_prefix=self.share_prefix and padding.segment_multiple_of == 1,
-            multiple_of=math.lcm(multiple_of, self.multiple_of * padding.multiple_of),
-            segment_multiple_of=padding.segment_multiple_of,
-        )
-
-    def _row(self, samples: MicroBatch, batch: PackedBatch) -> Row:
-        if self.cp.size == 1:
-            places = np.arange(batch.input_ids.size)
-            plan: AttentionPlan = PackedPlan(batch, device=self.device, dtype=self.dtype)
-        else:
-            places = self.cp.places(batch)
-            plan = ContextParallelPlan(batch, self.cp, device=self.device, dtype=self.dtype)
+    batches = packed(1)
+    if equal_lengths:
+        batches = packed(max(batch.input_ids.size for batch in batches))
+    rows: list[Row] = []
+    for samples, batch in zip(micro_batches, batches, strict=True):
+        places = np.arange(batch.input_ids.size) if cp is None else cp.places(batch)
         here = np.full(batch.input_ids.size, -1)
         here[places] = np.arange(places.size)
         source_N = here[batch.predict_index[batch.target_place]]
@@ -132,24 +134,213 @@ class RowMaker:
             # All ranks of a row score something, for their collectives are the same.
             target_index = np.array([source_N.size])
             source_index = target_ids = np.zeros(1, np.int64)
-        if self.vision is None:
-            refuse_images(samples, "this backend or model sees none, the torch backend does with a Qwen-VL model")
-        routing = routing_of_row(samples, batch) if self.replay_routing else None
-        return Row(
-            input_ids=self._tensor(batch.input_ids[places])[None],
-            positions=self._tensor(batch.positions[places])[None],
-            plan=plan,
-            source_index=self._tensor(source_index),
-            target_ids=self._tensor(target_ids),
-            target_index=self._tensor(target_index),
-            num_targets=source_N.size,
-            num_tokens=batch.input_ids.size,
-            places=self._tensor(places),
-            input_places=input_places(samples, batch),
-            routing=None if routing is None else self._tensor(routing[places]),
-            images=None if self.vision is None else self.vision.row_images(samples, batch),
-            cp=self.cp,
+        if vision is None and any(sample.images is not None for sample in samples):
+            raise BatchError(
+                "a sample has images: this backend or model sees none, the torch backend does with a Qwen-VL model"
+            )
+        routing = None
+        if replay_routing and any(sample.routed_experts is not None for sample in samples):
+            routing = torch.from_numpy(routing_of_row(samples, batch)[places]).to(device)
+        if cp is None:
+            plan = PackedPlan(batch, device=device, dtype=dtype)
+        else:
+            plan = ContextParallelPlan(batch, cp, device=device, dtype=dtype)
+        rows.append(
+            Row(
+                samples=samples,
+                batch=batch,
+                input_ids=torch.from_numpy(batch.input_ids[places])[None].to(device),
+                positions=torch.from_numpy(batch.positions[places])[None].to(device),
+                plan=plan,
+                source_index=torch.from_numpy(source_index).to(device),
+                target_ids=torch.from_numpy(target_ids).to(device),
+                cp=cp,
+                places=places,
+                target_index=target_index,
+                routing=routing,
+                images=None if vision is None else vision.row_images(samples, batch),
+            )
         )
+    return rows
 
-    def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+
+@dataclass(frozen=True, kw_only=True)
+class TokenScores:
+    """Scores of N response tokens in the samples' order. All shape [N], in float32 at least."""
+
+    log_probs: torch.Tensor
+    entropies: torch.Tensor
+    """Entropy of the distribution that each token was drawn from, in nats."""
+
+
+ScoresT = TypeVar("ScoresT", TokenScores, torch.Tensor)
+"""The scores that a model gives: those of a policy, or a critic's values [N]."""
+
+
+def named_scores(scores: TokenScores | torch.Tensor) -> torch.Tensor:
+    """Return the main scores [N] of a model: a policy's log-probabilities, or a critic's values."""
+    return scores.log_probs if isinstance(scores, TokenScores) else scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabShard:
+    """The part of the vocabulary whose rows of the head this rank of a tensor-parallel group holds."""
+
+    group: dist.ProcessGroup
+    start: int
+    """First token of the part."""
+    vocab_size: int
+    """Size of the whole vocabulary; rows from here on are padding."""
+
+
+def token_scores(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_N: torch.Tensor,
+    *,
+    bias_V: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    entropy_grad: bool = False,
+    vocab: VocabShard | None = None,
+    max_logits: int = MAX_LOGITS,
+) -> TokenScores:
+    """Score the targets under softmax(cap(logit_scale * (hidden @ weight^T + bias)) / temperature).
+
+    Logits are made a chunk of tokens at a time and made again in the backward pass, so that none outlive their chunk:
+    memory is that of ``max_logits`` of them, and of the head's gradient.
+
+    Args:
+        hidden_ND: [N, D], the same on all ranks of ``vocab.group``.
+        weight_VD: [V, D], this rank's rows.
+        targets_N: [N] int64 tokens of the whole vocabulary.
+        bias_V: [V].
+        logit_scale: multiplies the logits before anything else.
+        softcap: cap(x) is softcap * tanh(x / softcap) (Gemma 2, arXiv:2408.00118, section 2); None: x.
+        entropy_grad: make the entropies differentiable too.
+        vocab: what part of the vocabulary this rank has; None: all of it.
+        max_logits: most logits at once.
+    """
+    chunk = max(1, max_logits // weight_VD.shape[0])
+    head = _Head(temperature=temperature, scale=logit_scale, softcap=softcap, vocab=vocab, chunk=chunk)
+    log_probs_N, entropies_N = _TokenScores.apply(hidden_ND, weight_VD, bias_V, targets_N, head, entropy_grad)
+    return TokenScores(log_probs=log_probs_N, entropies=entropies_N if entropy_grad else entropies_N.detach())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Head:
+    """The operations that give the logits of this rank's part of the vocabulary, a chunk of tokens at a time."""
+
+    temperature: float
+    scale: float
+    softcap: float | None
+    vocab: VocabShard | None
+    chunk: int
+
+    def logits(self, hidden_CD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
+        """Compute the tempered logits [C, V]; -inf for padding of the vocabulary."""
+        logits_CV = hidden_CD @ weight_VD.T
+        logits_CV = logits_CV.to(_wide(logits_CV.dtype))
+        if bias_V is not None:
+            logits_CV = logits_CV + bias_V
+        if self.scale != 1.0:
+            logits_CV = logits_CV * self.scale
+        if self.softcap is not None:
+            logits_CV = (logits_CV / self.softcap).tanh() * self.softcap
+        if self.temperature != 1.0:
+            logits_CV = logits_CV / self.temperature
+        if self.vocab is not None:
+            logits_CV[:, max(0, self.vocab.vocab_size - self.vocab.start) :] = -torch.inf
+        return logits_CV
+
+    def slope(self, logits_CV: torch.Tensor) -> torch.Tensor | float:
+        """Return the derivative of the logits with respect to the matrix product; 0 where padding is -inf."""
+        if self.softcap is None:
+            return self.scale / self.temperature
+        capped_CV = logits_CV * (self.temperature / self.softcap)
+        return (1 - capped_CV.clamp(min=-1).square()) * (self.scale / self.temperature)
+
+    def places(self, targets_C: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Find targets in this rank's part: whether each is there, [C], and its column."""
+        column = targets_C - (self.vocab.start if self.vocab else 0)
+        return (column >= 0) & (column < num_rows), column
+
+    def scores(self, logits_CV: torch.Tensor, targets_C: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Compute log-probs, entropies and log-sum-exp of a chunk, [C] each."""
+        peak_C = self._reduced(logits_CV.amax(-1), dist.ReduceOp.MAX)
+        exp_CV = (logits_CV - peak_C[:, None]).exp_()
+        is_here, place = self.places(targets_C, logits_CV.shape[1])
+        target_C = torch.zeros_like(peak_C)
+        target_C[is_here] = logits_CV[is_here, place[is_here]]
+        # 0 times -inf is not 0.
+        dot_C = (exp_CV * logits_CV.clamp_(min=torch.finfo(logits_CV.dtype).min)).sum(-1)
+        sums_3C = self._reduced(torch.stack([exp_CV.sum(-1), dot_C, target_C]), dist.ReduceOp.SUM)
+        log_sum_C = peak_C + sums_3C[0].log()
+        return sums_3C[2] - log_sum_C, log_sum_C - sums_3C[1] / sums_3C[0], log_sum_C
+
+    def _reduced(self, values: torch.Tensor, op: Any) -> torch.Tensor:
+        if self.vocab is not None:
+            dist.all_reduce(values, op=op, group=self.vocab.group)
+        return values
+
+
+class _TokenScores(torch.autograd.Function):
+    """d log p(t) / d logit = onehot(t) - p;  d entropy / d logit = -p (log p + entropy)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        targets_N: torch.Tensor,
+        head: _Head,
+        entropy_grad: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        parts: list[tuple[torch.Tensor, ...]] = []
+        for begin in range(0, max(1, targets_N.shape[0]), head.chunk):
+            rows = slice(begin, begin + head.chunk)
+            parts.append(head.scores(head.logits(hidden_ND[rows], weight_VD, bias_V), targets_N[rows]))
+        log_probs_N, entropies_N, log_sums_N = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, entropies_N, log_sums_N)
+        ctx.settings = head, entropy_grad
+        return log_probs_N, entropies_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_log_probs_N, grad_entropies_N = grads
+        hidden_ND, weight_VD, bias_V, targets_N, entropies_N, log_sums_N = ctx.saved_tensors
+        head, entropy_grad = ctx.settings
+        grad_hidden_ND = torch.empty_like(hidden_ND)
+        # Sums over many chunks: not in half precision. With adapters the head is frozen.
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=_wide(weight_VD.dtype)) if needs_weight else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=_wide(bias_V.dtype)) if needs_bias else None
+        for begin in range(0, targets_N.shape[0], head.chunk):
+            rows = slice(begin, begin + head.chunk)
+            logits_CV = head.logits(hidden_ND[rows], weight_VD, bias_V)
+            log_probs_CV = logits_CV - log_sums_N[rows, None]
+            grad_CV = -log_probs_CV.exp() * grad_log_probs_N[rows, None]
+            if entropy_grad:
+                finite_CV = log_probs_CV.clamp(min=torch.finfo(log_probs_CV.dtype).min)
+                pull_CV = finite_CV + entropies_N[rows, None]
+                grad_CV -= log_probs_CV.exp() * pull_CV * grad_entropies_N[rows, None]
+            is_here, place = head.places(targets_N[rows], weight_VD.shape[0])
+            grad_CV[is_here, place[is_here]] += grad_log_probs_N[rows][is_here]
+            grad_CV *= head.slope(logits_CV)
+            if grad_bias_V is not None:
+                grad_bias_V += grad_CV.sum(0)
+            narrow_CV = grad_CV.to(weight_VD.dtype)
+            grad_hidden_ND[rows] = narrow_CV @ weight_VD
+            if grad_weight_VD is not None:
+                grad_weight_VD += narrow_CV.T @ hidden_ND[rows]
+        if head.vocab is not None:
+            dist.all_reduce(grad_hidden_ND, group=head.vocab.group)
+        grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
+        grad_bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
+        return grad_hidden_ND, grad_weight, grad_bias, None, None, None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from gcore_trainer.errors import BatchError
 from gcore_trainer.packing.pack import PackedBatch
-from gcore_trainer.packing.router_replay import input_places
 from gcore_trainer.sample import Images, MicroBatch
 
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
@@ -35,11 +34,7 @@ class RowImages:
 
 
 class Vision:
-    """The vision tower of a transformers model of the Qwen-VL kind.
-
-    Args:
-        model: ``...ForConditionalGeneration``.
-    """
+    """The vision tower of a transformers model of the Qwen-VL kind."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -58,7 +53,7 @@ class Vision:
         seen: list[Images] = []
         places: list[NDArray[np.int64]] = []
         prompts: set[int] = set()
-        for sample, own, last in zip(samples, input_places(samples, batch), batch.last_prompt_places, strict=True):
+        for sample, own, last in zip(samples, batch.input_places(samples), batch.last_prompt_places, strict=True):
             if sample.images is None:
                 continue
             prompt_length = sample.prompt_ids.size
@@ -113,16 +108,6 @@ class Vision:
                 f"a prompt has runs of {found} image tokens ({self._image_token_id}), and images of {needed} merged "
                 "patches; expected one run for each image, of as many tokens"
             )
-
-
-def refuse_images(samples: MicroBatch, reason: str) -> None:
-    """Refuse samples with images.
-
-    Raises:
-        BatchError: any of the samples has images.
-    """
-    if any(sample.images is not None for sample in samples):
-        raise BatchError(f"a sample has images: {reason}")
 
 
 def checkpoint_name(model: Any, name: str) -> str:

@@ -7,41 +7,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_trainer.sample import MicroBatch, by_sample
-from gcore_trainer.torch.packed_transformer import PackedTransformer
+from gcore_trainer.torch.packed_model import PackedTransformer
 from gcore_trainer.torch.parallel import TorchParallel
-from gcore_trainer.training.replicas import Replicas
+from gcore_trainer.trainer import Replicas
 
 
 class FrozenModel:
     """A `PackedModel` or `PackedValueModel` without gradients and moments, in one process or sharded over many.
 
     Args:
-        packed: the model.
         parallel: the ranks among which parameters and samples are divided; None: this process is alone.
     """
 
     def __init__(self, packed: PackedTransformer[Any], *, parallel: TorchParallel | None = None) -> None:
         self._packed = packed
-        self._replicas = parallel.replicas if parallel else Replicas()
+        self._replicas = Replicas(parallel.replicas if parallel else None)
+        self.data_parallel_rank = self._replicas.rank
+        """The replica that this rank belongs to."""
+        self.data_parallel_size = self._replicas.size
+        """Replicas, each with samples of its own."""
         packed.model.eval().requires_grad_(False)
         if parallel is not None:
             parallel.shard(packed)
 
-    @property
-    def data_parallel_rank(self) -> int:
-        """The replica that this rank belongs to."""
-        return self._replicas.rank
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Replicas, each with samples of its own."""
-        return self._replicas.size
-
     def scores(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
-        """Compute log-probabilities or values [R] of each sample's response.
-
-        Args:
-            micro_batches: this replica's; another may have more of them, or none.
-        """
+        """Compute log-probabilities or values [R] of each sample; another replica may have more micro-batches."""
         num_passes = max(self._replicas.gather(len(micro_batches)))
         return by_sample(self._packed.predict(micro_batches, num_passes), micro_batches)

@@ -8,11 +8,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from gcore_trainer.config import ParallelConfig
 from gcore_trainer.context_parallel.groups import ContextParallel, make_context_parallel
 from gcore_trainer.errors import ConfigError
-from gcore_trainer.parallel import ParallelConfig
-from gcore_trainer.torch.packed_transformer import PackedTransformer
-from gcore_trainer.training.replicas import Replicas
+from gcore_trainer.torch.packed_model import PackedTransformer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -21,7 +20,8 @@ class TorchParallel:
 
     mesh: DeviceMesh
     """All ranks, over which parameters and moments are sharded."""
-    replicas: Replicas
+    replicas: dist.ProcessGroup
+    """One rank of each replica."""
     context: ContextParallel
     """The ranks that divide this one's rows."""
 
@@ -39,7 +39,7 @@ class TorchParallel:
         cp_groups = [list(range(first, first + cp_size)) for first in range(0, world_size, cp_size)]
         return cls(
             mesh=init_device_mesh(device_type, (world_size,), mesh_dim_names=("fsdp",)),
-            replicas=Replicas(grid["dp"].get_group()),
+            replicas=grid["dp"].get_group(),
             context=make_context_parallel(cp_groups, config.ulysses_sequence_parallel_size),
         )
 
@@ -64,7 +64,7 @@ class TorchParallel:
         policy = MixedPrecisionPolicy()
         if dtype != packed.model.dtype:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-            packed.leave_casting()
+            packed.casts = False
         for layer in packed.layers():
             fully_shard(layer, mesh=self.mesh, mp_policy=policy)
         fully_shard(packed.root, mesh=self.mesh, mp_policy=policy)

@@ -10,7 +10,7 @@ from gcore_bench.grpo.measure import StepClock, StepFigures, TimedReward
 from gcore_bench.grpo.settings import load_train_prompts, train_config
 from gcore_bench.grpo.workload import Task
 from gcore_controller import Program, Span, State, run_inline
-from gcore_llm.learning.micro_batches import workload_of
+from gcore_llm.learning.preparation import workload_of
 from gcore_llm.learning.trainer_worker import start_trainer
 from gcore_llm.modality import Job, rlhf_program
 from gcore_llm.roles import SamplingRoles, build_engine, build_tokenizer

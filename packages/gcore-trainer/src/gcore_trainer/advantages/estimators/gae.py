@@ -4,8 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_trainer.advantages.estimator import AdvantagesAndReturns, ScoredGroup, advantage_estimator
-from gcore_trainer.checks import require_finite
 from gcore_trainer.config import AdvantageConfig
+from gcore_trainer.sample import require_finite
 
 
 @advantage_estimator(needs_critic=True, reads_token_rewards=True, whiten=True)
@@ -18,12 +18,7 @@ def gae(group: ScoredGroup, config: AdvantageConfig) -> AdvantagesAndReturns:
 
 
 def gae_advantages(
-    rewards: NDArray[np.floating],
-    values: NDArray[np.floating],
-    mask: NDArray[np.bool_],
-    *,
-    gamma: float,
-    lam: float,
+    rewards: NDArray[np.floating], values: NDArray[np.floating], mask: NDArray[np.bool_], *, gamma: float, lam: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Compute generalised advantage estimates along one response (arXiv 1506.02438, eq. 16), before whitening.
 
@@ -34,8 +29,6 @@ def gae_advantages(
         rewards: [R] of one response.
         values: [R], V of the state before each token.
         mask: [R] tokens of the policy.
-        gamma: discount per token.
-        lam: weight of longer horizons.
 
     Returns:
         advantages [R] and returns [R], 0 outside the mask.

@@ -4,8 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_trainer.advantages.estimator import ScoredGroup, advantage_estimator
-from gcore_trainer.checks import require_finite
 from gcore_trainer.config import AdvantageConfig
+from gcore_trainer.sample import require_finite
 
 
 @advantage_estimator(reads_token_rewards=True, whiten=True)
@@ -22,7 +22,6 @@ def discounted_returns(rewards: NDArray[np.floating], mask: NDArray[np.bool_], *
     Args:
         rewards: [R] of one response.
         mask: [R] tokens of the policy.
-        gamma: discount per token.
 
     Returns:
         [R], 0 outside the mask.

@@ -3,7 +3,7 @@
 import torch
 
 from gcore_trainer.config import PolicyLossConfig
-from gcore_trainer.losses.policy_loss import PolicyLoss, PolicyTokens
+from gcore_trainer.objectives.policy import PolicyLoss, PolicyTokens
 
 
 def cispo(tokens: PolicyTokens, config: PolicyLossConfig) -> PolicyLoss:

@@ -3,7 +3,7 @@
 import torch
 
 from gcore_trainer.config import PolicyLossConfig
-from gcore_trainer.losses.policy_loss import PolicyLoss, PolicyTokens, clipped_surrogate
+from gcore_trainer.objectives.policy import PolicyLoss, PolicyTokens, clipped_surrogate
 
 _MAX_LOG_RATIO = 10.0
 """A sequence's log-ratio is clamped to this much from above only, as in verl."""

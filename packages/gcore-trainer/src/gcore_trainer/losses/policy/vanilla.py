@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from gcore_trainer.config import PolicyLossConfig
-from gcore_trainer.losses.policy_loss import PolicyLoss, PolicyTokens, clipped_surrogate, policy_loss_function
+from gcore_trainer.objectives.policy import PolicyLoss, PolicyTokens, clipped_surrogate, policy_loss_function
 
 
 @policy_loss_function(has_dual_clip=True)

@@ -7,8 +7,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -19,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from gcore_trainer.errors import UnsupportedModelError
-from gcore_trainer.megatron.weights.pieces import Piece
+from gcore_trainer.megatron.pieces import Piece
 
 MAX_FILE_BYTES = 5 << 30
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -28,10 +27,7 @@ _EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
 
 
 class WeightFiles:
-    """The weights of a folder; a context manager that keeps the files it has read from open.
-
-    Args:
-        folder: as ``save_pretrained`` writes it, in safetensors.
+    """The weights of a folder; files that were read from stay open until `close`.
 
     Raises:
         UnsupportedModelError: there are no such files.
@@ -49,12 +45,8 @@ class WeightFiles:
         else:
             raise UnsupportedModelError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the files."""
         self._stack.close()
 
     def __contains__(self, name: str) -> bool:
@@ -75,11 +67,7 @@ class WeightFiles:
         return torch.cat([self._slice(name, shape, (0, 0), shape) for name in disk_names])[None]
 
     def check_layers(self) -> None:
-        """Check that the layers have no other tensors than those that were read.
-
-        Raises:
-            UnsupportedModelError: they have; a number stands for all of its kind.
-        """
+        """Raise `UnsupportedModelError` if layers have tensors of a kind that was not read."""
         kinds = {_NUMBER.sub("*", name) for name in self._read}
         left = {_NUMBER.sub("*", name) for name in self._file_of if name.startswith("model.layers.")} - kinds
         # Old folders hold what the config says.
@@ -110,15 +98,7 @@ class WeightFiles:
 def write_folder(
     folder: Path, source: Path, hf_config: Any, weights: Iterable[tuple[str, torch.Tensor]], *, is_classifier: bool
 ) -> None:
-    """Write what ``from_pretrained`` loads, with no more than a file's weights in memory.
-
-    Args:
-        folder: to be written.
-        source: the folder that the model came from.
-        hf_config: of the model.
-        weights: whole tensors under the names of ``named_parameters()``.
-        is_classifier: whether the model is a sequence classifier of one label, instead of a causal LM.
-    """
+    """Write what ``from_pretrained`` loads, with no more than a file's weights in memory."""
     folder.mkdir(parents=True, exist_ok=True)
     hf_config = copy.deepcopy(hf_config)
     names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES if is_classifier else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

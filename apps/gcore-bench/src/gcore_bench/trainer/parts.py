@@ -1,0 +1,167 @@
+"""The parts log-probs, context and mfu: one measurement of gcore-trainer each.
+
+Shapes: N tokens, D hidden size, V vocabulary.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gcore_bench.harness.measure import measured
+from gcore_bench.harness.processes import Spec, joined_world
+from gcore_bench.harness.report import Figures
+from gcore_bench.trainer.updates import LOSS, OPTIMIZER
+from gcore_bench.trainer.workload import LONG_VOCAB_SIZE, context_layouts
+from gcore_llm.learning.preparation import PEAK_FLOPS
+from gcore_placement import TransformerWorkload
+from gcore_trainer import (
+    PackedModel,
+    ParallelConfig,
+    PolicyObjective,
+    Sample,
+    SFTObjective,
+    TorchParallel,
+    TorchTrainer,
+    token_scores,
+)
+from gcore_trainer.torch.packed_model import ATTENTION_NAME, register
+
+TARGET = 0.45
+"""Fraction of the peak that well-tuned trainers of dense models reach."""
+_LENGTH = 4096
+_SEQUENCES = 4
+_PASSES = 4
+_SHAPE = TransformerWorkload(
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=151_936,
+)
+"""The shape of Qwen2.5-0.5B."""
+
+
+def run(spec: Spec) -> dict[str, Figures]:
+    """Return the figures of a part by row."""
+    match spec.part:
+        case "log-probs":
+            return {f"{size:,} {spec.contender}": _figures(spec, size) for size in spec.options["vocab_sizes"]}
+        case "context":
+            with joined_world(spec):
+                return _long_steps(spec)
+        case _:
+            return _utilisation(spec)
+
+
+def _figures(spec: Spec, vocab_size: int) -> Figures:
+    options = spec.options
+    device, hidden_size = options["device"], options["hidden_size"]
+    work = {"chunked": _chunked, "naive": _naive}[spec.contender]
+    # Logits in float32 of so many tokens have the size that was asked for.
+    num_tokens = max(2, int(options["logits_mb"] * 2**18) // vocab_size)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    generator = torch.Generator().manual_seed(options["seed"])
+
+    def leaf(rows: int, scale: float) -> torch.Tensor:
+        values = (torch.randn(rows, hidden_size, generator=generator) * scale).to(device, dtype).requires_grad_()
+        values.grad = torch.zeros_like(values)
+        return values
+
+    hidden_ND, weight_VD = leaf(num_tokens, 1.0), leaf(vocab_size, hidden_size**-0.5)
+    targets_N = torch.randint(0, vocab_size, (num_tokens,), generator=generator).to(device)
+    # Threads start and kernels load at first use, which is not measured.
+    work(hidden_ND, weight_VD, targets_N, rows=2)
+    sums: list[float] = []
+    times = measured(lambda: sums.append(work(hidden_ND, weight_VD, targets_N)), times=options["steps"], device=device)
+    return times.figures() | {
+        "log_probs": sums[0] / num_tokens,
+        "logits_bytes": 4.0 * num_tokens * vocab_size,
+        "tokens": float(num_tokens),
+    }
+
+
+def _chunked(
+    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, rows: int | None = None
+) -> float:
+    total = token_scores(hidden_ND[:rows], weight_VD, targets_N[:rows]).log_probs.sum()
+    total.backward()
+    return total.item()
+
+
+def _naive(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, rows: int | None = None) -> float:
+    """The straightforward way: float32 logits of every token, their log-softmax, and one entry of each."""
+    log_probs_NV = torch.log_softmax((hidden_ND[:rows] @ weight_VD.T).float(), -1)
+    total = log_probs_NV.gather(-1, targets_N[:rows, None]).sum()
+    del log_probs_NV
+    total.backward()
+    return total.item()
+
+
+def _long_steps(spec: Spec) -> dict[str, Figures]:
+    """Return a row for each length: seconds of a step, and the loss, which all layouts must agree on."""
+    size, ulysses = context_layouts(spec.options["context_sizes"])[spec.contender]
+    config = ParallelConfig(context_parallel_size=size, ulysses_sequence_parallel_size=ulysses)
+    trainer = TorchTrainer(
+        PackedModel.from_pretrained(Path(spec.folder) / "long-model"),
+        optimizer=OPTIMIZER,
+        objective=SFTObjective(),
+        parallel=TorchParallel.join(config) if size > 1 else None,
+    )
+    rows: dict[str, Figures] = {}
+    trainer.train_step([[_sample(32, spec)]])
+    for length in spec.options["lengths"]:
+        batches = [[_sample(length, spec)]]
+        losses: list[float] = []
+        times = measured(
+            lambda batches=batches, losses=losses: losses.append(trainer.train_step(batches)["sft/loss"]),
+            times=spec.options["steps"],
+        )
+        rows[f"{length:,} {spec.contender}"] = times.figures() | {"loss": losses[0], "tokens": float(length)}
+    return rows
+
+
+def _sample(length: int, spec: Spec) -> Sample:
+    tokens = np.random.default_rng(spec.options["seed"]).integers(1, LONG_VOCAB_SIZE, length + 1)
+    return Sample(prompt_ids=tokens[:16], response_ids=tokens[16:])
+
+
+def _utilisation(spec: Spec) -> dict[str, Figures]:
+    """Return seconds of a packed bfloat16 step of a Qwen2 on a GPU, and the model's FLOPs a second over the peak."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    name = torch.cuda.get_device_name()
+    peak_flops = next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)
+    if peak_flops is None:
+        raise ValueError(f"the device is {name}; expected one of {', '.join(PEAK_FLOPS)}, whose peaks are known")
+    register()
+    shape = dataclasses.asdict(_SHAPE)
+    shape.pop("head_dim")
+    config = Qwen2Config(**shape, max_position_embeddings=_LENGTH, tie_word_embeddings=True)
+    torch.manual_seed(spec.options["seed"])
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
+    packed = PackedModel(model.to("cuda"), compute_dtype=torch.bfloat16, gradient_checkpointing=False)
+    trainer = TorchTrainer(packed, optimizer=OPTIMIZER, objective=PolicyObjective(LOSS))
+    batches = _batches(spec.options["seed"])
+    trainer.train_step(batches)
+    times = measured(lambda: trainer.train_step(batches), times=spec.options["steps"], device="cuda")
+    flops = float(_SHAPE.flops(np.full(_PASSES * _SEQUENCES, _LENGTH)).sum())
+    return {spec.contender: times.figures() | {"mfu": flops / times.wall_s / peak_flops, "target": TARGET}}
+
+
+def _batches(seed: int) -> list[list[Sample]]:
+    rng = np.random.default_rng(seed)
+    response_length = _LENGTH - 512
+
+    def sample() -> Sample:
+        return Sample(
+            prompt_ids=rng.integers(0, _SHAPE.vocab_size, 512),
+            response_ids=rng.integers(0, _SHAPE.vocab_size, response_length),
+            advantages=np.full(response_length, rng.normal(), np.float32),
+        )
+
+    return [[sample() for _ in range(_SEQUENCES)] for _ in range(_PASSES)]

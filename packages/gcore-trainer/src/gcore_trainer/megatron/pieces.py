@@ -1,0 +1,205 @@
+"""The places of Megatron-Core's parameters in the Hugging Face model: one map for loading, export and state.
+
+A parameter is made of pieces. Each is a box of one Hugging Face tensor, and contiguous in the parameter.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gcore_trainer.lora import A_OF, B_OF
+from gcore_trainer.megatron.architecture import Architecture
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A box of a Hugging Face tensor."""
+
+    name: str
+    """As in ``named_parameters()`` of transformers' model."""
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    """First index of the box in each dimension."""
+    shape: tuple[int, ...]
+    """Extents of the box; row-major in the parameter."""
+    start: int
+    """First element in the flattened parameter."""
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def view(self, flat: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Return the box, as a view."""
+        return flat[self.start - first : self.start - first + self.size].view(self.shape)
+
+    def within(self, start: int, end: int) -> "Iterator[Piece]":
+        """Yield the parts of this piece in a range of the flattened parameter, as up to three pieces."""
+        start, end = max(start, self.start) - self.start, min(end, self.start + self.size) - self.start
+        columns = self.shape[-1]
+        while start < end:
+            row, column = divmod(start, columns)
+            num_rows = (end - start) // columns if column == 0 else 0
+            width = columns if num_rows else min(columns - column, end - start)
+            yield self._box(row, column, max(1, num_rows), width)
+            start += max(1, num_rows) * width
+
+    def _box(self, row: int, column: int, num_rows: int, width: int) -> "Piece":
+        start = self.start + row * self.shape[-1] + column
+        if len(self.shape) == 1:
+            return replace(self, offset=(self.offset[0] + column,), shape=(width,), start=start)
+        *leading, rows, columns = self.offset
+        return replace(
+            self,
+            offset=(*leading, rows + row, columns + column),
+            shape=(*self.shape[:-2], num_rows, width),
+            start=start,
+        )
+
+
+class Place(NamedTuple):
+    """A rank among those that divide each layer."""
+
+    tp_size: int
+    tp_rank: int
+    first_expert: int
+    """The lowest of this rank's experts."""
+
+
+def pieces_of(architecture: Architecture, place: Place, name: str, layer: int | None) -> list[Piece]:
+    """Return the pieces of one parameter."""
+    a, experts, hidden, tp, tp_rank = architecture, architecture.experts, architecture.hidden_size, *place[:2]
+    prefix = "model." if layer is None else f"model.layers.{layer}."
+    whole = {
+        "decoder.final_layernorm": ("norm", (hidden,)),
+        "input_layernorm": ("input_layernorm", (hidden,)),
+        "pre_mlp_layernorm": ("post_attention_layernorm", (hidden,)),
+        "self_attention.q_layernorm": ("self_attn.q_norm", (a.head_dim,)),
+        "self_attention.k_layernorm": ("self_attn.k_norm", (a.head_dim,)),
+    }
+    by_columns = {
+        "self_attention.linear_proj": ("self_attn.o_proj", a.num_heads * a.head_dim),
+        "mlp.linear_fc2": ("mlp.down_proj", a.ffn_hidden_size),
+    }
+    module, _, kind = name.rpartition(".")
+    if name == "score.weight":
+        return [_box(name, (1, hidden))]
+    if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        # Divided by rows; the last rank's last rows may be padding.
+        is_embedding = a.is_tied or name != "output_layer.weight"
+        rows = -(-a.vocab_size // tp)
+        count = min(rows, a.vocab_size - tp_rank * rows)
+        hub_name = "model.embed_tokens.weight" if is_embedding else "lm_head.weight"
+        return [_box(hub_name, (a.vocab_size, hidden), 0, tp_rank * rows, count)] if count > 0 else []
+    if module in whole:
+        hub_module, shape = whole[module]
+        return [_box(f"{prefix}{hub_module}.weight", shape)]
+    if module in by_columns:
+        hub_module, count = by_columns[module]
+        width = count // tp
+        return [_box(f"{prefix}{hub_module}.weight", (hidden, count), 1, tp_rank * width, width)]
+    if module == "mlp.linear_fc1":
+        rows, shape = a.ffn_hidden_size // tp, (a.ffn_hidden_size, hidden)
+        names = (f"{prefix}mlp.{half}_proj.weight" for half in ("gate", "up"))
+        return [_box(n, shape, 0, tp_rank * rows, rows, start=i * rows * hidden) for i, n in enumerate(names)]
+    if module == "self_attention.linear_qkv":
+        # Queries, key and value of each query group, one group after the other.
+        groups = a.num_query_groups // tp
+        rows_of = {"q": a.num_heads // a.num_query_groups * a.head_dim, "k": a.head_dim, "v": a.head_dim}
+        columns = (hidden,) if kind == "weight" else ()
+        pieces: list[Piece] = []
+        for group in range(tp_rank * groups, (tp_rank + 1) * groups):
+            for letter, rows in rows_of.items():
+                start = pieces[-1].start + pieces[-1].size if pieces else 0
+                shape = (a.num_query_groups * rows, *columns)
+                hub_name = f"{prefix}self_attn.{letter}_proj.{kind}"
+                pieces.append(_box(hub_name, shape, 0, group * rows, rows, start=start))
+        return pieces
+    assert experts is not None, f"no rule for parameter {name!r}"
+    if name == "mlp.router.weight":
+        return [_box(f"{prefix}mlp.gate.weight", (experts.num_experts, hidden))]
+    # One expert of a tensor that holds all of a layer's.
+    match = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", name)
+    assert match is not None, f"no rule for parameter {name!r}"
+    hub_module, shape = {
+        "linear_fc1": ("gate_up_proj", (2 * experts.ffn_hidden_size, hidden)),
+        "linear_fc2": ("down_proj", (hidden, experts.ffn_hidden_size)),
+    }[match[2]]
+    expert = place.first_expert + int(match[1])
+    return [_box(f"{prefix}mlp.experts.{hub_module}", (experts.num_experts, *shape), 0, expert, 1)]
+
+
+def _box(
+    name: str, global_shape: tuple[int, ...], dim: int = 0, offset: int = 0, size: int | None = None, *, start: int = 0
+) -> Piece:
+    """Make a piece of a tensor that is cut in one dimension; without a size it is whole."""
+    offsets, shape = [0] * len(global_shape), list(global_shape)
+    if size is not None:
+        offsets[dim], shape[dim] = offset, size
+    return Piece(name=name, global_shape=global_shape, offset=tuple(offsets), shape=tuple(shape), start=start)
+
+
+def adapter_pieces(weight: Sequence[Piece], rank: int) -> dict[str, tuple[Piece, Piece]]:
+    """Return the adapters of the Hugging Face layers that a linear layer is made of, each as a parameter.
+
+    Returns:
+        by name of the Hugging Face layer, what this rank has of A [rank, in] and B [out, rank].
+    """
+    of_layer: dict[str, list[Piece]] = {}
+    for piece in weight:
+        of_layer.setdefault(piece.name.removesuffix(".weight"), []).append(piece)
+    adapters: dict[str, tuple[Piece, Piece]] = {}
+    for layer, (first, *others) in of_layer.items():
+        (out_features, in_features), (row, column), (rows, columns) = first.global_shape, first.offset, first.shape
+        rows += sum(piece.shape[0] for piece in others)
+        adapters[layer] = (
+            _box(layer + A_OF, (rank, in_features), 1, column, columns),
+            _box(layer + B_OF, (out_features, rank), 0, row, rows),
+        )
+    return adapters
+
+
+def gather_weights(
+    pieces: Mapping[torch.nn.Parameter, Sequence[Piece]], *, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and whole tensors, one at a time and in the same order on all ranks, which all iterate to the end."""
+    own: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
+    for parameter, of_parameter in pieces.items():
+        for piece in of_parameter:
+            own.setdefault(piece.name, []).append((piece, parameter))
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, {name: [piece for piece, _ in pairs] for name, pairs in own.items()})
+    for name, senders in _senders(everyones).items():
+        first = next(iter(senders.values()))[0]
+        whole = torch.empty(first.global_shape, dtype=dtype, device=device)
+        for rank, boxes in senders.items():
+            sizes = [piece.size for piece in boxes]
+            if rank == dist.get_rank():
+                flat = {piece.offset: piece.view(p.detach().view(-1)).reshape(-1) for piece, p in own[name]}
+                message = torch.cat([flat[piece.offset] for piece in boxes])
+            else:
+                message = torch.empty(sum(sizes), dtype=dtype, device=device)
+            dist.broadcast(message, src=rank)
+            for piece, part in zip(boxes, message.split(sizes), strict=True):
+                box = tuple(slice(o, o + s) for o, s in zip(piece.offset, piece.shape, strict=True))
+                whole[box] = part.view(piece.shape)
+        yield name, whole
+
+
+def _senders(everyones: Sequence[Mapping[str, Sequence[Piece]]]) -> dict[str, dict[int, list[Piece]]]:
+    """By name, the ranks that send something of it: of ranks with the same box, the first."""
+    senders: dict[str, dict[int, list[Piece]]] = {}
+    taken: set[tuple[str, tuple[int, ...]]] = set()
+    for rank, by_name in enumerate(everyones):
+        for name, pieces in by_name.items():
+            for piece in pieces:
+                if (name, piece.offset) not in taken:
+                    taken.add((name, piece.offset))
+                    senders.setdefault(name, {}).setdefault(rank, []).append(piece)
+    return senders

@@ -1,0 +1,58 @@
+"""Layers that mix the tokens of a sequence by a recurrence, in packed rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gcore_trainer.packing.pack import PackedBatch, PackedPlan, rounded_length
+
+
+def mix_by_sequence(mixer: Any) -> None:
+    """Make a layer's linear attention compute each sequence of a packed row from the start; see `mix`."""
+    forward = mixer.forward
+
+    def packed_forward(hidden_states: torch.Tensor, *, packed: PackedPlan | None = None, **others: Any) -> torch.Tensor:
+        if packed is None:
+            return forward(hidden_states=hidden_states, **others)
+        # Others are caches and masks, of which a packed row has none.
+        return mix(packed, hidden_states, lambda hidden_SLD: forward(hidden_states=hidden_SLD))
+
+    mixer.forward = packed_forward
+
+
+def mix(plan: PackedPlan, hidden_1TD: torch.Tensor, mixer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Compute the output [1, T, D] of a layer that mixes the tokens of a sequence from first to last.
+
+    Linear attention has a state and no mask, so it is given whole sequences: other layers compute a shared prompt
+    once, and such a layer once for each of its responses.
+    """
+    plan.num_calls += 1
+    rectangles, unpack_index = _rectangles(plan.batch)
+    outputs = [mixer(hidden_1TD[0][torch.from_numpy(x).to(hidden_1TD.device)]).flatten(0, 1) for x in rectangles]
+    return torch.cat(outputs).index_select(0, torch.from_numpy(unpack_index).to(hidden_1TD.device))[None]
+
+
+def _rectangles(batch: PackedBatch) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
+    """Lay out the sequences of a row, each with its own copy of its prompt, in rectangles of similar lengths.
+
+    Returns:
+        Places in the row [S, L] of each rectangle; what pads a sequence, at its end, points to 0. And [T] where each
+        token of the row stands among the flattened rectangles, in one of its sequences.
+    """
+    by_length: dict[int, list[NDArray[np.int64]]] = {}
+    for sequence in batch.sequences:
+        by_length.setdefault(rounded_length(sequence.size), []).append(sequence)
+    rectangles: list[NDArray[np.int64]] = []
+    unpack_index = np.empty(batch.input_ids.size, np.int64)
+    offset = 0
+    for _, members in sorted(by_length.items()):
+        rectangle = np.zeros((len(members), max(x.size for x in members)), np.int64)
+        for row, sequence in zip(rectangle, members, strict=True):
+            row[: sequence.size] = sequence
+            unpack_index[sequence] = offset + np.arange(sequence.size)
+            offset += row.size
+        rectangles.append(rectangle)
+    return rectangles, unpack_index

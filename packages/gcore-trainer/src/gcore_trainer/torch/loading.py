@@ -1,0 +1,277 @@
+"""Loading of transformers models, and the checks that a packed row is scored as transformers scores each sequence.
+
+transformers' models differ in more than their configuration says: masks, positions, heads and state that a packed row
+would get wrong without an error. When a model is loaded, one packed row of a few sequences, and each of these sequences
+on its own by transformers' attention, show whether a model is scored as transformers does.
+"""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gcore_trainer.errors import StateError, TrainerError, UnsupportedModelError
+from gcore_trainer.packing.row import named_scores
+from gcore_trainer.sample import Sample
+
+_LENGTHS = ((5, 4), (5, 7), (1, 3), (5, 2), (30, 12))
+"""Lengths of prompts and responses; all prompts of 5 tokens are the same."""
+_MAX_DIFFERENCE = 1e-3
+"""Largest difference in float32, whose rounding is far below."""
+_MAX_ROUNDED_DIFFERENCE = 0.05
+"""The same with fewer bits; four times the difference of transformers' own eager and SDPA attention, if larger."""
+_FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Raised by models that are called in a way that they do not know."""
+_CAPPED = frozenset(
+    {"gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "nanochat", "vaultgemma"}
+)
+"""Model types that cap their logits by ``final_logit_softcapping``."""
+
+_DIVIDED = frozenset(
+    {"granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "minicpm3"}
+)
+"""Model types that divide their logits, or the hidden states before the head, by ``logits_scaling``."""
+
+_MULTIPLIED_BY_SCALING = frozenset({"hyperclovax"})
+"""Model types that multiply their logits by ``logits_scaling``."""
+
+_MULTIPLIED = frozenset({"cohere", "cohere2", "cohere2_moe"})
+"""Model types that multiply their logits by ``logit_scale``."""
+
+
+def load_model(auto_class: Any, config: Any, path: str | Path, *, new_weights: tuple[str, ...], **options: Any) -> Any:
+    """Load a Hugging Face folder by one of transformers' auto classes.
+
+    Raises:
+        UnsupportedModelError: the class has no such model, or one that has only attention of its own.
+        StateError: the folder lacks some of the model's tensors.
+    """
+    if type(config) not in auto_class._model_mapping:
+        raise UnsupportedModelError(f"model_type is {config.model_type!r}; expected one that {auto_class.__name__} has")
+    try:
+        model, loaded = auto_class.from_pretrained(path, output_loading_info=True, **options)
+    except (AttributeError, KeyError, TypeError) as error:
+        # Of models that have classes of their own for every attention that they know.
+        raise UnsupportedModelError(
+            f"{config.model_type!r} does not load with an attention that is not transformers' own "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    # transformers draws at random what the files lack.
+    if missing := sorted(n for n in loaded["missing_keys"] if not n.startswith(new_weights)):
+        raise StateError(f"the weights in {path} lack {len(missing)} of the model's tensors, such as {missing[0]}")
+    return model
+
+
+def logit_changes(config: Any) -> tuple[float, float | None]:
+    """Return the factor and the soft cap of the logits in a model of this config: see `token_scores`.
+
+    Raises:
+        UnsupportedModelError: a setting changes them in a way that is not known of this type of model.
+    """
+    model_type = config.model_type
+    settings = [getattr(config, name, None) for name in ("final_logit_softcapping", "logits_scaling", "logit_scale")]
+    softcap, scaling, logit_scale = settings
+    for name, value, neutral, known in (
+        ("final_logit_softcapping", softcap, None, _CAPPED),
+        ("logits_scaling", scaling, 1.0, _DIVIDED | _MULTIPLIED_BY_SCALING),
+        ("logit_scale", logit_scale, 1.0, _MULTIPLIED),
+    ):
+        if value not in (None, neutral) and model_type not in known:
+            raise UnsupportedModelError(
+                f"{name} is {value}; expected {neutral} for model type {model_type!r}: packed training computes it "
+                f"for {', '.join(sorted(known))}"
+            )
+    scale = 1.0
+    if scaling is not None:
+        scale = scaling if model_type in _MULTIPLIED_BY_SCALING else 1 / scaling
+    return scale if logit_scale is None else scale * logit_scale, softcap
+
+
+def freeze_rope(model: torch.nn.Module, max_length: int | None) -> bool:
+    """Make rotary embeddings choose their frequencies as for a sequence of ``max_length`` tokens.
+
+    transformers chooses the factors of ``longrope`` (LongRoPE, arXiv 2402.13753) and the base of ``dynamic`` by the
+    largest position of its input, so a sequence's log-probabilities would depend on its neighbours in a packed row.
+    Here the choice is made once, for the longest sequence of the run. vLLM chooses likewise, by ``max_model_len``.
+
+    Returns:
+        whether the model has such embeddings; if so, it must not see longer sequences.
+
+    Raises:
+        UnsupportedModelError: the model has such embeddings and ``max_length`` is None, or more than the model's
+            ``max_position_embeddings`` for ``dynamic``.
+    """
+    found: dict[Any, str] = {}
+    for module in model.modules():
+        own: Any = getattr(module, "rope_type", None)
+        for rope_type in own.values() if isinstance(own, dict) else [own]:
+            if isinstance(rope_type, str) and (rope_type == "longrope" or "dynamic" in rope_type):
+                found.setdefault(module, rope_type)
+    for module, rope_type in found.items():
+        if max_length is None:
+            raise UnsupportedModelError(
+                f"max_length is None; expected the longest prompt and response in tokens: rope_type {rope_type!r} "
+                "depends on it"
+            )
+        limit: int = module.config.max_position_embeddings
+        if "dynamic" in rope_type and max_length > limit:
+            raise UnsupportedModelError(
+                f"max_length is {max_length}; expected at most max_position_embeddings = {limit} for rope_type "
+                f"{rope_type!r}, which changes with every longer token"
+            )
+        module.forward = _frozen(module.forward, max_length - 1)
+    return bool(found)
+
+
+def _frozen(forward: Any, last: int) -> Any:
+    """Return the forward pass of a rotary embedding, with one more position: the last of the longest sequence."""
+
+    def frozen(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        position = position_ids.new_full((*position_ids.shape[:-1], 1), last)
+        angles = forward(x, torch.cat([position_ids, position], dim=-1), *args, **kwargs)
+        if isinstance(angles, torch.Tensor):
+            return angles[..., :-1, :]
+        return tuple(part[..., :-1, :] for part in angles)
+
+    return frozen
+
+
+def input_and_target_ids(sample: Sample, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a sample's input tokens [1, P + R - 1] and targets [R]."""
+    ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids])).to(device)
+    return ids[None, :-1], ids[sample.prompt_ids.size :]
+
+
+def probe_samples(model: Any, max_length: int | None) -> list[Sample]:
+    """Return samples of random tokens: several prompts, one of them shared."""
+    config = model.config.get_text_config()
+    limits = [getattr(config, "max_position_embeddings", None), max_length]
+    longest = min((limit for limit in limits if limit), default=max(map(sum, _LENGTHS)))
+    named = {**vars(model.config), **vars(config)}
+    special = {value for name, value in named.items() if name.endswith("token_id") and isinstance(value, int)}
+    vocab_size: int = model.get_input_embeddings().weight.shape[0]
+    tokens = np.array([t for t in range(min(vocab_size, 1 << 16)) if t not in special] or [0])
+    rng = np.random.default_rng(0)
+    shared = rng.choice(tokens, 5)
+    samples: list[Sample] = []
+    for prompt_length, response_length in _LENGTHS:
+        prompt = shared if prompt_length == shared.size else rng.choice(tokens, prompt_length)
+        response = rng.choice(tokens, response_length)
+        num_prompt = max(1, min(prompt_length, longest - response_length))
+        num_response = max(1, min(response_length, longest - num_prompt))
+        samples.append(Sample(prompt_ids=prompt[:num_prompt], response_ids=response[:num_response]))
+    return samples
+
+
+def check_scores(packed: Any, max_length: int | None) -> None:
+    """Compare scores of a packed row with those of transformers.
+
+    Random state, parameters, modes and configuration of the model are afterwards what they were.
+
+    Args:
+        packed: a `PackedTransformer`, before it is wrapped or sharded.
+        max_length: tokens of the longest prompt and response, if that is known.
+
+    Raises:
+        UnsupportedModelError: they differ by more than rounding, or the model cannot be called in one of these ways.
+    """
+    samples = probe_samples(packed.model, max_length)
+    routing: list[torch.Tensor] = []
+    try:
+        _compare(packed, samples, routing)
+    except UnsupportedModelError:
+        if not packed.num_routers:
+            raise
+        # Rounding decides between experts of nearly equal scores: now both passes take the same.
+        with torch.no_grad(), packed.recording_routing() as recorded:
+            packed.score(samples)
+        routing = [torch.from_numpy(own.astype(np.int64)).to(packed.model.device) for own in recorded[0]]
+        _compare(packed, samples, routing)
+    finally:
+        packed.impose(None)
+
+
+def _compare(packed: Any, samples: list[Sample], routing: Sequence[torch.Tensor]) -> None:
+    model = packed.model
+    model_type: str = model.config.model_type
+
+    def alone() -> list[torch.Tensor]:
+        scores: list[torch.Tensor] = []
+        for i, sample in enumerate(samples):
+            packed.impose(routing[i] if routing else None)
+            scores.append(packed.alone(sample))
+        return scores
+
+    with _undisturbed(model):
+        with _refusing(f"{model_type!r} cannot be scored packed"):
+            scores = named_scores(packed.score(samples)).split([s.response_ids.size for s in samples])
+        with _refusing(f"{model_type!r} cannot be compared with transformers"), _attention(model, "eager"):
+            expected = alone()
+            tolerance = _MAX_DIFFERENCE
+            if _rounds(model):
+                _set_attention(model, "sdpa" if model._supports_sdpa else "eager")
+                differences = [4 * _largest(a, b) for a, b in zip(alone(), expected, strict=True)]
+                tolerance = max(_MAX_ROUNDED_DIFFERENCE, *differences)
+    differences = [_largest(a, b) for a, b in zip(scores, expected, strict=True)]
+    worst = int(np.argmax(differences))
+    # A comparison with nan is false.
+    if not differences[worst] <= tolerance:
+        token = int((scores[worst] - expected[worst]).abs().argmax())
+        sample = samples[worst]
+        raise UnsupportedModelError(
+            f"scores of {model_type!r} in a packed row differ from those of transformers by {differences[worst]:.2g} "
+            f"(at most {tolerance:.2g} is rounding), most at token {token} of a response of {sample.response_ids.size} "
+            f"to a prompt of {sample.prompt_ids.size}: the model does something that packed training does not compute"
+        )
+
+
+def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
+    difference = (a.float() - b.float()).abs()
+    return float(torch.where(difference.isnan(), torch.inf, difference).max())
+
+
+def _rounds(model: Any) -> bool:
+    if model.dtype not in (torch.float32, torch.float64):
+        return True
+    return model.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+
+
+@contextmanager
+def _undisturbed(model: torch.nn.Module) -> Generator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices=list(devices)), torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _attention(model: Any, name: str) -> Generator[None]:
+    own: str = model.config.get_text_config()._attn_implementation
+    try:
+        _set_attention(model, name)
+        yield
+    finally:
+        _set_attention(model, own)
+
+
+def _set_attention(model: Any, name: str) -> None:
+    # Not `model.set_attn_implementation`, which would also change a vision tower's.
+    model.config.get_text_config()._attn_implementation = name
+
+
+@contextmanager
+def _refusing(what: str) -> Generator[None]:
+    try:
+        yield
+    except (TrainerError, torch.OutOfMemoryError):
+        raise
+    except _FAULTS as error:
+        raise UnsupportedModelError(f"{what} ({type(error).__name__}: {error})") from error

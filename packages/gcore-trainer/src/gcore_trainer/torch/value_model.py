@@ -1,0 +1,79 @@
+"""A packed sequence classifier, as a critic or a reward model."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForSequenceClassification
+
+from gcore_trainer.errors import UnsupportedModelError
+from gcore_trainer.packing.row import Row
+from gcore_trainer.sample import MicroBatch, Sample, by_sample
+from gcore_trainer.torch.loading import input_and_target_ids
+from gcore_trainer.torch.packed_model import PackedTransformer
+
+
+class PackedValueModel(PackedTransformer[torch.Tensor]):
+    """A sequence classifier of one label, as a critic or reward model: a value for every token's place.
+
+    It is transformers' ``...ForSequenceClassification`` with ``num_labels=1``; a causal LM's folder loads with a head
+    of zeros, so that a new critic's values start at 0.
+    """
+
+    scores = "values"
+    _auto_class = AutoModelForSequenceClassification
+    _new_weights = ("score.",)
+    _load_options = {"num_labels": 1}  # noqa: RUF012 - a ClassVar of the base
+
+    def _check_head(self, model: Any) -> None:
+        if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no linear layer 'score' as its head: packed training computes no other"
+            )
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
+        packed = super().from_pretrained(path, **options)
+        architectures = json.loads((Path(path) / "config.json").read_text()).get("architectures") or []
+        if not any(name.endswith("ForSequenceClassification") for name in architectures):
+            torch.nn.init.zeros_(packed.model.score.weight)
+        return packed
+
+    def score(self, samples: MicroBatch, *, entropy_grad: bool = False) -> torch.Tensor:
+        """Compute values [N] of the states before each response token, in float32 at least."""
+        del entropy_grad
+        (values_N,) = self._run(samples)
+        return values_N
+
+    def _probe(self, max_length: int | None) -> None:
+        # The head of a new critic is zeros, and would hide every difference.
+        weight: torch.Tensor = self.model.score.weight.data
+        own = weight.clone()
+        weight.copy_(torch.arange(weight.numel()).sin().reshape(weight.shape) * weight.shape[-1] ** -0.5)
+        try:
+            super()._probe(max_length)
+        finally:
+            weight.copy_(own)
+
+    def alone(self, sample: Sample) -> torch.Tensor:
+        input_ids, target_ids = input_and_target_ids(sample, self.model.device)
+        values: list[torch.Tensor] = []
+        hook = self.model.score.register_forward_hook(lambda *call: values.append(call[-1]))
+        try:
+            last_11 = self.model(input_ids=input_ids, use_cache=False).logits
+        finally:
+            hook.remove()
+        # transformers returns the last token's value only.
+        return torch.cat([values[0][0, -target_ids.numel() : -1, 0], last_11[0]])
+
+    def values(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+        """Compute values [R] of the states before each sample's response tokens, without gradient."""
+        return by_sample(self.predict(micro_batches), micro_batches)
+
+    def _of_hidden(self, hidden_nD: torch.Tensor, row: Row, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
+        del row, entropy_grad
+        return (self.model.score(hidden_nD).sum(-1),)

@@ -1,0 +1,396 @@
+"""Trainers: what those of all models and backends share, and the torch backend of language models."""
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed.tensor import DTensor
+
+from gcore_trainer.config import OptimizerConfig
+from gcore_trainer.errors import BatchError, ConfigError, NonFiniteGradientError, StateError, TrainerError
+from gcore_trainer.lora import merge_lora
+from gcore_trainer.objectives.policy import BatchTotals, Objective, add_sums, added
+from gcore_trainer.packing.row import named_scores
+from gcore_trainer.packing.vision import checkpoint_name, copy_processor
+from gcore_trainer.sample import NOTHING, MicroBatch, by_sample
+
+if TYPE_CHECKING:
+    from gcore_trainer.torch.packed_model import PackedTransformer
+    from gcore_trainer.torch.parallel import TorchParallel
+
+T = TypeVar("T")
+_logger = logging.getLogger(__name__)
+
+
+class Replicas:
+    """The data-parallel replicas of a trainer, one rank of each in a group; None: this one is alone.
+
+    They work on different samples, and all of them call every method.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.size = dist.get_world_size(group) if group else 1
+        self.rank = dist.get_rank(group) if group else 0
+
+    def gather(self, value: T) -> list[T]:
+        """Return every replica's value, by rank."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def gather_or_raise(self, value: T, error: TrainerError | None) -> list[T]:
+        """Return every replica's value; if one passes an error, all raise the first, so that none waits for another."""
+        everyones = self.gather((value, error))
+        if found := next(((rank, e) for rank, (_, e) in enumerate(everyones) if e is not None), None):
+            rank, first = found
+            raise error or type(first)(f"data-parallel rank {rank}: {first}")
+        return [v for v, _ in everyones]
+
+
+class AdamW:
+    """torch's fused AdamW, with gradients and moments from the start, so that a checkpoint can be loaded into them.
+
+    Parameters are whole or sharded, by their names in a checkpoint.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> None:
+        self.parameters = dict(parameters)
+        self._grad_clip = config.grad_clip
+        settings: dict[str, Any] = {name: getattr(config, name) for name in ("lr", "betas", "eps", "weight_decay")}
+        self._optimizer = torch.optim.AdamW(self.parameters.values(), fused=True, **settings)
+        for parameter in self.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+            self._optimizer.state[parameter] = {
+                # The fused kernel reads the count on the parameter's device.
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    @property
+    def num_updates(self) -> int:
+        """Updates that the moments have seen."""
+        return max((int(s["step"]) for s in self._optimizer.state.values()), default=0)
+
+    def zero_grad(self) -> None:
+        """Set the gradients to 0, in place."""
+        self._optimizer.zero_grad(set_to_none=False)
+
+    def update(self, lr: float) -> float:
+        """Clip the gradient and update if its norm is finite; return the norm before clipping."""
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self._grad_clip)
+        grad_norm = whole(norm).item()
+        if np.isfinite(grad_norm):
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+        return grad_norm
+
+    def tensors(self) -> dict[str, dict[str, Any]]:
+        """Return ``model``, ``exp_avg`` and ``exp_avg_sq`` as in `BaseTrainer.state`."""
+        moments = self._optimizer.state
+        found = {"model": {name: p.detach() for name, p in self.parameters.items()}}
+        return found | {
+            key: {name: moments[p][key] for name, p in self.parameters.items()} for key in ("exp_avg", "exp_avg_sq")
+        }
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over the tensors of a state that was checked, and its ``optimizer_step``."""
+        for group, own in self.tensors().items():
+            for name, tensor in own.items():
+                tensor.copy_(state[group][name])
+        for moments in self._optimizer.state.values():
+            moments["step"].fill_(float(state["optimizer_step"]))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor that may be sharded; all ranks call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class BaseTrainer:
+    """One rank's part of a model in training: its steps' learning rate, skipped steps, and the state.
+
+    All ranks call the same methods in the same order. The ranks of one data-parallel replica (those that divide its
+    layers, matrices or tokens) pass the same samples and get the same results; different replicas pass different ones.
+
+    Raises:
+        ConfigError: the learning rate decays, and ``total_training_steps`` is not set.
+    """
+
+    def __init__(self, *, config: OptimizerConfig, optimizer: AdamW, replicas: Replicas) -> None:
+        if config.lr_scheduler_type != "constant" and not config.total_training_steps:
+            raise ConfigError(
+                f"total_training_steps is 0; expected 1 or more for lr_scheduler_type {config.lr_scheduler_type!r}"
+            )
+        self._config = config
+        self._optimizer = optimizer
+        self._replicas = replicas
+        self.step = 0
+        """Steps taken so far, those skipped for their gradient included."""
+        self._nonfinite_steps = 0
+        self.data_parallel_rank = replicas.rank
+        """The replica that this rank belongs to."""
+        self.data_parallel_size = replicas.size
+        """Number of replicas, each with samples of its own."""
+
+    def _apply_gradient(self) -> dict[str, float]:
+        lr = learning_rate(self._config, self.step)
+        grad_norm, limit = self._optimizer.update(lr), self._config.max_nonfinite_steps
+        self._nonfinite_steps = 0 if np.isfinite(grad_norm) else self._nonfinite_steps + 1
+        if count := self._nonfinite_steps:
+            skipped = "step %d: the gradient norm is %s; the update is skipped (%d in a row, max_nonfinite_steps=%d)"
+            _logger.warning(skipped, self.step, grad_norm, count, limit)
+            if count >= limit:
+                raise NonFiniteGradientError(
+                    f"the gradient norm was {grad_norm} in {count} steps in a row (max_nonfinite_steps={limit}): try a "
+                    "lower lr"
+                )
+        self.step += 1
+        return {"actor/grad_norm": grad_norm, "actor/lr": lr, "actor/nonfinite_steps": float(self._nonfinite_steps)}
+
+    def state(self) -> dict[str, Any]:
+        """Return all that a resumed trainer needs, under the same names in every backend and layout.
+
+        ``model``, ``exp_avg`` and ``exp_avg_sq`` map Hugging Face names to what this rank has of the tensor: a live
+        tensor, a live `DTensor`, or a list of `TensorPart`. The rest are plain numbers.
+        """
+        return {
+            "step": self.step,
+            "nonfinite_steps": self._nonfinite_steps,
+            "optimizer_step": self._optimizer.num_updates,
+            **self._optimizer.tensors(),
+            **self._averages(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over a state of `state`, or one that was loaded in its place, by copying into this trainer's tensors.
+
+        Raises:
+            StateError: names or shapes differ; nothing was changed.
+        """
+        own = self.state()
+        if difference := sorted(state.keys() ^ own.keys()):
+            raise StateError(f"state does not match this trainer's: names on one side only: {difference}")
+        for group, tensors in own.items():
+            if not isinstance(tensors, dict):
+                continue
+            if difference := sorted(state[group].keys() ^ tensors.keys()):
+                raise StateError(f"{group} does not match the model: names on one side only: {difference[:3]}")
+            for name, tensor in tensors.items():
+                if isinstance(tensor, torch.Tensor) and state[group][name].shape != tensor.shape:
+                    raise StateError(
+                        f"{group}[{name!r}] has shape {tuple(state[group][name].shape)}; expected {tuple(tensor.shape)}"
+                    )
+        self._optimizer.load(state)
+        for group, tensors in self._averages().items():
+            for name, tensor in tensors.items():
+                tensor.copy_(state[group][name])
+        self.step = state["step"]
+        self._nonfinite_steps = state["nonfinite_steps"]
+
+    def _averages(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return further groups of tensors of the state, without gradients: averages of the parameters."""
+        return {}
+
+
+def learning_rate(config: OptimizerConfig, step: int) -> float:
+    """Return the rate of the update after ``step`` updates.
+
+    It rises linearly to ``lr`` over ``lr_warmup_steps``. Then it is constant, or falls to ``min_lr_ratio * lr`` at
+    ``total_training_steps``: along a line, or along half a cosine (SGDR, arXiv 1608.03983, eq. 5), and stays there.
+    """
+    if step < config.lr_warmup_steps:
+        return config.lr * (step + 1) / config.lr_warmup_steps
+    if config.lr_scheduler_type == "constant":
+        return config.lr
+    span = max(1, config.total_training_steps - config.lr_warmup_steps)
+    progress = min(1.0, (step - config.lr_warmup_steps) / span)
+    left = 1.0 - progress if config.lr_scheduler_type == "linear" else (1.0 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
+
+
+class Trainer(BaseTrainer, ABC):
+    """The interface of every training backend of language models, and the common part of their steps."""
+
+    num_routers: int = 0
+    """Layers whose choice of experts can be recorded and imposed; 0 for a model without experts."""
+
+    def __init__(self, *, objective: Objective[Any], **options: Any) -> None:
+        super().__init__(**options)
+        self._objective = objective
+
+    def train_step(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Make one update on all samples of all replicas; the result does not depend on how they are split.
+
+        Samples whose gradient is known to be zero are left out of the passes; they count in the loss's denominators.
+
+        Args:
+            micro_batches: this replica's; another may have more of them, or none.
+
+        Returns:
+            metrics of the objective and the update, and ``perf/computed_tokens`` (those that passed through the model,
+            in all replicas); the same on all ranks.
+
+        Raises:
+            BatchError: the samples lack what the objective needs, hold numbers that are not finite at tokens that
+                count, or there are none at all.
+            NonFiniteGradientError: too many skipped steps in a row.
+        """
+        error = None
+        try:
+            self._objective.check(micro_batches)
+        except TrainerError as found:
+            error = found
+        samples = [s for batch in micro_batches for s in batch]
+        kept = [[s for s in batch if not self._objective.has_no_gradient(s)] for batch in micro_batches]
+        kept = [batch for batch in kept if batch]
+        everyones = self._replicas.gather_or_raise((self._objective.totals(samples), len(kept)), error)
+        totals = sum((t for t, _ in everyones), BatchTotals(num_sequences=0, num_tokens=0))
+        if not totals.num_sequences:
+            raise BatchError("micro_batches holds no sample; expected at least one in any replica")
+        sums = self._backward(kept, max(n for _, n in everyones), totals)
+        metrics = self._objective.metrics(added(self._replicas.gather(sums)))
+        return metrics | self._apply_gradient()
+
+    def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+        """Return the log-probabilities [R] of each sample's response; another replica may have more micro-batches."""
+        return self._predicted(micro_batches, "tokens")
+
+    def log_probs_and_routing(
+        self, micro_batches: Sequence[MicroBatch]
+    ) -> list[list[tuple[NDArray[np.float32], NDArray[np.int16]]]]:
+        """Return `log_probs`, and the experts [P + R - 1, L, K] that every token passed through: see `router_replay`.
+
+        Raises:
+            TrainerError: the model has no routers.
+        """
+        if not self.num_routers:
+            raise TrainerError("the model has no routers whose choice of experts could be recorded")
+        with self._recording_routing() as routing:
+            log_probs = self.log_probs(micro_batches)
+        return [list(zip(*pair, strict=True)) for pair in zip(log_probs, routing, strict=False)]
+
+    def values(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+        """Return the values [R] of the states before each sample's response tokens, under the present critic."""
+        return self._predicted(micro_batches, "values")
+
+    def _predicted(self, micro_batches: Sequence[MicroBatch], scores: str) -> list[list[NDArray[np.float32]]]:
+        if self._objective.scores != scores:
+            raise TrainerError(f"the trainer's model gives {self._objective.scores}; expected {scores}")
+        num_passes = max(self._replicas.gather(len(micro_batches)))
+        return by_sample(self._predict(micro_batches, num_passes), micro_batches)
+
+    @abstractmethod
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield Hugging Face names and whole tensors, one at a time, on every rank; a tied head is left out."""
+
+    @abstractmethod
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write a Hugging Face folder that ``from_pretrained`` loads; all ranks call it, one writes."""
+
+    @abstractmethod
+    def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals) -> dict[str, float]:
+        """Compute the gradient of all replicas' loss in ``num_passes`` passes; return the sums of this one."""
+
+    @abstractmethod
+    def _predict(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[NDArray[np.float32]]:
+        """Compute log-probs or values [N] of each micro-batch, in ``num_passes`` passes."""
+
+    @abstractmethod
+    def _recording_routing(self) -> AbstractContextManager[Sequence[list[NDArray[np.int16]]]]:
+        """Make `_predict` append the experts that it records: [P + R - 1, L, K] of each sample, a list a pass."""
+
+
+class TorchTrainer(Trainer):
+    """Trains a `PackedModel` or `PackedValueModel`.
+
+    Args:
+        packed: the model; its parameters are updated in place.
+        parallel: the ranks among which parameters and samples are divided; None: this process is alone.
+
+    Raises:
+        ConfigError: the objective needs another kind of model.
+    """
+
+    def __init__(
+        self,
+        packed: "PackedTransformer[Any]",
+        *,
+        optimizer: OptimizerConfig,
+        objective: Objective[Any],
+        parallel: "TorchParallel | None" = None,
+    ) -> None:
+        if objective.scores != packed.scores:
+            raise ConfigError(
+                f"objective is {type(objective).__name__}; expected one that reads {packed.scores}, which the model "
+                f"gives, and not {objective.scores}"
+            )
+        self._packed = packed
+        self._parallel = parallel
+        if parallel is not None:
+            parallel.shard(packed)
+        self._parameters: dict[str, torch.nn.Parameter] = {
+            name if packed.vision is None else checkpoint_name(packed.model, name): parameter
+            for name, parameter in packed.model.named_parameters()
+        }
+        """By their names in a Hugging Face folder."""
+        self._adamw = AdamW({n: p for n, p in self._parameters.items() if p.requires_grad}, optimizer)
+        replicas = Replicas(parallel.replicas if parallel else None)
+        super().__init__(config=optimizer, optimizer=self._adamw, objective=objective, replicas=replicas)
+        self.num_routers = packed.num_routers
+        # Dropout would make every ratio to the sampling policy noise.
+        packed.model.eval()
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        parameters = ((name, whole(p.detach())) for name, p in self._parameters.items())
+        if self._packed.lora is not None:
+            adapters = {name: whole(p.detach()) for name, p in self._adamw.parameters.items()}
+            parameters = merge_lora(parameters, adapters, self._packed.lora)
+        yield from parameters
+
+    def save_pretrained(self, path: str | Path) -> None:
+        model, weights = self._packed.model, None
+        if self._parallel is not None or self._packed.lora is not None:
+            weights = {name: tensor.cpu() for name, tensor in self.export_weights()}
+            if self._parallel is not None and self._parallel.mesh.get_rank() != 0:
+                return
+        model.save_pretrained(path, state_dict=weights)
+        if self._packed.vision is not None:
+            copy_processor(Path(model.name_or_path), Path(path))
+
+    def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals) -> dict[str, float]:
+        self._adamw.zero_grad()
+        sums: dict[str, torch.Tensor] = {}
+        # FSDP averages over ranks; the parts of the loss are to be added.
+        scale = self._parallel.world_size if self._parallel else 1
+        tokens_before = self._packed.num_computed_tokens
+        for i in range(num_passes):
+            samples = micro_batches[i] if i < len(micro_batches) else None
+            scores = self._packed.score(samples or NOTHING, entropy_grad=self._objective.entropy_grad)
+            if samples is None:
+                torch.autograd.backward(named_scores(scores).sum() * 0.0)
+                continue
+            loss, parts = self._objective.partial_loss(scores, samples, totals)
+            torch.autograd.backward(loss * scale)
+            add_sums(sums, parts)
+        computed_tokens = self._packed.num_computed_tokens - tokens_before
+        return {name: value.item() for name, value in sums.items()} | {"perf/computed_tokens": computed_tokens}
+
+    def _predict(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[NDArray[np.float32]]:
+        return self._packed.predict(micro_batches, num_passes)
+
+    def _recording_routing(self) -> AbstractContextManager[Sequence[list[NDArray[np.int16]]]]:
+        return self._packed.recording_routing()
