@@ -15,7 +15,7 @@ from gcore_bench.placement.study.studies import break_study, drift_study, with_j
 from gcore_placement import DynamicPartitionConfig, Trace, TraceRecipe
 from gcore_placement.simulation import scenarios
 from gcore_placement.simulation.scenarios import JOBS, Scale, scenario
-from gcore_placement.workload.trace_recipes import steady
+from gcore_placement.workload.traces import steady
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from gcore_llm.simulate.reward import ModelledReward
 from gcore_llm.simulate.run import Simulation, simulate
 from gcore_llm.simulate.work import coarse_workload, make_prompts, sample_name, weights_bytes
 from gcore_placement import RunningLedger
-from gcore_placement.simulation.running_ledger import IDLE, WORK
+from gcore_placement.simulation.live import IDLE, WORK
 from gcore_rollout import Completion, Request, RolloutError, SamplingParams
 from gcore_runs.errors import UserError
 from gcore_trainer import MicroBatch

@@ -55,7 +55,7 @@ def run_simulate(args: Sequence[str]) -> None:
     from rich.table import Table
 
     from gcore_llm.simulate.run import StepFigures, simulate
-    from gcore_placement.simulation.running_ledger import IDLE, WORK
+    from gcore_placement.simulation.live import IDLE, WORK
     from gcore_runs.display import Display
 
     with Display() as display:

@@ -14,7 +14,7 @@ from gcore_llm.learning.trainer_worker import Role
 from gcore_llm.simulate.config import SimulateConfig
 from gcore_llm.simulate.load import LoadMeter
 from gcore_placement import RunningLedger, TransformerWorkload
-from gcore_placement.simulation.running_ledger import Work
+from gcore_placement.simulation.live import Work
 from gcore_runs.errors import UserError
 from gcore_trainer import MicroBatch
 

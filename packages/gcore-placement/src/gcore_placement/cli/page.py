@@ -6,9 +6,7 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_placement.simulation.comparison import Comparison
-from gcore_placement.simulation.simulator import StrategyRun
-from gcore_placement.simulation.step_account import IDLE, WORK
+from gcore_placement.simulation.simulator import IDLE, WORK, Comparison, StrategyRun
 from gcore_placement.simulation.waves import WaveRuns
 
 COLOURS = {

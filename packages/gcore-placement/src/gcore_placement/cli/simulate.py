@@ -7,9 +7,8 @@ from pathlib import Path
 
 from gcore_placement.cli.page import page
 from gcore_placement.errors import MissingExtraError, PlacementError, check_positive, refusal
-from gcore_placement.simulation.comparison import Comparison, compare
 from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENARIOS, scenario
-from gcore_placement.simulation.simulator import Simulator
+from gcore_placement.simulation.simulator import Comparison, Simulator, compare
 from gcore_placement.simulation.waves import WaveRuns, run_in_turns, run_side_by_side
 from gcore_placement.workload.recorded_runs import run_trace
 from gcore_placement.workload.traces import Trace
@@ -19,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
     """Simulate, print and write; return the exit code."""
     arguments = _parser().parse_args(argv)
     try:
-        from gcore_placement.cli.simulate_table import counting, print_comparison
+        from gcore_placement.cli.tables import counting, print_comparison
     except ModuleNotFoundError as error:
         raise MissingExtraError("rich", "cli") from error
     for option in ("html", "save_trace"):

@@ -3,8 +3,7 @@
 from statistics import median
 
 from gcore_placement.errors import check_amounts, check_positive
-from gcore_placement.partition.role_load import RoleLoad, stage_seconds
-from gcore_placement.partition.space import PartitionSpace
+from gcore_placement.partition.space import PartitionSpace, RoleLoad, stage_seconds
 from gcore_placement.strategies import LiveStrategy, strategy_traits
 
 _WINDOW = 3

@@ -7,13 +7,11 @@ from itertools import product
 
 import numpy as np
 
-from gcore_placement.cluster import Cluster
-from gcore_placement.correction import Correction
+from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.costs import SwapCosts
-from gcore_placement.planning.efficiency import Efficiency
-from gcore_placement.planning.engine_options import EngineOptions, Engines
-from gcore_placement.planning.step_time import added_by_reward, num_swaps
-from gcore_placement.planning.training_options import TrainingChoice, TrainingOptions
+from gcore_placement.forecast import Correction, added_by_reward, num_swaps
+from gcore_placement.planning.engines import EngineOptions, Engines
+from gcore_placement.planning.training import TrainingChoice, TrainingOptions
 from gcore_placement.strategies import STRATEGIES, Strategy, strategy_traits
 from gcore_placement.workload.job import Job
 
