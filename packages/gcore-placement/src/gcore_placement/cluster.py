@@ -73,6 +73,7 @@ DEVICES = {
         ("A100", 80, 312, 2.039, 300, 32),
         ("A800", 80, 312, 2.039, 200, 32),
         ("L40S", 48, 362, 0.864, 32, 32),
+        ("L40", 48, 181, 0.864, 32, 32),
     )
 }
 """NVIDIA's data sheets, of the SXM form where there is one. Bfloat16 without sparsity; NVLink and PCIe at half of the
