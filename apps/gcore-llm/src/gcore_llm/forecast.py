@@ -83,7 +83,7 @@ def run_forecast(config: TrainConfig, model: Path, path: Path) -> Forecast:
         policy_devices=num_policy,
         reward_devices=num_judge,
     )
-    return Forecast(predict, job, correction, lambda text: write_atomically(path, lambda part: part.write_text(text)))
+    return Forecast(predict, job, correction, partial(write_atomically, path))
 
 
 def _shape(model: Path) -> ModelShape:

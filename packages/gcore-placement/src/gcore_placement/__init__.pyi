@@ -48,7 +48,7 @@ from .simulation.simulator import (
     compare as compare,
 )
 from .strategies import (
-    LiveStrategy as LiveStrategy,
+    STRATEGIES as STRATEGIES,
     Strategy as Strategy,
     StrategyTraits as StrategyTraits,
     strategy_traits as strategy_traits,

@@ -336,11 +336,15 @@ class Forecast:
         predict: `predict_step` for the run's costs and devices.
         job: of the run, at its full size.
         correction: of the laws; steps that are observed change it.
-        save: called with the text of `placement.json` after each step.
+        save: writes `placement.json` after each step: it calls its argument with the path to write to.
     """
 
     def __init__(
-        self, predict: Callable[[Job], StepTime], job: Job, correction: Correction, save: Callable[[str], object]
+        self,
+        predict: Callable[[Job], StepTime],
+        job: Job,
+        correction: Correction,
+        save: Callable[[Callable[[Path], object]], object],
     ) -> None:
         self._predict, self._job, self._correction, self._save = predict, job, correction, save
 
@@ -365,7 +369,8 @@ class Forecast:
                 predicted_s += law_s * self._correction.factor(stage)
                 measured_s += took_s
                 self._correction.observe(stage, predicted_s=law_s, measured_s=took_s)
-        self._save(json.dumps({"correction": self._correction.state()}))
+        state = json.dumps({"correction": self._correction.state()})
+        self._save(lambda path: path.write_text(state))
         return {"forecast/stages_s": predicted_s, "forecast/error": predicted_s / measured_s - 1} if measured_s else {}
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from gcore_runs.errors import UserError
 from gcore_runs.settings.options import parse_over
 from gcore_runs.simulation.command import parse_calibrate, run_calibrate, run_simulation
 from gcore_runs.simulation.config import SimulateConfig
@@ -26,7 +27,10 @@ def parse_simulate(args: Sequence[str]) -> SimulateConfig:
     config = parse_over(SimulateConfig(), args, prog=_PROG, description=_DESCRIPTION)
     from gcore_llm.simulate.run import train_config
 
-    train_config(config)
+    try:
+        train_config(config)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     return config
 
 

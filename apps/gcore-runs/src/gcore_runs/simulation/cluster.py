@@ -3,12 +3,12 @@
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gcore_controller import Context, Program, Span, StageTimer, State, run_simulated
+from gcore_controller import Context, Span, StageTimer, State, run_simulated
 from gcore_placement import RunningLedger
 from gcore_rollout import Failure
 from gcore_runs.simulation.config import SimulateConfig
@@ -105,7 +105,7 @@ class SimulatedCluster:
             replay=self._replay,
         )
 
-    def run(self, program: Program[Any, None], roles: Sequence[Any]) -> Simulation:
+    def run(self, program: Callable[[Context[Any]], Coroutine[Any, Any, None]], roles: Sequence[Any]) -> Simulation:
         """Run the program, whose recorder this object is, on the roles of each rank."""
 
         async def metered(ctx: Context[Sequence[Any]]) -> None:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gcore_placement import EngineCosts
-from gcore_placement.cluster import DEVICES
+from gcore_placement import Device, EngineCosts, PlacementError
 from gcore_runs.errors import UserError, check_at_least, check_finite, check_fraction
 
 
@@ -113,8 +112,10 @@ class LearnerModel:
     """Rate at which new weights, in bfloat16, reach the engine."""
 
     def __post_init__(self) -> None:
-        if self.device not in DEVICES:
-            raise UserError(f"learner.device is {self.device!r}; expected one of {', '.join(DEVICES)}")
+        try:
+            Device.named(self.device)
+        except PlacementError as error:
+            raise UserError(f"learner.{error}") from None
         check_fraction("learner.utilisation", self.utilisation, above_zero=True)
         for name in ("flops_per_s", "micro_batch_s", "forward_share", "sync_gb_per_s"):
             above_zero = name in ("forward_share", "sync_gb_per_s")
@@ -123,7 +124,7 @@ class LearnerModel:
     @property
     def device_flops_per_s(self) -> float:
         """FLOPs per second of one device."""
-        return self.flops_per_s or DEVICES[self.device].flops_per_s * self.utilisation
+        return self.flops_per_s or Device.named(self.device).flops_per_s * self.utilisation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_controller.trainer_group import deal
+from gcore_controller import deal
 from gcore_placement import (
     LeastLoaded,
     RunningLedger,
@@ -24,7 +24,6 @@ from gcore_placement import (
     step_lengths,
     uniform,
 )
-from gcore_placement.simulation.live import Work
 from gcore_rollout import Request, RewardRunner, RewardRunnerConfig
 from gcore_runs.errors import UserError
 from gcore_runs.simulation.config import LengthConfig, SimulateConfig
@@ -296,7 +295,9 @@ class ModelledLearner:
     def close(self) -> None:
         """Do nothing."""
 
-    async def _work(self, work: Work, micro_batches: Sequence[MicroBatch], *, share: float) -> None:
+    async def _work(
+        self, work: Literal["preparation", "training"], micro_batches: Sequence[MicroBatch], *, share: float
+    ) -> None:
         with self._meter.paused():
             flops = np.array([self._cost_of(batch) for batch in micro_batches])
             each_s = share * (flops / self._flops_per_s + self._model.micro_batch_s)

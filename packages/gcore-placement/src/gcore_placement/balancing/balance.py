@@ -63,6 +63,8 @@ def balance(
     if not len(amounts):
         return [np.empty(0, dtype=np.intp) for _ in range(num_parts)]
 
+    if num_parts == 1 and sizes is None:
+        return [np.arange(len(amounts))]
     order = np.argsort(-amounts, kind="stable") if sizes is None else np.lexsort((-sizes, -amounts))
     falling = scale_to_one(amounts[order])
     lower_bound = _lower_bound(falling, num_parts, equal_count=equal_count)
@@ -190,6 +192,8 @@ def micro_batches(
             f"raise max_tokens to at least {int(tokens[longest])}, or truncate the sequence"
         )
 
+    if num_multiple == 1 and tokens.sum() <= max_tokens:
+        return [np.arange(len(tokens))]
     order = np.lexsort((-tokens, -work))
     tokens, work = tokens[order], work[order]
     by_tokens, num_parts = _fewest(tokens, max_tokens=max_tokens, num_multiple=num_multiple)

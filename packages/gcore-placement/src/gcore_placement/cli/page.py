@@ -60,7 +60,7 @@ def _comparison(comparison: Comparison) -> str:
     )
     rows = "".join(
         f"<tr><td>{run.strategy}</td><td>{run.step_s:,.1f} s</td>"
-        f"<td>{run.seconds / comparison.dynamic.seconds:.2f} x</td>"
+        f"<td>{run.seconds / comparison['dynamic'].seconds:.2f} x</td>"
         f"<td>{run.idle_share:.1%}</td><td>{run.num_moves}</td></tr>"
         for run in runs
     )

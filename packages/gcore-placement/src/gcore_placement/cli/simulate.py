@@ -78,7 +78,7 @@ def _timelines(simulator: Simulator, comparison: Comparison) -> list[tuple[str, 
     """Return the first wave of the middle step, colocated and on the partition of dynamic."""
     step = simulator.trace.num_steps // 2
     wave = next(simulator.trace.waves(step))
-    partition = comparison.dynamic.steps[step].partitions[0]
+    partition = comparison["dynamic"].steps[step].partitions[0]
     return [
         (f"colocated, step {step}", run_in_turns(simulator.costs, [wave], simulator.space.num_devices)),
         (f"dynamic, step {step}", run_side_by_side(simulator.costs, [wave], partition)),

@@ -90,15 +90,15 @@ def print_plan(plan: Plan) -> None:
 def print_comparison(comparison: Comparison) -> None:
     """Print a row for each strategy."""
     console = _console()
-    steps = len(comparison.colocated.steps)
+    steps = len(comparison["colocated"].steps)
     console.print(f"{comparison.name}: {comparison.num_devices:,} devices, {steps} steps")
     causes = [name for name in IDLE if any(run.share(name) >= 5e-4 for run in comparison.runs)]
     rows = [
         (
             run.strategy,
             f"{run.step_s:,.1f} s",
-            f"{comparison.colocated.seconds / run.seconds:.2f}",
-            f"{comparison.best_split.seconds / run.seconds:.2f}",
+            f"{comparison['colocated'].seconds / run.seconds:.2f}",
+            f"{comparison['split'].seconds / run.seconds:.2f}",
             str(run.num_moves),
             f"{run.idle_share:.1%}",
             *(f"{run.share(cause):.1%}" for cause in causes),

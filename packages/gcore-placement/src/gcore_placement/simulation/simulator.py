@@ -23,6 +23,7 @@ from gcore_placement.simulation.waves import (
     reward_costs,
     side_by_side,
 )
+from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
 from gcore_placement.workload.traces import Trace, Wave
 
 WORK = tuple(_WORK_OF_STAGE.values())
@@ -185,6 +186,13 @@ class Simulator:
         """For each step, the index after its last wave."""
         self._known: dict[tuple[int, int], WaveOutcome] = {}
         """Outcomes of a wave on a partition without moves."""
+
+    def run(self, strategy: Strategy) -> StrategyRun:
+        """Simulate a planned strategy: the split that is fixed is the best one."""
+        traits = STRATEGIES[strategy]
+        if traits.is_time_shared:
+            return self.colocated()
+        return self.dynamic() if traits.follows_load else self.best_split()
 
     def colocated(self) -> StrategyRun:
         """Simulate colocated: all devices generate, then all judge, wave after wave, with swaps between."""
@@ -361,27 +369,19 @@ def _moved(before: Partition, after: Partition, load_s: float) -> Moved:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The runs of all strategies on one trace."""
+    """The runs of all planned strategies on one trace, by name, and of the clairvoyant one, which no other beats."""
 
     name: str
     num_devices: int
-    colocated: StrategyRun
-    best_split: StrategyRun
-    dynamic: StrategyRun
-    clairvoyant: StrategyRun
+    runs: tuple[StrategyRun, ...]
 
-    @property
-    def runs(self) -> tuple[StrategyRun, StrategyRun, StrategyRun, StrategyRun]:
-        return self.colocated, self.best_split, self.dynamic, self.clairvoyant
+    def __getitem__(self, strategy: str) -> StrategyRun:
+        return next(run for run in self.runs if run.strategy == strategy)
 
 
 def compare(name: str, simulator: Simulator) -> Comparison:
     """Simulate the trace of a simulator under all strategies."""
-    return Comparison(
-        name=name,
-        num_devices=simulator.space.num_devices,
-        colocated=simulator.colocated(),
-        clairvoyant=simulator.clairvoyant(),
-        best_split=simulator.best_split(),
-        dynamic=simulator.dynamic(),
-    )
+    # The clairvoyant one goes first over most partitions that others need.
+    clairvoyant = simulator.clairvoyant()
+    runs = (*map(simulator.run, PLANNED), clairvoyant)
+    return Comparison(name=name, num_devices=simulator.space.num_devices, runs=runs)
