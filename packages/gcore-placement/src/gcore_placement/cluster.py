@@ -10,11 +10,7 @@ from gcore_placement.errors import Above0, Amount, Checked, Positive, Share, che
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator, by its peaks; `Efficiency` has the shares of these that programs reach.
-
-    Raises:
-        PlacementError: a number is not finite or not above 0.
-    """
+    """One accelerator, by its peaks, all above 0; `Efficiency` has the shares of these that programs reach."""
 
     name: str
     memory_bytes: float
@@ -33,22 +29,14 @@ class Device:
 
     @classmethod
     def named(cls, name: str) -> "Device":
-        """Return one of DEVICES.
-
-        Raises:
-            PlacementError: it is not one of them.
-        """
+        """Return one of DEVICES. Raises PlacementError if it is not one of them."""
         if name not in DEVICES:
             raise refusal("device", name, f"one of {', '.join(DEVICES)}")
         return DEVICES[name]
 
     @classmethod
     def matching(cls, full_name: str) -> "Device":
-        """Return the known device whose name occurs in the one that a driver reports, as in `NVIDIA H100 80GB HBM3`.
-
-        Raises:
-            PlacementError: there is none.
-        """
+        """Return the device whose name occurs in a driver's, as in `NVIDIA H100 80GB HBM3`; PlacementError if none."""
         for name, device in DEVICES.items():
             if name in full_name:
                 return device

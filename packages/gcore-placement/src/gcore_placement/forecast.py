@@ -249,11 +249,7 @@ class Correction:
         del ratios[: -self._window]
 
     def factor(self, stage: Stage) -> float:
-        """Return measured over predicted seconds of a stage.
-
-        Raises:
-            PlacementError: the stage is not known.
-        """
+        """Return measured over predicted seconds of a stage. Raises PlacementError if the stage is not known."""
         _check_stage(stage)
         ratios = np.array(self._ratios[stage])
         if len(ratios) < self._min_count:

@@ -121,11 +121,7 @@ class CalibrateConfig:
 
 
 def parse_calibrate(args: Sequence[str], *, prog: str) -> CalibrateConfig:
-    """Parse the settings of the command line.
-
-    Raises:
-        UserError: a value is out of bounds.
-    """
+    """Parse the settings of the command line. Raises UserError if a value is out of bounds."""
     config = parse_over(CalibrateConfig(), args, prog=prog, description=_CALIBRATE)
     if not config.calibrate:
         raise UserError("calibrate is empty; expected one or more folders of runs")

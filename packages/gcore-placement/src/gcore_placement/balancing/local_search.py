@@ -97,56 +97,28 @@ class Assignment:
 
     def apply(self, exchanges: "Exchanges") -> None:
         """Carry out exchanges; no part may occur in two of them."""
-        heavy, light, given, taken = exchanges.heavy, exchanges.light, exchanges.given, exchanges.taken
+        heavy, light, given, taken = exchanges
+        shift, weight_shift = self.shift(given, taken), _shift(self.weights, given, taken)
         swapped = taken != NOTHING
-        weight_shift = self.weights[given] - np.where(swapped, self.weights[taken], 0.0)
-        self.part_of[given] = light
-        self.part_of[taken[swapped]] = heavy[swapped]
-        self.loads[heavy] -= exchanges.shift
-        self.loads[light] += exchanges.shift
-        self.filled[heavy] -= weight_shift
-        self.filled[light] += weight_shift
-
-    def exchange_groups(
-        self, heavy: NDArray[np.intp], light: NDArray[np.intp], *, given: NDArray[np.intp], taken: NDArray[np.intp]
-    ) -> None:
-        """Carry out exchanges of several items, [num_pairs, num_given] for [num_pairs, num_taken]; as `apply`."""
-        shift = self.costs[given].sum(axis=1) - self.costs[taken].sum(axis=1)
-        weight_shift = self.weights[given].sum(axis=1) - self.weights[taken].sum(axis=1)
         self.part_of[given] = light[:, None]
-        self.part_of[taken] = heavy[:, None]
+        self.part_of[taken[swapped]] = np.broadcast_to(heavy[:, None], taken.shape)[swapped]
         self.loads[heavy] -= shift
         self.loads[light] += shift
         self.filled[heavy] -= weight_shift
         self.filled[light] += weight_shift
 
+    def shift(self, given: NDArray[np.intp], taken: NDArray[np.intp]) -> NDArray[np.float64]:
+        """Return the load that exchanges take from the heavy part to the light one: [num_pairs]."""
+        return _shift(self.costs, given, taken)
 
-@dataclass(frozen=True, kw_only=True)
-class Exchanges:
-    """One row per pair of parts: `heavy` gives item `given`, and `light` gives `taken` (or NOTHING) back for it.
 
-    `shift` is the load that goes from heavy to light: above 0, below the gap between the two.
-    """
+Exchanges = tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]
+"""Heavy and light parts, [num_pairs], and the items that a heavy part gives and takes, [num_pairs, num_items]; these
+may be NOTHING. The load that is shifted is above 0, and below the gap between the two parts."""
 
-    heavy: NDArray[np.intp]
-    light: NDArray[np.intp]
-    given: NDArray[np.intp]
-    taken: NDArray[np.intp]
-    shift: NDArray[np.float64]
 
-    def __len__(self) -> int:
-        return len(self.heavy)
-
-    def row(self, index: int) -> "Exchanges":
-        """Return the exchange at `index` alone."""
-        rows = slice(index, index + 1)
-        return Exchanges(
-            heavy=self.heavy[rows],
-            light=self.light[rows],
-            given=self.given[rows],
-            taken=self.taken[rows],
-            shift=self.shift[rows],
-        )
+def _shift(amounts: NDArray[np.float64], given: NDArray[np.intp], taken: NDArray[np.intp]) -> NDArray[np.float64]:
+    return amounts[given].sum(axis=1) - np.where(taken == NOTHING, 0.0, amounts[taken]).sum(axis=1)
 
 
 class ExchangeSearch:
@@ -193,13 +165,7 @@ class ExchangeSearch:
         best = np.flatnonzero(miss == np.minimum.reduceat(miss, first_query)[pair]) if len(pair) else pair
         best = best[np.searchsorted(best, first_query)]
         best = best[np.isfinite(miss[best])]
-        return Exchanges(
-            heavy=heavy[best],
-            light=light[best],
-            given=given[best],
-            taken=taken[best],
-            shift=self._shift(state.costs, given[best], taken[best]),
-        )
+        return heavy[best], light[best], given[best, None], taken[best, None]
 
     def _miss(
         self,
@@ -213,16 +179,12 @@ class ExchangeSearch:
     ) -> NDArray[np.float64]:
         """[num_queries], how far the load shifted is from half the gap; infinite where the exchange would not help."""
         state = self._assignment
-        shift = self._shift(state.costs, given, taken)
-        weight_shift = self._shift(state.weights, given, taken)
+        shift = state.shift(given[:, None], taken[:, None])
+        weight_shift = _shift(state.weights, given[:, None], taken[:, None])
         fits = state.filled[light] + weight_shift <= state.capacity
         fits &= state.filled[heavy] - weight_shift <= state.capacity
         helps = (shift > 0) & (shift < 2 * half_gap)
         return np.where(possible & fits & helps, np.abs(shift - half_gap), np.inf)
-
-    @staticmethod
-    def _shift(amounts: NDArray[np.float64], given: NDArray[np.intp], taken: NDArray[np.intp]) -> NDArray[np.float64]:
-        return amounts[given] - np.where(taken == NOTHING, 0.0, amounts[taken])
 
     def _sort_by_part_then_cost(self) -> NDArray[np.float64]:
         """Sorts `_order` again and returns its keys; few items have moved since, which a stable sort is quick at."""
@@ -316,7 +278,7 @@ def swap_pairs(
         best[better] = found[better]
 
     made = np.isfinite(best_miss)
-    assignment.exchange_groups(heavy[made], light[made], given=best[made, :2], taken=best[made, 2:])
+    assignment.apply((heavy[made], light[made], best[made, :2], best[made, 2:]))
 
 
 MAX_ROUNDS = 200
@@ -381,9 +343,9 @@ def _refine(assignment: Assignment, *, lower_bound: float, target: float) -> Non
         if assignment.makespan < makespan:
             continue
         ranked = np.argsort(assignment.loads, kind="stable")
-        exchanges = search.best(np.repeat(ranked[-1:], num_parts - 1), ranked[:-1])
-        if not len(exchanges):
+        heavy, light, given, taken = search.best(np.repeat(ranked[-1:], num_parts - 1), ranked[:-1])
+        if not len(heavy):
             return
-        heavy_after = assignment.loads[exchanges.heavy] - exchanges.shift
-        light_after = assignment.loads[exchanges.light] + exchanges.shift
-        assignment.apply(exchanges.row(int(np.maximum(heavy_after, light_after).argmin())))
+        shift = assignment.shift(given, taken)
+        row = [int(np.maximum(assignment.loads[heavy] - shift, assignment.loads[light] + shift).argmin())]
+        assignment.apply((heavy[row], light[row], given[row], taken[row]))

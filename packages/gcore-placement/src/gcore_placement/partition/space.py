@@ -30,11 +30,7 @@ class Partition:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleLimits(Checked):
-    """The limits of one role in a partition.
-
-    Raises:
-        PlacementError: a count is below 1, or more replicas are needed than are allowed.
-    """
+    """The limits of one role in a partition. Raises PlacementError if more replicas are needed than are allowed."""
 
     devices_per_replica: Positive
     """Divides the role's devices: those of tensor and pipeline parallelism."""
@@ -59,11 +55,7 @@ class RoleLimits(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionSpace(Checked):
-    """The partitions of a cluster in which neither role could have another replica.
-
-    Raises:
-        PlacementError: a count is below 1, or no partition meets the limits.
-    """
+    """The partitions of a cluster in which neither role could have another replica; PlacementError if there is none."""
 
     num_devices: Positive
     policy: RoleLimits
@@ -107,17 +99,12 @@ class PartitionSpace(Checked):
         return np.array([[p.policy_devices, p.reward_devices] for p in self.partitions], dtype=np.float64)
 
     def index(self, partition: Partition) -> int:
-        """Return the index of a partition among `partitions`.
-
-        Raises:
-            PlacementError: it is not one of them.
-        """
+        """Return the index of a partition among `partitions`. Raises PlacementError if it is not one of them."""
         try:
             return self.partitions.index(partition)
         except ValueError:
-            raise refusal(
-                "partition", partition, f"one of the {len(self.partitions)} that the cluster allows"
-            ) from None
+            accepted = f"one of the {len(self.partitions)} that the cluster allows"
+            raise refusal("partition", partition, accepted) from None
 
     def nearest(self, policy_devices: float) -> Partition:
         """Return the partition whose policy has about so many devices."""
@@ -125,9 +112,7 @@ class PartitionSpace(Checked):
 
     def from_data(self, data: Mapping[str, int]) -> Partition:
         """Return the partition of a mapping. Raises PlacementError if the cluster does not allow it."""
-        partition = Partition(**data)
-        self.index(partition)
-        return partition
+        return self.partitions[self.index(Partition(**data))]
 
     def _partition(self, policy_replicas: int, reward_replicas: int) -> Partition:
         policy_devices = policy_replicas * self.policy.devices_per_replica

@@ -1,6 +1,7 @@
 """The engines that a role may have: their costs by a roofline (Williams et al. 2009), sequences and seconds."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,8 +9,8 @@ from numpy.typing import NDArray
 from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.costs import EngineLaws
 from gcore_placement.errors import PlacementError
-from gcore_placement.forecast import Correction, generation_seconds, last_judgement_s, reward_seconds
-from gcore_placement.planning.layouts import engine_sizes, engine_weights, engine_workspace, kv_bytes_per_token
+from gcore_placement.forecast import generation_seconds, last_judgement_s, reward_seconds
+from gcore_placement.planning.layouts import Setting, engine_sizes, engine_weights, engine_workspace, kv_bytes_per_token
 from gcore_placement.workload.job import Job, Lengths
 from gcore_placement.workload.transformer import ModelShape
 
@@ -109,78 +110,52 @@ class Engines:
 
 
 class EngineOptions:
-    """The engines that one role may have.
+    """The engines that one role may have: the judge, or the policy."""
 
-    Args:
-        is_judge: the role is the judge; else the policy.
-        most_num_seqs: most sequences of an engine at once.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        *,
-        is_judge: bool,
-        cluster: Cluster,
-        efficiency: Efficiency,
-        correction: Correction,
-        most_num_seqs: int,
-    ) -> None:
-        model, prompts, responses = _role(job, is_judge=is_judge)
-        self.model = model
-        self.prompt_lengths, self.response_lengths = prompts, responses
-        self._job = job
-        self._is_judge = is_judge
-        self._cluster = cluster
-        self._efficiency = efficiency
-        self._correction = correction
-        self._most_num_seqs = most_num_seqs
-        self._sizes = engine_sizes(model, cluster, cluster.num_devices)
-        self._known: dict[tuple[int, int], Engines | None] = {}
+    def __init__(self, setting: Setting, *, is_judge: bool) -> None:
+        self.model, self.prompt_lengths, self.response_lengths = _role(setting.job, is_judge=is_judge)
+        self._setting, self._is_judge = setting, is_judge
+        self._sizes = engine_sizes(self.model, setting.cluster, setting.cluster.num_devices)
+        self._engines = cache(self._build)
 
     def of(self, num_devices: int, free_bytes: float) -> list[Engines]:
         """Return the engines that fit into the free memory of so many devices, smallest first."""
-        steps = int(free_bytes / self._cluster.device.memory_bytes * _MEMORY_STEPS)
+        steps = int(free_bytes / self._setting.cluster.device.memory_bytes * _MEMORY_STEPS)
         found = [self._engines(tp, steps) for tp in self._sizes if tp <= num_devices]
         return [engines for engines in found if engines is not None]
 
     def least_bytes(self, tp: int) -> float:
         """Return the bytes that each device of an engine needs: weights, workspace, and the longest sequence."""
-        weights = engine_weights(self.model, tp, self._job.compute_bytes)
-        return weights + engine_workspace(self.model, tp, self._job.compute_bytes) + self._longest_bytes(tp)
+        compute_bytes = self._setting.job.compute_bytes
+        weights_bytes = engine_weights(self.model, tp, compute_bytes)
+        return weights_bytes + engine_workspace(self.model, tp, compute_bytes) + self._longest_bytes(tp)
 
     def _longest_bytes(self, tp: int) -> float:
         longest = self.prompt_lengths.longest + self.response_lengths.longest
-        return longest * kv_bytes_per_token(self.model, tp, self._job.compute_bytes)
+        return longest * kv_bytes_per_token(self.model, tp, self._setting.job.compute_bytes)
 
     def sizes(self, num_devices: int) -> list[int]:
         """Return all tensor-parallel sizes, including those that do not fit."""
         return [tp for tp in self._sizes if tp <= num_devices]
 
-    def _engines(self, tp: int, memory_steps: int) -> Engines | None:
-        if (tp, memory_steps) not in self._known:
-            free_bytes = memory_steps / _MEMORY_STEPS * self._cluster.device.memory_bytes
-            self._known[tp, memory_steps] = self._build(tp, free_bytes)
-        return self._known[tp, memory_steps]
-
-    def _build(self, tp: int, free_bytes: float) -> Engines | None:
-        job, compute_bytes = self._job, self._job.compute_bytes
+    def _build(self, tp: int, memory_steps: int) -> Engines | None:
+        job, cluster, compute_bytes = self._setting.job, self._setting.cluster, self._setting.job.compute_bytes
+        free_bytes = memory_steps / _MEMORY_STEPS * cluster.device.memory_bytes
+        efficiency = self._setting.efficiency
         roofline = EngineRoofline(
-            model=self.model, cluster=self._cluster, tp=tp, compute_bytes=compute_bytes, efficiency=self._efficiency
+            model=self.model, cluster=cluster, tp=tp, compute_bytes=compute_bytes, efficiency=efficiency
         )
         weights_bytes = engine_weights(self.model, tp, compute_bytes)
         workspace_bytes = engine_workspace(self.model, tp, compute_bytes)
         held = roofline.sequence_bytes(prompt_lengths=self.prompt_lengths, response_lengths=self.response_lengths)
-        most = min(self._most_num_seqs, int((free_bytes - weights_bytes - workspace_bytes) / held))
+        most = min(self._setting.most_num_seqs, int((free_bytes - weights_bytes - workspace_bytes) / held))
         if most < 1 or free_bytes < self.least_bytes(tp):
             return None
-        replicas = np.arange(1, self._cluster.num_devices // tp + 1, dtype=np.float64)
+        replicas = np.arange(1, cluster.num_devices // tp + 1, dtype=np.float64)
         # No engine is sized for more sequences than it gets.
         each = np.ceil(job.wave_prompts.max() * job.n / replicas)
-        laws = self._correction.engine(
-            "reward" if self._is_judge else "generation", roofline.laws(np.clip(each, 1, most))
-        )
-        seconds = reward_seconds if self._is_judge else generation_seconds
+        stage, seconds = ("reward", reward_seconds) if self._is_judge else ("generation", generation_seconds)
+        laws = self._setting.correction.engine(stage, roofline.laws(np.clip(each, 1, most)))
         return Engines(
             tp=tp,
             most_num_seqs=most,

@@ -1,14 +1,15 @@
 """Layouts of training and engines over devices, and the peak bytes of a device under them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from itertools import product
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_placement.cluster import Cluster
+from gcore_placement.cluster import Cluster, Efficiency
+from gcore_placement.forecast import Correction
 from gcore_placement.workload.job import Job
 from gcore_placement.workload.transformer import ModelShape
 
@@ -45,7 +46,7 @@ class TrainingLayout:
         )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class TrainingLayouts:
     """Many layouts at once: all fields are of shape [num_layouts], whole numbers as float64, or booleans."""
 
@@ -75,24 +76,29 @@ class TrainingLayouts:
     @classmethod
     def of(cls, *layouts: TrainingLayout) -> "TrainingLayouts":
         """Build the arrays of these layouts."""
-        return _from_rows(
-            [
-                (
-                    layout.backend == "torch",
-                    layout.tensor_model_parallel_size,
-                    layout.pipeline_model_parallel_size,
-                    layout.context_parallel_size,
-                    layout.data_parallel_size,
-                    layout.gradient_checkpointing,
-                    layout.ppo_max_token_len,
-                )
-                for layout in layouts
-            ]
-        )
+        return _from_rows([(layout.backend == "torch", *astuple(layout)[1:]) for layout in layouts])
 
     @property
     def num_devices(self) -> NDArray[np.float64]:
         return self.tp * self.pp * self.cp * self.dp
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Setting:
+    """A job on a cluster, and the laws by which its layouts are compared."""
+
+    cluster: Cluster
+    job: Job
+    efficiency: Efficiency
+    correction: Correction
+    """Correction of all laws, by measurements."""
+    most_num_seqs: int
+    """Most sequences of an engine at once."""
+
+    @property
+    def usable_bytes(self) -> float:
+        """Usable memory of each device."""
+        return self.cluster.device.memory_bytes * self.efficiency.free_memory
 
 
 def training_layouts(job: Job, cluster: Cluster, num_devices: int) -> TrainingLayouts:
@@ -140,17 +146,9 @@ def divides_heads(model: ModelShape, tp: int) -> bool:
 
 
 def _from_rows(rows: list[tuple[float, ...]]) -> TrainingLayouts:
-    columns = np.array(rows, dtype=np.float64).reshape(-1, len(fields(TrainingLayouts))).T
-    sharded, tp, pp, cp, dp, recompute, max_tokens = columns
-    return TrainingLayouts(
-        sharded=sharded.astype(bool),
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        dp=dp,
-        recompute=recompute.astype(bool),
-        max_tokens=max_tokens,
-    )
+    """Build layouts from rows whose columns are the fields of `TrainingLayouts`."""
+    sharded, tp, pp, cp, dp, recompute, max_tokens = np.array(rows, dtype=np.float64).reshape(-1, 7).T
+    return TrainingLayouts(sharded.astype(bool), tp, pp, cp, dp, recompute.astype(bool), max_tokens)
 
 
 def _powers(most: int) -> list[int]:
@@ -198,18 +196,21 @@ def training_memory(job: Job, layouts: TrainingLayouts, *, activations: float = 
     Returns:
         Bytes of each part, [num_layouts] each; the parts are all there is, and add up.
     """
-    whole = np.maximum(job.longest_sequence, _tokens_of_a_replica(job, layouts) / _micro_batches(job, layouts))
-    tokens = whole / layouts.cp
+    replica_tokens = job.training_tokens / layouts.dp
+    micro_batches = np.ceil(np.maximum(1.0, replica_tokens / layouts.max_tokens))
+    tokens = np.maximum(job.longest_sequence, replica_tokens / micro_batches) / layouts.cp
+    # The first stage holds the activations of so many micro-batches.
+    in_flight = np.minimum(layouts.pp, micro_batches)
     parts: dict[str, NDArray[np.float64]] = {}
     for model in job.trained:
         for name, size in _state(model, layouts, job.compute_bytes).items():
             parts[name] = parts.get(name, 0.0) + size
     # One model computes at a time.
-    parts["gathered"] = _largest([_gathered(model, layouts, job.compute_bytes) for model in job.trained])
-    kept = [_kept(model, layouts, _in_flight(job, layouts)) for model in job.trained]
-    parts["activations"] = activations * job.compute_bytes * tokens * _largest(kept)
+    parts["gathered"] = np.max([_gathered(model, layouts, job.compute_bytes) for model in job.trained], axis=0)
+    kept = [_kept(model, layouts, in_flight) for model in job.trained]
+    parts["activations"] = activations * job.compute_bytes * tokens * np.max(kept, axis=0)
     one_layer = [model.activations_per_token / layouts.tp for model in job.trained]
-    layer_bytes = np.where(layouts.recompute, activations * job.compute_bytes * tokens * _largest(one_layer), 0.0)
+    layer_bytes = np.where(layouts.recompute, activations * job.compute_bytes * tokens * np.max(one_layer, axis=0), 0.0)
     logits_bytes = _logits(job.policy, layouts, tokens)
     parts["logits"] = logits_bytes
     parts["recomputed layer"] = np.maximum(layer_bytes - logits_bytes, 0.0)
@@ -281,28 +282,9 @@ def _kept(model: ModelShape, layouts: TrainingLayouts, in_flight: NDArray[np.flo
     return layers * of_layer / layouts.tp
 
 
-def _in_flight(job: Job, layouts: TrainingLayouts) -> NDArray[np.float64]:
-    """Return the micro-batches whose activations the first stage holds."""
-    return np.minimum(layouts.pp, _micro_batches(job, layouts))
-
-
-def _micro_batches(job: Job, layouts: TrainingLayouts) -> NDArray[np.float64]:
-    """Return the micro-batches of a replica in a step."""
-    return np.ceil(np.maximum(1.0, _tokens_of_a_replica(job, layouts) / layouts.max_tokens))
-
-
-def _tokens_of_a_replica(job: Job, layouts: TrainingLayouts) -> NDArray[np.float64]:
-    """Return the tokens of a replica in a step."""
-    return job.training_tokens / layouts.dp
-
-
 def _logits(model: ModelShape, layouts: TrainingLayouts, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
     vocab_size = model.workload.vocab_size / layouts.tp
     chunk = np.minimum(MAX_LOGITS, tokens * vocab_size)
     is_gathered = layouts.sharded & (layouts.dp * layouts.cp > 1)
     head = np.where(is_gathered, 0.0, model.workload.hidden_size * vocab_size)
     return MASTER_BYTES * (LOGITS_COPIES * chunk + head)
-
-
-def _largest(sizes: list[NDArray[np.float64]]) -> NDArray[np.float64]:
-    return np.max(sizes, axis=0)

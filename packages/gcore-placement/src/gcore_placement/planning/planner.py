@@ -13,7 +13,7 @@ from gcore_placement.errors import PlacementError, check_positive, refusal
 from gcore_placement.forecast import STAGES, Correction, StepTime, check_planned, predict_step
 from gcore_placement.planning.candidates import Candidate, Candidates
 from gcore_placement.planning.engines import EngineOptions, Engines
-from gcore_placement.planning.layouts import TrainingLayout
+from gcore_placement.planning.layouts import Setting, TrainingLayout
 from gcore_placement.strategies import PLANNED, Strategy, strategy_traits
 from gcore_placement.workload.job import Job
 
@@ -111,13 +111,14 @@ def plan(
     if strategy is not None and job.judge is None and not strategy_traits(strategy).is_time_shared:
         raise refusal("strategy", strategy, "colocated, or None, without a judge that the devices are shared with")
     check_positive("most_num_seqs", most_num_seqs)
-    known = Candidates(
-        cluster,
-        job,
+    setting = Setting(
+        cluster=cluster,
+        job=job,
         efficiency=efficiency or Efficiency(),
         correction=correction or Correction(),
         most_num_seqs=most_num_seqs,
     )
+    known = Candidates(setting)
     best: Candidate | None = None
     for size in cluster.sizes():
         if best is None or known.bound_s(size) < best.step_s:
@@ -141,7 +142,7 @@ def _plan(known: Candidates, chosen: Candidate, correction: Correction | None) -
     policy = _engine_plan(chosen.policy, chosen.policy_replicas)
     judge = _engine_plan(chosen.judge, chosen.judge_replicas) if chosen.judge else None
     return Plan(
-        cluster=known.cluster,
+        cluster=known.setting.cluster,
         num_devices=chosen.num_devices,
         strategy=chosen.strategy,
         policy=policy,
@@ -151,14 +152,14 @@ def _plan(known: Candidates, chosen: Candidate, correction: Correction | None) -
         costs=costs,
         step=predict_step(
             costs,
-            known.job,
+            known.setting.job,
             strategy=chosen.strategy,
             num_devices=chosen.num_devices,
             policy_devices=policy.num_devices,
             reward_devices=judge.num_devices if judge else 0,
         ),
         memory=_memory(known, chosen),
-        usable_bytes=known.usable_bytes,
+        usable_bytes=known.setting.usable_bytes,
         correction=None if correction is None else {stage: correction.factor(stage) for stage in STAGES},
         alternatives=alternatives(known, chosen),
     )
@@ -214,7 +215,7 @@ def alternatives(known: Candidates, chosen: Candidate) -> tuple[Alternative, ...
 
 def why_nothing_fits(known: Candidates, strategy: Strategy | None) -> str:
     """Describe what is too large on all devices, and changes with which the job would fit."""
-    cluster, job, usable = known.cluster, known.job, known.usable_bytes
+    cluster, job, usable = known.setting.cluster, known.setting.job, known.setting.usable_bytes
     lines: list[str] = []
     size, options = next((size, options) for size in cluster.sizes() if len((options := known.training(size)).layouts))
     smallest = int(options.total_bytes.argmin())
@@ -244,28 +245,28 @@ def why_nothing_fits(known: Candidates, strategy: Strategy | None) -> str:
 def _what_would_fit(known: Candidates, job: Job, strategy: Strategy | None) -> str:
     found: list[str] = []
     for doublings in range(1, _MOST_DOUBLINGS + 1):
-        cluster = replace(known.cluster, num_devices=known.cluster.num_devices * 2**doublings)
-        if _fits(known.but(cluster=cluster), strategy):
+        cluster = replace(known.setting.cluster, num_devices=known.setting.cluster.num_devices * 2**doublings)
+        if _fits(Candidates(replace(known.setting, cluster=cluster)), strategy):
             found.append(f"{cluster.num_devices} devices")
             break
     for halvings in range(1, _MOST_DOUBLINGS + 1):
         longest = job.response_lengths.longest / 2**halvings
         shorter = replace(job, response_lengths=job.response_lengths.cut(longest))
-        if _fits(known.but(job=shorter), strategy):
+        if _fits(Candidates(replace(known.setting, job=shorter)), strategy):
             found.append(f"responses of at most {int(longest)} tokens")
             break
     return ", or ".join(found)
 
 
 def _fits(known: Candidates, strategy: Strategy | None) -> bool:
-    return any(True for size in known.cluster.sizes() for _ in known.of(size, strategy))
+    return any(True for size in known.setting.cluster.sizes() for _ in known.of(size, strategy))
 
 
 def _strategies(known: Candidates, chosen: Candidate) -> Iterable[Alternative]:
     for strategy in PLANNED:
         if strategy == chosen.strategy:
             continue
-        if known.job.judge is None:
+        if known.setting.job.judge is None:
             yield Alternative(choice="strategy", option=strategy, reason="there is no judge to share the devices with")
             continue
         best = min((c.step_s for c in known.of(chosen.num_devices, strategy)), default=inf)
@@ -293,8 +294,8 @@ def _engines(
         needs = engines.least_bytes(tp)
         if tp in best:
             reason = _compared(best[tp], chosen.step_s)
-        elif needs > known.usable_bytes:
-            reason = f"does not fit: {_gb(needs)} of {_gb(known.usable_bytes)}"
+        elif needs > known.setting.usable_bytes:
+            reason = f"does not fit: {_gb(needs)} of {_gb(known.setting.usable_bytes)}"
         else:
             reason = "does not fit next to the other roles"
         yield Alternative(choice=choice, option=f"TP {tp}", reason=reason)
@@ -313,11 +314,13 @@ def _training(known: Candidates, chosen: Candidate) -> Iterable[Alternative]:
 
     def reason(indices: list[int]) -> tuple[float, str]:
         """Return the least seconds of those that fit, and the reason as text."""
-        least_s = min((float(seconds[i]) for i in indices if options.total_bytes[i] <= known.usable_bytes), default=inf)
+        least_s = min(
+            (float(seconds[i]) for i in indices if options.total_bytes[i] <= known.setting.usable_bytes), default=inf
+        )
         if least_s < inf:
             return least_s, _compared(least_s, chosen.training.seconds, "to train")
         needs = min(float(options.total_bytes[i]) for i in indices)
-        return inf, f"does not fit: {_gb(needs)} of {_gb(known.usable_bytes)}"
+        return inf, f"does not fit: {_gb(needs)} of {_gb(known.setting.usable_bytes)}"
 
     others = {sizes: reason(indices) for sizes, indices in by_sizes.items() if sizes != _sizes(own)}
     fit = sorted((found, sizes) for sizes, found in others.items() if found[0] < inf)[:_MOST_LAYOUTS]

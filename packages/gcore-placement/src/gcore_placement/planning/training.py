@@ -1,6 +1,5 @@
 """The ways to train on a number of devices: their costs from shapes and data sheets, and those worth trying."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,9 +7,9 @@ from numpy.typing import NDArray
 
 from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.costs import TrainingLaws
-from gcore_placement.forecast import Correction
 from gcore_placement.planning.layouts import (
     MASTER_BYTES,
+    Setting,
     TrainingLayouts,
     resident_state,
     total,
@@ -135,39 +134,23 @@ class TrainingChoice:
     """State of each device."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingOptions:
-    """All layouts of a number of devices. Arrays are [num_layouts]."""
+    """All layouts of a number of devices. Arrays are [num_layouts].
 
-    layouts: TrainingLayouts
-    memory: Mapping[str, NDArray[np.float64]]
-    total_bytes: NDArray[np.float64]
-    state_bytes: NDArray[np.float64]
-    laws: TrainingLaws
-    seconds: NDArray[np.float64]
-    """Seconds of a step's preparation and training."""
-    moving_s: NDArray[np.float64]
-    """Seconds to bring the state from the host's memory and back."""
+    Attributes:
+        seconds: Seconds of a step's preparation and training.
+        moving_s: Seconds to bring the state from the host's memory and back.
+    """
 
-    @classmethod
-    def of(
-        cls, job: Job, num_devices: int, *, cluster: Cluster, efficiency: Efficiency, correction: Correction
-    ) -> "TrainingOptions":
-        """Return the options for a number of devices."""
-        layouts = training_layouts(job, cluster, num_devices)
-        memory = training_memory(job, layouts, activations=efficiency.activations)
-        laws = correction.training(training_laws(job, layouts, cluster=cluster, efficiency=efficiency))
-        state_bytes = resident_state(memory)
-        return cls(
-            layouts=layouts,
-            memory=memory,
-            total_bytes=total(memory),
-            state_bytes=state_bytes,
-            laws=laws,
-            seconds=laws.seconds(tokens=job.training_tokens, pairs=job.training_pairs, num_devices=num_devices),
-            moving_s=correction.factor("training")
-            * (2 * state_bytes / (cluster.device.host_bytes_per_s * efficiency.host)),
-        )
+    def __init__(self, setting: Setting, num_devices: int) -> None:
+        job, cluster, efficiency, correction = setting.job, setting.cluster, setting.efficiency, setting.correction
+        self.layouts = training_layouts(job, cluster, num_devices)
+        self.memory = training_memory(job, self.layouts, activations=efficiency.activations)
+        self.total_bytes, self.state_bytes = total(self.memory), resident_state(self.memory)
+        self.laws = correction.training(training_laws(job, self.layouts, cluster=cluster, efficiency=efficiency))
+        self.seconds = self.laws.seconds(tokens=job.training_tokens, pairs=job.training_pairs, num_devices=num_devices)
+        rate = cluster.device.host_bytes_per_s * efficiency.host
+        self.moving_s = correction.factor("training") * (2 * self.state_bytes / rate)
 
     def choices(self, usable_bytes: float, host_memory_bytes: float) -> list[TrainingChoice]:
         """Return the layouts to try: the fastest that fits and moves its state to the host, and those that fit and keep

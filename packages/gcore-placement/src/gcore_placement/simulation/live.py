@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from statistics import NormalDist
-from typing import Generic, Literal, TypeVar, get_args
+from typing import Generic, TypeVar
 
 from gcore_placement.costs import EngineCosts
 
@@ -186,11 +186,8 @@ class Replica(Generic[ItemT]):
             heappush(self._running, (self._steps + sequence.length, self._num_started, self._steps, sequence))
 
 
-Work = Literal["generation", "reward", "preparation", "training", "sync"]
-Idle = Literal["long_tail", "waiting_for_reward", "reward_devices", "imbalance", "barriers"]
-
-WORK: tuple[Work, ...] = get_args(Work)
-IDLE: tuple[Idle, ...] = get_args(Idle)
+WORK = ("generation", "reward", "preparation", "training", "sync")
+IDLE = ("long_tail", "waiting_for_reward", "reward_devices", "imbalance", "barriers")
 
 
 class RunningLedger:
@@ -211,15 +208,11 @@ class RunningLedger:
     def __init__(
         self, *, num_devices: int, num_reward_devices: int, num_controllers: int, clock: Callable[[], float]
     ) -> None:
-        self._num_devices = num_devices
-        self._num_reward_devices = num_reward_devices
-        self._num_engine_devices = num_devices - num_reward_devices
-        self._clock = clock
-        self._num_generating = 0
-        self._num_rewarding = 0
+        self._num_devices, self._num_reward_devices, self._clock = num_devices, num_reward_devices, clock
+        self._num_generating = self._num_rewarding = 0
         self._stages: list[str | None] = [None] * num_controllers
         self._num_in = {"gen": 0, "reward": 0}
-        self._whole: tuple[Work, float] | None = None
+        self._whole: tuple[str, float] | None = None
         self._since_s = 0.0
         self._seconds = dict.fromkeys((*WORK, *IDLE), 0.0)
 
@@ -242,7 +235,7 @@ class RunningLedger:
         self._stages[rank] = stage
 
     @contextmanager
-    def whole(self, work: Work, busy_share: float) -> Generator[None]:
+    def whole(self, work: str, busy_share: float) -> Generator[None]:
         """Count all devices as doing ``work`` inside the block, busy for a share of the time on average."""
         self._advance()
         assert self._whole is None, f"{work} started during {self._whole}"
@@ -258,7 +251,7 @@ class RunningLedger:
         """Return the device-seconds of each of WORK and IDLE since the last call."""
         self._advance()
         seconds, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
-        return {str(name): value for name, value in seconds.items()}
+        return seconds
 
     def _advance(self) -> None:
         now_s = self._clock()
@@ -274,7 +267,7 @@ class RunningLedger:
         seconds["generation"] += self._num_generating * passed_s
         seconds["reward"] += self._num_rewarding * passed_s
         seconds["reward_devices"] += (self._num_reward_devices - self._num_rewarding) * passed_s
-        part_s = (self._num_engine_devices - self._num_generating) * passed_s / len(self._stages)
+        part_s = (self._num_devices - self._num_reward_devices - self._num_generating) * passed_s / len(self._stages)
         seconds["long_tail"] += part_s * self._num_in["gen"]
         seconds["waiting_for_reward"] += part_s * self._num_in["reward"]
         seconds["barriers"] += part_s * (len(self._stages) - sum(self._num_in.values()))
