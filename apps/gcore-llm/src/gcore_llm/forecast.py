@@ -8,6 +8,7 @@ from pathlib import Path
 from gcore_llm.config import TrainConfig
 from gcore_llm.learning.trainer_worker import has_critic, has_reference
 from gcore_placement import (
+    STRATEGIES,
     Cluster,
     Correction,
     Device,
@@ -17,7 +18,6 @@ from gcore_placement import (
     ModelShape,
     plan,
     predict_step,
-    strategy_traits,
 )
 from gcore_runs.run_folder import write_atomically
 
@@ -65,7 +65,7 @@ def run_forecast(config: TrainConfig, model: Path, path: Path) -> Forecast:
         compute_bytes=2 if config.dtype == "bfloat16" else 4,
         old_log_probs=config.algorithm.old_log_probs == "trainer",
     )
-    is_time_shared = strategy_traits(config.placement.strategy).is_time_shared
+    is_time_shared = STRATEGIES[config.placement.strategy].is_time_shared
     num_policy = len(config.rollout.urls) or max(1, config.rollout.num_processes)
     num_judge = max(1, config.sizes.judges) if judge else 0
     num_engines = max(num_policy, num_judge) if is_time_shared else num_policy + num_judge

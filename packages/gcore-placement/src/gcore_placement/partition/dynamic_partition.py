@@ -25,22 +25,17 @@ Load = tuple[NDArray[np.float64], NDArray[np.float64]]
 class LoadHistory:
     """The last rounds, mutable. A round counts by its size, so that a handful of prompts decides nothing.
 
-    Args:
-        window: usual rounds of which the median counts.
-        noise_floor: least standard deviation of a load's logarithm.
-        is_corrected: whether measurements correct the work that a model has.
+    Shapes: R = 2 roles, policy and reward.
     """
 
-    def __init__(self, *, window: int, noise_floor: float, is_corrected: bool) -> None:
-        self._window = window
-        self._noise_floor = noise_floor
-        self._is_corrected = is_corrected
+    def __init__(self, config: "DynamicPartitionConfig") -> None:
+        self._config = config
         self.rows: list[list[float]] = []
 
     def add(self, loads: tuple[RoleLoad, RoleLoad], devices: tuple[int, int], size: float) -> None:
         """Add a round, with the devices of each role."""
         found = self.corrections.tolist()
-        if self._is_corrected:
+        if self._config.is_corrected:
             found = [load.correction(d, last) for load, d, last in zip(loads, devices, found, strict=True)]
         corrections = np.clip(found, 1 / _MAX_CORRECTION, _MAX_CORRECTION).tolist()
         work = [load.work_device_s / size for load in loads]
@@ -68,11 +63,11 @@ class LoadHistory:
         # The error of a model may differ between partitions, and is not noise.
         has_stayed = np.diff(rows[:, _DEVICES]) == 0
         if not has_stayed.any() or not work.all():
-            return np.full(2, self._noise_floor)
+            return np.full(2, self._config.noise_floor)
         changes = np.abs(np.diff(np.log(work), axis=0))[has_stayed]
         weights = np.minimum(size[1:], size[:-1])[has_stayed]
         found = [weighted_median(change, weights) for change in changes.T]
-        return np.maximum(self._noise_floor, np.array(found) / _NORMAL_MEDIAN / np.sqrt(2))
+        return np.maximum(self._config.noise_floor, np.array(found) / _NORMAL_MEDIAN / np.sqrt(2))
 
     def deviation(self) -> float:
         """Return how far the last round's work is off the settled one, in standard deviations; the larger role."""
@@ -95,7 +90,7 @@ class LoadHistory:
         """Return medians over as much of the last rounds as `window` rounds of usual size: [R]."""
         rows = np.array(self.rows[::-1])
         before = np.cumsum(rows[:, _SIZE]) - rows[:, _SIZE]
-        weights = np.clip(self._window * self._usual_size() - before, 0.0, rows[:, _SIZE])
+        weights = np.clip(self._config.window * self._usual_size() - before, 0.0, rows[:, _SIZE])
         return np.array([weighted_median(values, weights) for values in rows[:, columns].T])
 
 
@@ -182,9 +177,7 @@ class DynamicPartition:
         self.space = space
         self.config = config or DynamicPartitionConfig()
         self._index = space.index(start)
-        self._history = LoadHistory(
-            window=self.config.window, noise_floor=self.config.noise_floor, is_corrected=self.config.is_corrected
-        )
+        self._history = LoadHistory(self.config)
 
     @property
     def partition(self) -> Partition:

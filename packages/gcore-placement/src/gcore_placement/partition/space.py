@@ -83,7 +83,8 @@ class PartitionSpace(Checked):
         found: list[Partition] = []
         for policy_replicas in policy_counts:
             rest = self.num_devices - policy_replicas * self.policy.devices_per_replica
-            fitting = reward_counts[: _num_fitting(reward_counts, rest // self.reward.devices_per_replica)]
+            most = rest // self.reward.devices_per_replica
+            fitting = range(reward_counts.start, min(reward_counts.stop, most + 1), reward_counts.step)
             if not fitting:
                 break
             partition = self._partition(policy_replicas, fitting[-1])
@@ -124,11 +125,6 @@ class PartitionSpace(Checked):
             reward_devices=reward_devices,
             unassigned_devices=self.num_devices - policy_devices - reward_devices,
         )
-
-
-def _num_fitting(counts: range, most: int) -> int:
-    """Return the number of counts that are at most ``most``."""
-    return 0 if most < counts.start else (most - counts.start) // counts.step + 1
 
 
 @dataclass(frozen=True, kw_only=True)

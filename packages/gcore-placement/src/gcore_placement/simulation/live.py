@@ -214,7 +214,7 @@ class RunningLedger:
         self._num_in = {"gen": 0, "reward": 0}
         self._whole: tuple[str, float] | None = None
         self._since_s = 0.0
-        self._seconds = dict.fromkeys((*WORK, *IDLE), 0.0)
+        self._seconds: dict[str, float] = dict.fromkeys((*WORK, *IDLE), 0.0)
 
     def generate(self, num_devices: int) -> None:
         """Count more devices as generating, or fewer if negative."""

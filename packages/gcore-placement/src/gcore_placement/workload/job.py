@@ -8,15 +8,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gcore_placement.errors import (
-    Checked,
-    Positive,
-    Share,
-    check_above_0,
-    check_amount_list,
-    check_amounts,
-    refusal,
-)
+from gcore_placement.errors import Checked, Positive, Share, check_above_0, check_amount_list, check_amounts, refusal
 from gcore_placement.workload.transformer import ModelShape
 
 _EDGES = np.concatenate([np.linspace(0, 1, 513)[:-1], 1 - 2.0 ** -np.arange(10, 42), [1.0]])

@@ -68,7 +68,7 @@ def comparison_table(comparisons: Iterable[SeededComparison]) -> str:
                 _spread([c["split"].seconds / c["clairvoyant"].seconds for c in seeded]),
                 *(f"{fmean(run.idle_share for run in runs):.1%}" for runs in by_strategy),
                 _spread([100 * (c["dynamic"].idle_share - c["clairvoyant"].idle_share) for c in seeded], digits=1),
-                f"{fmean(c.dynamic.num_moves for c in seeded):.0f}",
+                f"{fmean(c['dynamic'].num_moves for c in seeded):.0f}",
             )
         )
     return _table(head, rows)
