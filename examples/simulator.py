@@ -55,7 +55,7 @@ def main() -> Comparison:
     found = compare(TRACE.name, Simulator(TRACE.trace(), COSTS, SPACE))
     print(f"{'strategy':<14}{'step':>10}{'speed':>8}{'moves':>8}{'idle':>8}{'long tail':>12}{'swap':>8}")
     for run in found.runs:
-        speed = found.colocated.seconds / run.seconds
+        speed = found["colocated"].seconds / run.seconds
         print(
             f"{run.strategy:<14}{run.step_s:>8.1f} s{speed:>8.2f}{run.num_moves:>8}{run.idle_share:>8.1%}"
             f"{run.share('long_tail'):>12.1%}{run.share('swap'):>8.1%}"

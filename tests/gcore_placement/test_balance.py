@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from numpy.typing import ArrayLike, NDArray
 
 from gcore_placement import PlacementError, balance
-from gcore_placement.balancing.initial_assignment import fold
+from gcore_placement.balancing.balance import fold
 
 costs_lists = st.lists(st.floats(min_value=0, max_value=1e300), max_size=40) | st.lists(
     st.integers(min_value=0, max_value=12).map(float), max_size=40

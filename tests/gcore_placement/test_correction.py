@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from gcore_placement import Correction, EngineCosts, JobCosts, PlacementError, SwapCosts, TrainingCosts
-from gcore_placement.correction import STAGES
+from gcore_placement.forecast import STAGES
 
 ENGINE = EngineCosts(
     devices_per_replica=2,

@@ -22,8 +22,8 @@ from gcore_placement import (
     plan,
     predict_step,
 )
-from gcore_placement.correction import STAGES
-from gcore_placement.planning import memory
+from gcore_placement.forecast import STAGES
+from gcore_placement.planning import layouts as memory
 from gcore_placement.planning.layouts import Backend, TrainingLayouts
 
 SMALL: dict[str, Any] = {

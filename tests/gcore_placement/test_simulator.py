@@ -24,14 +24,14 @@ from gcore_placement import (
     Trace,
     TraceRecipe,
     TrainingCosts,
+    forecast as step_time,
     predict_step,
 )
-from gcore_placement.planning import step_time
 from gcore_placement.simulation.scenarios import SCENARIOS, scenario
-from gcore_placement.simulation.step_account import wave_loads
+from gcore_placement.simulation.simulator import wave_loads
 from gcore_placement.simulation.waves import side_by_side
 from gcore_placement.strategies import PLANNED, STRATEGIES
-from gcore_placement.workload.trace_recipes import steady
+from gcore_placement.workload.traces import steady
 
 COSTS = JobCosts(
     policy=EngineCosts(

@@ -19,8 +19,8 @@ from gcore_placement import (
     TrainingCosts,
     predict_step,
 )
-from gcore_placement.planning.engine_costs import EngineRoofline
-from gcore_placement.planning.step_time import generation_seconds
+from gcore_placement.forecast import generation_seconds
+from gcore_placement.planning.engines import EngineRoofline
 from gcore_placement.strategies import Strategy
 
 ENGINE = EngineCosts(

@@ -26,7 +26,7 @@ NEEDED_TO_IMPORT = {
 
 WITHOUT_EXTRA = [
     ("controller", "ray", "ray", "import gcore_controller.runtimes.ray"),
-    ("placement", "cli", "rich", "import gcore_placement.cli.plan_table"),
+    ("placement", "cli", "rich", "import gcore_placement.cli.tables"),
     ("rollout", "http", "aiohttp", "from gcore_rollout import HTTPReward as use; use('http://localhost')"),
     ("rollout", "math-verify", "math_verify", "from gcore_rollout import MathVerifyReward as use; use()"),
     ("rollout", "diffusion", "diffusers", "import gcore_rollout.engines.diffusion.engine"),

@@ -20,7 +20,7 @@ from gcore_bench.placement.study import (
 from gcore_placement import DynamicPartitionConfig, Trace, TraceRecipe
 from gcore_placement.simulation import scenarios
 from gcore_placement.simulation.scenarios import JOBS, Scale, scenario
-from gcore_placement.workload.trace_recipes import steady
+from gcore_placement.workload.traces import steady
 
 
 @pytest.fixture(autouse=True)
@@ -66,10 +66,10 @@ def test_studies_are_the_same_in_processes_of_their_own(monkeypatch: pytest.Monk
 
 def test_conditions_are_broken_one_at_a_time() -> None:
     by_name = {seeded[0].name: seeded[0] for seeded in break_study(num_steps=4, seeds=[0])}
-    assert by_name["swaps take no time"].colocated.share("swap") == 0.0
-    assert by_name["as it is"].colocated.share("swap") > 0.0
-    assert by_name["a move takes 20 minutes"].dynamic.num_moves <= by_name["as it is"].dynamic.num_moves
-    few = {p for step in by_name["four replicas in all"].clairvoyant.steps for p in step.partitions}
+    assert by_name["swaps take no time"]["colocated"].share("swap") == 0.0
+    assert by_name["as it is"]["colocated"].share("swap") > 0.0
+    assert by_name["a move takes 20 minutes"]["dynamic"].num_moves <= by_name["as it is"]["dynamic"].num_moves
+    few = {p for step in by_name["four replicas in all"]["clairvoyant"].steps for p in step.partitions}
     assert all(p.policy_replicas + p.reward_replicas == 4 for p in few)
 
 

@@ -4,6 +4,7 @@ import json
 import tomllib
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,23 @@ import numpy as np
 import pytest
 from command_line import Cli, option_set
 
-from gcore_llm.simulate.calibrate import parse_calibrate
 from gcore_llm.simulate.command import parse_simulate
-from gcore_llm.simulate.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig
-from gcore_llm.simulate.fit import Fit, Parameters, fit, measured_seconds, num_simulations, simulated_seconds
-from gcore_llm.simulate.measured import STAGES, MeasuredRun, read_run
-from gcore_llm.simulate.run import simulate
+from gcore_llm.simulate.measured import read_run
+from gcore_llm.simulate.run import coarse_workload, simulate, train_config
 from gcore_runs.errors import UserError
 from gcore_runs.settings.values import to_toml
+from gcore_runs.simulation.command import parse_calibrate
+from gcore_runs.simulation.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig
+from gcore_runs.simulation.fit import (
+    STAGES,
+    Fit,
+    MeasuredRun,
+    Parameters,
+    fit,
+    measured_seconds,
+    num_simulations,
+    simulated_seconds,
+)
 from gcore_trainer import ParallelConfig
 
 TRUE = Parameters(
@@ -87,7 +97,7 @@ def many(alone: SimulateConfig) -> SimulateConfig:
 
 def write_run(folder: Path, config: SimulateConfig, *, noise: float = 0.0, **settings: Any) -> str:
     """The folder of a run whose services are those of `TRUE`, its stages' seconds off by log-normal noise."""
-    trained = config.train_config()
+    trained = train_config(config)
     ranks = config.devices // config.num_learner_replicas
     trained = replace(
         trained,
@@ -102,7 +112,7 @@ def write_run(folder: Path, config: SimulateConfig, *, noise: float = 0.0, **set
     (folder / "config.toml").write_text(to_toml(trained))
     random = np.random.default_rng(0)
     with (folder / "metrics.jsonl").open("w") as file:
-        for step in simulate(TRUE.applied(config)).steps:
+        for step in simulate(TRUE.applied(config, coarse_workload(config))).steps:
             row: dict[str, Any] = {"step": step.step, **step.metrics}
             row["timing_s/sync"] -= TRUE.overhead_s
             for stage in STAGES[:-1]:
@@ -220,7 +230,7 @@ def cut_metrics(folder: Path, num_lines: int) -> None:
 
 def test_runs_of_another_kind_are_refused(cli: Cli, alone: SimulateConfig) -> None:
     config = replace(alone, steps=4)
-    algorithm = config.train_config().algorithm
+    algorithm = train_config(config).algorithm
     write_run(cli.cwd / "gae", config, algorithm=replace(algorithm, adv_estimator="gae"))
     write_run(cli.cwd / "short", config)
     write_run(cli.cwd / "empty", config)
@@ -239,25 +249,25 @@ def test_runs_of_another_kind_are_refused(cli: Cli, alone: SimulateConfig) -> No
 @pytest.mark.parametrize(
     ("parse", "options", "message"),
     [
-        (parse_calibrate, ["--held-out", "1"], "held_out is 1.0; expected at least 0 and below 1"),
-        (parse_calibrate, ["--warmup-steps", "-1"], "warmup_steps is -1[:;] .*0"),
-        (parse_calibrate, ["--max-steps", "1"], "max_steps is 1[:;] .*2"),
+        (partial(parse_calibrate, prog="x"), ["--held-out", "1"], r"held_out is 1.0; expected a number in \[0, 1\)"),
+        (partial(parse_calibrate, prog="x"), ["--warmup-steps", "-1"], "warmup_steps is -1[:;] .*0"),
+        (partial(parse_calibrate, prog="x"), ["--max-steps", "1"], "max_steps is 1[:;] .*2"),
         (
             parse_simulate,
             ["--learner.flops-per-s", "-1"],
-            "learner.flops_per_s is -1.0; expected a finite number of at least 0",
+            "learner.flops_per_s is -1.0; expected a finite number, 0 or more",
         ),
         (
             parse_simulate,
             ["--learner.forward-share", "0"],
             "learner.forward_share is 0.0; expected a finite number above 0",
         ),
-        (parse_simulate, ["--overhead-s", "inf"], "overhead_s is inf; expected a finite number of at least 0"),
+        (parse_simulate, ["--overhead-s", "inf"], "overhead_s is inf; expected a finite number, 0 or more"),
     ],
 )
 def test_wrong_settings_are_refused(parse: Callable[[list[str]], object], options: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        parse([*(["--calibrate", "run"] if parse is parse_calibrate else []), *options])
+        parse([*(["--calibrate", "run"] if isinstance(parse, partial) else []), *options])
 
 
 def test_a_wrong_file_is_refused(tmp_path: Path) -> None:

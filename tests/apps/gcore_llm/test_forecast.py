@@ -8,8 +8,9 @@ import pytest
 from command_line import Cli, option_set, step_rows
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.forecast import Forecast
+from gcore_llm.forecast import run_forecast
 from gcore_placement import Correction, PlacementError
+from gcore_placement.forecast import lengths_of
 
 
 def config(tiny: Path, **fields: str) -> TrainConfig:
@@ -31,7 +32,7 @@ def metrics(mean: float, *, longest: float, times: float = 1.0) -> dict[str, flo
 
 def test_measurements_correct_predictions(tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "placement.json"
-    forecast = Forecast(config(tiny), tiny, path)
+    forecast = run_forecast(config(tiny), tiny, path)
     first = forecast.stepped(metrics(100.0, longest=200.0))
     found: dict[str, float] = {}
     for _ in range(6):
@@ -43,19 +44,16 @@ def test_measurements_correct_predictions(tiny: Path, tmp_path: Path) -> None:
     longer = forecast.stepped(metrics(150.0, longest=300.0))
     assert -0.5 < longer["forecast/error"] < 0.05
     # And what was learned to the next process of the run, and to a plan.
-    again = Forecast(config(tiny), tiny, path)
+    again = run_forecast(config(tiny), tiny, path)
     assert again.stepped(metrics(100.0, longest=200.0))["forecast/error"] == pytest.approx(0.0, abs=1e-9)
     assert Correction.load(path).factor("training") > 0
     assert again.stepped({"sampling/groups": 0.0}) == {}
 
 
-def test_drawn_lengths_are_those_of_the_law(tiny: Path, tmp_path: Path) -> None:
+def test_drawn_lengths_are_those_of_the_law() -> None:
     """Log-normal lengths by their mean and their longest alone: tokens are predicted to a tenth."""
-    del tiny, tmp_path
-    from gcore_llm.forecast import _lengths  # pyright: ignore[reportPrivateUsage]
-
     drawn = np.random.default_rng(0).lognormal(5.0, 0.7, 4096)
-    law = _lengths(float(drawn.mean()), float(drawn.max()), count=4096)
+    law = lengths_of(float(drawn.mean()), float(drawn.max()), count=4096)
     assert law.mean == pytest.approx(drawn.mean(), rel=0.05)
     assert law.mean_square == pytest.approx((drawn**2).mean(), rel=0.25)
     assert law.expected_longest(4096) == pytest.approx(drawn.max(), rel=0.1)
@@ -66,7 +64,7 @@ def test_models_that_the_planner_does_not_know(tiny: Path, tmp_path: Path) -> No
     other.mkdir()
     (other / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(PlacementError, match=r"model_type is .*; expected one of"):
-        Forecast(config(tiny), other, tmp_path / "placement.json")
+        run_forecast(config(tiny), other, tmp_path / "placement.json")
 
 
 def test_a_run_keeps_what_it_learned(cli: Cli, own_args: list[str]) -> None:

@@ -4,11 +4,10 @@ import logging
 from functools import cached_property
 from pathlib import Path
 
-from gcore_llm.forecast import Forecast
 from gcore_llm.learning.preparation import warning
 from gcore_llm.modality import Job
 from gcore_llm.sampling.evaluate import Evaluation
-from gcore_placement import PlacementError
+from gcore_placement import Forecast, PlacementError
 from gcore_runs.loop.recorder import BaseRunRecorder
 from gcore_runs.run_folder import write_jsonl
 
@@ -57,9 +56,11 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
     @cached_property
     def _forecast(self) -> Forecast | None:
         """The predictions; None where the planner does not know the model's architecture, and the run continues."""
+        from gcore_llm.forecast import run_forecast
+
         config = self.job.config
         try:
-            return Forecast(config, Path(config.model) if config.model else self.run.model, self.run.placement)
+            return run_forecast(config, Path(config.model) if config.model else self.run.model, self.run.placement)
         except PlacementError as error:
             _logger.info("steps are not predicted: %s", error)
             return None

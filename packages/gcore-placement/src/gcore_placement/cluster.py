@@ -1,17 +1,16 @@
-"""Clusters: devices by their data sheets, and the links between them."""
+"""Clusters: devices by their data sheets, the shares of these that programs reach, and the links between devices."""
 
 from dataclasses import dataclass, fields
 
-from gcore_placement.errors import check_above_0, check_positive, refusal
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_placement.errors import Above0, Amount, Checked, Positive, Share, check_above_0, refusal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator, by its peaks; `Efficiency` has the shares of these that programs reach.
-
-    Raises:
-        PlacementError: a number is not finite or not above 0.
-    """
+    """One accelerator, by its peaks, all above 0; `Efficiency` has the shares of these that programs reach."""
 
     name: str
     memory_bytes: float
@@ -30,30 +29,22 @@ class Device:
 
     @classmethod
     def named(cls, name: str) -> "Device":
-        """Return one of DEVICES.
-
-        Raises:
-            PlacementError: it is not one of them.
-        """
+        """Return one of DEVICES. Raises PlacementError if it is not one of them."""
         if name not in DEVICES:
             raise refusal("device", name, f"one of {', '.join(DEVICES)}")
         return DEVICES[name]
 
     @classmethod
     def matching(cls, full_name: str) -> "Device":
-        """Return the known device whose name occurs in the one that a driver reports, as in `NVIDIA H100 80GB HBM3`.
-
-        Raises:
-            PlacementError: there is none.
-        """
+        """Return the device whose name occurs in a driver's, as in `NVIDIA H100 80GB HBM3`; PlacementError if none."""
         for name, device in DEVICES.items():
             if name in full_name:
                 return device
         raise refusal("device", full_name, f"a name that holds one of {', '.join(DEVICES)}")
 
 
-def _sheet(name: str, *, gb: float, tflops: float, memory_tb_s: float, link_gb_s: float, host_gb_s: float) -> Device:
-    return Device(
+DEVICES = {
+    name: Device(
         name=name,
         memory_bytes=gb * 1e9,
         flops_per_s=tflops * 1e12,
@@ -61,19 +52,16 @@ def _sheet(name: str, *, gb: float, tflops: float, memory_tb_s: float, link_gb_s
         link_bytes_per_s=link_gb_s * 1e9,
         host_bytes_per_s=host_gb_s * 1e9,
     )
-
-
-DEVICES = {
-    device.name: device
-    for device in (
-        _sheet("B200", gb=180, tflops=2250, memory_tb_s=8.0, link_gb_s=900, host_gb_s=64),
-        _sheet("H200", gb=141, tflops=989, memory_tb_s=4.8, link_gb_s=450, host_gb_s=64),
-        _sheet("H100", gb=80, tflops=989, memory_tb_s=3.35, link_gb_s=450, host_gb_s=64),
-        _sheet("H800", gb=80, tflops=989, memory_tb_s=3.35, link_gb_s=200, host_gb_s=64),
-        _sheet("H20", gb=96, tflops=148, memory_tb_s=4.0, link_gb_s=450, host_gb_s=64),
-        _sheet("A100", gb=80, tflops=312, memory_tb_s=2.039, link_gb_s=300, host_gb_s=32),
-        _sheet("A800", gb=80, tflops=312, memory_tb_s=2.039, link_gb_s=200, host_gb_s=32),
-        _sheet("L40S", gb=48, tflops=362, memory_tb_s=0.864, link_gb_s=32, host_gb_s=32),
+    for name, gb, tflops, memory_tb_s, link_gb_s, host_gb_s in (
+        ("B200", 180, 2250, 8.0, 900, 64),
+        ("H200", 141, 989, 4.8, 450, 64),
+        ("H100", 80, 989, 3.35, 450, 64),
+        ("H800", 80, 989, 3.35, 200, 64),
+        ("H20", 96, 148, 4.0, 450, 64),
+        ("A100", 80, 312, 2.039, 300, 32),
+        ("A800", 80, 312, 2.039, 200, 32),
+        ("L40S", 48, 362, 0.864, 32, 32),
+        ("L40", 48, 181, 0.864, 32, 32),
     )
 }
 """NVIDIA's data sheets, of the SXM form where there is one. Bfloat16 without sparsity; NVLink and PCIe at half of the
@@ -81,26 +69,16 @@ two-way rate that the sheets give; GB are 10^9 bytes, which leaves the surplus o
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """Devices of one kind in nodes.
+class Cluster(Checked):
+    """Devices of one kind in nodes."""
 
-    Raises:
-        PlacementError: a number is not above 0.
-    """
-
-    num_devices: int
+    num_devices: Positive
     device: Device
-    devices_per_node: int = 8
-    inter_node_bytes_per_s: float = 50e9
+    devices_per_node: Positive = 8
+    inter_node_bytes_per_s: Above0 = 50e9
     """Bytes per second of each device to other nodes, one way: a 400 Gb/s adapter for each."""
-    host_memory_bytes: float = 200e9
+    host_memory_bytes: Above0 = 200e9
     """Host memory per device, for weights and states that leave the device."""
-
-    def __post_init__(self) -> None:
-        check_positive("num_devices", self.num_devices)
-        check_positive("devices_per_node", self.devices_per_node)
-        check_above_0("inter_node_bytes_per_s", self.inter_node_bytes_per_s)
-        check_above_0("host_memory_bytes", self.host_memory_bytes)
 
     def sizes(self) -> list[int]:
         """Return the numbers of devices that a job may use, largest first: whole nodes, or part of one node.
@@ -116,3 +94,55 @@ class Cluster:
         if group_size <= self.devices_per_node:
             return self.device.link_bytes_per_s
         return min(self.inter_node_bytes_per_s, self.device.link_bytes_per_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency(Checked):
+    """The shares of their data sheets that devices reach, and the overheads of programs.
+
+    The defaults are common values: Megatron trains at 40 to 50 % of the peak (arXiv 2104.04473 and the tables
+    of its repository); engines read memory at about three quarters of its rate. `Correction` corrects the
+    predictions by measurements.
+    """
+
+    training: Share = 0.45
+    """Share of the peak in training's matrix products."""
+    attention: Share = 0.45
+    """Share of the peak in training's attention, between FlashAttention 2 and 3 on H100 (arXiv 2407.08608)."""
+    prefill: Share = 0.5
+    """Share of the peak in an engine's pass over prompts."""
+    decode: Share = 0.4
+    """Share of the peak in a decoding step, where products and not memory are what limits it."""
+    memory: Share = 0.75
+    """Share of the memory's rate."""
+    links: Share = 0.7
+    """Share of the links' rates."""
+    host: Share = 0.4
+    """Share of the rate to the host's memory."""
+    free_memory: Share = 0.92
+    """Share of a device's memory that may be planned with; the rest is for contexts, buffers and fragmentation."""
+    activations: Amount = 1.25
+    """Bytes of activations, over those that the formula counts: transformers' norms, which are not fused, keep more."""
+    decode_step_s: Amount = 0.003
+    """Seconds that a decoding step takes in addition to its arithmetic."""
+    decode_sequence_s: Amount = 5e-6
+    """Seconds that each running sequence adds to it."""
+    all_reduce_s: Amount = 1e-5
+    """Seconds of a sum over devices in addition to its bytes."""
+    overlap: float = 1.0
+    """Overlap of work that could be done at the same time: reading weights and multiplying, or gathering weights and
+    multiplying by others. 1: it takes as long as the longer of the two; 0: as long as both, as on a CPU, whose
+    cores do all of it."""
+    micro_batch_s: Amount = 0.02
+    """Seconds that a micro-batch takes in addition to its arithmetic."""
+    swap_s: Amount = 1.0
+    """Seconds to put an engine to sleep, or to wake it, in addition to its bytes."""
+
+    def together_s(self, one_s: NDArray[np.float64], other_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds of two kinds of work that could be done at the same time."""
+        return np.maximum(one_s, other_s) + (1 - self.overlap) * np.minimum(one_s, other_s)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.overlap <= 1:
+            raise refusal("overlap", self.overlap, "a number in [0, 1]")

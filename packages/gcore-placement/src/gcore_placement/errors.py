@@ -1,6 +1,9 @@
 """The errors of this package, and checks of its input."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import cache
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -86,3 +89,30 @@ def required(mapping: Mapping[str, object], key: str) -> object:
             f"model, got the keys {sorted(mapping)}"
         )
     return value
+
+
+Positive = Annotated[int, check_positive]
+"""An integer of at least 1."""
+Above0 = Annotated[float, check_above_0]
+"""A finite number above 0."""
+Share = Annotated[float, check_share]
+"""A number above 0, at most 1."""
+Amount = Annotated[float, check_amounts]
+"""A finite number of at least 0."""
+
+
+class Checked:
+    """A dataclass whose fields are checked by what their types say: `Positive`, `Above0`, `Share` or `Amount`.
+
+    Raises:
+        PlacementError: a field is out of its bounds.
+    """
+
+    def __post_init__(self) -> None:
+        for name, check in _checks(type(self)):
+            check(name, getattr(self, name))
+
+
+@cache
+def _checks(kind: Any) -> list[tuple[str, Callable[[str, Any], object]]]:
+    return [(field.name, check) for field in fields(kind) for check in getattr(field.type, "__metadata__", ())]

@@ -122,6 +122,7 @@ class Ledger:
         """
         device_ns: dict[str, dict[str, int]] = {}
         total_ns: dict[str, int] = {}
+        column_of_stage = np.array([COLUMNS.index(WORK.get(stage, stage)) for stage in (*_STAGES, "unassigned")])
         for step in steps:
             rows = step.devices or {f"controller {rank}": spans for rank, spans in enumerate(step.controllers)}
             times = {time for row in (*rows.values(), *step.controllers) for _, *ends in row for time in ends}
@@ -137,7 +138,7 @@ class Ledger:
                 causes = _causes(role, held_up_by, np.min(stages, axis=0) < _NO_STAGE)
                 found = np.zeros(len(COLUMNS), dtype=np.int64)
                 for own in stages:
-                    np.add.at(found, np.where(own == _NO_STAGE, causes, _COLUMN_OF_STAGE[own]), widths)
+                    np.add.at(found, np.where(own == _NO_STAGE, causes, column_of_stage[own]), widths)
                 entry = device_ns.setdefault(role, dict.fromkeys(COLUMNS, 0))
                 for column, width in zip(COLUMNS, found.tolist(), strict=True):
                     entry[column] += width
@@ -227,11 +228,6 @@ def _end_to_end(steps: Sequence[StepIntervals]) -> list[StepIntervals]:
         stop_ns = step.stop_ns if following is None else max(following.start_ns, step.start_ns)
         lasting.append(replace(step, stop_ns=stop_ns, devices=devices))
     return lasting
-
-
-_COLUMN_OF_STAGE = np.array(
-    [COLUMNS.index(WORK.get(stage, stage)) for stage in _STAGES] + [COLUMNS.index("unassigned")], dtype=np.intp
-)
 
 
 def _role(name: str) -> str:

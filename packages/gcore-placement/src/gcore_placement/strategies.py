@@ -8,9 +8,6 @@ from typing import Literal
 
 Strategy = Literal["colocated", "split", "dynamic", "auto"]
 
-LiveStrategy = Literal["colocated", "dynamic"]
-"""The strategies between which auto chooses after each step."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyTraits:
@@ -22,12 +19,14 @@ class StrategyTraits:
     """Devices move between the roles as their load changes."""
     is_planned: bool = True
     """Plans choose among it; otherwise a run chooses among other strategies while it runs."""
+    is_live: bool = False
+    """Auto chooses it, or another such one, after each step."""
 
 
 STRATEGIES: dict[Strategy, StrategyTraits] = {
-    "colocated": StrategyTraits(is_time_shared=True, follows_load=False),
+    "colocated": StrategyTraits(is_time_shared=True, follows_load=False, is_live=True),
     "split": StrategyTraits(is_time_shared=False, follows_load=False),
-    "dynamic": StrategyTraits(is_time_shared=False, follows_load=True),
+    "dynamic": StrategyTraits(is_time_shared=False, follows_load=True, is_live=True),
     "auto": StrategyTraits(is_time_shared=False, follows_load=True, is_planned=False),
 }
 

@@ -7,9 +7,10 @@ import numpy as np
 
 from gcore_bench.controller.options import ControllerOptions
 from gcore_bench.harness.options import BenchError
-from gcore_llm.simulate.config import SimulateConfig
-from gcore_llm.simulate.run import Simulation, simulate
+from gcore_llm.simulate.run import simulate
 from gcore_runs.errors import UserError
+from gcore_runs.simulation.cluster import Simulation
+from gcore_runs.simulation.config import SimulateConfig
 
 _DEVICE_STEPS = 8192
 """Devices times steps of one simulation, at most, unless it has a single step."""

@@ -78,8 +78,8 @@ def simulation_table(comparisons: Sequence[Comparison]) -> Table:
             shown.add_row(
                 f"{comparison.name}: {run.strategy}",
                 f"{run.step_s:.1f}",
-                f"{comparison.colocated.seconds / run.seconds:.2f}",
-                f"{comparison.best_split.seconds / run.seconds:.2f}",
+                f"{comparison['colocated'].seconds / run.seconds:.2f}",
+                f"{comparison['split'].seconds / run.seconds:.2f}",
                 str(run.num_moves),
                 f"{100 * run.idle_share:.1f}",
             )

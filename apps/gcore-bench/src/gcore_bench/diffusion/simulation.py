@@ -18,7 +18,7 @@ from gcore_placement import (
     compare,
 )
 from gcore_placement.simulation.scenarios import JOBS
-from gcore_placement.workload.trace_recipes import steady
+from gcore_placement.workload.traces import steady
 
 NUM_DEVICES = 64
 UNIT_DEVICES = 4

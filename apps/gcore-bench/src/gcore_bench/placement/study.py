@@ -270,14 +270,14 @@ def _comparison_table(comparisons: Iterable[SeededComparison]) -> str:
         by_strategy = list(zip(*(c.runs for c in seeded), strict=True))
         rows.append(
             (
-                *(f"{seeded[0].num_devices:,}", seeded[0].name, str(len(seeded[0].dynamic.steps))),
+                *(f"{seeded[0].num_devices:,}", seeded[0].name, str(len(seeded[0]["dynamic"].steps))),
                 *(f"{fmean(run.step_s for run in runs):,.0f} s" for runs in by_strategy),
-                _spread([c.colocated.seconds / c.dynamic.seconds for c in seeded]),
-                _spread([c.best_split.seconds / c.dynamic.seconds for c in seeded]),
-                _spread([c.best_split.seconds / c.clairvoyant.seconds for c in seeded]),
+                _spread([c["colocated"].seconds / c["dynamic"].seconds for c in seeded]),
+                _spread([c["split"].seconds / c["dynamic"].seconds for c in seeded]),
+                _spread([c["split"].seconds / c["clairvoyant"].seconds for c in seeded]),
                 *(f"{fmean(run.idle_share for run in runs):.1%}" for runs in by_strategy),
-                _spread([100 * (c.dynamic.idle_share - c.clairvoyant.idle_share) for c in seeded], digits=1),
-                f"{fmean(c.dynamic.num_moves for c in seeded):.0f}",
+                _spread([100 * (c["dynamic"].idle_share - c["clairvoyant"].idle_share) for c in seeded], digits=1),
+                f"{fmean(c['dynamic'].num_moves for c in seeded):.0f}",
             )
         )
     return _table(head, rows)

@@ -1,70 +1,21 @@
 """The measured steps of a finished run of `gcore-llm train`, and a simulation of the same sizes."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.simulate.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig
-from gcore_llm.simulate.replay import Replay
+from gcore_llm.simulate.run import coarse_workload, simulate
 from gcore_placement import SampledLengths, fit_lengths
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import RunFolder, read_jsonl
-
-STAGES = ("gen", "reward", "prepare", "train", "sync", "rest")
-"""The stages of a step; rest is the time outside all others."""
-
-
-def stage_seconds(metrics: Mapping[str, float], *, is_scored: bool) -> list[float]:
-    """Return the seconds of each of `STAGES` in one step.
-
-    Args:
-        metrics: of the step.
-        is_scored: whether models score responses before the update; otherwise preparation counts as part of the rest.
-    """
-    own = {stage: metrics.get(f"timing_s/{stage}", 0.0) for stage in STAGES[:-1]}
-    if not is_scored:
-        own["prepare"] = 0.0
-    return [*own.values(), metrics["timing_s/step"] - sum(own.values())]
+from gcore_runs.simulation.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig
+from gcore_runs.simulation.fit import MeasuredRun
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeasuredRun:
-    """The steps of a run, in order."""
-
-    name: str
-    config: SimulateConfig
-    """The sizes and lengths of the run; the time that its services take is not known yet."""
-    rows: list[dict[str, Any]]
-    """The steps' metrics."""
-    lengths: list[SampledLengths]
-    """Response lengths of each step."""
-
-    @property
-    def is_scored(self) -> bool:
-        """Return whether models score responses before the update."""
-        config = self.config
-        num_updates = -(-config.batch_size // (config.ppo_mini_batch_size or config.batch_size))
-        return bool(config.kl_loss_coef) or (config.old_log_probs == "trainer" and num_updates > 1)
-
-    def replay(self) -> Replay:
-        """Return the run's responses, for a simulation."""
-        n = self.config.n
-        kept = [
-            round(row["sampling/acceptance"] * own.number / n) for row, own in zip(self.rows, self.lengths, strict=True)
-        ]
-        return Replay(self.lengths, kept, n=n, sigma=self.config.response_length.sigma, seed=self.config.seed)
-
-    def replayed_config(self) -> SimulateConfig:
-        """Return the settings for `replay`, in which all prompts have the mean length."""
-        return replace(self.config, prompt_length=LengthConfig(median=_mean_prompt(self.rows), sigma=0.0))
-
-
-def read_run(path: str, *, max_steps: int) -> MeasuredRun:
+def read_run(path: str, max_steps: int) -> MeasuredRun:
     """Read the last ``max_steps`` steps of a run.
 
     Raises:
@@ -81,19 +32,24 @@ def read_run(path: str, *, max_steps: int) -> MeasuredRun:
     model = next((f for f in (folder.export, folder.model, Path(config.model)) if (f / "config.json").is_file()), None)
     if model is None:
         raise UserError(f"{path}: model is {config.model!r}; expected a folder with config.json, or export/ in the run")
-    return MeasuredRun(name=path, config=_sizes(config, model.resolve(), rows, lengths), rows=rows, lengths=lengths)
+    sizes = _sizes(config, model.resolve(), rows, lengths)
+    return MeasuredRun(
+        name=path,
+        config=sizes,
+        workload=coarse_workload(sizes),
+        rows=rows,
+        lengths=lengths,
+        simulate=lambda replayed, replay: simulate(replayed, replay=replay),
+    )
 
 
 def _check_simulated(path: str, config: TrainConfig) -> None:
-    rollout = config.rollout
+    estimator, turns, epochs = config.algorithm.adv_estimator, config.rollout.multi_turn, config.actor.ppo_epochs
     unfit = {
-        f"algorithm.adv_estimator is {config.algorithm.adv_estimator!r}": config.algorithm.adv_estimator
-        in ("gae", "remax"),
-        "rollout.partial_rollout is true": rollout.partial_rollout,
-        "rollout.multi_turn makes several turns": bool(
-            rollout.multi_turn.environment or rollout.multi_turn.max_revisions
-        ),
-        f"actor.ppo_epochs is {config.actor.ppo_epochs}": config.actor.ppo_epochs > 1,
+        f"algorithm.adv_estimator is {estimator!r}": estimator in ("gae", "remax"),
+        "rollout.partial_rollout is true": config.rollout.partial_rollout,
+        "rollout.multi_turn makes several turns": bool(turns.environment or turns.max_revisions),
+        f"actor.ppo_epochs is {epochs}": epochs > 1,
     }
     for name, is_unfit in unfit.items():
         if is_unfit:
@@ -101,10 +57,6 @@ def _check_simulated(path: str, config: TrainConfig) -> None:
                 f"{path}: {name}; expected a run without a critic and greedy responses, of single turns that end in "
                 "the step that started them, and with one epoch"
             )
-
-
-def _mean_prompt(rows: list[dict[str, Any]]) -> float:
-    return float(np.mean([row["prompt_length/mean"] for row in rows if "prompt_length/mean" in row]))
 
 
 def _prompt_length(rows: list[dict[str, Any]], lengths: list[SampledLengths], n: int) -> LengthConfig:

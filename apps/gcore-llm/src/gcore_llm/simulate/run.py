@@ -1,60 +1,42 @@
-"""A whole simulation: services, the program that uses them, and the figures of each step."""
+"""The program of `train` on a simulated cluster: its settings, its prompts, and the cost of a token."""
 
-import asyncio
-import gc
-import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from gcore_controller import Context, Span, StageTimer, State, run_simulated
+from gcore_llm.config import ActorConfig, AlgorithmConfig, DataConfig, TrainConfig
+from gcore_llm.data.prompts import Prompt, PromptSets
+from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.modality import Job, rlhf_program
 from gcore_llm.roles import SamplingRoles
-from gcore_llm.sampling.evaluate import Evaluation
 from gcore_llm.services import sharing
-from gcore_llm.simulate.config import SimulateConfig
-from gcore_llm.simulate.engine import ModelledEngine, ModelledWeights
-from gcore_llm.simulate.learner import ModelledLearner
-from gcore_llm.simulate.load import LoadMeter
-from gcore_llm.simulate.replay import Replay
-from gcore_llm.simulate.reward import ModelledReward
-from gcore_llm.simulate.work import SampleNames, coarse_workload, make_prompts, weights_bytes
-from gcore_placement import RunningLedger
-from gcore_rollout import Failure
+from gcore_llm.settings.rollout_config import RolloutConfig
+from gcore_llm.settings.trainer_config import TrainerConfig
+from gcore_placement import uniform
+from gcore_runs.errors import UserError
+from gcore_runs.simulation.cluster import SimulatedCluster, Simulation, StepFigures
+from gcore_runs.simulation.config import SimulateConfig
+from gcore_runs.simulation.services import CoarseWorkload, Replay, drawn_length
+from gcore_trainer import PolicyLossConfig
 
+_BUILT_IN = {
+    "hidden_size": 3584,
+    "intermediate_size": 18_944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 152_064,
+}
+"""The shape of Qwen2.5-7B (arXiv 2412.15115, table 1, and its config.json)."""
 
-@dataclass(frozen=True, kw_only=True)
-class StepFigures:
-    """The figures of one step."""
-
-    step: int
-    step_s: float
-    """Simulated seconds."""
-    num_tokens: float
-    """Tokens of all responses that were sampled, each with its prompt."""
-    device_s: dict[str, float]
-    """Device-seconds by column of the ledger; together they are devices times ``step_s``."""
-    controller_load: list[float]
-    """Real seconds of the processor in each controller's own code for a simulated second, by rank."""
-    metrics: dict[str, float]
-    """As the program reports them; lengths are in units of ``token_unit`` tokens."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Simulation:
-    """The outcome of a simulation."""
-
-    config: SimulateConfig
-    steps: list[StepFigures]
-    wall_s: float
-    """Real seconds of the whole simulation."""
+_PROMPT_STREAM = 1
+_NUM_PROMPTS = 10_000
 
 
 def simulate(
-    config: SimulateConfig,
-    stepped: Callable[[StepFigures], None] = lambda _: None,
-    *,
-    replay: Replay | None = None,
+    config: SimulateConfig, stepped: Callable[[StepFigures], None] = lambda _: None, *, replay: Replay | None = None
 ) -> Simulation:
     """Run the program of `train` on modelled services.
 
@@ -63,45 +45,13 @@ def simulate(
         replay: gives the lengths of responses, and the groups whose scores differ, in place of draws.
 
     Raises:
-        UserError: the model folder has no config.json that loads.
+        UserError: the model folder has no config.json that loads, or settings do not fit `TrainConfig`.
     """
-    start_s = time.perf_counter()
     workload = coarse_workload(config)
-    ledger = RunningLedger(
-        num_devices=config.devices,
-        num_reward_devices=config.reward.devices,
-        num_controllers=config.controllers,
-        clock=lambda: asyncio.get_running_loop().time(),
-    )
-    meter = LoadMeter(config.controllers)
-    sync_s = weights_bytes(workload) / (config.learner.sync_gb_per_s * 1e9)
-    weights = ModelledWeights()
-    reward = ModelledReward(config, ledger=ledger, meter=meter, replay=replay).runner()
-
-    def sampler(num_replicas: int) -> SamplingRoles:
-        policy = ModelledEngine(
-            config,
-            num_replicas=num_replicas,
-            weights=weights,
-            sync_s=sync_s,
-            ledger=ledger,
-            meter=meter,
-            replay=replay,
-        )
-        slots = num_replicas * config.engine.max_num_seqs if config.engine.prompts == "stealing" else None
-        return SamplingRoles(policy=policy, policy_slots=slots, reward=reward, tokenizer=SampleNames())
-
-    def samplers() -> list[SamplingRoles]:
-        """Return the samplers by rank."""
-        num_replicas, size = config.num_engine_replicas, config.controllers
-        if config.engine.prompts == "shared":
-            return [sampler(num_replicas)] * size
-        return [sampler(len(range(rank, num_replicas, size))) for rank in range(size)]
-
-    learner = ModelledLearner(config, workload, ledger=ledger, meter=meter)
-    recorder = _Recorder(config=config, ledger=ledger, meter=meter, report=stepped)
+    cost_of = partial(sample_flops, workload)
+    cluster = SimulatedCluster(config, workload, cost_of=cost_of, report=stepped, replay=replay)
     job = Job(
-        config=config.train_config(),
+        config=train_config(config),
         prompts=make_prompts(config),
         workload=workload,
         first_step=0,
@@ -109,86 +59,79 @@ def simulate(
         controllers=None,
         is_policy_behind=False,
     )
-    real = sharing(learner, rlhf_program(job, recorder))
-
-    async def program(ctx: Context[Sequence[SamplingRoles]]) -> None:
-        own = ctx.with_roles(ctx.roles[ctx.rank])
-        await meter.run(ctx.rank, real(replace(own, timer=_LedgerTimer(ctx.rank, ledger))))
-
-    with _garbage_collected_by_step():
-        run_simulated(program, roles=samplers(), world_size=config.controllers)
-    return Simulation(config=config, steps=recorder.steps, wall_s=time.perf_counter() - start_s)
+    roles = [
+        SamplingRoles(policy=engine, policy_slots=slots, reward=cluster.reward, tokenizer=SampleNames())
+        for engine, slots in cluster.engines()
+    ]
+    return cluster.run(sharing(cluster.learner, rlhf_program(job, cluster)), roles)
 
 
-@contextmanager
-def _garbage_collected_by_step() -> Generator[None]:
-    """Leave garbage collection to the recorder: a pass over a whole simulated cluster is not one controller's load."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    gc.freeze()
+def train_config(config: SimulateConfig) -> TrainConfig:
+    """Return the settings of the program, with lengths in units of ``token_unit`` tokens.
+
+    Raises:
+        UserError: see `TrainConfig`.
+    """
+    return TrainConfig(
+        seed=config.seed,
+        controllers=config.controllers,
+        device="cpu",
+        data=DataConfig(
+            train_batch_size=config.batch_size,
+            max_prompt_length=config.max_prompt_length // config.token_unit,
+            max_response_length=config.max_response_length // config.token_unit,
+            shuffle_seed=config.seed,
+        ),
+        rollout=RolloutConfig(
+            n=config.n, partial_rollout=config.partial_rollout, over_sample_rate=config.over_sample_rate
+        ),
+        algorithm=AlgorithmConfig(
+            filter_groups=config.filter_groups,
+            max_num_gen_batches=config.max_num_gen_batches,
+            old_log_probs=config.old_log_probs,
+            # Modelled engines and learners have no policy that could differ.
+            max_rollout_kl=0.0,
+        ),
+        actor=ActorConfig(
+            loss=PolicyLossConfig(kl_loss_coef=config.kl_loss_coef),
+            ppo_mini_batch_size=config.ppo_mini_batch_size,
+            ppo_max_token_len=config.ppo_max_token_len // config.token_unit,
+        ),
+        trainer=TrainerConfig(num_processes=config.devices, total_training_steps=config.steps),
+    )
+
+
+def coarse_workload(config: SimulateConfig) -> CoarseWorkload:
+    """Return the cost model of the config's model, in its units.
+
+    Raises:
+        UserError: the model folder has no config.json that transformers knows.
+    """
+    if not config.model:
+        return CoarseWorkload(**_BUILT_IN, token_unit=config.token_unit)
+    folder = Path(config.model)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model is {config.model!r}; expected a Hugging Face folder with config.json")
     try:
-        yield
-    finally:
-        gc.unfreeze()
-        if was_enabled:
-            gc.enable()
+        shape = workload_of(folder)
+    except (ValueError, OSError) as error:
+        raise UserError(f"model is {config.model!r}; expected a config.json that loads ({error})") from None
+    return CoarseWorkload(**vars(shape), token_unit=config.token_unit)
 
 
-class _LedgerTimer(StageTimer):
-    """A controller's stage timer that notes each stage in the ledger."""
-
-    def __init__(self, rank: int, ledger: RunningLedger) -> None:
-        super().__init__(asyncio.get_running_loop().time)
-        self._rank = rank
-        self._ledger = ledger
-
-    @contextmanager
-    def stage(self, name: str) -> Generator[None]:
-        """See `StageTimer.stage`."""
-        try:
-            with super().stage(name):
-                self._ledger.enter(self._rank, name)
-                yield
-        finally:
-            self._ledger.enter(self._rank, self.current)
+def make_prompts(config: SimulateConfig) -> PromptSets:
+    """Return prompts of drawn lengths, each made of one token of its own."""
+    longest, unit = config.max_prompt_length // config.token_unit, config.token_unit
+    draws = (uniform(config.seed, _PROMPT_STREAM, i) for i in range(max(_NUM_PROMPTS, config.batch_size)))
+    lengths = [min(longest, drawn_length(u, config.prompt_length, unit=unit)) for u in draws]
+    train = [Prompt(text="", token_ids=(i,) * size, row={}) for i, size in enumerate(lengths)]
+    return PromptSets(train=train, val=[], num_too_long=0)
 
 
-@dataclass(kw_only=True)
-class _Recorder:
-    """Records the figures of every step."""
+class SampleNames:
+    """A tokenizer whose text is the number that all tokens of a sample are: see `sample_name`."""
 
-    config: SimulateConfig
-    ledger: RunningLedger
-    meter: LoadMeter
-    report: Callable[[StepFigures], None]
-    steps: list[StepFigures] = field(default_factory=list[StepFigures])
-
-    async def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """Do nothing: there are no held-out prompts."""
-
-    async def updating(self) -> None:
-        """Do nothing: a simulation is not interrupted."""
-
-    async def rewards_failed(self, step: int, failures: list[Failure]) -> None:
-        """Do nothing: the simulated reward does not fail."""
-
-    async def stepped(
-        self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
-    ) -> None:
-        del spans, devices
-        with self.meter.paused():
-            step_s = metrics["timing_s/step"]
-            figures = StepFigures(
-                step=step,
-                step_s=step_s,
-                num_tokens=metrics.get("perf/total_num_tokens", 0.0) * self.config.token_unit,
-                device_s=self.ledger.cut(),
-                controller_load=[busy_s / step_s for busy_s in self.meter.cut()],
-                metrics=metrics,
-            )
-            self.steps.append(figures)
-            self.report(figures)
-            gc.collect()
-
-    async def reached(self, step: int, controllers: list[State]) -> None:
-        """Do nothing: a simulation takes no checkpoint."""
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
+        """Return the sample's name."""
+        assert skip_special_tokens
+        return str(int(token_ids[0]))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from gcore_controller import Announcer, Context, DeviceTimers, Handles, SizedConfig
+from gcore_placement import STRATEGIES
 from gcore_rollout import Engine, EngineHandle, EngineReplicas, RayEngine, TimeSharedEngines
 from gcore_runs.logs.writing import log_to
 from gcore_runs.loop.instrumented_engine import Instrumentation
@@ -49,7 +50,7 @@ async def controller_services(
     connect = partial(_connect, devices, Announcer(ctx.report), start_timeout_s=config.ray.timeout_s)
     engines = _own(ctx.roles.engines, ctx.rank, ctx.world_size)
     judges = _own(ctx.roles.judges, ctx.rank, ctx.world_size)
-    in_turns = config.placement.strategy == "colocated"
+    in_turns = STRATEGIES[config.placement.strategy].is_time_shared
     async with AsyncExitStack() as to_close:
         judge = None
         if judges:

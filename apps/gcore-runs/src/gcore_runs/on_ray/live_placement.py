@@ -8,6 +8,7 @@ from typing import Literal
 
 from gcore_controller import Sizes, Span
 from gcore_placement import (
+    STRATEGIES,
     DynamicPartition,
     DynamicPartitionConfig,
     PartitionSpace,
@@ -59,7 +60,7 @@ class LivePlacement:
     @property
     def sizes(self) -> Sizes:
         """The sizes, with the engines as they are to be divided."""
-        if self._choice is not None and self._choice.strategy == "colocated":
+        if self._choice is not None and STRATEGIES[self._choice.strategy].is_time_shared:
             both = self._space.num_devices
             return replace(self.whole, engines=both, judges=both, in_turns=True)
         partition = self._dynamic.partition
@@ -87,7 +88,7 @@ class LivePlacement:
             strategy = self._choice.observe(
                 step.policy, step.reward, stage_s=step.stage_s, swap_s=self.swap_s * num_turns
             )
-            if before.in_turns and strategy == "dynamic":
+            if before.in_turns and not STRATEGIES[strategy].is_time_shared:
                 best = self._dynamic.best((step.policy.work_device_s, step.reward.work_device_s))
                 self._dynamic = self._started_at(best.policy_devices)
         if self.sizes != before:

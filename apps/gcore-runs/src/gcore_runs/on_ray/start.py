@@ -15,6 +15,7 @@ from gcore_controller import (
     Sizes,
     TrainerSpec,
 )
+from gcore_placement import STRATEGIES
 from gcore_rollout import Engine, EngineDiedError, EngineHandle, RayEngine, end_engine_actor, start_engine_actor
 from gcore_runs.logs.writing import logged, logs_of
 from gcore_runs.loop.job import RunJob
@@ -91,7 +92,7 @@ class _EngineActors(Generic[ConfigT]):
 
 def _placement(config: PlacementConfig) -> Callable[[Sizes], LivePlacement] | None:
     """Return how engines are divided among the roles; None: as the sizes say."""
-    return None if config.strategy in ("split", "colocated") else partial(LivePlacement, config=config)
+    return partial(LivePlacement, config=config) if STRATEGIES[config.strategy].follows_load else None
 
 
 async def _run_controller(job: Any, run_controller: RunController[Any], logs: Path, ctx: Context[Handles]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol, Self
 
 from gcore_controller import Sizes
+from gcore_placement import STRATEGIES
 from gcore_runs.errors import UserError, check_at_least, check_port, check_run_name
 from gcore_runs.settings.cluster import PlacementConfig, RayConfig
 from gcore_trainer import LoRAConfig
@@ -213,7 +214,10 @@ class BaseRLConfig(BaseRunConfig, ABC):
     def sizes(self) -> Sizes:
         """Processes of each role on ray."""
         _, judge = self.judge
-        engines, in_turns = self.rollout.num_processes or self.controllers, self.placement.strategy == "colocated"
+        engines, in_turns = (
+            self.rollout.num_processes or self.controllers,
+            STRATEGIES[self.placement.strategy].is_time_shared,
+        )
         judges = 0 if judge is None else engines if in_turns else judge.num_processes or 1
         return Sizes(
             controllers=self.controllers,
@@ -239,7 +243,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
                 "share devices"
             )
         engines = self.rollout.num_processes or self.controllers
-        if self.placement.strategy == "colocated" and judge.num_processes not in (0, engines):
+        if STRATEGIES[self.placement.strategy].is_time_shared and judge.num_processes not in (0, engines):
             raise UserError(
                 f"{section}.num_processes is {judge.num_processes}; expected rollout.num_processes={engines}, or 0 for "
                 "as many, with placement.strategy 'colocated'"

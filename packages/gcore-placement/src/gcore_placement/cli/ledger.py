@@ -15,7 +15,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps({"steps": [steps[0].step, steps[-1].step], **ledger.to_dict()}, indent=2))
         return 0
-    from gcore_placement.cli.ledger_table import print_ledger
+    from gcore_placement.cli.tables import print_ledger
 
     print_ledger(ledger, steps)
     return 0

@@ -6,9 +6,7 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_placement.simulation.comparison import Comparison
-from gcore_placement.simulation.simulator import StrategyRun
-from gcore_placement.simulation.step_account import IDLE, WORK
+from gcore_placement.simulation.simulator import IDLE, WORK, Comparison, StrategyRun
 from gcore_placement.simulation.waves import WaveRuns
 
 COLOURS = {
@@ -62,7 +60,7 @@ def _comparison(comparison: Comparison) -> str:
     )
     rows = "".join(
         f"<tr><td>{run.strategy}</td><td>{run.step_s:,.1f} s</td>"
-        f"<td>{run.seconds / comparison.dynamic.seconds:.2f} x</td>"
+        f"<td>{run.seconds / comparison['dynamic'].seconds:.2f} x</td>"
         f"<td>{run.idle_share:.1%}</td><td>{run.num_moves}</td></tr>"
         for run in runs
     )

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from gcore_placement.cluster import DEVICES, Cluster, Device
-from gcore_placement.correction import RUN_FILE, Correction
 from gcore_placement.errors import PlacementError, refusal
+from gcore_placement.forecast import RUN_FILE, Correction
 from gcore_placement.planning.planner import plan
 from gcore_placement.strategies import PLANNED
-from gcore_placement.workload.job import Job
-from gcore_placement.workload.lengths import Lengths
-from gcore_placement.workload.model_shape import ModelShape
+from gcore_placement.workload.job import Job, Lengths
+from gcore_placement.workload.transformer import ModelShape
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
         return 0
-    from gcore_placement.cli.plan_table import print_plan
+    from gcore_placement.cli.tables import print_plan
 
     print_plan(found)
     return 0

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gcore_placement.cli.page import page
-from gcore_placement.errors import MissingExtraError, PlacementError, check_positive, refusal
-from gcore_placement.simulation.comparison import Comparison, compare
+from gcore_placement.errors import PlacementError, check_positive, refusal
 from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENARIOS, scenario
-from gcore_placement.simulation.simulator import Simulator
+from gcore_placement.simulation.simulator import Comparison, Simulator, compare
 from gcore_placement.simulation.waves import WaveRuns, run_in_turns, run_side_by_side
 from gcore_placement.workload.recorded_runs import run_trace
 from gcore_placement.workload.traces import Trace
@@ -18,10 +17,8 @@ from gcore_placement.workload.traces import Trace
 def main(argv: Sequence[str]) -> int:
     """Simulate, print and write; return the exit code."""
     arguments = _parser().parse_args(argv)
-    try:
-        from gcore_placement.cli.simulate_table import counting, print_comparison
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("rich", "cli") from error
+    from gcore_placement.cli.tables import counting, print_comparison
+
     for option in ("html", "save_trace"):
         path: Path | None = getattr(arguments, option)
         if path is not None and not path.absolute().parent.is_dir():
@@ -79,7 +76,7 @@ def _timelines(simulator: Simulator, comparison: Comparison) -> list[tuple[str, 
     """Return the first wave of the middle step, colocated and on the partition of dynamic."""
     step = simulator.trace.num_steps // 2
     wave = next(simulator.trace.waves(step))
-    partition = comparison.dynamic.steps[step].partitions[0]
+    partition = comparison["dynamic"].steps[step].partitions[0]
     return [
         (f"colocated, step {step}", run_in_turns(simulator.costs, [wave], simulator.space.num_devices)),
         (f"dynamic, step {step}", run_side_by_side(simulator.costs, [wave], partition)),

@@ -7,10 +7,101 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_placement.errors import check_above_0, check_amounts, check_positive, refusal
-from gcore_placement.partition.load_history import Load, LoadHistory
-from gcore_placement.partition.role_load import RoleLoad, stage_seconds
-from gcore_placement.partition.space import Partition, PartitionSpace
+from gcore_placement.errors import Amount, Checked, Positive, check_above_0, refusal
+from gcore_placement.partition.space import Partition, PartitionSpace, RoleLoad, stage_seconds
+
+NUM_ROUNDS = 21
+"""Rounds to remember; noise is estimated from the changes between them."""
+_MAX_CORRECTION = 16.0
+_NORMAL_MEDIAN = 0.6745
+"""Median of the absolute value of a standard normal variable."""
+_WORK, _FLOOR, _CORRECTION, _DEVICES, _SIZE = slice(0, 2), slice(2, 4), slice(4, 6), 6, 7
+"""Columns of a row: work for a size of 1, as a model has it; floors; corrections; the policy's devices; the size."""
+
+Load = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""[R] device-seconds of work, and [R] seconds that devices do not shorten."""
+
+
+class LoadHistory:
+    """The last rounds, mutable. A round counts by its size, so that a handful of prompts decides nothing.
+
+    Shapes: R = 2 roles, policy and reward.
+    """
+
+    def __init__(self, config: "DynamicPartitionConfig") -> None:
+        self._config = config
+        self.rows: list[list[float]] = []
+
+    def add(self, loads: tuple[RoleLoad, RoleLoad], devices: tuple[int, int], size: float) -> None:
+        """Add a round, with the devices of each role."""
+        found = self.corrections.tolist()
+        if self._config.is_corrected:
+            found = [load.correction(d, last) for load, d, last in zip(loads, devices, found, strict=True)]
+        corrections = np.clip(found, 1 / _MAX_CORRECTION, _MAX_CORRECTION).tolist()
+        work = [load.work_device_s / size for load in loads]
+        row = [*work, *(load.floor_s for load in loads), *corrections, float(devices[0]), size]
+        self.rows = [*self.rows[1 - NUM_ROUNDS :], row]
+
+    @property
+    def corrections(self) -> NDArray[np.float64]:
+        """[R], median corrections of the model's work."""
+        return self._medians(_CORRECTION) if self.rows else np.ones(2)
+
+    def settled(self) -> Load:
+        """Return the load of a round of usual size, by medians of the last ones."""
+        return self._load(self._medians(_WORK), self._medians(_FLOOR))
+
+    def latest(self) -> Load:
+        """Return the last round's load, scaled to the usual size."""
+        last = np.array(self.rows[-1])
+        return self._load(last[_WORK], last[_FLOOR])
+
+    def noise(self) -> NDArray[np.float64]:
+        """Return the standard deviation of the logarithm of each role's work, from its changes between rounds: [R]."""
+        rows = np.array(self.rows)
+        work, size = rows[:, _WORK], rows[:, _SIZE]
+        # The error of a model may differ between partitions, and is not noise.
+        has_stayed = np.diff(rows[:, _DEVICES]) == 0
+        if not has_stayed.any() or not work.all():
+            return np.full(2, self._config.noise_floor)
+        changes = np.abs(np.diff(np.log(work), axis=0))[has_stayed]
+        weights = np.minimum(size[1:], size[:-1])[has_stayed]
+        found = [weighted_median(change, weights) for change in changes.T]
+        return np.maximum(self._config.noise_floor, np.array(found) / _NORMAL_MEDIAN / np.sqrt(2))
+
+    def deviation(self) -> float:
+        """Return how far the last round's work is off the settled one, in standard deviations; the larger role."""
+        last, settled = np.array(self.rows[-1]), self._medians(_WORK)
+        if not (last[_WORK].all() and settled.all()):
+            return float("inf") if (last[_WORK] != settled).any() else 0.0
+        noise = self.noise() * np.sqrt(max(1.0, self._usual_size() / last[_SIZE]))
+        off = np.abs(np.log(last[_WORK] / settled))
+        return float(np.divide(off, noise, out=np.where(off > 0, np.inf, 0.0), where=noise > 0).max())
+
+    def _load(self, work: NDArray[np.float64], floor: NDArray[np.float64]) -> Load:
+        return work * self.corrections * self._usual_size(), floor
+
+    def _usual_size(self) -> float:
+        """Return the mean size of rounds, weighted by size."""
+        size = np.array(self.rows)[:, _SIZE]
+        return float(size @ size / size.sum())
+
+    def _medians(self, columns: slice) -> NDArray[np.float64]:
+        """Return medians over as much of the last rounds as `window` rounds of usual size: [R]."""
+        rows = np.array(self.rows[::-1])
+        before = np.cumsum(rows[:, _SIZE]) - rows[:, _SIZE]
+        weights = np.clip(self._config.window * self._usual_size() - before, 0.0, rows[:, _SIZE])
+        return np.array([weighted_median(values, weights) for values in rows[:, columns].T])
+
+
+def weighted_median(values: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
+    """Return the value below and above which half of the weight lies; the mean of two where it lies between them."""
+    order = np.argsort(values, kind="stable")
+    values, total = values[order], np.cumsum(weights[order])
+    half = total[-1] / 2
+    low, high = np.searchsorted(total, half * (1 - 1e-9)), np.searchsorted(total, half * (1 + 1e-9), side="right")
+    return float(values[low] + values[min(high, len(values) - 1)]) / 2
+
 
 _MEDIAN_DEVIATION = np.sqrt(np.pi / 2)
 """Standard deviation of the median of many normal variables, over that of their mean."""
@@ -20,39 +111,32 @@ _WEIGHTS = np.array([1, 4, 1]) / 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicPartitionConfig:
-    """The conditions under which devices move.
+class DynamicPartitionConfig(Checked):
+    """The conditions under which devices move."""
 
-    Raises:
-        PlacementError: a field is out of its bounds.
-    """
-
-    move_s: float = 0.0
+    move_s: Amount = 0.0
     """Seconds that a step lasts longer for a move before it."""
-    move_within_s: float = 0.0
+    move_within_s: Amount = 0.0
     """Seconds that a step lasts longer for a move within it, which must be earned in the next round."""
-    horizon_steps: int = 20
+    horizon_steps: Positive = 20
     """Rounds over which a move between steps must earn more than it takes."""
-    min_gain: float = 0.01
+    min_gain: Amount = 0.01
     """Least share of generation and rewarding that the best partition must save, or nothing moves."""
-    window: int = 3
+    window: Positive = 3
     """Rounds whose medians count as the load; odd. A new load does after `window // 2 + 1` rounds, an outlier never."""
-    noise_floor: float = 0.05
+    noise_floor: Amount = 0.05
     """Least noise to assume, as a standard deviation of a load's logarithm."""
-    law_error: float = 0.1
+    law_error: Amount = 0.1
     """Error of a role's time by its law, as a standard deviation of its logarithm; added to the noise."""
-    near: float = 1.0
+    near: Amount = 1.0
     """Devices move as far as pays even if both medians are off by this many of their deviations."""
-    far: float = 3.0
+    far: Amount = 3.0
     """A round whose load is off the medians by this many deviations is an outlier, or the first after a jump."""
     is_corrected: bool = True
     """Measurements correct the work that a cost model predicts."""
 
     def __post_init__(self) -> None:
-        for name in ("move_s", "move_within_s", "min_gain", "noise_floor", "law_error", "near", "far"):
-            check_amounts(name, getattr(self, name))
-        check_positive("horizon_steps", self.horizon_steps)
-        check_positive("window", self.window)
+        super().__post_init__()
         if self.window % 2 == 0:
             raise refusal("window", self.window, "odd, so that the median is one of the loads")
 
@@ -93,9 +177,7 @@ class DynamicPartition:
         self.space = space
         self.config = config or DynamicPartitionConfig()
         self._index = space.index(start)
-        self._history = LoadHistory(
-            window=self.config.window, noise_floor=self.config.noise_floor, is_corrected=self.config.is_corrected
-        )
+        self._history = LoadHistory(self.config)
 
     @property
     def partition(self) -> Partition:

@@ -3,9 +3,8 @@
 from statistics import median
 
 from gcore_placement.errors import check_amounts, check_positive
-from gcore_placement.partition.role_load import RoleLoad, stage_seconds
-from gcore_placement.partition.space import PartitionSpace
-from gcore_placement.strategies import LiveStrategy, strategy_traits
+from gcore_placement.partition.space import PartitionSpace, RoleLoad, stage_seconds
+from gcore_placement.strategies import STRATEGIES, Strategy
 
 _WINDOW = 3
 """Steps whose medians decide."""
@@ -36,24 +35,24 @@ class StrategyChoice:
     """
 
     def __init__(
-        self, space: PartitionSpace, *, start: LiveStrategy = "dynamic", horizon_steps: int = 20, switch_s: float = 0.0
+        self, space: PartitionSpace, *, start: Strategy = "dynamic", horizon_steps: int = 20, switch_s: float = 0.0
     ) -> None:
         check_positive("horizon_steps", horizon_steps)
         check_amounts("switch_s", switch_s)
-        self.strategy: LiveStrategy = start
+        self.strategy: Strategy = start
         self.switch_s = switch_s
         self._space = space
         self._horizon_steps = horizon_steps
         self._steps: list[tuple[float, float]] = []
         """Seconds since the last change: measured of the present strategy, and by the law of the other one."""
-        self._corrections: dict[LiveStrategy, float] = {"colocated": 1.0, "dynamic": 1.0}
+        self._corrections: dict[Strategy, float] = {name: 1.0 for name, traits in STRATEGIES.items() if traits.is_live}
         """Correction of a strategy's law, used when it is the other one."""
         self._promised_s: float | None = None
         """Seconds of the present strategy by the uncorrected law, before it was tried."""
         self._left_s = 0.0
         """Measured seconds of the strategy that was left for it."""
 
-    def observe(self, policy: RoleLoad, reward: RoleLoad, *, stage_s: float, swap_s: float) -> LiveStrategy:
+    def observe(self, policy: RoleLoad, reward: RoleLoad, *, stage_s: float, swap_s: float) -> Strategy:
         """Observe a step; return the strategy of the next one.
 
         Args:
@@ -67,7 +66,7 @@ class StrategyChoice:
         """
         check_amounts("stage_s", stage_s)
         check_amounts("swap_s", swap_s)
-        other: LiveStrategy = "colocated" if self.strategy == "dynamic" else "dynamic"
+        [other] = self._corrections.keys() - {self.strategy}
         self._steps = [*self._steps, (stage_s, self._law(other, policy, reward, swap_s))][-_WINDOW:]
         if len(self._steps) < _WINDOW:
             return self.strategy
@@ -82,8 +81,8 @@ class StrategyChoice:
             self._promised_s, self._left_s = law_s, measured_s
         return self.strategy
 
-    def _law(self, strategy: LiveStrategy, policy: RoleLoad, reward: RoleLoad, swap_s: float) -> float:
+    def _law(self, strategy: Strategy, policy: RoleLoad, reward: RoleLoad, swap_s: float) -> float:
         work, floor = (policy.work_device_s, reward.work_device_s), (policy.floor_s, reward.floor_s)
-        if strategy_traits(strategy).is_time_shared:
+        if STRATEGIES[strategy].is_time_shared:
             return sum(work) / self._space.num_devices + sum(floor) + swap_s
         return float(stage_seconds(work, floor, self._space.role_devices).min())

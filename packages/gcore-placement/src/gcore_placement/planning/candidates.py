@@ -2,20 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import product
 
 import numpy as np
 
-from gcore_placement.cluster import Cluster
-from gcore_placement.correction import Correction
 from gcore_placement.costs import SwapCosts
-from gcore_placement.planning.efficiency import Efficiency
-from gcore_placement.planning.engine_options import EngineOptions, Engines
-from gcore_placement.planning.step_time import added_by_reward, num_swaps
-from gcore_placement.planning.training_options import TrainingChoice, TrainingOptions
+from gcore_placement.forecast import added_by_reward, num_swaps
+from gcore_placement.planning.engines import EngineOptions, Engines
+from gcore_placement.planning.layouts import Setting
+from gcore_placement.planning.training import TrainingChoice, TrainingOptions
 from gcore_placement.strategies import STRATEGIES, Strategy, strategy_traits
-from gcore_placement.workload.job import Job
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,59 +30,13 @@ class Candidate:
 
 
 class Candidates:
-    """The placements among which `plan` chooses.
+    """The placements among which `plan` chooses."""
 
-    Args:
-        correction: of all laws, by measurements.
-        most_num_seqs: most sequences of an engine at once.
-    """
-
-    def __init__(
-        self, cluster: Cluster, job: Job, *, efficiency: Efficiency, correction: Correction, most_num_seqs: int
-    ) -> None:
-        self.cluster = cluster
-        self.job = job
-        self.efficiency = efficiency
-        self.correction = correction
-        self.usable_bytes = cluster.device.memory_bytes * efficiency.free_memory
-        """Usable memory of each device."""
-
-        def engines(*, is_judge: bool) -> EngineOptions:
-            return EngineOptions(
-                job,
-                is_judge=is_judge,
-                cluster=cluster,
-                efficiency=efficiency,
-                correction=correction,
-                most_num_seqs=most_num_seqs,
-            )
-
-        self.policy = engines(is_judge=False)
-        self.judge = engines(is_judge=True) if job.judge is not None else None
-        self._most_num_seqs = most_num_seqs
-        self._training: dict[int, TrainingOptions] = {}
-
-    def but(self, *, cluster: Cluster | None = None, job: Job | None = None) -> "Candidates":
-        """Return the candidates on another cluster, or for another job."""
-        return Candidates(
-            cluster or self.cluster,
-            job or self.job,
-            efficiency=self.efficiency,
-            correction=self.correction,
-            most_num_seqs=self._most_num_seqs,
-        )
-
-    def training(self, num_devices: int) -> TrainingOptions:
-        """Return the training layouts of a number of devices."""
-        if num_devices not in self._training:
-            self._training[num_devices] = TrainingOptions.of(
-                self.job,
-                num_devices,
-                cluster=self.cluster,
-                efficiency=self.efficiency,
-                correction=self.correction,
-            )
-        return self._training[num_devices]
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.policy = EngineOptions(setting, is_judge=False)
+        self.judge = EngineOptions(setting, is_judge=True) if setting.job.judge is not None else None
+        self.training = cache(partial(TrainingOptions, setting))
 
     def bound_s(self, num_devices: int) -> float:
         """Return a lower bound of a step: the matrix products of its tokens at the rate that all devices reach."""
@@ -94,7 +45,7 @@ class Candidates:
     @cached_property
     def _work_s(self) -> float:
         """Device-seconds of a step's matrix products."""
-        job, reached, factor = self.job, self.efficiency, self.correction.factor
+        job, reached, factor = self.setting.job, self.setting.efficiency, self.setting.correction.factor
         products_s = sum(m.workload.flops_per_token for m in job.trained) * job.training_tokens / reached.training
         pairs_s = sum(m.workload.flops_per_attended_pair for m in job.trained) * job.training_pairs / reached.attention
         seconds = factor("training") * (products_s + pairs_s)
@@ -106,24 +57,24 @@ class Candidates:
         )
         if job.judge is not None and job.judge_lengths is not None:
             seconds += factor("reward") * 2 * job.judge.num_multiplied_parameters * job.judge_lengths.mean * decoding
-        return seconds / self.cluster.device.flops_per_s
+        return seconds / self.setting.cluster.device.flops_per_s
 
     def of(self, num_devices: int, strategy: Strategy | None) -> Iterator[Candidate]:
         """Yield all that fit on so many devices, each with its best partition; strategy None: under all strategies."""
         training = self.training(num_devices)
         strategies = (strategy,) if strategy else _worth_planning(has_judge=self.judge is not None)
-        for choice in training.choices(self.usable_bytes, self.cluster.host_memory_bytes):
-            free_bytes = self.usable_bytes - (0.0 if choice.offload else choice.state_bytes)
+        for choice in training.choices(self.setting.usable_bytes, self.setting.cluster.host_memory_bytes):
+            free_bytes = self.setting.usable_bytes - (0.0 if choice.offload else choice.state_bytes)
             policies = self.policy.of(num_devices, free_bytes)
             judges = [None] if self.judge is None else self.judge.of(num_devices, free_bytes)
             for policy, judge in product(policies, judges):
                 asleep = policy.weights_bytes + (judge.weights_bytes if judge else 0.0)
                 in_host = asleep + (choice.state_bytes if choice.offload else 0.0)
-                if in_host > self.cluster.host_memory_bytes:
+                if in_host > self.setting.cluster.host_memory_bytes:
                     continue
                 swap = self.swap_costs(policy, judge)
                 for each in strategies:
-                    swap_s = num_swaps(self.job, strategy=each) * (swap.sleep_s + swap.wake_s)
+                    swap_s = num_swaps(self.setting.job, strategy=each) * (swap.sleep_s + swap.wake_s)
                     other_s = choice.seconds + swap_s + self.sync_s(policy, num_devices)
                     yield from self._placed(num_devices, each, choice, policy, judge, other_s)
 
@@ -152,7 +103,7 @@ class Candidates:
             generation = policy.waves_s[:, policy_replicas - 1]
             judging, last_s = judge.waves_s[:, judge_replicas - 1], judge.last_s[judge_replicas - 1]
             waves_s = generation + added_by_reward(generation, judging, strategy=strategy, last_s=last_s)
-        sampling_s = self.job.wave_chances @ waves_s
+        sampling_s = self.setting.job.wave_chances @ waves_s
         best = int(sampling_s.argmin())
         yield Candidate(
             step_s=float(sampling_s[best]) + other_s,
@@ -168,17 +119,17 @@ class Candidates:
     def swap_costs(self, policy: Engines, judge: Engines | None) -> SwapCosts:
         """Return the costs of the larger of the two, whose weights go to the host, come back, or come from a device."""
         size_bytes = max(policy.weights_bytes, judge.weights_bytes if judge else 0.0)
-        host_s = size_bytes / (self.cluster.device.host_bytes_per_s * self.efficiency.host)
-        device_s = size_bytes / (self.cluster.inter_node_bytes_per_s * self.efficiency.links)
-        fixed_s = self.efficiency.swap_s
-        return self.correction.swap(
+        host_s = size_bytes / (self.setting.cluster.device.host_bytes_per_s * self.setting.efficiency.host)
+        device_s = size_bytes / (self.setting.cluster.inter_node_bytes_per_s * self.setting.efficiency.links)
+        fixed_s = self.setting.efficiency.swap_s
+        return self.setting.correction.swap(
             SwapCosts(sleep_s=fixed_s + host_s, wake_s=fixed_s + host_s, load_s=fixed_s + device_s)
         )
 
     def sync_s(self, policy: Engines, num_devices: int) -> float:
         """Return the seconds in which each device of the policy's engines gets its part of the new weights."""
-        rate = self.cluster.link_bytes_per_s(num_devices) * self.efficiency.links
-        return self.correction.factor("weight_sync") * policy.weights_bytes / rate
+        rate = self.setting.cluster.link_bytes_per_s(num_devices) * self.setting.efficiency.links
+        return self.setting.correction.factor("weight_sync") * policy.weights_bytes / rate
 
 
 def _worth_planning(*, has_judge: bool) -> list[Strategy]:

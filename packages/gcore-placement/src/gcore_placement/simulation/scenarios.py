@@ -13,8 +13,7 @@ from gcore_placement.errors import refusal
 from gcore_placement.partition.space import PartitionSpace, RoleLimits
 from gcore_placement.simulation.simulator import Simulator
 from gcore_placement.workload.recorded_runs import PublishedCurve
-from gcore_placement.workload.trace_recipes import Drift, TraceRecipe, steady
-from gcore_placement.workload.traces import Trace
+from gcore_placement.workload.traces import Drift, Trace, TraceRecipe, steady
 
 _ENGINE_7B = EngineCosts(
     devices_per_replica=1,

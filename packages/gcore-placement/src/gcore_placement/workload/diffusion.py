@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gcore_placement.errors import check_lengths, check_positive, refusal
+from gcore_placement.errors import Checked, Positive, check_lengths, check_positive, refusal
 from gcore_placement.workload.transformer import FORWARD_AND_BACKWARD
 
 Architecture = Literal["dit", "mmdit"]
@@ -16,7 +16,7 @@ TIMESTEP_CHANNELS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionWorkload:
+class DiffusionWorkload(Checked):
     """The shape of a diffusion transformer.
 
     `dit`: blocks over image tokens, conditioned by adaptive norms (Peebles and Xie, arXiv:2212.09748). `mmdit`: image
@@ -29,14 +29,14 @@ class DiffusionWorkload:
     """
 
     architecture: Architecture
-    num_layers: int
-    num_attention_heads: int
-    attention_head_dim: int
-    in_channels: int
+    num_layers: Positive
+    num_attention_heads: Positive
+    attention_head_dim: Positive
+    in_channels: Positive
     """Channels of the latent."""
-    out_channels: int
-    patch_size: int = 2
-    mlp_ratio: int = 4
+    out_channels: Positive
+    patch_size: Positive = 2
+    mlp_ratio: Positive = 4
     joint_attention_dim: int = 0
     """Width of a text token as the text encoders give it."""
     pooled_projection_dim: int = 0
@@ -45,11 +45,7 @@ class DiffusionWorkload:
     def __post_init__(self) -> None:
         if self.architecture not in get_args(Architecture):
             raise refusal("architecture", self.architecture, "'dit' or 'mmdit'")
-        for name in (
-            *("num_layers", "num_attention_heads", "attention_head_dim", "in_channels", "out_channels"),
-            *("patch_size", "mlp_ratio"),
-        ):
-            check_positive(name, getattr(self, name))
+        super().__post_init__()
         for name in ("joint_attention_dim", "pooled_projection_dim"):
             if self.architecture == "mmdit":
                 check_positive(name, getattr(self, name))

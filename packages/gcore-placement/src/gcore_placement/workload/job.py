@@ -1,32 +1,125 @@
-"""One step of an RLHF job: its models and their work."""
+"""One step of an RLHF job: its models, and the lengths of prompts and responses as distributions."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from statistics import NormalDist
+from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from gcore_placement.errors import check_positive, check_share, refusal
-from gcore_placement.workload.lengths import Lengths
-from gcore_placement.workload.model_shape import ModelShape
+from gcore_placement.errors import Checked, Positive, Share, check_above_0, check_amount_list, check_amounts, refusal
+from gcore_placement.workload.transformer import ModelShape
+
+_EDGES = np.concatenate([np.linspace(0, 1, 513)[:-1], 1 - 2.0 ** -np.arange(10, 42), [1.0]])
+"""Edges of the probabilities that the lengths of a law stand for, finer and finer in the long tail."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Lengths:
+    """A distribution over tokens, as rising values and their weights; use `log_normal` or `recorded`."""
+
+    values: NDArray[np.float64]
+    """[num_values], rising."""
+    edges: NDArray[np.float64]
+    """[num_values + 1]: value i stands for probabilities from edge i to edge i + 1."""
+
+    @classmethod
+    def log_normal(cls, *, median: float, sigma: float, longest: float) -> Self:
+        """Return log-normal lengths, cut at `longest`; `sigma` is the standard deviation of their logarithm.
+
+        Raises:
+            PlacementError: median or longest is not above 0, sigma is negative, or the median is beyond the longest.
+        """
+        check_above_0("median", median)
+        check_above_0("longest", longest)
+        check_amounts("sigma", sigma)
+        if median > longest:
+            raise refusal("median", median, f"at most longest ({longest})")
+        with np.errstate(over="ignore"):  # infinite ones are cut too
+            values = median * np.exp(sigma * _deviations())
+        return cls(values=np.clip(values, 1, longest), edges=_EDGES)
+
+    @classmethod
+    def recorded(cls, lengths: ArrayLike) -> Self:
+        """Return the distribution of recorded lengths, at least one.
+
+        Raises:
+            PlacementError: there is none, or one is negative or not finite.
+        """
+        values = np.sort(check_amount_list("lengths", lengths))
+        if not values.size:
+            raise refusal("lengths", [], "at least one length")
+        return cls(values=values, edges=np.linspace(0, 1, values.size + 1))
+
+    def __repr__(self) -> str:
+        return f"Lengths(mean={self.mean:.1f}, longest={self.longest:.0f})"
+
+    @property
+    def weights(self) -> NDArray[np.float64]:
+        """[num_values], of sum 1."""
+        return np.diff(self.edges)
+
+    @property
+    def mean(self) -> float:
+        return float(self.weights @ self.values)
+
+    @property
+    def mean_square(self) -> float:
+        return float(self.weights @ self.values**2)
+
+    @property
+    def longest(self) -> float:
+        return float(self.values[-1])
+
+    def expected_longest(self, count: float) -> float:
+        """Return the mean of the longest of ``count`` draws."""
+        return float(self.values @ np.diff(self.edges ** max(1.0, count)))
+
+    def cut(self, longest: float) -> "Lengths":
+        """Return the lengths cut at `longest`."""
+        return Lengths(values=np.minimum(self.values, longest), edges=self.edges)
+
+    def remaining(self) -> "Lengths":
+        """Return the remaining lengths of sequences at a random moment of steady work.
+
+        Their density is (1 - F) / mean (the renewal equation's residual life). Only its values' grid is coarser.
+        """
+        rising = np.concatenate([[0.0], self.values])
+        alive = 1 - self.edges[:-1]
+        cumulated = np.concatenate([[0.0], np.cumsum(np.diff(rising) * alive)])
+        middles = (_EDGES[1:] + _EDGES[:-1]) / 2
+        return Lengths(values=np.interp(middles, cumulated / cumulated[-1], rising), edges=_EDGES)
+
+    def most_alive(self, offset: float) -> float:
+        """Return the most tokens held per sequence if all start together and leave as they end; offset: of prompts."""
+        alive = 1 - self.edges[:-1]
+        return float(np.max(alive * (offset + self.values)))
+
+
+@cache
+def _deviations() -> NDArray[np.float64]:
+    """Return the standard normal quantiles at the middles between `_EDGES`."""
+    return normal_quantiles((_EDGES[1:] + _EDGES[:-1]) / 2)
+
+
+def normal_quantiles(probabilities: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the quantiles of a standard normal variable, of the shape of the probabilities."""
+    return np.vectorize(NormalDist().inv_cdf, otypes=[np.float64])(probabilities)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Job:
-    """The mean work of a step.
-
-    Raises:
-        PlacementError: a number is out of its bounds, or a judge has no lengths.
-    """
+class Job(Checked):
+    """The mean work of a step. Raises PlacementError where a number is out of its bounds, or a judge has no lengths."""
 
     policy: ModelShape
     prompt_lengths: Lengths
     response_lengths: Lengths
-    train_batch_size: int
+    train_batch_size: Positive
     """Prompts that a step trains on."""
-    n: int
+    n: Positive
     """Responses to each."""
-    acceptance: float = 1.0
+    acceptance: Share = 1.0
     """Share of prompts whose responses do not all score alike; the others are sampled again (dynamic sampling)."""
     judge: ModelShape | None = None
     """A generative reward model, which reads the prompt and the response and writes a judgement; None: scores are made
@@ -37,17 +130,14 @@ class Job:
     """A frozen copy of the policy scores all responses (KL)."""
     critic: ModelShape | None = None
     """A value model that is trained as the policy is."""
-    compute_bytes: int = 2
+    compute_bytes: Positive = 2
     """Bytes of a number in matrix products, activations, keys and values, and engine weights: 2 is bfloat16. Trained
     parameters, gradients and moments are float32."""
     old_log_probs: bool = False
     """The policy scores all responses again before it trains; else the engine's log-probs serve."""
 
     def __post_init__(self) -> None:
-        check_positive("train_batch_size", self.train_batch_size)
-        check_positive("n", self.n)
-        check_positive("compute_bytes", self.compute_bytes)
-        check_share("acceptance", self.acceptance)
+        super().__post_init__()
         if (self.judge is None) != (self.judge_lengths is None):
             raise refusal("judge_lengths", self.judge_lengths, "given with a judge, and only then")
 

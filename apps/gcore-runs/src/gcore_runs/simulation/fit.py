@@ -1,24 +1,70 @@
-"""Fit the costs of services to the seconds of measured steps, by least squares on the simulation's own times.
+"""Fit the costs of simulated services to the seconds of measured steps, by least squares on the simulation's own times.
 
 Simulated times are linear in the parameters, or piecewise linear where replicas wait for each other, so a few rounds of
 Gauss-Newton are enough. Derivatives are differences of whole simulations.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, combinations
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_llm.simulate.config import SimulateConfig
-from gcore_llm.simulate.measured import STAGES, MeasuredRun, stage_seconds
-from gcore_llm.simulate.run import simulate
-from gcore_llm.simulate.work import coarse_workload, weights_bytes
+from gcore_placement import SampledLengths
+from gcore_runs.simulation.cluster import Simulation
+from gcore_runs.simulation.config import LengthConfig, SimulateConfig
+from gcore_runs.simulation.services import CoarseWorkload, Replay, weights_bytes
+
+STAGES = ("gen", "reward", "prepare", "train", "sync", "rest")
+"""The stages of a step; rest is the time outside all others."""
 
 _ROUNDS = 3
 _LARGEST_RATE = 1e15
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRun:
+    """The steps of a finished run, in order, and a simulation of the same sizes."""
+
+    name: str
+    config: SimulateConfig
+    """The sizes and lengths of the run; the time that its services take is not known yet."""
+    workload: CoarseWorkload
+    rows: list[dict[str, Any]]
+    """The steps' metrics."""
+    lengths: list[SampledLengths]
+    """Response lengths of each step."""
+    simulate: Callable[[SimulateConfig, Replay], Simulation]
+    """Runs the run's program on modelled services."""
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether models score responses before the update; otherwise preparation counts as part of the rest."""
+        config = self.config
+        num_updates = -(-config.batch_size // (config.ppo_mini_batch_size or config.batch_size))
+        return bool(config.kl_loss_coef) or (config.old_log_probs == "trainer" and num_updates > 1)
+
+    def seconds(self, rows: Iterable[Mapping[str, float]]) -> NDArray[np.float64]:
+        """Return the seconds of each stage in steps with these metrics: [steps, stages]."""
+        found: list[list[float]] = []
+        for metrics in rows:
+            own = {stage: metrics.get(f"timing_s/{stage}", 0.0) for stage in STAGES[:-1]}
+            if not self.is_scored:
+                own["prepare"] = 0.0
+            found.append([*own.values(), metrics["timing_s/step"] - sum(own.values())])
+        return np.array(found)
+
+    def replayed(self, parameters: "Parameters") -> Simulation:
+        """Simulate the run with its responses, for which all prompts have the mean length."""
+        n, rows = self.config.n, self.rows
+        kept = [round(row["sampling/acceptance"] * own.number / n) for row, own in zip(rows, self.lengths, strict=True)]
+        mean = float(np.mean([row["prompt_length/mean"] for row in rows if "prompt_length/mean" in row]))
+        replay = Replay(self.lengths, kept, n=n, sigma=self.config.response_length.sigma, seed=self.config.seed)
+        config = replace(self.config, prompt_length=LengthConfig(median=mean, sigma=0.0), steps=len(rows))
+        return self.simulate(parameters.applied(config, self.workload), replay)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +90,9 @@ class Parameters:
     overhead_s: float = 0.01
     """`SimulateConfig.overhead_s`."""
 
-    def applied(self, config: SimulateConfig) -> SimulateConfig:
+    def applied(self, config: SimulateConfig, workload: CoarseWorkload) -> SimulateConfig:
         """Return the settings of a simulation with these parameters."""
-        gigabytes = weights_bytes(coarse_workload(config)) / 1e9
+        gigabytes = weights_bytes(workload) / 1e9
         return replace(
             config,
             overhead_s=self.overhead_s,
@@ -65,11 +111,6 @@ class Parameters:
                 sync_gb_per_s=_inverse(self.sync_s / gigabytes),
             ),
         )
-
-    def per_token_s(self, config: SimulateConfig) -> float:
-        """Return the seconds of a token's forward pass at the rate of training, on the devices of an engine replica."""
-        flops = coarse_workload(config).flops_per_token / 3
-        return flops * self.flop_s / config.engine.devices_per_replica
 
 
 _OF_STAGE: dict[str, tuple[str, ...]] = {
@@ -101,9 +142,7 @@ class Fit:
 
 def simulated_seconds(run: MeasuredRun, parameters: Parameters) -> NDArray[np.float64]:
     """Simulate a run, with its responses replayed, and return the seconds: [steps, stages]."""
-    config = parameters.applied(replace(run.replayed_config(), steps=len(run.rows)))
-    steps = simulate(config, replay=run.replay()).steps
-    seconds = np.array([stage_seconds(step.metrics, is_scored=run.is_scored) for step in steps])
+    seconds = run.seconds(step.metrics for step in run.replayed(parameters).steps)
     # The program meets the overhead where it waits for new weights.
     seconds[:, STAGES.index("sync")] -= parameters.overhead_s
     seconds[:, STAGES.index("rest")] += parameters.overhead_s
@@ -112,7 +151,7 @@ def simulated_seconds(run: MeasuredRun, parameters: Parameters) -> NDArray[np.fl
 
 def measured_seconds(run: MeasuredRun) -> NDArray[np.float64]:
     """Return the measured seconds of a run: [steps, stages]."""
-    return np.array([stage_seconds(row, is_scored=run.is_scored) for row in run.rows])
+    return run.seconds(run.rows)
 
 
 def fit(runs: Sequence[MeasuredRun], used: Sequence[NDArray[np.bool_]], progressed: Callable[[], None]) -> Fit:
@@ -144,7 +183,7 @@ def fit(runs: Sequence[MeasuredRun], used: Sequence[NDArray[np.bool_]], progress
         moved = {
             name: changed for names in _PROBES for changed in [seconds(_moved(parameters, names))] for name in names
         }
-        expected = _expected(parameters, runs[0].config) if number else {}
+        expected = _expected(parameters, runs[0]) if number else {}
         values = asdict(parameters)
         for stage, names in _OF_STAGE.items():
             column = STAGES.index(stage)
@@ -165,8 +204,9 @@ def num_simulations(runs: Sequence[MeasuredRun]) -> int:
     return _ROUNDS * (1 + len(_PROBES)) * len(runs)
 
 
-def _expected(parameters: Parameters, config: SimulateConfig) -> dict[str, float]:
-    token_s = parameters.per_token_s(config)
+def _expected(parameters: Parameters, run: MeasuredRun) -> dict[str, float]:
+    # A token's forward pass at the rate of training, on the devices of an engine replica.
+    token_s = run.workload.flops_per_token / 3 * parameters.flop_s / run.config.engine.devices_per_replica
     return {"per_sample_s": token_s, "prefill_s": token_s, "micro_batch_s": 3 * parameters.base_s}
 
 

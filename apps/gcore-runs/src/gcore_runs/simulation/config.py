@@ -1,32 +1,16 @@
-"""Settings of a simulation: the cluster, the costs of its services, and the program that runs on them."""
+"""Settings of a simulation: the cluster, the costs of its services, and the sizes of the program that runs on them."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gcore_llm.config import ActorConfig, AlgorithmConfig, DataConfig, TrainConfig
-from gcore_llm.learning.preparation import PEAK_FLOPS
-from gcore_llm.settings.rollout_config import RolloutConfig
-from gcore_llm.settings.trainer_config import TrainerConfig
-from gcore_placement import EngineCosts
-from gcore_runs.errors import UserError, check_at_least
-from gcore_trainer import PolicyLossConfig
-
-
-def _check_above_0(field: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise UserError(f"{field} is {value}; expected a finite number above 0")
+from gcore_placement import Device, EngineCosts, PlacementError
+from gcore_runs.errors import UserError, check_at_least, check_finite, check_fraction
 
 
 def _check_divides(field: str, value: int, whole: str, total: int) -> None:
     check_at_least(field, value, 1)
     if total % value:
         raise UserError(f"{field} is {value}; expected a divisor of {whole} ({total})")
-
-
-def _check_not_negative(field: str, value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise UserError(f"{field} is {value}; expected a finite number of at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +43,9 @@ class EngineModel:
 
     def __post_init__(self) -> None:
         check_at_least("engine.max_num_seqs", self.max_num_seqs, 1)
-        _check_above_0("engine.base_s", self.base_s)
-        _check_above_0("engine.prefill_tokens_per_s", self.prefill_tokens_per_s)
-        _check_not_negative("engine.per_sample_s", self.per_sample_s)
+        check_finite("engine.base_s", self.base_s, above_zero=True)
+        check_finite("engine.prefill_tokens_per_s", self.prefill_tokens_per_s, above_zero=True)
+        check_finite("engine.per_sample_s", self.per_sample_s)
 
     @property
     def costs(self) -> EngineCosts:
@@ -93,10 +77,9 @@ class RewardModel:
     """Most calls at once of each replica; without devices, most calls in all."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.acceptance <= 1:
-            raise UserError(f"reward.acceptance is {self.acceptance}; expected a number above 0, at most 1")
+        check_fraction("reward.acceptance", self.acceptance, above_zero=True)
         for name in ("latency_s", "latency_sigma"):
-            _check_not_negative(f"reward.{name}", getattr(self, name))
+            check_finite(f"reward.{name}", getattr(self, name))
         check_at_least("reward.devices", self.devices, 0)
         _check_divides("reward.devices_per_replica", self.devices_per_replica, "reward.devices", self.devices)
         check_at_least("reward.max_concurrency", self.max_concurrency, 1)
@@ -129,19 +112,19 @@ class LearnerModel:
     """Rate at which new weights, in bfloat16, reach the engine."""
 
     def __post_init__(self) -> None:
-        if self.device not in PEAK_FLOPS:
-            raise UserError(f"learner.device is {self.device!r}; expected one of {', '.join(PEAK_FLOPS)}")
-        if not 0 < self.utilisation <= 1:
-            raise UserError(f"learner.utilisation is {self.utilisation}; expected a number above 0, at most 1")
-        for name in ("flops_per_s", "micro_batch_s"):
-            _check_not_negative(f"learner.{name}", getattr(self, name))
-        for name in ("forward_share", "sync_gb_per_s"):
-            _check_above_0(f"learner.{name}", getattr(self, name))
+        try:
+            Device.named(self.device)
+        except PlacementError as error:
+            raise UserError(f"learner.{error}") from None
+        check_fraction("learner.utilisation", self.utilisation, above_zero=True)
+        for name in ("flops_per_s", "micro_batch_s", "forward_share", "sync_gb_per_s"):
+            above_zero = name in ("forward_share", "sync_gb_per_s")
+            check_finite(f"learner.{name}", getattr(self, name), above_zero=above_zero)
 
     @property
     def device_flops_per_s(self) -> float:
         """FLOPs per second of one device."""
-        return self.flops_per_s or PEAK_FLOPS[self.device] * self.utilisation
+        return self.flops_per_s or Device.named(self.device).flops_per_s * self.utilisation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,29 +185,25 @@ class SimulateConfig:
         for name in ("devices", "controllers", "steps", "token_unit", "max_prompt_length", "max_response_length"):
             check_at_least(name, getattr(self, name), 1)
         check_at_least("train_batch_size", self.train_batch_size, 0)
-        _check_not_negative("overhead_s", self.overhead_s)
+        check_finite("overhead_s", self.overhead_s)
         if self.n > 65_536:
             raise UserError(f"n is {self.n}; expected at most 65536")
         for name in ("prompt_length", "response_length"):
-            _check_above_0(f"{name}.median", getattr(self, name).median)
-            _check_not_negative(f"{name}.sigma", getattr(self, name).sigma)
+            check_finite(f"{name}.median", getattr(self, name).median, above_zero=True)
+            check_finite(f"{name}.sigma", getattr(self, name).sigma)
         for name in ("max_prompt_length", "max_response_length", "ppo_max_token_len"):
             _check_divides("token_unit", self.token_unit, name, getattr(self, name))
-        if not 0 <= self.prompt_share <= 1:
-            raise UserError(f"prompt_share is {self.prompt_share}; expected a number from 0 to 1")
+        check_fraction("prompt_share", self.prompt_share)
         if self.reward.devices >= self.devices:
             raise UserError(f"reward.devices is {self.reward.devices}; expected fewer than devices ({self.devices})")
-        rollout = self.devices - self.reward.devices
-        _check_divides(
-            "engine.devices_per_replica", self.engine.devices_per_replica, "the devices that generate", rollout
-        )
+        rollout, per_engine = self.devices - self.reward.devices, self.engine.devices_per_replica
+        _check_divides("engine.devices_per_replica", per_engine, "the devices that generate", rollout)
         if self.engine.prompts != "shared" and self.num_engine_replicas < self.controllers:
             raise UserError(
                 f"controllers is {self.controllers}; expected at most the replicas of the engine "
                 f"({self.num_engine_replicas}), or engine.prompts 'shared'"
             )
         _check_divides("learner.devices_per_replica", self.learner.devices_per_replica, "devices", self.devices)
-        self.train_config()
 
     @property
     def batch_size(self) -> int:
@@ -238,37 +217,3 @@ class SimulateConfig:
     @property
     def num_learner_replicas(self) -> int:
         return self.devices // self.learner.devices_per_replica
-
-    def train_config(self) -> TrainConfig:
-        """Return the settings of the program, with lengths in units of ``token_unit`` tokens.
-
-        Raises:
-            UserError: see `TrainConfig`.
-        """
-        return TrainConfig(
-            seed=self.seed,
-            controllers=self.controllers,
-            device="cpu",
-            data=DataConfig(
-                train_batch_size=self.batch_size,
-                max_prompt_length=self.max_prompt_length // self.token_unit,
-                max_response_length=self.max_response_length // self.token_unit,
-                shuffle_seed=self.seed,
-            ),
-            rollout=RolloutConfig(
-                n=self.n, partial_rollout=self.partial_rollout, over_sample_rate=self.over_sample_rate
-            ),
-            algorithm=AlgorithmConfig(
-                filter_groups=self.filter_groups,
-                max_num_gen_batches=self.max_num_gen_batches,
-                old_log_probs=self.old_log_probs,
-                # Modelled engines and learners have no policy that could differ.
-                max_rollout_kl=0.0,
-            ),
-            actor=ActorConfig(
-                loss=PolicyLossConfig(kl_loss_coef=self.kl_loss_coef),
-                ppo_mini_batch_size=self.ppo_mini_batch_size,
-                ppo_max_token_len=self.ppo_max_token_len // self.token_unit,
-            ),
-            trainer=TrainerConfig(num_processes=self.devices, total_training_steps=self.steps),
-        )

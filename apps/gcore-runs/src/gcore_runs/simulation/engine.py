@@ -11,18 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_llm.simulate.config import SimulateConfig
-from gcore_llm.simulate.load import LoadMeter
-from gcore_llm.simulate.replay import Replay
-from gcore_llm.simulate.work import drawn_length, sample_name
 from gcore_placement import EngineCosts, LeastLoaded, Replica, ReplicaRequest, RunningLedger, blend, uniform
 from gcore_rollout import Call, Completion, EngineStats, Request, RolloutError
+from gcore_runs.simulation.config import SimulateConfig
+from gcore_runs.simulation.services import LoadMeter, Replay, drawn_length, sample_name
 
 if TYPE_CHECKING:
     import torch
 
-_LENGTH_STREAM = 2
-_PROMPT_STREAM = 6
+_LENGTH_STREAM, _PROMPT_STREAM = 2, 6
 
 
 @dataclass
@@ -72,10 +69,7 @@ class _TimedReplica:
         return taken
 
     def set_held(self, is_held: bool) -> None:
-        if is_held:
-            self.replica.hold(_now_s())
-        else:
-            self.replica.release(_now_s())
+        (self.replica.hold if is_held else self.replica.release)(_now_s())
         self._changed()
 
     def _changed(self) -> None:
@@ -121,23 +115,17 @@ class ModelledEngine:
         meter: LoadMeter,
         replay: Replay | None = None,
     ) -> None:
-        self._config = config
-        self._sync_s = sync_s
-        self._ledger = ledger
-        self._meter = meter
+        self._config, self._weights, self._sync_s = config, weights, sync_s
+        self._ledger, self._meter = ledger, meter
         self._length = self._drawn_length if replay is None else replay.length
         devices, costs = config.engine.devices_per_replica, config.engine.costs
-        self._replicas = [
-            _TimedReplica(
-                costs,
-                finished=self._finished,
-                busy=lambda is_busy: ledger.generate(devices if is_busy else -devices),
-            )
-            for _ in range(num_replicas)
-        ]
-        self._choice = LeastLoaded(len(self._replicas))
+
+        def busy(is_busy: bool) -> None:
+            ledger.generate(devices if is_busy else -devices)
+
+        self._replicas = [_TimedReplica(costs, finished=self._finished, busy=busy) for _ in range(num_replicas)]
+        self._choice = LeastLoaded(num_replicas)
         self._num_unfinished = 0
-        self._weights = weights
         self._is_paused = self._is_asleep = False
         self._num_prompt_tokens = self._num_completion_tokens = 0
 
@@ -146,7 +134,6 @@ class ModelledEngine:
         return self._weights.version
 
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
-        """See `Engine.generate`."""
         call = Call(pending=sum(len(request.sample_indices) for request in requests))
         with self._meter.paused():
             self._submit(requests, call)
@@ -159,7 +146,6 @@ class ModelledEngine:
                 self._withdraw(lambda sample: sample.call is call)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """See `Engine.abort`."""
         ids = None if request_ids is None else frozenset(request_ids)
         with self._meter.paused():
             for sample, num_tokens in self._withdraw(lambda s: ids is None or s.request.request_id in ids):
@@ -168,28 +154,24 @@ class ModelledEngine:
                 self._hand_over(sample, int(whole / self._config.token_unit + 1e-9), is_aborted=True)
 
     async def pause(self) -> None:
-        """See `Engine.pause`."""
         self._is_paused = True
         self._hold_or_release()
 
     async def resume(self) -> None:
-        """See `Engine.resume`."""
         self._is_paused = False
         self._hold_or_release()
 
     async def sleep(self) -> None:
-        """See `Engine.sleep`."""
         self._check_idle("sleep")
         self._is_asleep = True
         self._hold_or_release()
 
     async def wake(self) -> None:
-        """See `Engine.wake`."""
         self._is_asleep = False
         self._hold_or_release()
 
     async def update_weights(self, weights: Iterable[tuple[str, "torch.Tensor"]], *, version: int) -> None:
-        """See `Engine.update_weights`; only between responses, because all devices take part in it."""
+        """Change the version after the seconds of a sync; only between responses, because all devices take part."""
         del weights
         if self._is_asleep:
             raise RolloutError("the engine is asleep; expected it to be awake: call wake before update_weights")
@@ -211,17 +193,19 @@ class ModelledEngine:
         )
 
     async def close(self) -> None:
-        """See `Engine.close`."""
         self._withdraw(lambda _: True)
 
     def _submit(self, requests: Sequence[Request], call: Call) -> None:
+        """Divide requests over replicas; the part of one that a replica takes is at most its fair share of all."""
         self._num_unfinished += call.pending
         fair_share = max(1, self._num_unfinished // len(self._replicas))
         new: dict[int, list[ReplicaRequest[_Sample]]] = {}
         for request in requests:
-            for indices in _parts(request.sample_indices, fair_share, len(self._replicas)):
-                replica, _ = self._choice.take(len(indices))
-                new.setdefault(replica, []).extend(self._samples(request, indices, call, replica))
+            indices = request.sample_indices
+            num_parts = min(len(self._replicas), -(-len(indices) // fair_share))
+            for start, stop in pairwise(len(indices) * i // num_parts for i in range(num_parts + 1)):
+                replica, _ = self._choice.take(stop - start)
+                new.setdefault(replica, []).extend(self._samples(request, indices[start:stop], call, replica))
         for replica, sequences in new.items():
             self._replicas[replica].submit(sequences)
 
@@ -233,22 +217,20 @@ class ModelledEngine:
         prefixes = {completion.index: completion for completion in request.prefixes}
         num_prompt = len(request.prompt_token_ids) * unit
         for index in indices:
-            before = prefixes.get(index)
-            prefix_length = 0 if before is None else before.token_ids.size * unit
+            prefix = prefixes.get(index)
+            prefix_length = 0 if prefix is None else prefix.token_ids.size * unit
+            length = min(self._length(request, index), request.sampling.max_tokens) * unit
             sample = _Sample(
                 call=call,
                 request=request,
                 index=index,
-                prefix=before,
-                length=min(self._length(request, index), request.sampling.max_tokens) * unit,
+                prefix=prefix,
+                length=length,
                 prefix_length=prefix_length,
                 replica=replica,
             )
-            yield ReplicaRequest(
-                item=sample,
-                length=sample.length - prefix_length,
-                prefill_s=(num_prompt + prefix_length) / self._config.engine.prefill_tokens_per_s,
-            )
+            prefill_s = (num_prompt + prefix_length) / self._config.engine.prefill_tokens_per_s
+            yield ReplicaRequest(item=sample, length=length - prefix_length, prefill_s=prefill_s)
             self._num_prompt_tokens += num_prompt + prefix_length
             num_prompt = 0
 
@@ -278,7 +260,7 @@ class ModelledEngine:
         """Deliver the completion, with ``size`` entries made here."""
         request, prefix = sample.request, sample.prefix
         drawn_at = request.sampling.max_tokens * self._config.token_unit
-        reason = "abort" if is_aborted else "length" if sample.length >= drawn_at else "stop"
+        finish_reason = "length" if sample.length >= drawn_at else "stop"
         self._num_completion_tokens += size * self._config.token_unit
         extended = partial(_extended, size=size)
         sample.call.finished.put_nowait(
@@ -288,7 +270,7 @@ class ModelledEngine:
                 token_ids=extended(prefix and prefix.token_ids, np.int64(sample_name(request.seed, sample.index))),
                 log_probs=extended(prefix and prefix.log_probs, np.float32(-1.0)),
                 weight_versions=extended(prefix and prefix.weight_versions, np.int32(self._weights.version)),
-                finish_reason=reason,
+                finish_reason="abort" if is_aborted else finish_reason,
             )
         )
 
@@ -311,10 +293,3 @@ def _extended(prefix: NDArray[Any] | None, value: np.generic, *, size: int) -> N
     """Return the entries that were made before, and ``size`` more of one value: [T]."""
     new: NDArray[Any] = np.ndarray((size,), value.dtype, value.tobytes(), strides=(0,))
     return new if prefix is None else np.concatenate([prefix, new])
-
-
-def _parts(indices: Sequence[int], largest: int, num_replicas: int) -> Iterator[Sequence[int]]:
-    """Divide a request's samples into parts of at most a replica's fair share of all."""
-    num_parts = min(num_replicas, -(-len(indices) // largest))
-    bounds = [len(indices) * i // num_parts for i in range(num_parts + 1)]
-    return (indices[start:stop] for start, stop in pairwise(bounds))

@@ -1,17 +1,23 @@
-"""The costs of preparation and training under many layouts at once, from shapes and a device's data sheet."""
+"""The ways to train on a number of devices: their costs from shapes and data sheets, and those worth trying."""
 
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_placement.cluster import Cluster
-from gcore_placement.costs import TrainingCosts
-from gcore_placement.planning.efficiency import Efficiency
-from gcore_placement.planning.layouts import TrainingLayouts
-from gcore_placement.planning.memory import MASTER_BYTES
+from gcore_placement.cluster import Cluster, Efficiency
+from gcore_placement.costs import TrainingLaws
+from gcore_placement.planning.layouts import (
+    MASTER_BYTES,
+    Setting,
+    TrainingLayouts,
+    resident_state,
+    total,
+    training_layouts,
+    training_memory,
+)
 from gcore_placement.workload.job import Job
-from gcore_placement.workload.model_shape import ModelShape
+from gcore_placement.workload.transformer import ModelShape
 
 _FORWARD = 1 / 3
 """Share of the forward pass in the FLOPs of a forward and a backward pass."""
@@ -19,33 +25,6 @@ _LOGIT_PASSES = 26
 """Reads and writes of a token's logits in float32, half of them in the backward pass."""
 _STATE_TRAFFIC_BYTES = 28
 """AdamW reads weight, gradient and two moments, and writes all but the gradient."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TrainingLaws:
-    """`TrainingCosts` of many layouts: all arrays are [num_layouts]."""
-
-    base_s: NDArray[np.float64]
-    per_token_s: NDArray[np.float64]
-    per_pair_s: NDArray[np.float64]
-    forward_share: NDArray[np.float64]
-    num_forward_passes: int
-
-    def seconds(self, *, tokens: float, pairs: float, num_devices: int) -> NDArray[np.float64]:
-        """Return the seconds of preparation and training of a step."""
-        work_s = (self.per_token_s * tokens + self.per_pair_s * pairs) / num_devices
-        return self.base_s + work_s * (1 + self.num_forward_passes * self.forward_share)
-
-    def costs(self, index: int, *, sync_s: float, moving_s: float) -> TrainingCosts:
-        """Return the costs of one layout; `moving_s`: seconds to bring its state from the host and back."""
-        return TrainingCosts(
-            base_s=float(self.base_s[index]) + moving_s,
-            per_token_s=float(self.per_token_s[index]),
-            per_pair_s=float(self.per_pair_s[index]),
-            forward_share=float(self.forward_share[index]),
-            num_forward_passes=self.num_forward_passes,
-            sync_s=sync_s,
-        )
 
 
 def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, efficiency: Efficiency) -> TrainingLaws:
@@ -140,3 +119,59 @@ def _zero_3_s(
     ranks = layouts.num_devices
     moved_bytes = (2 * job.compute_bytes + MASTER_BYTES) * model.num_parameters * (ranks - 1) / ranks
     return moved_bytes / _rates(ranks, cluster, efficiency)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingChoice:
+    """A layout, and whether its state leaves the devices while engines work."""
+
+    layout: int
+    """Index among the layouts."""
+    offload: bool
+    seconds: float
+    """Seconds of a step's preparation and training, and of moving the state."""
+    state_bytes: float
+    """State of each device."""
+
+
+class TrainingOptions:
+    """All layouts of a number of devices. Arrays are [num_layouts].
+
+    Attributes:
+        seconds: Seconds of a step's preparation and training.
+        moving_s: Seconds to bring the state from the host's memory and back.
+    """
+
+    def __init__(self, setting: Setting, num_devices: int) -> None:
+        job, cluster, efficiency, correction = setting.job, setting.cluster, setting.efficiency, setting.correction
+        self.layouts = training_layouts(job, cluster, num_devices)
+        self.memory = training_memory(job, self.layouts, activations=efficiency.activations)
+        self.total_bytes, self.state_bytes = total(self.memory), resident_state(self.memory)
+        self.laws = correction.training(training_laws(job, self.layouts, cluster=cluster, efficiency=efficiency))
+        self.seconds = self.laws.seconds(tokens=job.training_tokens, pairs=job.training_pairs, num_devices=num_devices)
+        rate = cluster.device.host_bytes_per_s * efficiency.host
+        self.moving_s = correction.factor("training") * (2 * self.state_bytes / rate)
+
+    def choices(self, usable_bytes: float, host_memory_bytes: float) -> list[TrainingChoice]:
+        """Return the layouts to try: the fastest that fits and moves its state to the host, and those that fit and keep
+        it where no other is both faster and smaller."""
+        found: list[TrainingChoice] = []
+        fits = self.total_bytes <= usable_bytes
+        with_moving = np.where(fits & (self.state_bytes <= host_memory_bytes), self.seconds + self.moving_s, np.inf)
+        if np.isfinite(with_moving).any():
+            found.append(self._choice(int(with_moving.argmin()), offload=True))
+        smallest = np.inf
+        order = np.lexsort((self.state_bytes, self.seconds))
+        for index in order[fits[order]].tolist():
+            if self.state_bytes[index] < smallest:
+                smallest = self.state_bytes[index]
+                found.append(self._choice(index, offload=False))
+        return found
+
+    def _choice(self, index: int, *, offload: bool) -> TrainingChoice:
+        return TrainingChoice(
+            layout=index,
+            offload=offload,
+            seconds=float(self.seconds[index] + (self.moving_s[index] if offload else 0.0)),
+            state_bytes=float(self.state_bytes[index]),
+        )

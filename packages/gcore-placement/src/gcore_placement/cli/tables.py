@@ -1,0 +1,143 @@
+"""The tables that the commands print, and a counter of progress; they need rich."""
+
+import sys
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+
+from gcore_placement.errors import MissingExtraError
+from gcore_placement.ledger import CAUSES, COLUMNS, Ledger, StepIntervals
+from gcore_placement.planning.planner import EnginePlan, Plan
+from gcore_placement.simulation.simulator import IDLE, Comparison
+
+try:
+    from rich import box
+    from rich.console import Console
+    from rich.progress import Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+    from rich.text import Text
+except ModuleNotFoundError as error:
+    raise MissingExtraError("rich", "cli") from error
+
+_FILE_WIDTH = 10_000  # columns where the output is not a terminal, so that nothing is cut or folded
+
+
+def print_ledger(ledger: Ledger, steps: Sequence[StepIntervals]) -> None:
+    """Print the shares of each role's device time, and of all: work, then causes of idleness.
+
+    A row for each column that has time, a column for each role.
+    """
+    console = _console()
+    device_s = sum(ledger.total_ns.values()) / 1e9
+    span = f"steps {steps[0].step} to {steps[-1].step}" if len(steps) > 1 else f"step {steps[0].step}"
+    console.print(f"{span}: {device_s:,.1f} device-seconds, {ledger.idle_share():.1%} idle", soft_wrap=True)
+    console.print()
+    roles = list(ledger.device_ns)
+    rows: list[Sequence[str]] = []
+    for column in COLUMNS:
+        seconds = sum(entry[column] for entry in ledger.device_ns.values()) / 1e9
+        if seconds:
+            shares = [f"{ledger.share(column, role):.1%}" for role in roles]
+            label = f"idle: {column}" if column in CAUSES else column
+            rows.append((label, *shares, f"{ledger.share(column):.1%}", f"{seconds:,.1f}"))
+    table = _table(("", *roles, "all", "seconds"), rows, right=(*roles, "all", "seconds"))
+    table.add_section()
+    table.add_row("idle", *(f"{ledger.idle_share(role):.1%}" for role in roles), f"{ledger.idle_share():.1%}", "")
+    totals = [f"{ledger.total_ns[role] / 1e9:,.1f}" for role in roles]
+    table.add_row("seconds", *totals, f"{device_s:,.1f}", f"{device_s:,.1f}")
+    console.print(table)
+
+
+def print_plan(plan: Plan) -> None:
+    """Print a plan: devices, seconds, memory and reasons."""
+    console = _console()
+    cluster, usable = plan.cluster, plan.usable_bytes
+    console.print(
+        Text(
+            f"{plan.num_devices} of {cluster.num_devices} x {cluster.device.name}, {plan.strategy}: "
+            f"{plan.step_s:.1f} s a step, {_gb(plan.peak_bytes)} of {_gb(usable)} usable"
+        ),
+        soft_wrap=True,
+    )
+    state = "on the host while engines work" if plan.offload else "stays on the devices"
+    engines = [(role, found) for role, found in (("policy", plan.policy), ("judge", plan.judge)) if found is not None]
+    roles = [(role, str(found.num_devices), _engines(found)) for role, found in engines]
+    memory = [
+        (phase, _gb(sum(parts.values())), ", ".join(f"{name} {_gb(size)}" for name, size in parts.items() if size))
+        for phase, parts in plan.memory.items()
+    ]
+    tables = [
+        _table(
+            ("role", "devices", "layout"),
+            [*roles, ("training", str(plan.num_devices), f"{plan.training}; state {state}")],
+        ),
+        _table(
+            ("stage", "seconds"),
+            [(k.removesuffix("_s"), f"{v:.1f} s") for k, v in vars(plan.step).items()],
+            right=("seconds",),
+        ),
+    ]
+    if plan.correction is not None:
+        factors = [(stage, f"{factor:.2f}") for stage, factor in plan.correction.items()]
+        tables.append(_table(("laws of", "measured / predicted"), factors, right=("measured / predicted",)))
+    tables.append(_table(("memory of a device", "peak", "of which"), memory, right=("peak",)))
+    rows = [(other.choice, other.option, other.reason) for other in plan.alternatives]
+    tables.append(_table(("in the place of", "one could take", "which"), rows))
+    for table in tables:
+        console.print()
+        console.print(table)
+
+
+def print_comparison(comparison: Comparison) -> None:
+    """Print a row for each strategy."""
+    console = _console()
+    steps = len(comparison["colocated"].steps)
+    console.print(f"{comparison.name}: {comparison.num_devices:,} devices, {steps} steps")
+    causes = [name for name in IDLE if any(run.share(name) >= 5e-4 for run in comparison.runs)]
+    rows = [
+        (
+            run.strategy,
+            f"{run.step_s:,.1f} s",
+            f"{comparison['colocated'].seconds / run.seconds:.2f}",
+            f"{comparison['split'].seconds / run.seconds:.2f}",
+            str(run.num_moves),
+            f"{run.idle_share:.1%}",
+            *(f"{run.share(cause):.1%}" for cause in causes),
+        )
+        for run in comparison.runs
+    ]
+    names = ("step", "x colocated", "x best split", "moves", "idle", *(cause.replace("_", " ") for cause in causes))
+    console.print(_table(("strategy", *names), rows, right=names))
+
+
+@contextmanager
+def counting(what: str) -> Generator[Callable[[int], None]]:
+    """Show a counter on the terminal during the block; print nothing elsewhere."""
+    console = Console(file=sys.stderr)
+    columns = (TextColumn("{task.completed:,.0f} {task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda number: progress.advance(task, number)
+
+
+def _console() -> Console:
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False, emoji=False)
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def _engines(engines: EnginePlan) -> str:
+    return (
+        f"{engines.num_replicas} engine{'s' * (engines.num_replicas != 1)} of TP {engines.tensor_model_parallel_size}, "
+        f"{engines.max_num_seqs} sequences each"
+    )
+
+
+def _gb(size_bytes: float) -> str:
+    return f"{size_bytes / 1e9:.1f} GB"

@@ -1,0 +1,273 @@
+"""Parts of a simulation that runs in step with a program: draws, replicas, the choice among them, and a ledger."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from statistics import NormalDist
+from typing import Generic, TypeVar
+
+from gcore_placement.costs import EngineCosts
+
+_NORMAL = NormalDist()
+_INVERSE = _NORMAL.inv_cdf
+_MASK = 0xFFFF_FFFF_FFFF_FFFF
+
+
+def uniform(*key: int) -> float:
+    """Return a number in (0, 1): splitmix64's finaliser (Steele, Lea and Flood, OOPSLA 2014) over the key's hash."""
+    x = hash(key) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (((x ^ (x >> 31)) >> 12) + 0.5) * 2.0**-52
+
+
+def log_normal(u: float, *, median: float, sigma: float) -> float:
+    """Return the ``u`` quantile of a log-normal distribution."""
+    return median * math.exp(sigma * _INVERSE(u))
+
+
+def blend(u_shared: float, u_own: float, share: float) -> float:
+    """Mix two uniform numbers into one: ``share`` of the variance of its normal quantile comes from the first."""
+    return _NORMAL.cdf(math.sqrt(share) * _INVERSE(u_shared) + math.sqrt(1 - share) * _INVERSE(u_own))
+
+
+class LeastLoaded:
+    """Loads of replicas, all 0 at first; among equal ones the first by index is chosen."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self._loads = [0] * num_replicas
+        # The heap holds each replica's present load, and past ones, which are skipped.
+        self._heap = [(0, replica) for replica in range(num_replicas)]
+
+    def take(self, amount: int) -> tuple[int, int]:
+        """Add ``amount`` to the replica with the least load; return the replica and its new load."""
+        load, replica = self._heap[0]
+        while load != self._loads[replica]:
+            heappop(self._heap)
+            load, replica = self._heap[0]
+        return replica, self.add(replica, amount)
+
+    def add(self, replica: int, amount: int) -> int:
+        """Change the load of a replica; return its new load."""
+        self._loads[replica] += amount
+        heappush(self._heap, (self._loads[replica], replica))
+        if len(self._heap) > 8 * len(self._loads) + 64:
+            self._heap = [(load, i) for i, load in enumerate(self._loads)]
+            heapify(self._heap)
+        return self._loads[replica]
+
+
+ItemT = TypeVar("ItemT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReplicaRequest(Generic[ItemT]):
+    """A sequence to decode, on behalf of an item of the caller's."""
+
+    item: ItemT
+    length: float
+    """Tokens to decode."""
+    prefill_s: float = 0.0
+    """Seconds in which its prompt is computed when it starts."""
+    context: float = 0.0
+    """Tokens that it holds when it starts."""
+
+
+class Replica(Generic[ItemT]):
+    """A replica that decodes by the law of `EngineCosts`, moved forward by its caller.
+
+    Methods take the present time ``now_s``, which never falls. The caller calls `complete` at `next_end_s`. At most
+    `max_num_seqs` sequences run; the others wait in order. While a prompt is computed, running sequences stand still.
+    Between two events the count of decoding steps grows evenly, so that a sequence may start or end within a step.
+    """
+
+    def __init__(self, costs: EngineCosts) -> None:
+        self._costs = costs
+        self._waiting: deque[ReplicaRequest[ItemT]] = deque()
+        self._running: list[tuple[float, int, float, ReplicaRequest[ItemT]]] = []
+        """A heap: the step at which a sequence ends, its number in order of starting, the step at which it started."""
+        self._num_started = 0
+        self._steps = 0.0
+        """Decoding steps since the replica was last idle, up to ``_since_s``."""
+        self._held = 0.0
+        """Tokens that running sequences hold."""
+        self._since_s = 0.0
+        """The time up to which steps are counted; ahead of the present while a prompt is computed."""
+        self._is_held = False
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that are decoded."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have not started."""
+        return len(self._waiting)
+
+    @property
+    def next_end_s(self) -> float | None:
+        """The time at which the next sequence ends, if nothing changes until then; None if none runs, or when held."""
+        if self._is_held or not self._running:
+            return None
+        return self._since_s + self._costs.decode_s(
+            self._running[0][0] - self._steps, float(len(self._running)), self._held
+        )
+
+    def submit(self, sequences: Iterable[ReplicaRequest[ItemT]], now_s: float) -> None:
+        """Add sequences after those that wait."""
+        self._waiting.extend(sequences)
+        self._advance(now_s)
+        self._admit()
+
+    def complete(self, now_s: float) -> list[ItemT]:
+        """Take out the sequences that end next; ``now_s`` is `next_end_s`."""
+        end = self._running[0][0]
+        self._count(end - self._steps)
+        self._steps, self._since_s = end, now_s
+        ended: list[ReplicaRequest[ItemT]] = []
+        while self._running and self._running[0][0] <= end:
+            ended.append(heappop(self._running)[3])
+        self._held -= sum(sequence.context + sequence.length for sequence in ended)
+        self._admit()
+        return [sequence.item for sequence in ended]
+
+    def withdraw(self, which: Callable[[ItemT], bool], now_s: float) -> list[tuple[ItemT, float]]:
+        """Take sequences out, waiting or running; each with the tokens that it has been given."""
+        taken = [(sequence.item, 0.0) for sequence in self._waiting if which(sequence.item)]
+        if taken:
+            self._waiting = deque(sequence for sequence in self._waiting if not which(sequence.item))
+        chosen = [entry for entry in self._running if which(entry[3].item)]
+        if chosen:
+            self._advance(now_s)
+            for _, _, start, sequence in chosen:
+                taken.append((sequence.item, self._steps - start))
+                self._held -= sequence.context + self._steps - start
+            self._running = sorted(entry for entry in self._running if not which(entry[3].item))
+            self._admit()
+        return taken
+
+    def hold(self, now_s: float) -> None:
+        """Stop decoding until `release`."""
+        self._advance(now_s)
+        self._is_held = True
+
+    def release(self, now_s: float) -> None:
+        """Continue after `hold`."""
+        self._is_held = False
+        self._since_s = max(self._since_s, now_s)
+        self._admit()
+
+    def _advance(self, now_s: float) -> None:
+        if now_s > self._since_s:
+            if self._running and not self._is_held:
+                running = float(len(self._running))
+                self._count(float(self._costs.steps_within(now_s - self._since_s, running, self._held)))
+            self._since_s = now_s
+
+    def _count(self, steps: float) -> None:
+        self._steps += steps
+        self._held += steps * len(self._running)
+
+    def _admit(self) -> None:
+        if self._is_held:
+            return
+        if not self._running:
+            # Small counts are exact.
+            self._steps = self._held = 0.0
+        while self._waiting and len(self._running) < self._costs.max_num_seqs:
+            sequence = self._waiting.popleft()
+            self._since_s += sequence.prefill_s
+            self._held += sequence.context
+            self._num_started += 1
+            heappush(self._running, (self._steps + sequence.length, self._num_started, self._steps, sequence))
+
+
+WORK = ("generation", "reward", "preparation", "training", "sync")
+IDLE = ("long_tail", "waiting_for_reward", "reward_devices", "imbalance", "barriers")
+
+
+class RunningLedger:
+    """Adds up device-seconds: each goes to work, or to one cause of idleness.
+
+    Either all devices do one thing, as in training, where devices with a smaller share wait for the slowest
+    (imbalance), or they generate and score. Then reward devices without a call are idle for that reason
+    (reward_devices), and idle engine devices are divided evenly among the controllers: the part of a controller counts
+    as the long tail while its responses are generated, as waiting for the reward while it waits for scores alone, and
+    as barriers while it waits for other controllers.
+
+    `gcore_placement.Ledger` assigns the time of a run that has ended, from its spans.
+
+    Args:
+        clock: returns the simulated time in seconds.
+    """
+
+    def __init__(
+        self, *, num_devices: int, num_reward_devices: int, num_controllers: int, clock: Callable[[], float]
+    ) -> None:
+        self._num_devices, self._num_reward_devices, self._clock = num_devices, num_reward_devices, clock
+        self._num_generating = self._num_rewarding = 0
+        self._stages: list[str | None] = [None] * num_controllers
+        self._num_in = {"gen": 0, "reward": 0}
+        self._whole: tuple[str, float] | None = None
+        self._since_s = 0.0
+        self._seconds: dict[str, float] = dict.fromkeys((*WORK, *IDLE), 0.0)
+
+    def generate(self, num_devices: int) -> None:
+        """Count more devices as generating, or fewer if negative."""
+        self._advance()
+        self._num_generating += num_devices
+
+    def reward(self, num_devices: int) -> None:
+        """Count more devices as scoring, or fewer if negative."""
+        self._advance()
+        self._num_rewarding += num_devices
+
+    def enter(self, rank: int, stage: str | None) -> None:
+        """Note the stage of its program that a controller is in from now on; None: it is in none."""
+        self._advance()
+        for name, change in ((self._stages[rank], -1), (stage, 1)):
+            if name in self._num_in:
+                self._num_in[name] += change
+        self._stages[rank] = stage
+
+    @contextmanager
+    def whole(self, work: str, busy_share: float) -> Generator[None]:
+        """Count all devices as doing ``work`` inside the block, busy for a share of the time on average."""
+        self._advance()
+        assert self._whole is None, f"{work} started during {self._whole}"
+        assert not self._num_generating + self._num_rewarding, f"{work} started while responses were generated"
+        self._whole = work, busy_share
+        try:
+            yield
+        finally:
+            self._advance()
+            self._whole = None
+
+    def cut(self) -> dict[str, float]:
+        """Return the device-seconds of each of WORK and IDLE since the last call."""
+        self._advance()
+        seconds, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        return seconds
+
+    def _advance(self) -> None:
+        now_s = self._clock()
+        passed_s, self._since_s = now_s - self._since_s, now_s
+        if not passed_s:
+            return
+        seconds = self._seconds
+        if self._whole is not None:
+            work, share = self._whole
+            seconds[work] += self._num_devices * passed_s * share
+            seconds["imbalance"] += self._num_devices * passed_s * (1 - share)
+            return
+        seconds["generation"] += self._num_generating * passed_s
+        seconds["reward"] += self._num_rewarding * passed_s
+        seconds["reward_devices"] += (self._num_reward_devices - self._num_rewarding) * passed_s
+        part_s = (self._num_devices - self._num_reward_devices - self._num_generating) * passed_s / len(self._stages)
+        seconds["long_tail"] += part_s * self._num_in["gen"]
+        seconds["waiting_for_reward"] += part_s * self._num_in["reward"]
+        seconds["barriers"] += part_s * (len(self._stages) - sum(self._num_in.values()))
