@@ -65,7 +65,8 @@ class Trainer:
         await self.group.barrier()
         return {"actor/samples": float(len(everyones))}
 
-    async def update_policy(self, policy: Synthesizer, *, version: int) -> None:
+    async def update_policy(self, policy: Synthesizer, *, version: int, averaged: bool = False) -> None:
+        assert not averaged
         if self.group.rank == 0:
             policy.logits, policy.weight_version = self.logits.copy(), version
         await self.group.barrier()

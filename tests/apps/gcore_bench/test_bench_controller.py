@@ -29,7 +29,7 @@ from gcore_bench.controller.workload import FeatureMaker, Features, Payload, by_
 from gcore_bench.harness.errors import BenchError
 from gcore_bench.harness.rounds import Run
 from gcore_controller import run_inline
-from gcore_controller.references import hold
+from gcore_controller.context import HeldReference
 
 PAYLOAD = Payload.of(nbytes=1 << 16, num_samples=16, seed=0)
 MB = 2.0**20
@@ -104,7 +104,7 @@ class Recorder(BenchWorker):
 
 @pytest.fixture
 def workers_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gcore, "put", hold)
+    monkeypatch.setattr(gcore, "put", HeldReference)
 
 
 @pytest.mark.usefixtures("workers_here")

@@ -1,33 +1,87 @@
-"""The protocol between the RLHF loop and an app: what is sampled, how it is scored, and how it is trained."""
+"""The protocol between the RLHF loop and an app: its settings, what is sampled, how it is scored, how it is trained."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from gcore_controller.context import Context
-from gcore_controller.devices import DeviceTimers
-from gcore_controller.rlhf.config import State
-from gcore_controller.rlhf.reward_failures import FailureLog
-from gcore_controller.stages import Span
+from gcore_controller.context import Context, DeviceTimers, Span
+from gcore_controller.trainer_group import Policy, PolicyTrainer
+
+Schedule = Literal["sync", "one_step_off", "async"]
+
+State = dict[str, Any]
+"""A controller's state in a checkpoint."""
+
+RewardCalls = tuple[int, list[Any]]
+"""The number of reward calls in some period, and the failures: dataclasses with ``kind``, ``message`` and ``count``."""
 
 
-class Policy(Protocol):
-    """The generation engine, as far as the loop uses it."""
+@dataclass(frozen=True, kw_only=True)
+class RLHFConfig:
+    """Settings of the loop that do not depend on what is trained."""
+
+    total_steps: int
+    train_batch_size: int
+    """Groups per step over all controllers."""
+    test_freq: int
+    """Steps between evaluations; the last step is evaluated, too."""
+    schedule: Schedule = "sync"
+    filter_groups: bool = False
+    """Drop groups without a learning signal and sample other prompts in their place."""
+    max_num_gen_batches: int = 1
+    """Most waves of sampling per step, with ``filter_groups``."""
+    partial_rollout: bool = False
+    """Stop sampling when enough groups are complete, and continue the others in the next step."""
+    over_sample_rate: float = 0.0
+    """Additional prompts started with ``partial_rollout``, as a fraction of those needed."""
+    max_staleness: int = 1
+    """Oldest weights that a trained token may come from, in weight versions, where they may be older at all."""
+    shuffle_seed: int = 0
+    num_workers: int = 0
+    """Threads that read prompts ahead."""
+    max_failed_share: float = 1.0
+    """Largest fraction of failed reward calls that a run tolerates."""
 
     @property
-    def weight_version(self) -> int: ...
+    def is_on_policy(self) -> bool:
+        """True if every trained token must come from the present weights."""
+        return self.schedule == "sync" and not self.partial_rollout
+
+    def is_evaluation_due(self, step: int) -> bool:
+        """Return whether the policy is evaluated after this step."""
+        return step % self.test_freq == 0 or step == self.total_steps
 
 
-class TrainerClient(Protocol):
-    """The models in training, as far as the loop uses them; every controller makes the same calls."""
+class RunStart(Protocol):
+    """The point that a run starts or resumes from."""
 
-    async def update_policy(self, policy: Any, *, version: int) -> None:
-        """Give every controller's ``policy`` the present weights, at least as this version."""
+    @property
+    def first_step(self) -> int:
+        """Steps completed before."""
         ...
 
-    async def check_policy(self, policy: Any) -> None:
-        """Compare every tensor of every controller's ``policy`` with the present weights, and raise if one differs."""
+    @property
+    def is_evaluated(self) -> bool:
+        """True if the evaluation after these steps is recorded already, or none is due."""
+        ...
+
+    @property
+    def controllers(self) -> Sequence[State] | None:
+        """The controllers' states to resume from, by rank; None: the run starts from scratch."""
+        ...
+
+    @property
+    def is_policy_behind(self) -> bool:
+        """True if the engines lack the trained models' present weights."""
+        ...
+
+
+class FailureLog(Protocol):
+    """Counts the calls of one reward."""
+
+    def drain(self) -> RewardCalls:
+        """Return the calls since this method was called last."""
         ...
 
 
@@ -38,7 +92,7 @@ class RLHFRoles(Protocol):
     def policy(self) -> Policy: ...
 
     @property
-    def learner(self) -> TrainerClient: ...
+    def learner(self) -> PolicyTrainer: ...
 
     @property
     def devices(self) -> DeviceTimers: ...

@@ -1,20 +1,16 @@
-"""Backends: a run's role services and its controllers, on which jobs run and which replace what dies."""
+"""Backends, on which jobs run and which replace what dies; the numbers of a run's processes, and their settings."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeVar
 
-from gcore_controller.context import Context, Program, RolesT
-from gcore_controller.rlhf.recorder import Recorder
-from gcore_controller.runtimes.inline import run_inline
-from gcore_controller.stages import StageTimer
 from gcore_controller.trainer_group import TrainerGroup
 
-JobT = TypeVar("JobT")
+if TYPE_CHECKING:
+    from gcore_controller.rlhf.step import Recorder
+
 JobT_contra = TypeVar("JobT_contra", contravariant=True)
-ConfigT = TypeVar("ConfigT")
 ConfigT_co = TypeVar("ConfigT_co", covariant=True)
-EvaluationT = TypeVar("EvaluationT")
 EvaluationT_co = TypeVar("EvaluationT_co", covariant=True)
 
 
@@ -48,7 +44,7 @@ class Backend(Protocol[JobT_contra, ConfigT_co, EvaluationT_co]):
         """Which of the settings' sizes there is no capacity for, in a line; empty if there is capacity for all."""
         ...
 
-    async def run(self, job: JobT_contra, recorder: Recorder[EvaluationT_co]) -> None:
+    async def run(self, job: JobT_contra, recorder: "Recorder[EvaluationT_co]") -> None:
         """Run a job's program on every controller."""
         ...
 
@@ -74,65 +70,89 @@ class Backend(Protocol[JobT_contra, ConfigT_co, EvaluationT_co]):
         ...
 
 
-class InlineBackend(Generic[JobT, ConfigT, RolesT, EvaluationT]):
-    """A `Backend` whose controllers, and what they share, belong to this process.
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The number of processes of each role."""
 
-    Args:
-        config: the run's.
-        roles: services that the controllers share.
-        world_size: number of controllers.
-        learner: the models in training.
-        program: of a job, whose events go to a recorder.
-        close: ends the services other than the trainer group.
+    controllers: int
+    engines: int
+    judges: int = 0
+    ranks: int
+    in_turns: bool = False
+    """Each engine shares its device with a judge, and one of the two is awake."""
 
-    Attributes:
-        config: See `Backend.config`.
-        learner: See `Backend.learner`.
-        shortfall: See `Backend.shortfall`; this process has capacity for everything.
-    """
+    @property
+    def num_processes(self) -> int:
+        """Processes of all roles together."""
+        return self.controllers + self.engines + self.judges + self.ranks
 
-    shortfall = ""
+    @property
+    def num_engine_devices(self) -> int:
+        """Devices of engines and judges."""
+        return self.engines if self.in_turns else self.engines + self.judges
 
-    def __init__(
-        self,
-        config: ConfigT,
-        *,
-        roles: RolesT,
-        world_size: int,
-        learner: TrainerGroup,
-        program: Callable[[JobT, Recorder[EvaluationT]], Program[RolesT, None]],
-        close: Callable[[], Awaitable[Any]],
-    ) -> None:
-        self.config = config
-        self.learner = learner
-        self._roles = roles
-        self._world_size = world_size
-        self._program = program
-        self._close = close
-        self._timers: dict[int, StageTimer] = {}
+    def __str__(self) -> str:
+        parts = [(self.controllers, "controller"), (self.engines, "engine"), (self.judges, "judge")]
+        names = [f"{count} {name}{'s' * (count > 1)}" for count, name in parts if count]
+        return f"{', '.join(names)} and {self.ranks} training rank{'s' * (self.ranks > 1)}"
 
-    async def run(self, job: JobT, recorder: Recorder[EvaluationT]) -> None:
-        """See `Backend.run`."""
-        program = self._program(job, recorder)
 
-        async def observed(ctx: Context[RolesT]) -> None:
-            self._timers[ctx.rank] = ctx.timer
-            await program(ctx)
+class RaySettings(Protocol):
+    """Settings of a Ray cluster, and what each process of a run reserves there."""
 
-        await run_inline(observed, roles=self._roles, world_size=self._world_size)
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the head; empty: what RAY_ADDRESS names, or a new cluster on this machine."""
+        ...
 
-    def stages(self) -> Sequence[str | None]:
-        """See `Backend.stages`."""
-        return [timer.current for _, timer in sorted(self._timers.items())]
+    @property
+    def cpus_per_process(self) -> float:
+        """CPUs of each controller, engine and training rank."""
+        ...
 
-    async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
-        """See `Backend.recover`; replicas of engines are replaced while the program runs, and nothing else is."""
-        del keeps_models
-        raise error
+    @property
+    def gpus_per_engine(self) -> float: ...
 
-    async def close(self) -> None:
-        """See `Backend.close`."""
-        try:
-            self.learner.close()
-        finally:
-            await self._close()
+    @property
+    def gpus_per_rank(self) -> float: ...
+
+    @property
+    def elastic(self) -> bool:
+        """True if the run adapts its size to the capacity of the cluster."""
+        ...
+
+    @property
+    def timeout_s(self) -> float:
+        """Longest time for the processes of a role to start, in seconds."""
+        ...
+
+
+class SizedConfig(Protocol):
+    """Settings of a run, as far as its processes go."""
+
+    @property
+    def ray(self) -> RaySettings: ...
+
+    @property
+    def device(self) -> str:
+        """Type of the devices of engines and ranks, as torch names it."""
+        ...
+
+    @property
+    def threads(self) -> int:
+        """Threads of torch that the processes of a role share."""
+        ...
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes that the settings ask for."""
+        ...
+
+    @property
+    def rank_unit(self) -> int:
+        """Number whose multiples the number of training ranks can be."""
+        ...
+
+    def with_sizes(self, sizes: Sizes) -> Self:
+        """Return the same settings for other sizes."""
+        ...

@@ -4,10 +4,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from gcore_controller.rlhf.recorder import Recorder
-from gcore_controller.stages import Span
+from gcore_controller.context import Span
+
+if TYPE_CHECKING:
+    from gcore_controller.rlhf.step import Recorder
 
 EvaluationT = TypeVar("EvaluationT")
 
@@ -64,7 +66,7 @@ Event = Evaluated | Updating | Stepped | RewardsFailed | Reached | Announced
 SendEvent = Callable[[Event], Awaitable[None]]
 
 
-async def record(recorder: Recorder[Any], event: Event) -> None:
+async def record(recorder: "Recorder[Any]", event: Event) -> None:
     """Call a recorder with an event; announcements are not recorded."""
     match event:
         case Evaluated():
@@ -88,25 +90,20 @@ class RemoteRecorder(Generic[EvaluationT]):
         self._send = send
 
     async def evaluated(self, step: int, evaluation: EvaluationT) -> None:
-        """See `Recorder.evaluated`."""
         await self._send(Evaluated(step, evaluation))
 
     async def updating(self) -> None:
-        """See `Recorder.updating`."""
         await self._send(Updating())
 
     async def stepped(
         self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
     ) -> None:
-        """See `Recorder.stepped`."""
         await self._send(Stepped(step, metrics, spans, devices))
 
     async def rewards_failed(self, step: int, failures: list[Any]) -> None:
-        """See `Recorder.rewards_failed`."""
         await self._send(RewardsFailed(step, failures))
 
     async def reached(self, step: int, controllers: list[dict[str, Any]]) -> None:
-        """See `Recorder.reached`."""
         await self._send(Reached(step, controllers))
 
 

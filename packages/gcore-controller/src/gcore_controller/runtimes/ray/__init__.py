@@ -9,13 +9,10 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 try:
     from gcore_controller.runtimes.ray.backend import Handles, PlacementMovedError, RayBackend
-    from gcore_controller.runtimes.ray.capacity import CapacityChangedError
-    from gcore_controller.runtimes.ray.connection import check_token, connect
+    from gcore_controller.runtimes.ray.cluster import CapacityChangedError, RayReference, check_token, connect, put
     from gcore_controller.runtimes.ray.controllers import RayControllers, run_ray
-    from gcore_controller.runtimes.ray.references import RayReference, put
     from gcore_controller.runtimes.ray.role_actors import Role as ActorRole, RoleActors
-    from gcore_controller.runtimes.ray.trainer_client import RayTrainerClient
-    from gcore_controller.runtimes.ray.trainer_group import RayTrainerGroup
+    from gcore_controller.runtimes.ray.trainer_group import RayTrainerClient, RayTrainerGroup
 except ImportError as error:
     raise MissingExtraError("ray", "ray") from error
 

@@ -5,23 +5,22 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 import ray
 
-from gcore_controller.context import Context
+from gcore_controller.context import Context, Span
 from gcore_controller.errors import ControllerDiedError, ControllerError, RankError
-from gcore_controller.rlhf.recorder import Recorder
-from gcore_controller.runtimes.backend import Recovery
+from gcore_controller.runtimes.backend import Recovery, SizedConfig, Sizes
 from gcore_controller.runtimes.events import Announced, Event, Reached, Stepped, Updating, record
-from gcore_controller.runtimes.ray.capacity import CapacityChangedError, CapacityWatch
+from gcore_controller.runtimes.ray.cluster import CapacityChangedError, CapacityWatch
 from gcore_controller.runtimes.ray.controllers import RayControllers
 from gcore_controller.runtimes.ray.role_actors import RoleActors
-from gcore_controller.runtimes.ray.trainer_group import RayTrainerGroup
-from gcore_controller.runtimes.ray.training_rank import RankHandles
-from gcore_controller.runtimes.sizes import SizedConfig, Sizes
-from gcore_controller.stages import Span
+from gcore_controller.runtimes.ray.trainer_group import RankHandles, RayTrainerGroup
 from gcore_controller.trainer_group import TrainerSpec
+
+if TYPE_CHECKING:
+    from gcore_controller.rlhf.step import Recorder
 
 _OBSERVE_EVERY_S = 1.0
 
@@ -147,7 +146,7 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
         """See `Backend.shortfall`."""
         return self._capacity.shortfall
 
-    async def run(self, job: JobT, recorder: Recorder[EvaluationT]) -> None:
+    async def run(self, job: JobT, recorder: "Recorder[EvaluationT]") -> None:
         """See `Backend.run`."""
         handles = Handles(
             engines=self._engines.handles["engine"],
@@ -205,7 +204,7 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
                 await self._controllers.close()
             ray.shutdown()
 
-    async def _take_in(self, event: Event, job: JobT, recorder: Recorder[EvaluationT]) -> None:
+    async def _take_in(self, event: Event, job: JobT, recorder: "Recorder[EvaluationT]") -> None:
         placement = self._placement
         if isinstance(event, Announced):
             self._announce_once(event.line)

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from gcore_controller.runtimes.sizes import SizedConfig, Sizes
+from gcore_controller.runtimes.backend import SizedConfig, Sizes
 
 _ANSWER_TIMEOUT_S = 10.0
 

@@ -1,33 +1,37 @@
-"""A trainer group whose ranks are processes of this machine."""
+"""A trainer group whose ranks are processes of this machine, which answer messages from pipes."""
 
 import asyncio
 import multiprocessing
+import os
 import shutil
 import signal
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from gcore_controller.errors import RankError
-from gcore_controller.runtimes.inline_trainer import ComputingTrainerGroup
-from gcore_controller.runtimes.local.rank_process import run_rank
 from gcore_controller.trainer_group import (
     BatchT,
     Close,
     Computation,
     ExportWeights,
     Message,
+    MessageTrainerGroup,
     Replica,
     Score,
     TrainerSpec,
+    TrainerWorker,
+    TrainStep,
     Weights,
+    answer,
     deal,
 )
 
@@ -40,7 +44,65 @@ _DEATH_S = 0.5
 """How long a rank's error waits for news of another rank's death."""
 
 
-class LocalTrainerGroup(ComputingTrainerGroup[BatchT]):
+def _run_rank(rank: int, spec: TrainerSpec, store: Path, connection: Connection) -> None:
+    """Answer messages until the pipe is closed or `Close` arrives.
+
+    Each answer is a pair of an error, or None, and a value. The first one holds the rank's replica in each role.
+    """
+    spec.enter_process(rank)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the main process decides
+    os.environ["OMP_NUM_THREADS"] = str(spec.num_threads)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(spec.num_threads)
+    device = torch.device(spec.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    try:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=spec.num_ranks)
+        worker = spec.make_worker(str(device))
+        connection.send((None, {role: worker.replica(role) for role in worker.roles}))
+        while True:
+            message = connection.recv()
+            if isinstance(message, ExportWeights):
+                _export(worker, message, connection if rank == 0 else None)
+                connection.send((None, None))
+            else:
+                connection.send((None, answer(worker, message)))
+            if isinstance(message, Close):
+                return
+    except (EOFError, BrokenPipeError):  # the main process is gone
+        return
+    except Exception as error:
+        if not isinstance(error, (RankError, *spec.expected_errors)):
+            error = RankError(f"a training rank failed:\n{''.join(traceback.format_exception(error))}")
+        with suppress(OSError):
+            connection.send((error, None))
+    finally:
+        os._exit(0)  # process groups whose other ranks are gone would wait for them
+
+
+def _export(worker: TrainerWorker[Any], message: ExportWeights, connection: Connection | None) -> None:
+    """Send each tensor as a header (name, dtype, shape, digests) and its bytes, then None."""
+    import torch
+
+    weights = worker.export_weights(averaged=message.averaged)
+    digests = getattr(weights, "digests", {})
+    for name, tensor in weights:
+        if connection is None:
+            continue
+        data = tensor.detach().cpu().contiguous()
+        connection.send((None, (name, data.dtype, tuple(data.shape), digests.get(name))))
+        if data.numel():
+            connection.send_bytes(data.reshape(-1).view(torch.uint8).numpy().data)
+    if connection is not None:
+        connection.send((None, None))
+
+
+class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
     """A `SharedTrainerGroup` on ranks that are started here, and ended by `close`.
 
     Args:
@@ -56,14 +118,14 @@ class LocalTrainerGroup(ComputingTrainerGroup[BatchT]):
         self._folder = Path(tempfile.mkdtemp(prefix="gcore-ranks-"))
         # Forked from a clean server that has imported torch once: this process may hold an engine, threads and locks.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([run_rank.__module__, *spec.preload])
+        context.set_forkserver_preload([__name__, *spec.preload])
         self._turn = asyncio.Lock()
         self._processes: list[BaseProcess] = []
         self._connections: list[Any] = []
         for rank in range(spec.num_ranks):
             ours, theirs = context.Pipe()
             arguments = rank, spec, self._folder / "store", theirs
-            process = context.Process(target=run_rank, args=arguments, daemon=True)
+            process = context.Process(target=_run_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -75,11 +137,18 @@ class LocalTrainerGroup(ComputingTrainerGroup[BatchT]):
 
     @property
     def num_replicas(self) -> int:
-        """See `TrainerClient.num_replicas`."""
         return self._replicas["actor"][0][1]
 
+    async def score(self, role: str, micro_batches: Sequence[BatchT]) -> list[list[Any]]:
+        return await self._compute(Score(role=role, micro_batches=micro_batches))
+
+    async def score_and_route(self, micro_batches: Sequence[BatchT]) -> list[list[tuple[Any, Any]]]:
+        return await self._compute(Score(role="actor", micro_batches=micro_batches, with_routing=True))
+
+    async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
+        return await self._compute(TrainStep(role=role, micro_batches=micro_batches))
+
     def export_weights(self, *, averaged: bool = False) -> Weights:
-        """See `TrainerWorker.export_weights`."""
         return _ReceivedWeights(partial(self._exported, averaged))
 
     def close(self) -> None:
@@ -94,6 +163,7 @@ class LocalTrainerGroup(ComputingTrainerGroup[BatchT]):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _compute(self, message: Computation) -> Any:
+        """Return what the ranks compute for the micro-batches of a message."""
         batches = message.micro_batches
         replica_of = [replica for replica, _ in self._replicas[message.role]]
         parts = deal([self._cost_of(batch) for batch in batches], self._replicas[message.role][0][1])
