@@ -75,24 +75,20 @@ class CallLog:
         return {name: channel.num_calls for name, channel in self._channels.items()}
 
     @property
-    def waiting(self) -> list[CollectiveCall]:
+    def waiting(self) -> tuple[CollectiveCall, ...]:
         """Calls that have not returned."""
-        return [channel.current for channel in self._channels.values() if channel.current is not None]
+        return tuple(channel.current for channel in self._channels.values() if channel.current is not None)
 
     def whereabouts(self, stage: str | None) -> "Whereabouts":
         """Return the collectives that the rank is in; the stage is that of its timer."""
-        return Whereabouts(stage, self.num_calls, tuple(self.waiting), has_returned=self._is_closed)
+        return Whereabouts(stage, self.num_calls, self.waiting, has_returned=self._is_closed)
 
     def close(self) -> None:
         """Refuse further calls: the program has returned."""
         self._is_closed = True
 
     def check_open(self, op: str) -> None:
-        """Check that the program is still running.
-
-        Raises:
-            CollectiveMismatchError: The program has returned, so the call comes from a task that it left running.
-        """
+        """Raise `CollectiveMismatchError` if the program has returned: the call comes from a task that it left."""
         if self._is_closed:
             raise CollectiveMismatchError(
                 f"rank {self._rank} called {op} after its program had returned: await or cancel tasks that use "
@@ -141,11 +137,7 @@ class CallLog:
         return None
 
     def end(self, call: CollectiveCall, *, abandoned: bool = False) -> None:
-        """Note that a call has returned or raised.
-
-        Args:
-            abandoned: It was cancelled, so this rank does not know the result.
-        """
+        """Note that a call has returned, raised or, if ``abandoned``, was cancelled before its result is known."""
         channel = self._channels[call.channel]
         channel.current = None
         if abandoned:
@@ -171,29 +163,22 @@ class Whereabouts:
 
 
 def describe(whereabouts: Mapping[int, Whereabouts | None]) -> str:
-    """Return in words where each controller is, and which ranks collectives wait for.
-
-    Args:
-        whereabouts: of each rank; None: the controller does not answer.
-    """
-    stages = [f"controller {rank} {_stage(where)}" for rank, where in whereabouts.items()]
+    """Return in words where each controller is, and which ranks collectives wait for; None: it does not answer."""
+    stages: list[str] = []
     waiting: dict[CollectiveCall, list[int]] = {}
     for rank, where in whereabouts.items():
-        for call in where.waiting if where else ():
+        if where is None:
+            stages.append(f"controller {rank} does not answer")
+            continue
+        place = "has returned" if where.has_returned else f"in {where.stage or 'no stage'}"
+        stages.append(f"controller {rank} {place}")
+        for call in where.waiting:
             waiting.setdefault(call, []).append(rank)
-    waits = [f"{_ranks(present)} in {call}{_absent(call, whereabouts)}" for call, present in waiting.items()]
+    waits: list[str] = []
+    for call, present in waiting.items():
+        absent = [r for r, w in whereabouts.items() if w is None or w.num_calls.get(call.channel, 0) <= call.sequence]
+        waits.append(f"{_ranks(present)} in {call}" + (f" waiting for {_ranks(absent)}" if absent else ""))
     return "; ".join([", ".join(stages), *waits])
-
-
-def _stage(where: Whereabouts | None) -> str:
-    if where is None:
-        return "does not answer"
-    return "has returned" if where.has_returned else f"in {where.stage or 'no stage'}"
-
-
-def _absent(call: CollectiveCall, whereabouts: Mapping[int, Whereabouts | None]) -> str:
-    absent = [r for r, w in whereabouts.items() if w is None or w.num_calls.get(call.channel, 0) <= call.sequence]
-    return f" waiting for {_ranks(absent)}" if absent else ""
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -248,12 +233,7 @@ class Collectives(ABC):
     Values belong to all ranks that receive them: in one process (runtimes inline and sim) objects are passed by
     reference, on Ray they are copied. Do not modify a value after it was sent or received.
 
-    This class makes all checks; subclasses exchange the values.
-
-    Args:
-        rank: this rank.
-        world_size: number of controllers.
-        log: the calls of this rank, shared by all its channels.
+    This class makes all checks; subclasses exchange the values. All channels of a rank share its log.
     """
 
     def __init__(self, rank: int, world_size: int, log: CallLog) -> None:
@@ -331,8 +311,7 @@ class Collectives(ABC):
         try:
             call = self._log.begin(self._channel, op)
         except CollectiveAbandonedError as error:
-            if not self._log.has_failed(self._channel):
-                self._fail_everywhere(self._channel, error)
+            self._fail_once(error)
             raise
         abandoned = False
         try:
@@ -341,8 +320,7 @@ class Collectives(ABC):
             abandoned = True
             raise
         except ControllerError as error:
-            if not self._log.has_failed(self._channel):
-                self._fail_everywhere(self._channel, error)
+            self._fail_once(error)
             raise
         except Exception as error:
             what = f"rank {self.rank} called a collective after its {call} had failed: {error!r:.300}"
@@ -350,6 +328,10 @@ class Collectives(ABC):
             raise
         finally:
             self._log.end(call, abandoned=abandoned)
+
+    def _fail_once(self, error: ControllerError) -> None:
+        if not self._log.has_failed(self._channel):
+            self._fail_everywhere(self._channel, error)
 
     def _checked_rank(self, name: str, value: int) -> int:
         rank = index(value)

@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from gcore_controller.collectives.base import CallLog, CollectiveCall, Collectives, Whereabouts, again, mismatch
@@ -151,19 +152,26 @@ class PeerCollectives(Collectives):
         box.place(part.src, part.hop).set_result(part)
 
     async def _gather(self, call: CollectiveCall, value: Any, combine: Callable[[list[Any]], T]) -> T:
-        self._open(call)
-        return combine(await self._to_the_end(call, self._disseminate(call, value)))
+        return combine(await self._to_the_end(call, partial(self._disseminate, call, value)))
 
     async def _exchange(self, call: CollectiveCall, parts: Sequence[T]) -> list[T]:
-        self._open(call)
-        return await self._to_the_end(call, self._send_parts(call, parts))
+        return await self._to_the_end(call, partial(self._send_parts, call, parts))
 
     async def _take_tickets(self, count: int, counter: str, at: int, limit: int | None) -> range:
         return await self._tickets_of(at, count, counter, limit)
 
-    async def _to_the_end(self, call: CollectiveCall, exchange: Coroutine[Any, Any, T]) -> T:
-        """Complete a collective for the sake of the other ranks even if the caller is cancelled."""
-        task = self._in_background(exchange)
+    async def _to_the_end(self, call: CollectiveCall, exchange: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Complete a collective for the sake of the other ranks even if the caller is cancelled.
+
+        Raises:
+            CollectiveMismatchError: another rank has called a different operation before.
+        """
+        box = self._box(call)
+        box.call = call
+        for part in box.arrived():
+            if part.call.op != call.op:
+                raise mismatch({self.rank: call, part.src: part.call})
+        task = self._in_background(exchange())
         task.add_done_callback(lambda _: self._boxes.pop((call.channel, call.sequence), None))
         return await asyncio.shield(task)
 
@@ -207,18 +215,6 @@ class PeerCollectives(Collectives):
 
     async def _receive(self, call: CollectiveCall, src: int, *, hop: int = 0) -> Any:
         return (await self._box(call).place(src, hop)).payload
-
-    def _open(self, call: CollectiveCall) -> None:
-        """Note this rank's own call.
-
-        Raises:
-            CollectiveMismatchError: another rank has called a different operation before.
-        """
-        box = self._box(call)
-        box.call = call
-        for part in box.arrived():
-            if part.call.op != call.op:
-                raise mismatch({self.rank: call, part.src: part.call})
 
     def _box(self, call: CollectiveCall) -> _Box:
         return self._boxes.setdefault((call.channel, call.sequence), _Box())

@@ -10,13 +10,14 @@ import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from gcore_controller.collectives.base import Collectives
 from gcore_controller.context import Context, StageTimer
 from gcore_controller.prompts import PromptLoader, SharedPrompts
 from gcore_controller.rlhf.modality import (
     GroupT,
+    Indexed,
     Modality,
     PromptT,
     RLHFConfig,
@@ -26,16 +27,6 @@ from gcore_controller.rlhf.modality import (
     UnfinishedGroup,
     Wave,
 )
-
-
-class Indexed(Protocol):
-    """A group of responses to one prompt."""
-
-    @property
-    def prompt_index(self) -> int:
-        """Position of the prompt in the global order, unique in the run."""
-        ...
-
 
 IndexedT = TypeVar("IndexedT", bound=Indexed)
 
@@ -124,19 +115,10 @@ async def exchange(
     balance: Callable[[list[float], int], Sequence[Sequence[int]]],
     group: Collectives,
 ) -> list[IndexedT]:
-    """Redistribute all controllers' groups so that each gets about the same cost.
+    """Redistribute all controllers' groups so that each gets about the same cost; see `Modality.balance`.
 
     The first controller computes the assignment, since all controllers may share one process. Only groups that change
-    owners are sent.
-
-    Args:
-        groups: this controller's.
-        costs: of each group, in any unit.
-        balance: ``balance(costs, num_parts)`` divides the groups of all controllers, ordered by prompt index.
-        group: all controllers.
-
-    Returns:
-        This controller's new share, by prompt index.
+    owners are sent. Returns this controller's new share, by prompt index.
     """
     mine = [(g.prompt_index, cost) for g, cost in zip(groups, costs, strict=True)]
     everyones = sorted(entry for part in await group.all_gather(mine) for entry in part)

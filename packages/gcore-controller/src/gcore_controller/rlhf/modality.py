@@ -103,13 +103,17 @@ class RLHFRoles(Protocol):
         ...
 
 
-class Group(Protocol):
-    """The scored samples of one prompt."""
+class Indexed(Protocol):
+    """Samples of one prompt."""
 
     @property
     def prompt_index(self) -> int:
-        """Position of the prompt in the run's global order."""
+        """Position of the prompt in the global order, unique in the run."""
         ...
+
+
+class Group(Indexed, Protocol):
+    """The scored samples of one prompt."""
 
     @property
     def oldest_version(self) -> int:
@@ -126,11 +130,8 @@ class Group(Protocol):
         ...
 
 
-class UnfinishedGroup(Protocol):
+class UnfinishedGroup(Indexed, Protocol):
     """A group some of whose samples were cut short, to be continued in a later step."""
-
-    @property
-    def prompt_index(self) -> int: ...
 
     @property
     def oldest_version(self) -> int | None:
@@ -212,8 +213,8 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
     throughput_of: str = ""
     """Metric that ``perf/throughput`` reports per second."""
     is_always_on_policy: bool = False
-    """Whether all samples come from the present weights, and none is dropped or left unfinished: the metrics of these
-    are left out."""
+    """Whether all samples come from the present weights, and none is dropped or left unfinished; metrics say nothing of
+    these then."""
 
     @property
     @abstractmethod
@@ -243,11 +244,7 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         raise NotImplementedError(f"{type(self).__name__} does not support partial rollout")
 
     async def sampled_part(self, ctx: Context[RolesT], groups: Sequence[GroupT]) -> Any:
-        """Return this controller's part of `sampled_metrics`.
-
-        Args:
-            groups: everything that this controller sampled for a batch, kept or not.
-        """
+        """Return this controller's part of `sampled_metrics`: of all that it sampled for a batch, kept or not."""
         del ctx, groups
 
     def sampled_metrics(self, parts: Sequence[Any]) -> dict[str, float]:
@@ -264,10 +261,7 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
 
         Args:
             costs: of the groups of all controllers, ordered by prompt index.
-            num_parts: the number of controllers.
-
-        Returns:
-            The indices of each part.
+            num_parts: the number of controllers, for each of which indices are returned.
         """
         return [range(part, len(costs), num_parts) for part in range(num_parts)]
 

@@ -53,15 +53,11 @@ class Backend(Protocol[JobT_contra, ConfigT_co, EvaluationT_co]):
         ...
 
     async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
-        """Replace what a job that ended with this error has lost.
+        """Replace what a job that ended with this error has lost, or raise it if that cannot be replaced.
 
         Args:
             error: what the job ended with.
-            keeps_models: the models in training are intact; otherwise they are reset to those that the run started
-                with.
-
-        Raises:
-            Exception: the error itself, if nothing died that can be replaced.
+            keeps_models: the models in training are intact; else they are reset to those that the run started with.
         """
         ...
 
@@ -106,9 +102,7 @@ class RaySettings(Protocol):
         ...
 
     @property
-    def cpus_per_process(self) -> float:
-        """CPUs of each controller, engine and training rank."""
-        ...
+    def cpus_per_process(self) -> float: ...
 
     @property
     def gpus_per_engine(self) -> float: ...

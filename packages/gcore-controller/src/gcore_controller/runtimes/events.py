@@ -69,16 +69,16 @@ SendEvent = Callable[[Event], Awaitable[None]]
 async def record(recorder: "Recorder[Any]", event: Event) -> None:
     """Call a recorder with an event; announcements are not recorded."""
     match event:
-        case Evaluated():
-            await recorder.evaluated(event.step, event.evaluation)
+        case Evaluated(step, evaluation):
+            await recorder.evaluated(step, evaluation)
         case Updating():
             await recorder.updating()
-        case Stepped():
-            await recorder.stepped(event.step, event.metrics, event.spans, event.devices)
-        case RewardsFailed():
-            await recorder.rewards_failed(event.step, event.failures)
-        case Reached():
-            await recorder.reached(event.step, event.controllers)
+        case Stepped(step, metrics, spans, devices):
+            await recorder.stepped(step, metrics, spans, devices)
+        case RewardsFailed(step, failures):
+            await recorder.rewards_failed(step, failures)
+        case Reached(step, controllers):
+            await recorder.reached(step, controllers)
         case Announced():
             pass
 

@@ -8,9 +8,9 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -45,9 +45,9 @@ _DEATH_S = 0.5
 
 
 def _run_rank(rank: int, spec: TrainerSpec, store: Path, connection: Connection) -> None:
-    """Answer messages until the pipe is closed or `Close` arrives.
+    """Answer messages until the pipe is closed or `Close` arrives: with an error, or None, and a value.
 
-    Each answer is a pair of an error, or None, and a value. The first one holds the rank's replica in each role.
+    The first answer, to no message, holds the rank's replica in each role.
     """
     spec.enter_process(rank)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the main process decides
@@ -163,7 +163,6 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _compute(self, message: Computation) -> Any:
-        """Return what the ranks compute for the micro-batches of a message."""
         batches = message.micro_batches
         replica_of = [replica for replica, _ in self._replicas[message.role]]
         parts = deal([self._cost_of(batch) for batch in batches], self._replicas[message.role][0][1])
@@ -183,7 +182,6 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         return self._ask([message] * len(self._connections))[0]
 
     def _ask(self, messages: Sequence[Message]) -> list[Any]:
-        """Send each rank its message; return all answers, by rank."""
         self._send(messages)
         return self._collect()
 
@@ -260,21 +258,16 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+@dataclass
 class _ReceivedWeights:
-    """Weights from rank 0, with the digests that it made of them.
+    """Weights from rank 0, with the digests that it made of them: ``receive`` puts these into a dict on the way."""
 
-    Args:
-        receive: yields the weights, and puts the digest of each into a dict.
-    """
-
-    def __init__(self, receive: "Callable[[dict[str, Any]], Iterator[tuple[str, torch.Tensor]]]") -> None:
-        self._receive = receive
-        self.digests: Mapping[str, Any] = {}
+    receive: "Callable[[dict[str, Any]], Iterator[tuple[str, torch.Tensor]]]"
+    digests: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def __iter__(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        digests: dict[str, Any] = {}
-        self.digests = digests
-        return self._receive(digests)
+        self.digests = {}
+        return self.receive(self.digests)
 
 
 async def _to_its_end(call: Callable[..., T], *arguments: Any) -> T:

@@ -138,11 +138,7 @@ def put(value: T, /) -> Reference[T]:
 
 
 def check_capacity(bundle: Mapping[str, float], world_size: int) -> None:
-    """Check that a cluster, were all of it free, has the resources that the controllers need.
-
-    Raises:
-        ClusterError: it has less.
-    """
+    """Raise `ClusterError` if a cluster, were all of it free, lacks the resources that the controllers need."""
     total: Mapping[str, float] = ray.cluster_resources()
     for name, amount in bundle.items():
         if amount * world_size > total.get(name, 0.0):
@@ -240,9 +236,6 @@ def _needs(config: SizedConfig, sizes: Sizes) -> list[dict[str, float]]:
 class CapacityWatch:
     """Compares the nodes of a cluster with those that a run was sized for.
 
-    Args:
-        config: with the sizes that are asked for.
-
     Attributes:
         whole: The largest sizes that fitted when `size` was called last.
     """
@@ -255,11 +248,7 @@ class CapacityWatch:
         """The names of the nodes, and since when there have been these."""
 
     def size(self) -> Sizes:
-        """Return the largest sizes that fit now.
-
-        Raises:
-            ClusterError: no sizes fit.
-        """
+        """Return the largest sizes that fit now, or raise `ClusterError` if none do."""
         self._nodes = _alive_nodes()
         if self._config.ray.elastic:
             self.whole = largest(self._nodes.values(), self._config)
@@ -283,11 +272,7 @@ class CapacityWatch:
                 return CapacityChangedError(f"node {', '.join(lost)} was lost")
 
     def check_growth(self) -> None:
-        """Check whether the run can grow.
-
-        Raises:
-            CapacityChangedError: nodes joined some seconds ago, and larger sizes fit.
-        """
+        """Raise `CapacityChangedError` if nodes joined some seconds ago, and larger sizes fit."""
         names, since_s = self._last_change
         if not self.shortfall or names <= self._nodes.keys() or time.monotonic() < since_s + _SETTLED_S:
             return

@@ -54,12 +54,8 @@ class ControllerActor(Generic[RolesT, ResultT]):
         self._run_number = number
         self._tickets = TicketCounters()
         # A task that is left over from an earlier run must not interfere with this one.
-        self._collectives = PeerCollectives(
-            self._rank,
-            self._world_size,
-            send=partial(self._send, number),
-            take_tickets=partial(self._take_tickets_at, number),
-        )
+        send, take_tickets = partial(self._send, number), partial(self._take_tickets_at, number)
+        self._collectives = PeerCollectives(self._rank, self._world_size, send=send, take_tickets=take_tickets)
         self._timer = StageTimer()
         self._reports: asyncio.Queue[tuple[Any, asyncio.Future[None]]] = asyncio.Queue()
         self._last_report: asyncio.Future[None] | None = None
@@ -88,7 +84,6 @@ class ControllerActor(Generic[RolesT, ResultT]):
             self._collectives.deliver(message)
 
     async def take_tickets(self, count: int, counter: str, limit: int | None, run_number: int) -> range:
-        """Return the next numbers of a counter that this controller keeps."""
         if run_number != self._run_number:
             raise CollectiveMismatchError("take_tickets was called by a task of a run that has ended")
         return self._tickets.take(count, counter, limit)
@@ -169,14 +164,10 @@ async def run_ray(
 
 
 class RayControllers:
-    """Controllers on the nodes of a Ray cluster, which run one program after another; made by `start`.
-
-    Attributes:
-        world_size: How many there are.
-    """
+    """Controllers on the nodes of a Ray cluster, which run one program after another; made by `start`."""
 
     def __init__(self, bundle: dict[str, float], *, world_size: int, start_timeout_s: float) -> None:
-        self.world_size = world_size
+        self._world_size = world_size
         self._placement: Any = placement_group([bundle] * world_size, strategy="SPREAD")
         self._bundle = bundle
         self._start_timeout_s = start_timeout_s
@@ -251,11 +242,8 @@ class RayControllers:
 
         Raises:
             ClusterError: controllers do not start, or run another program.
-            CollectiveMismatchError: controllers made different calls, or one returned while others wait for it.
             ControllerDiedError: a controller's process or node was lost; it says which, where, and of what.
-            DeadlineError: the run took longer; it says where each controller was, and for whom collectives waited.
-            ProgramExitedError: a program called `sys.exit` or cancelled itself.
-            Exception: the first controller's error, as it was raised there, with a note that says where; or what
+            Exception: see `run_inline`; the first controller's error has a note that says where it was raised. Or what
                 ``reported`` raised.
         """
         if self._is_running:
@@ -310,12 +298,12 @@ class RayControllers:
                 place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
                 others = {name: amount for name, amount in self._bundle.items() if name != "CPU"}
                 options = {"num_cpus": self._bundle["CPU"], "resources": others, "scheduling_strategy": place}
-                self._controllers[rank] = make.options(**options).remote(rank, self.world_size)
+                self._controllers[rank] = make.options(**options).remote(rank, self._world_size)
         calls = [c.meet.remote(self._controllers, self._num_runs) for c in self._controllers]
         return await _in_time(
             _answers_of_all(calls, self._controllers),
             self._start_timeout_s,
-            f"{self.world_size} controllers did not all start",
+            f"{self._world_size} controllers did not all start",
         )
 
     async def _end_programs(self) -> None:

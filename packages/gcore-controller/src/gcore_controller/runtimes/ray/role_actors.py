@@ -21,7 +21,6 @@ Factory = Callable[[], Any]
 """Builds an engine in a process of its own."""
 
 ConfigT = TypeVar("ConfigT", bound=SizedConfig)
-ConfigT_contra = TypeVar("ConfigT_contra", bound=SizedConfig, contravariant=True)
 
 
 class ActorHandle(Protocol):
@@ -49,45 +48,35 @@ class ActorEngine(Protocol):
     async def close(self) -> None: ...
 
 
-class EngineActors(Protocol[ConfigT_contra]):
-    """The making of engine actors, as the app's engine library does it."""
-
-    def factory(self, role: Role, config: ConfigT_contra, number: int) -> Factory:
-        """Return what builds the engine of a role and number with these settings."""
-        ...
-
-    def start(self, factory: Factory, **options: Any) -> Any:
-        """Start an actor with an engine, and return its `ActorHandle`.
-
-        Args:
-            factory: builds the engine in the actor's process.
-            options: ``num_threads`` of torch, and options of Ray's actors.
-        """
-        ...
-
-    def end(self, handle: Any) -> Awaitable[None]:
-        """End an actor."""
-        ...
-
-    def connect(self, handle: Any, *, timeout_s: float) -> Awaitable[ActorEngine]:
-        """Return a client of an actor, once its engine is ready."""
-        ...
-
-
 class RoleActors(Generic[ConfigT]):
     """Actors with engines of the policy and, if the run has one, of the judge.
 
     Args:
         roles: roles that the run has.
-        engines: how actors are made.
+        factory: return what builds the engine of a role and number with these settings.
+        start: start an actor with the engine of a factory, and return its `ActorHandle`; called with ``num_threads`` of
+            torch, and options of Ray's actors.
+        end: end an actor.
+        connect: return a client of an actor, once its engine is ready, within ``start_timeout_s``.
 
     Attributes:
         handles: The handles of each role's actors.
     """
 
-    def __init__(self, roles: Sequence[Role], engines: EngineActors[ConfigT]) -> None:
+    def __init__(
+        self,
+        roles: Sequence[Role],
+        factory: Callable[[Role, ConfigT, int], Factory],
+        *,
+        start: Callable[..., Any],
+        end: Callable[[Any], Awaitable[None]],
+        connect: Callable[..., Awaitable[ActorEngine]],
+    ) -> None:
         self.handles: dict[Role, list[Any]] = {role: [] for role in roles}
-        self._engines = engines
+        self._make_factory = factory
+        self._start_actor = start
+        self._end_actor = end
+        self._connect = connect
         self._num_made = dict.fromkeys(roles, 0)
         self._is_in_turns = False
 
@@ -127,7 +116,7 @@ class RoleActors(Generic[ConfigT]):
         """Measure how long it takes to put one engine of each role to sleep and to wake it, while none is in use."""
         seconds = 0.0
         for first, *_ in self.handles.values():
-            engine = await self._engines.connect(first, timeout_s=config.ray.timeout_s)
+            engine = await self._connect(first, start_timeout_s=config.ray.timeout_s)
             try:
                 await engine.abort()
                 start_s = time.monotonic()
@@ -144,10 +133,10 @@ class RoleActors(Generic[ConfigT]):
 
     def _factory(self, role: Role, config: ConfigT) -> Factory:
         number, self._num_made[role] = self._num_made[role], self._num_made[role] + 1
-        return self._engines.factory(role, config, number)
+        return self._make_factory(role, config, number)
 
     def _start(self, factory: Factory, config: ConfigT) -> ActorHandle:
-        return self._engines.start(
+        return self._start_actor(
             factory,
             num_cpus=config.ray.cpus_per_process,
             num_gpus=config.ray.gpus_per_engine if config.device.startswith("cuda") else 0,
@@ -157,7 +146,7 @@ class RoleActors(Generic[ConfigT]):
 
     async def _start_on_device(self, neighbour: ActorHandle, factory: Factory, config: ConfigT) -> ActorHandle:
         node, gpus = await neighbour.actor.__ray_call__.remote(_place)
-        return self._engines.start(
+        return self._start_actor(
             partial(_on_gpus, gpus, factory),
             num_cpus=0,
             num_threads=_num_threads(config),
@@ -165,7 +154,7 @@ class RoleActors(Generic[ConfigT]):
         )
 
     async def _end(self, handles: Sequence[ActorHandle]) -> None:
-        await asyncio.gather(*map(self._engines.end, handles), return_exceptions=True)
+        await asyncio.gather(*map(self._end_actor, handles), return_exceptions=True)
 
 
 def _num_threads(config: SizedConfig) -> int:

@@ -39,13 +39,7 @@ _NEWS_S = 5.0
 
 
 class TrainingRank:
-    """The actor of one rank, which answers one message after the other.
-
-    Args:
-        spec: of the group.
-        rank: of this actor.
-        folder: working folder of the run.
-    """
+    """The actor of one rank, which answers one message after the other, in the working folder of the run."""
 
     def __init__(self, spec: TrainerSpec, rank: int, folder: Path) -> None:
         import torch
@@ -102,27 +96,19 @@ class TrainingRank:
 
 @dataclass(frozen=True)
 class RankHandles:
-    """The ranks of a group, for the processes that ask them.
-
-    Attributes:
-        actors: By rank.
-        places: Process and node of each rank, in words.
-        replicas: The replica of each rank, by role.
-        expected_errors: See `TrainerSpec.expected_errors`.
-    """
+    """The ranks of a group, for the processes that ask them."""
 
     actors: Sequence[Any] = ()
     places: Sequence[str] = ()
+    """Process and node of each rank, in words."""
     replicas: Mapping[str, Sequence[Replica]] = field(default_factory=dict[str, Sequence[Replica]])
+    """The replica of each rank, by role."""
     expected_errors: tuple[type[Exception], ...] = ()
+    """See `TrainerSpec.expected_errors`."""
 
     def num_replicas(self, role: str) -> int:
         """Return the number of data-parallel replicas of a role."""
         return self.replicas[role][0][1]
-
-    def of_replica(self, role: str, replica: int) -> list[int]:
-        """Return the ranks that a replica consists of."""
-        return [rank for rank, (own, _) in enumerate(self.replicas[role]) if own == replica]
 
     async def answers(self, calls: Mapping[int, Any]) -> dict[int, Any]:
         """Wait for the answers to calls of some ranks' actors.
@@ -174,8 +160,7 @@ class RayTrainerGroup(MessageTrainerGroup):
 
         Args:
             spec: the ranks.
-            num_cpus: CPUs that each rank reserves.
-            num_gpus: GPUs that each rank reserves.
+            num_cpus: that each rank reserves, like ``num_gpus``.
             timeout_s: how long it may take.
 
         Raises:
@@ -245,8 +230,6 @@ class RayTrainerClient(Generic[BatchT]):
     their controller's node until a rank reads them.
 
     Args:
-        ranks: of the trainer group.
-        group: the controllers.
         devices: records when the ranks work that this controller asks.
         cost_of: work of a micro-batch, in any unit.
     """
@@ -330,13 +313,15 @@ class RayTrainerClient(Generic[BatchT]):
             return {}, [], []
         batches = [entry for part in everyones for entry in part]
         parts = deal([cost for _, cost in batches], self._ranks.num_replicas(message.role))
-        asked = range(self._group.rank, len(parts), self._group.world_size)
-        ranks_of = {replica: self._ranks.of_replica(message.role, replica) for replica in asked}
+        # All ranks of a replica get its micro-batches.
         calls: dict[int, Any] = {}
-        for replica, ranks in ranks_of.items():
-            part = replace(message, micro_batches=[batches[i][0] for i in parts[replica]])
-            calls |= {rank: self._ranks.actors[rank].ask.remote(part) for rank in ranks}
+        replicas = [replica for replica, _ in self._ranks.replicas[message.role]]
+        for rank, replica in enumerate(replicas):
+            if replica % self._group.world_size == self._group.rank:
+                part = replace(message, micro_batches=[batches[i][0] for i in parts[replica]])
+                calls[rank] = self._ranks.actors[rank].ask.remote(part)
         stage = "train" if isinstance(message, TrainStep) else "prepare"
         with self._devices.stage(stage, *map(rank_name, calls)):
             answers = await self._ranks.answers(calls)
-        return {replica: answers[ranks[0]] for replica, ranks in ranks_of.items()}, parts, owners
+        asked = range(self._group.rank, len(parts), self._group.world_size)
+        return {replica: answers[replicas.index(replica)] for replica in asked}, parts, owners
