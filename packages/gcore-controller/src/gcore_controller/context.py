@@ -34,16 +34,13 @@ class Span:
 
 
 class StageTimer:
-    """Record the periods of stages; of several that run, the one entered last counts, so that no second counts twice.
-
-    Attributes:
-        current: Name of the running stage.
-    """
+    """Record the periods of stages; of several that run, the one entered last counts, so that no second counts twice."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._entered: dict[object, str] = {}
         self.current: str | None = None
+        """Name of the running stage."""
         self._since_s = 0.0
         self._spans: list[Span] = []
 
@@ -122,11 +119,7 @@ def seconds_by_stage(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def on_wall_clock(spans: Iterable[Span], now_s: float) -> list[Span]:
-    """Return spans in seconds of UTC, so that those of controllers on different machines can be compared.
-
-    Args:
-        now_s: the present time of the spans' clock.
-    """
+    """Return spans in seconds of UTC, to be compared between machines; their own clock shows ``now_s`` now."""
     shift_s = time.time() - now_s
     return [Span(stage=s.stage, start_s=s.start_s + shift_s, end_s=s.end_s + shift_s) for s in spans]
 
@@ -146,7 +139,6 @@ class Reference(Protocol[T_co]):
     @property
     def nbytes(self) -> int:
         """Size of the value, as `nbytes_of` counts it."""
-        ...
 
     async def get(self) -> T_co:
         """Return the value.
@@ -154,7 +146,6 @@ class Reference(Protocol[T_co]):
         Raises:
             ReferenceLostError: the process that put the value, or its node, was lost.
         """
-        ...
 
 
 class Put(Protocol):
@@ -195,11 +186,7 @@ def nbytes_of(value: object) -> int:
 
 
 async def refuse_report(rank: int, value: Any) -> None:
-    """Refuse a report, where the runtime was given no ``reported``.
-
-    Raises:
-        RuntimeError: always.
-    """
+    """Raise an error, because the runtime was given no ``reported``."""
     raise RuntimeError(f"controller {rank} reports {value!r:.100}; expected a runtime with `reported`")
 
 

@@ -63,9 +63,6 @@ class PromptLoader(Generic[RowT]):
         rows: the data set; indexing may be slow (it happens in ``num_workers`` threads, in order).
         seed: of the shuffle.
         timer: times the waits for rows as its stage ``data``.
-
-    Attributes:
-        cursor: The first prompt index of the next `take` over all controllers.
     """
 
     def __init__(
@@ -79,6 +76,7 @@ class PromptLoader(Generic[RowT]):
         timer: StageTimer | None = None,
     ) -> None:
         self.cursor = 0
+        """The first prompt index of the next `take` over all controllers."""
         self._rows = rows
         self._seed = seed
         self._sampler = partial(ShardedSampler, len(rows), seed=seed, rank=rank, world_size=world_size)

@@ -32,23 +32,18 @@ class TrainerGroup(Protocol):
     @property
     def num_updates(self) -> int:
         """Updates of all models so far."""
-        ...
 
     def save_pretrained(self, path: Path) -> None:
         """Write the folder of the policy, as its library loads it."""
-        ...
 
     def save(self, step: int, rest: State) -> None:
         """Checkpoint all models together with ``rest``; return once they are copied."""
-        ...
 
     def load(self) -> State:
         """Load the latest checkpoint, and return the ``rest`` that was saved in it."""
-        ...
 
     def close(self) -> None:
         """Wait until checkpoints are written, and end the processes of the group, if it has any."""
-        ...
 
 
 class TrainerWorker(TrainerGroup, Protocol[BatchT_contra]):
@@ -60,29 +55,18 @@ class TrainerWorker(TrainerGroup, Protocol[BatchT_contra]):
     @property
     def roles(self) -> Sequence[str]:
         """Names of the models, such as actor, critic and reference."""
-        ...
 
     def replica(self, role: str) -> Replica:
         """Return this rank's data-parallel replica of a role, and the number of replicas."""
-        ...
 
     def score(self, role: str, micro_batches: Sequence[BatchT_contra], *, with_routing: bool) -> list[list[Any]]:
-        """Return the outputs of a model for each sample of each micro-batch.
-
-        Args:
-            role: the model.
-            micro_batches: those of this replica.
-            with_routing: return pairs with the experts that each token was routed to, as well.
-        """
-        ...
+        """Return the outputs of a model for each sample, ``with_routing`` in pairs with the experts of its tokens."""
 
     def train_step(self, role: str, micro_batches: Sequence[BatchT_contra]) -> dict[str, float]:
         """Update a model once, on the micro-batches of all replicas together, and return metrics."""
-        ...
 
     def export_weights(self, *, averaged: bool) -> Weights:
         """Yield the whole weights of the policy, or of its moving average, on every rank."""
-        ...
 
 
 class _Trainer(Protocol[BatchT_contra]):
@@ -91,64 +75,47 @@ class _Trainer(Protocol[BatchT_contra]):
     @property
     def num_replicas(self) -> int:
         """Number whose multiples are the numbers of micro-batches that load the replicas of the policy evenly."""
-        ...
 
     async def score(self, role: Any, micro_batches: Sequence[BatchT_contra]) -> list[list[Any]]:
         """Return a model's outputs for each sample of the micro-batches."""
-        ...
 
     async def score_and_route(self, micro_batches: Sequence[BatchT_contra]) -> list[list[tuple[Any, Any]]]:
         """Return the actor's outputs for each sample, and the experts that its tokens were routed to."""
-        ...
 
     async def train_step(self, role: Any, micro_batches: Sequence[BatchT_contra]) -> dict[str, float]:
         """Update a model once on the micro-batches of all callers; return metrics, empty if there are none."""
-        ...
 
 
 class SharedTrainerGroup(TrainerGroup, _Trainer[BatchT_contra], Protocol[BatchT_contra]):
     """A trainer group that the controllers of this process share; several calls may be in flight at once."""
 
-    def export_weights(self, *, averaged: bool = False) -> Weights:
-        """See `TrainerWorker.export_weights`."""
-        ...
+    def export_weights(self, *, averaged: bool = False) -> Weights: ...
 
 
-class Policy(Protocol):
-    """The engine that generates, as far as the RLHF loop uses it."""
+class PolicyEngine(Protocol):
+    """The engine that generates with the policy's weights."""
 
     @property
     def weight_version(self) -> int: ...
 
-
-class PolicyEngine(Policy, Protocol):
-    """The engine that generates with the policy's weights."""
-
     async def update_weights(self, weights: Any, *, version: int) -> None:
         """Take over weights, which are iterated over once."""
-        ...
 
 
 class PolicyTrainer(Protocol):
     """The models in training, as far as the RLHF loop uses them; every controller makes the same calls."""
 
     async def update_policy(self, policy: Any, *, version: int, averaged: bool = False) -> None:
-        """Send the present weights, or their average, to the engine of every controller.
+        """Send the present weights, or their moving average, to the `PolicyEngine` of every controller.
 
         Args:
-            policy: this controller's `PolicyEngine`.
+            policy: this controller's.
             version: lowest version that the engines may give to the weights.
             averaged: send the moving average.
         """
-        ...
 
     async def check_policy(self, policy: Any) -> None:
-        """Compare every tensor of every controller's engine with the present weights.
-
-        Raises:
-            Exception: an engine has other weights; the engine's own error.
-        """
-        ...
+        """Compare every tensor of every controller's engine with the present weights; engines raise if one differs."""
 
 
 class TrainerClient(PolicyTrainer, _Trainer[BatchT_contra], Protocol[BatchT_contra]):
@@ -159,13 +126,11 @@ class TrainerClient(PolicyTrainer, _Trainer[BatchT_contra], Protocol[BatchT_cont
 
     async def score_alone(self, role: str, micro_batch: BatchT_contra) -> list[Any]:
         """Return a model's outputs for each sample, asking one rank only; the model must be whole on every rank."""
-        ...
 
 
 async def check_weights(policy: PolicyEngine, digests: Mapping[str, Any]) -> None:
     """Have an engine compare its weights with digests, if it can."""
-    check = getattr(policy, "check_weights", None)
-    if check is not None:
+    if (check := getattr(policy, "check_weights", None)) is not None:
         await check(digests)
 
 
@@ -299,12 +264,7 @@ class TrainerSpec:
 def deal(costs: Sequence[float], num_replicas: int) -> list[list[int]]:
     """Assign micro-batches to replicas, so that in its n-th pass each replica has one of about the same cost.
 
-    Args:
-        costs: of the micro-batches, in any unit.
-        num_replicas: number of replicas.
-
-    Returns:
-        the indices of each replica's micro-batches.
+    Returns the indices of each replica's micro-batches. ``costs`` are in any unit.
     """
     order = sorted(range(len(costs)), key=lambda i: -costs[i])
     # The first replica to have the heavier one in a pass is the last in the next.

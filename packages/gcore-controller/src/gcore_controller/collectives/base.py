@@ -5,6 +5,7 @@ Controllers exchange small objects and references here; bulk bytes travel betwee
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -42,7 +43,6 @@ class CollectiveCall:
 
     @property
     def place(self) -> str:
-        """The collective's number and channel, in words."""
         return f"collective {self.sequence}" + (f" on channel {self.channel!r}" if self.channel else "")
 
 
@@ -60,7 +60,7 @@ class CallLog:
     """The calls of one rank on all channels.
 
     Args:
-        returned: Calls per channel of the ranks whose programs have returned. The owner of the log updates it.
+        returned: Calls per channel of the ranks whose programs have returned; updated by the owner of the log.
     """
 
     def __init__(self, rank: int, returned: Mapping[int, Mapping[str, int]]) -> None:
@@ -96,14 +96,7 @@ class CallLog:
             )
 
     def begin(self, channel_name: str, op: str) -> CollectiveCall:
-        """Count a call.
-
-        Raises:
-            ConcurrentCollectivesError: Another call of this rank is in flight on the channel. The call is not counted.
-            CollectiveMismatchError: A rank that would have to take part has returned from its program.
-            CollectiveAbandonedError: The previous call on the channel was cancelled.
-            ControllerError: The channel has failed before; the same error again.
-        """
+        """Count a call, unless it cannot complete, or the channel has failed before."""
         self.check_open(op)
         channel = self._channels.setdefault(channel_name, _Channel())
         if channel.error is not None:
@@ -205,18 +198,14 @@ def again(error: ControllerError) -> ControllerError:
     return type(error)(*error.args)
 
 
-class TicketCounters:
-    """The counters of one rank, by name."""
-
-    def __init__(self) -> None:
-        self._next: dict[str, int] = {}
+class TicketCounters(Counter[str]):
+    """The next numbers of one rank's counters, by name."""
 
     def take(self, count: int, counter: str, limit: int | None) -> range:
         """See `Collectives.take_tickets`."""
-        start = self._next.get(counter, 0)
-        stop = start + count if limit is None else max(start, min(start + count, limit))
-        self._next[counter] = stop
-        return range(start, stop)
+        start = self[counter]
+        self[counter] = start + count if limit is None else max(start, min(start + count, limit))
+        return range(start, self[counter])
 
 
 class Collectives(ABC):
@@ -254,7 +243,7 @@ class Collectives(ABC):
     async def all_gather(self, value: T) -> list[T]:
         """Return every controller's value, by rank."""
         with self._call("all_gather") as call:
-            return list(await self._gather(call, value, _as_they_are))
+            return list(await self._gather(call, value, list))
 
     async def all_reduce(self, value: float) -> float:
         """Return the sum over all controllers as a float, added in rank order.
@@ -287,7 +276,7 @@ class Collectives(ABC):
     async def barrier(self) -> None:
         """Wait for every controller."""
         with self._call("barrier") as call:
-            await self._gather(call, None, _as_they_are)
+            await self._gather(call, None, list)
 
     async def take_tickets(self, count: int, *, counter: str = "", at: int = 0, limit: int | None = None) -> range:
         """Return the next ``count`` numbers of a counter that all controllers share; each number goes to one of them.
@@ -357,10 +346,6 @@ class Collectives(ABC):
     @abstractmethod
     def _fail_everywhere(self, channel: str, error: ControllerError) -> None:
         """Make the calls of all ranks on a channel raise an error, those in flight and later ones."""
-
-
-def _as_they_are(values: list[Any]) -> list[Any]:
-    return values
 
 
 def _sum_in_order(values: list[float]) -> float:

@@ -12,8 +12,6 @@ from gcore_controller.errors import ControllerError, UnpicklableValueError
 
 T = TypeVar("T")
 
-TakeTickets = Callable[[int, int, str, int | None], Awaitable[range]]
-
 
 @dataclass(frozen=True)
 class Part:
@@ -52,22 +50,19 @@ class _Box:
     def __init__(self) -> None:
         self.call: CollectiveCall | None = None
         """This rank's own, once it has been made."""
-        self._places: dict[tuple[int, int], asyncio.Future[Part]] = {}
+        self.places: dict[tuple[int, int], asyncio.Future[Part]] = {}
         self._error: ControllerError | None = None
 
     def place(self, src: int, hop: int) -> "asyncio.Future[Part]":
-        if (src, hop) not in self._places:
-            self._places[src, hop] = asyncio.get_running_loop().create_future()
+        if (src, hop) not in self.places:
+            self.places[src, hop] = asyncio.get_running_loop().create_future()
             if self._error is not None:
                 self.fail(self._error)
-        return self._places[src, hop]
-
-    def arrived(self) -> list[Part]:
-        return [place.result() for place in self._places.values() if place.done()]
+        return self.places[src, hop]
 
     def fail(self, error: ControllerError) -> None:
         self._error = error
-        for place in self._places.values():
+        for place in self.places.values():
             if not place.done():
                 place.set_exception(again(error))
                 # The call that waits here may have been cancelled.
@@ -93,7 +88,7 @@ class PeerCollectives(Collectives):
         world_size: int,
         *,
         send: Callable[[int, Message], Awaitable[None]],
-        take_tickets: TakeTickets,
+        take_tickets: Callable[[int, int, str, int | None], Awaitable[range]],
     ) -> None:
         self._returned: dict[int, Mapping[str, int]] = {}
         super().__init__(rank, world_size, CallLog(rank, self._returned))
@@ -168,7 +163,7 @@ class PeerCollectives(Collectives):
         """
         box = self._box(call)
         box.call = call
-        for part in box.arrived():
+        for part in [place.result() for place in box.places.values() if place.done()]:
             if part.call.op != call.op:
                 raise mismatch({self.rank: call, part.src: part.call})
         task = self._in_background(exchange())

@@ -57,13 +57,11 @@ class DynamicSampler(Generic[IndexedT]):
     The groups of a step are those of the lowest prompt indices, so which are chosen depends neither on the number of
     controllers nor on their speed. Groups beyond the quota are the ``surplus``: they are used first in the next step.
     A caller that trains only on samples of the present weights must remove them.
-
-    Args:
-        max_waves: most waves of a step; after them the step has fewer groups than its quota.
     """
 
     group: Collectives
     max_waves: int
+    """Most waves of a step; after them the step has fewer groups than its quota."""
     surplus: list[IndexedT] = field(default_factory=list[IndexedT])
     acceptance: float = 1.0
     """Running estimate of the share of prompts that carry a signal."""
@@ -141,8 +139,6 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
 
     Args:
         ctx: the controller's; concurrent sampling has collectives and a timer of its own.
-        modality: what is sampled.
-        config: of the loop.
         first_step: the first batch is for the step after it.
         state: of the controller, to resume from.
     """

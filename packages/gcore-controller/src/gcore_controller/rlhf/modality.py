@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from gcore_controller.context import Context, DeviceTimers, Span
-from gcore_controller.trainer_group import Policy, PolicyTrainer
+from gcore_controller.trainer_group import PolicyEngine, PolicyTrainer
 
 Schedule = Literal["sync", "one_step_off", "async"]
 
@@ -59,22 +59,18 @@ class RunStart(Protocol):
     @property
     def first_step(self) -> int:
         """Steps completed before."""
-        ...
 
     @property
     def is_evaluated(self) -> bool:
         """True if the evaluation after these steps is recorded already, or none is due."""
-        ...
 
     @property
     def controllers(self) -> Sequence[State] | None:
         """The controllers' states to resume from, by rank; None: the run starts from scratch."""
-        ...
 
     @property
     def is_policy_behind(self) -> bool:
         """True if the engines lack the trained models' present weights."""
-        ...
 
 
 class FailureLog(Protocol):
@@ -82,14 +78,13 @@ class FailureLog(Protocol):
 
     def drain(self) -> RewardCalls:
         """Return the calls since this method was called last."""
-        ...
 
 
 class RLHFRoles(Protocol):
     """The role services that the loop needs; a modality's own roles have more."""
 
     @property
-    def policy(self) -> Policy: ...
+    def policy(self) -> PolicyEngine: ...
 
     @property
     def learner(self) -> PolicyTrainer: ...
@@ -100,7 +95,6 @@ class RLHFRoles(Protocol):
     @property
     def owns_process(self) -> bool:
         """True if only this controller computes in its process."""
-        ...
 
 
 class Indexed(Protocol):
@@ -109,7 +103,6 @@ class Indexed(Protocol):
     @property
     def prompt_index(self) -> int:
         """Position of the prompt in the global order, unique in the run."""
-        ...
 
 
 class Group(Indexed, Protocol):
@@ -118,16 +111,13 @@ class Group(Indexed, Protocol):
     @property
     def oldest_version(self) -> int:
         """Oldest weight version that generated any part of it."""
-        ...
 
     @property
     def has_signal(self) -> bool:
         """True if there is something to learn from the group, because its scores differ."""
-        ...
 
     def state(self) -> State:
         """Return plain arrays and numbers for a checkpoint; ``"ticket"`` is the prompt index."""
-        ...
 
 
 class UnfinishedGroup(Indexed, Protocol):
@@ -136,11 +126,9 @@ class UnfinishedGroup(Indexed, Protocol):
     @property
     def oldest_version(self) -> int | None:
         """None: nothing has been generated yet."""
-        ...
 
     def restarted(self) -> "UnfinishedGroup":
         """Return the group without any sample."""
-        ...
 
     def state(self) -> State: ...
 
@@ -257,20 +245,17 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         return [1.0] * len(groups)
 
     def balance(self, costs: list[float], num_parts: int) -> Sequence[Sequence[int]]:
-        """Divide groups among the controllers before training: by default in turn, whatever they cost.
+        """Return the indices of each controller's groups for training: by default in turn, whatever they cost.
 
         Args:
             costs: of the groups of all controllers, ordered by prompt index.
-            num_parts: the number of controllers, for each of which indices are returned.
+            num_parts: the number of controllers.
         """
         return [range(part, len(costs), num_parts) for part in range(num_parts)]
 
     @abstractmethod
     async def prepare(self, ctx: Context[RolesT], step: int, batch: TrainingBatch[GroupT]) -> Prepared[UpdateT]:
-        """Compute what the losses need, such as advantages, and divide this controller's groups into updates.
-
-        The metric `Modality.HAS_SIGNAL` is among those returned.
-        """
+        """Compute what the losses need, such as advantages, and `HAS_SIGNAL`; divide the groups into updates."""
 
     @abstractmethod
     async def update(self, ctx: Context[RolesT], step: int, update: UpdateT) -> dict[str, float]:

@@ -37,21 +37,17 @@ class Recorder(Protocol[EvaluationT_contra]):
 
     async def updating(self) -> None:
         """Note that from here to `reached` the models are between two steps."""
-        ...
 
     async def stepped(
         self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
     ) -> None:
         """Record a step's metrics, and where its time went: on each controller, by rank, and each device, by name."""
-        ...
 
     async def rewards_failed(self, step: int, failures: list[Any]) -> None:
         """Record rewards that failed since the last call and were dropped: kind, message and count of each."""
-        ...
 
     async def reached(self, step: int, controllers: list[State]) -> None:
         """Take a checkpoint, if one is due: all controllers are at the end of ``step``, with these states."""
-        ...
 
 
 class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
@@ -87,7 +83,11 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         self._batches = BatchProducer(ctx, modality, config, first_step=start.first_step, state=state)
 
     async def run(self) -> None:
-        """Run from the first step to the last."""
+        """Run from the first step to the last.
+
+        Raises:
+            RewardFailuresError: too large a share of the last reward calls failed.
+        """
         ctx, config, start = self._ctx, self._config, self._start
         if start.is_policy_behind:
             await self._modality.update_policy(ctx, start.first_step)
@@ -124,11 +124,7 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         await self._record(step, metrics, batch, step_s=ctx.clock() - start_s)
 
     async def evaluate(self, step: int) -> None:
-        """Evaluate the policy on held-out prompts, if there are any.
-
-        Raises:
-            RewardFailuresError: too large a share of the last reward calls failed.
-        """
+        """Evaluate the policy on held-out prompts, if there are any."""
         evaluation = await self._modality.evaluate(self._ctx, step)
         if evaluation is None:
             return
@@ -148,11 +144,7 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
     async def _record(
         self, step: int, metrics: dict[str, float], batch: TrainingBatch[GroupT], *, step_s: float
     ) -> None:
-        """Gather all controllers' parts of the record of a step; rank 0 passes them to the recorder.
-
-        Raises:
-            RewardFailuresError: too large a share of the last reward calls failed.
-        """
+        """Gather all controllers' parts of the record of a step; rank 0 passes them to the recorder."""
         ctx, devices = self._ctx, self._ctx.roles.devices
         spans = ctx.timer.drain()
         now_s = ctx.clock()
@@ -207,12 +199,7 @@ class _Part:
 
 
 class _RewardFailures:
-    """The fraction of reward calls that failed over the last steps, on all controllers; too many end the run.
-
-    Args:
-        logs: of the rewards that this controller calls.
-        max_share: largest fraction of failed calls that is tolerated.
-    """
+    """The fraction of reward calls that failed over the last steps, on all controllers; too many end the run."""
 
     def __init__(self, logs: Sequence[FailureLog], *, max_share: float) -> None:
         self._logs = logs

@@ -1,38 +1,36 @@
-"""The events of a run, which controllers report to the process that records them."""
+"""The events of a run, which controllers report to the process that records them.
+
+All but `Announced` are calls of a `Recorder`, whose methods have the same names and arguments.
+"""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic
 
 from gcore_controller.context import Span
+from gcore_controller.rlhf.modality import EvaluationT
 
 if TYPE_CHECKING:
     from gcore_controller.rlhf.step import Recorder
-
-EvaluationT = TypeVar("EvaluationT")
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """See `Recorder.evaluated`."""
-
     step: int
     evaluation: Any
 
 
 @dataclass(frozen=True)
 class Updating:
-    """See `Recorder.updating`."""
+    """The models are between two steps from here on."""
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """See `Recorder.stepped`."""
-
     step: int
     metrics: dict[str, float]
     spans: list[list[Span]]
@@ -41,16 +39,12 @@ class Stepped:
 
 @dataclass(frozen=True)
 class RewardsFailed:
-    """See `Recorder.rewards_failed`."""
-
     step: int
     failures: list[Any]
 
 
 @dataclass(frozen=True)
 class Reached:
-    """See `Recorder.reached`."""
-
     step: int
     controllers: list[dict[str, Any]]
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -170,26 +170,23 @@ async def run_inline(
     return await InlineRun(program, roles=roles, world_size=world_size, reported=reported).run(timeout_s)
 
 
+@dataclass
 class InlineRun(Generic[RolesT, ResultT]):
-    """One run of a program in this process; see `run_inline`.
+    """One run of a program in this process, see `run_inline`; ``timers`` are those of the controllers."""
 
-    Attributes:
-        timers: Stage timers of the controllers, once they run.
-    """
+    program: Program[RolesT, ResultT]
+    _: KW_ONLY
+    roles: RolesT
+    world_size: int
+    reported: Reported = refuse_report
+    timers: list[StageTimer] = field(default_factory=list[StageTimer], init=False)
 
-    def __init__(
-        self, program: Program[RolesT, ResultT], *, roles: RolesT, world_size: int, reported: Reported = refuse_report
-    ) -> None:
-        self.timers: list[StageTimer] = []
-        self._program = program
-        self._roles = roles
-        self._reported = reported
-        self._group = InlineGroup(world_size)
+    def __post_init__(self) -> None:
+        self._group = InlineGroup(self.world_size)
 
     async def run(self, timeout_s: float | None = None) -> list[ResultT]:
-        """See `run_inline`."""
         loop = asyncio.get_running_loop()
-        self.timers.extend(StageTimer(loop.time) for _ in range(self._group.world_size))
+        self.timers.extend(StageTimer(loop.time) for _ in range(self.world_size))
         running: list[asyncio.Task[ResultT]] = []
         overdue: list[str] = []
 
@@ -201,7 +198,7 @@ class InlineRun(Generic[RolesT, ResultT]):
         deadline = None if timeout_s is None else loop.call_later(timeout_s, end)
         try:
             async with asyncio.TaskGroup() as tasks:
-                ranks = range(self._group.world_size)
+                ranks = range(self.world_size)
                 running.extend(tasks.create_task(self._run_one(rank), name=f"controller-{rank}") for rank in ranks)
         except BaseExceptionGroup as errors:
             if not overdue:
@@ -225,23 +222,18 @@ class InlineRun(Generic[RolesT, ResultT]):
     async def _run_one(self, rank: int) -> ResultT:
         context = Context(
             group=InlineCollectives(self._group, rank),
-            roles=self._roles,
+            roles=self.roles,
             timer=self.timers[rank],
             clock=asyncio.get_running_loop().time,
-            reported=self._reported,
+            reported=self.reported,
         )
-        result = await run_program(self._program, context)
+        result = await run_program(self.program, context)
         self._group.returned(rank)
         return result
 
 
 class InProcessTrainerGroup(Generic[BatchT]):
-    """A `SharedTrainerGroup` of one rank, in this process.
-
-    Args:
-        worker: its models.
-        in_thread: compute in a thread, while the event loop runs.
-    """
+    """A `SharedTrainerGroup` of one rank, in this process; ``in_thread`` computes while the event loop runs."""
 
     def __init__(self, worker: TrainerWorker[BatchT], *, in_thread: bool = False) -> None:
         self.save_pretrained = worker.save_pretrained
@@ -275,58 +267,54 @@ class InProcessTrainerGroup(Generic[BatchT]):
         return await asyncio.to_thread(compute) if self._in_thread else compute()
 
 
+@dataclass
 class SharedTrainerClient(Generic[BatchT]):
-    """A `TrainerClient` of a group, and of an engine, that all controllers of this process share.
+    """A `TrainerClient` of a trainer group, and of an engine, that all controllers of this process share."""
 
-    Args:
-        trainer: the group.
-        group: the controllers.
-        devices: records when the ranks work: all of them in every call.
-        num_ranks: number of ranks whose work is recorded.
-    """
+    trainer: SharedTrainerGroup[BatchT]
+    group: Collectives
+    devices: DeviceTimers
+    """Record when the ranks work: all of them in every call."""
+    num_ranks: int = 0
+    """Number of ranks whose work is recorded."""
 
-    def __init__(
-        self, trainer: SharedTrainerGroup[BatchT], group: Collectives, devices: DeviceTimers, *, num_ranks: int = 0
-    ) -> None:
-        self._trainer = trainer
-        self._group = group
-        self._devices = devices
-        self._ranks = [rank_name(rank) for rank in range(num_ranks)]
+    def __post_init__(self) -> None:
+        self._ranks = [rank_name(rank) for rank in range(self.num_ranks)]
 
     @property
     def num_replicas(self) -> int:
-        return self._trainer.num_replicas
+        return self.trainer.num_replicas
 
     async def score(self, role: str, micro_batches: Sequence[BatchT]) -> list[list[Any]]:
-        with self._devices.stage("prepare", *self._ranks):
-            return await self._trainer.score(role, micro_batches)
+        with self.devices.stage("prepare", *self._ranks):
+            return await self.trainer.score(role, micro_batches)
 
     async def score_and_route(self, micro_batches: Sequence[BatchT]) -> list[list[tuple[Any, Any]]]:
-        with self._devices.stage("prepare", *self._ranks):
-            return await self._trainer.score_and_route(micro_batches)
+        with self.devices.stage("prepare", *self._ranks):
+            return await self.trainer.score_and_route(micro_batches)
 
     async def score_alone(self, role: str, micro_batch: BatchT) -> list[Any]:
         [outputs] = await self.score(role, [micro_batch])
         return outputs
 
     async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
-        everyones = [batch for part in await self._group.all_gather(micro_batches) for batch in part]
+        everyones = [batch for part in await self.group.all_gather(micro_batches) for batch in part]
         metrics: dict[str, float] = {}
-        if self._group.rank == 0 and everyones:
-            with self._devices.stage("train", *self._ranks):
-                metrics = await self._trainer.train_step(role, everyones)
-        return await self._group.broadcast(metrics)
+        if self.group.rank == 0 and everyones:
+            with self.devices.stage("train", *self._ranks):
+                metrics = await self.trainer.train_step(role, everyones)
+        return await self.group.broadcast(metrics)
 
     async def update_policy(self, policy: PolicyEngine, *, version: int, averaged: bool = False) -> None:
-        if self._group.rank == 0:
-            with self._devices.stage("sync", *self._ranks):
-                await policy.update_weights(self._trainer.export_weights(averaged=averaged), version=version)
-        await self._group.barrier()
+        if self.group.rank == 0:
+            with self.devices.stage("sync", *self._ranks):
+                await policy.update_weights(self.trainer.export_weights(averaged=averaged), version=version)
+        await self.group.barrier()
 
     async def check_policy(self, policy: PolicyEngine) -> None:
-        if self._group.rank == 0:
-            await check_weights(policy, digests_of(self._trainer.export_weights()))
-        await self._group.barrier()
+        if self.group.rank == 0:
+            await check_weights(policy, digests_of(self.trainer.export_weights()))
+        await self.group.barrier()
 
 
 def share_trainer(
@@ -340,7 +328,7 @@ def share_trainer(
 
     Args:
         trainer: the group.
-        program: the program for a controller that has a `TrainerClient`.
+        program: for a controller that has a `TrainerClient`.
         roles: class of that controller's roles: the fields of the shared roles, and ``learner``, the client.
         num_ranks: number of ranks whose work is recorded.
     """

@@ -106,7 +106,6 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
     """A `SharedTrainerGroup` on ranks that are started here, and ended by `close`.
 
     Args:
-        spec: the ranks.
         cost_of: work of a micro-batch, in any unit, by which micro-batches are balanced.
 
     Raises:
@@ -152,7 +151,6 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         return _ReceivedWeights(partial(self._exported, averaged))
 
     def close(self) -> None:
-        """See `TrainerGroup.close`; does nothing after the first time."""
         if not self._connections:
             return
         self._ask_all(Close())

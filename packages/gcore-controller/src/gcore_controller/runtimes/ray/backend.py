@@ -32,7 +32,6 @@ class RayJob(Protocol):
     @property
     def total_steps(self) -> int:
         """Steps of the whole run."""
-        ...
 
 
 JobT = TypeVar("JobT", bound=RayJob)
@@ -41,31 +40,24 @@ EvaluationT = TypeVar("EvaluationT")
 
 
 class Placement(Protocol):
-    """Decides after every step which engines generate and which judge.
-
-    Attributes:
-        swap_s: Seconds that it takes to put engines of both roles to sleep and to wake them; None: to be measured.
-    """
+    """Decides after every step which engines generate and which judge."""
 
     swap_s: float | None
+    """Seconds that it takes to put engines of both roles to sleep and to wake them; None: to be measured."""
 
     @property
     def whole(self) -> Sizes:
         """The sizes, with the engines as they are divided at first."""
-        ...
 
     @property
     def sizes(self) -> Sizes:
         """The sizes, with the engines as they are to be divided now."""
-        ...
 
     def observe(self, metrics: Mapping[str, float], devices: Mapping[str, Sequence[Span]]) -> None:
         """Take in a step, and when each device worked in it."""
-        ...
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the present division."""
-        ...
 
 
 class PlacementMovedError(ControllerError):

@@ -48,13 +48,12 @@ _DEATHS = {
 
 
 def connect(address: str | None = None, **options: Any) -> None:
-    """Connect this process to a cluster by `ray.init`, with a token if there is one.
+    """Connect this process to a cluster by `ray.init`, with a token if there is one, and other ``options`` of it.
 
     Ray by itself leaves the token aside where the address is given, and retries for 20 seconds when it is refused.
 
     Args:
         address: As `ray.init` takes it; None: what RAY_ADDRESS names, or a new cluster on this machine.
-        options: Other arguments of `ray.init`.
 
     Raises:
         ClusterError: The cluster requires a token and this process has none, or a wrong one.
@@ -65,12 +64,7 @@ def connect(address: str | None = None, **options: Any) -> None:
 
 
 def check_token(address: str | None = None) -> None:
-    """Ask a cluster whether it accepts this process, and use the token from here on if the cluster requires one.
-
-    Raises:
-        ClusterError: See `connect`.
-        ConnectionError: No cluster answers at the address.
-    """
+    """Ask a cluster whether it accepts this process; use the token from here on if it requires one. See `connect`."""
     address = address or os.environ.get("RAY_ADDRESS", "")
     if not re.fullmatch(r"[^/]+:\d+", address):
         return
@@ -234,14 +228,11 @@ def _needs(config: SizedConfig, sizes: Sizes) -> list[dict[str, float]]:
 
 
 class CapacityWatch:
-    """Compares the nodes of a cluster with those that a run was sized for.
-
-    Attributes:
-        whole: The largest sizes that fitted when `size` was called last.
-    """
+    """Compares the nodes of a cluster with those that a run was sized for."""
 
     def __init__(self, config: SizedConfig) -> None:
         self.whole = config.sizes
+        """The largest sizes that fitted when `size` was called last."""
         self._config = config
         self._nodes: dict[str, Node] = {}
         self._last_change: tuple[frozenset[str], float] = (frozenset(), 0.0)

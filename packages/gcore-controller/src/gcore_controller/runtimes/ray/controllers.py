@@ -189,9 +189,7 @@ class RayControllers:
         """Reserve resources for the controllers.
 
         Args:
-            world_size: how many.
-            num_cpus: that each controller reserves.
-            resources: that each controller reserves besides, by Ray's names.
+            num_cpus: that each controller reserves, with other ``resources`` by Ray's names.
             start_timeout_s: how long it may take to reserve the resources and, at every run, to start the controllers.
             address: of the cluster, as `ray.init` takes it; default: the one that this process is connected to, the one
                 that RAY_ADDRESS names, or a new one on this machine, until `close`.
@@ -300,11 +298,8 @@ class RayControllers:
                 options = {"num_cpus": self._bundle["CPU"], "resources": others, "scheduling_strategy": place}
                 self._controllers[rank] = make.options(**options).remote(rank, self._world_size)
         calls = [c.meet.remote(self._controllers, self._num_runs) for c in self._controllers]
-        return await _in_time(
-            _answers_of_all(calls, self._controllers),
-            self._start_timeout_s,
-            f"{self._world_size} controllers did not all start",
-        )
+        what = f"{self._world_size} controllers did not all start"
+        return await _in_time(_answers_of_all(calls, self._controllers), self._start_timeout_s, what)
 
     async def _end_programs(self) -> None:
         """Cancel programs that still run and let them clean up; kill controllers that do not answer."""
