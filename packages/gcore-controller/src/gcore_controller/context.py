@@ -34,7 +34,7 @@ class Span:
 
 
 class StageTimer:
-    """Record the periods of stages; of several that run, the one entered last counts, so that no second counts twice."""
+    """Record the periods of stages; of several that run, the latest counts, so that no second counts twice."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
