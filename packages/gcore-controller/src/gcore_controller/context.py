@@ -79,13 +79,11 @@ class DeviceTimers:
     """Record the stages of the devices, engines and training ranks, that this process sends calls to.
 
     A device is in a stage while a call of that stage is unanswered; with several calls, in the stage of the latest.
-
-    Attributes:
-        generated: Number of tokens, or images, generated in each stage since the last `drain`.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.generated: Counter[str] = Counter()
+        """Number of tokens, or images, generated in each stage since the last `drain`."""
         self._clock = clock
         self._timers: dict[str, StageTimer] = {}
 
@@ -139,6 +137,7 @@ class Reference(Protocol[T_co]):
     @property
     def nbytes(self) -> int:
         """Size of the value, as `nbytes_of` counts it."""
+        ...
 
     async def get(self) -> T_co:
         """Return the value.
@@ -146,6 +145,7 @@ class Reference(Protocol[T_co]):
         Raises:
             ReferenceLostError: the process that put the value, or its node, was lost.
         """
+        ...
 
 
 class Put(Protocol):
@@ -170,19 +170,15 @@ class HeldReference(Generic[T]):
 
 def nbytes_of(value: object) -> int:
     """Count the bytes of arrays, tensors and byte strings in a value, also in mappings, sequences and dataclasses."""
-    items: list[Any]
-    match value:
-        case bytes() | bytearray():
-            return len(value)
-        case Mapping():
-            items = list(value.values())
-        case list() | tuple():
-            items = list(value)
-        case _ if is_dataclass(value) and not isinstance(value, type):
-            items = [getattr(value, field.name) for field in fields(value)]
-        case _:
-            return int(getattr(value, "nbytes", 0))
-    return sum(nbytes_of(item) for item in items)
+    if isinstance(value, bytes | bytearray):
+        return len(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return sum(nbytes_of(getattr(value, field.name)) for field in fields(value))
+    if isinstance(value, Mapping):
+        return sum(map(nbytes_of, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(nbytes_of, value))
+    return int(getattr(value, "nbytes", 0))
 
 
 async def refuse_report(rank: int, value: Any) -> None:

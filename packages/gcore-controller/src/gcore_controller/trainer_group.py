@@ -19,6 +19,7 @@ BatchT = TypeVar("BatchT", bound=Sequence[Any])
 BatchT_contra = TypeVar("BatchT_contra", bound=Sequence[Any], contravariant=True)
 
 State = dict[str, Any]
+"""What a checkpoint holds besides the models, such as the states of the controllers."""
 Weights = Iterable[tuple[str, "torch.Tensor"]]
 """Names and tensors, which can be iterated over once. Their attribute ``digests``, if any, is filled on the way."""
 
@@ -32,6 +33,7 @@ class TrainerGroup(Protocol):
     @property
     def num_updates(self) -> int:
         """Updates of all models so far."""
+        ...
 
     def save_pretrained(self, path: Path) -> None:
         """Write the folder of the policy, as its library loads it."""
@@ -41,6 +43,7 @@ class TrainerGroup(Protocol):
 
     def load(self) -> State:
         """Load the latest checkpoint, and return the ``rest`` that was saved in it."""
+        ...
 
     def close(self) -> None:
         """Wait until checkpoints are written, and end the processes of the group, if it has any."""
@@ -55,18 +58,23 @@ class TrainerWorker(TrainerGroup, Protocol[BatchT_contra]):
     @property
     def roles(self) -> Sequence[str]:
         """Names of the models, such as actor, critic and reference."""
+        ...
 
     def replica(self, role: str) -> Replica:
         """Return this rank's data-parallel replica of a role, and the number of replicas."""
+        ...
 
     def score(self, role: str, micro_batches: Sequence[BatchT_contra], *, with_routing: bool) -> list[list[Any]]:
         """Return the outputs of a model for each sample, ``with_routing`` in pairs with the experts of its tokens."""
+        ...
 
     def train_step(self, role: str, micro_batches: Sequence[BatchT_contra]) -> dict[str, float]:
         """Update a model once, on the micro-batches of all replicas together, and return metrics."""
+        ...
 
     def export_weights(self, *, averaged: bool) -> Weights:
         """Yield the whole weights of the policy, or of its moving average, on every rank."""
+        ...
 
 
 class _Trainer(Protocol[BatchT_contra]):
@@ -75,15 +83,19 @@ class _Trainer(Protocol[BatchT_contra]):
     @property
     def num_replicas(self) -> int:
         """Number whose multiples are the numbers of micro-batches that load the replicas of the policy evenly."""
+        ...
 
     async def score(self, role: Any, micro_batches: Sequence[BatchT_contra]) -> list[list[Any]]:
         """Return a model's outputs for each sample of the micro-batches."""
+        ...
 
     async def score_and_route(self, micro_batches: Sequence[BatchT_contra]) -> list[list[tuple[Any, Any]]]:
         """Return the actor's outputs for each sample, and the experts that its tokens were routed to."""
+        ...
 
     async def train_step(self, role: Any, micro_batches: Sequence[BatchT_contra]) -> dict[str, float]:
         """Update a model once on the micro-batches of all callers; return metrics, empty if there are none."""
+        ...
 
 
 class SharedTrainerGroup(TrainerGroup, _Trainer[BatchT_contra], Protocol[BatchT_contra]):
@@ -126,6 +138,7 @@ class TrainerClient(PolicyTrainer, _Trainer[BatchT_contra], Protocol[BatchT_cont
 
     async def score_alone(self, role: str, micro_batch: BatchT_contra) -> list[Any]:
         """Return a model's outputs for each sample, asking one rank only; the model must be whole on every rank."""
+        ...
 
 
 async def check_weights(policy: PolicyEngine, digests: Mapping[str, Any]) -> None:

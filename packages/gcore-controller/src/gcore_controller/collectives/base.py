@@ -57,11 +57,7 @@ class _Channel:
 
 
 class CallLog:
-    """The calls of one rank on all channels.
-
-    Args:
-        returned: Calls per channel of the ranks whose programs have returned; updated by the owner of the log.
-    """
+    """The calls of one rank on all channels; its owner updates ``returned``, those of ranks that have returned."""
 
     def __init__(self, rank: int, returned: Mapping[int, Mapping[str, int]]) -> None:
         self._rank = rank

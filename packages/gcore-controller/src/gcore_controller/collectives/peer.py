@@ -156,11 +156,7 @@ class PeerCollectives(Collectives):
         return await self._tickets_of(at, count, counter, limit)
 
     async def _to_the_end(self, call: CollectiveCall, exchange: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Complete a collective for the sake of the other ranks even if the caller is cancelled.
-
-        Raises:
-            CollectiveMismatchError: another rank has called a different operation before.
-        """
+        """Complete a collective for the sake of the other ranks even if the caller is cancelled."""
         box = self._box(call)
         box.call = call
         for part in [place.result() for place in box.places.values() if place.done()]:

@@ -6,12 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from gcore_controller.context import Context, DeviceTimers, Span
-from gcore_controller.trainer_group import PolicyEngine, PolicyTrainer
+from gcore_controller.trainer_group import PolicyEngine, PolicyTrainer, State
 
 Schedule = Literal["sync", "one_step_off", "async"]
-
-State = dict[str, Any]
-"""A controller's state in a checkpoint."""
 
 RewardCalls = tuple[int, list[Any]]
 """The number of reward calls in some period, and the failures: dataclasses with ``kind``, ``message`` and ``count``."""
@@ -59,18 +56,22 @@ class RunStart(Protocol):
     @property
     def first_step(self) -> int:
         """Steps completed before."""
+        ...
 
     @property
     def is_evaluated(self) -> bool:
         """True if the evaluation after these steps is recorded already, or none is due."""
+        ...
 
     @property
     def controllers(self) -> Sequence[State] | None:
         """The controllers' states to resume from, by rank; None: the run starts from scratch."""
+        ...
 
     @property
     def is_policy_behind(self) -> bool:
         """True if the engines lack the trained models' present weights."""
+        ...
 
 
 class FailureLog(Protocol):
@@ -78,6 +79,7 @@ class FailureLog(Protocol):
 
     def drain(self) -> RewardCalls:
         """Return the calls since this method was called last."""
+        ...
 
 
 class RLHFRoles(Protocol):
@@ -95,6 +97,7 @@ class RLHFRoles(Protocol):
     @property
     def owns_process(self) -> bool:
         """True if only this controller computes in its process."""
+        ...
 
 
 class Indexed(Protocol):
@@ -103,6 +106,7 @@ class Indexed(Protocol):
     @property
     def prompt_index(self) -> int:
         """Position of the prompt in the global order, unique in the run."""
+        ...
 
 
 class Group(Indexed, Protocol):
@@ -111,13 +115,16 @@ class Group(Indexed, Protocol):
     @property
     def oldest_version(self) -> int:
         """Oldest weight version that generated any part of it."""
+        ...
 
     @property
     def has_signal(self) -> bool:
         """True if there is something to learn from the group, because its scores differ."""
+        ...
 
     def state(self) -> State:
         """Return plain arrays and numbers for a checkpoint; ``"ticket"`` is the prompt index."""
+        ...
 
 
 class UnfinishedGroup(Indexed, Protocol):
@@ -126,9 +133,11 @@ class UnfinishedGroup(Indexed, Protocol):
     @property
     def oldest_version(self) -> int | None:
         """None: nothing has been generated yet."""
+        ...
 
     def restarted(self) -> "UnfinishedGroup":
         """Return the group without any sample."""
+        ...
 
     def state(self) -> State: ...
 

@@ -32,20 +32,24 @@ class Backend(Protocol[JobT_contra, ConfigT_co, EvaluationT_co]):
     @property
     def config(self) -> ConfigT_co:
         """The settings, with the sizes that there is capacity for."""
+        ...
 
     @property
     def learner(self) -> TrainerGroup:
         """The models in training."""
+        ...
 
     @property
     def shortfall(self) -> str:
         """Which of the settings' sizes there is no capacity for, in a line; empty if there is capacity for all."""
+        ...
 
     async def run(self, job: JobT_contra, recorder: "Recorder[EvaluationT_co]") -> None:
         """Run a job's program on every controller."""
 
     def stages(self) -> Sequence[str | None]:
         """Return the stage that each controller is in, or was lately."""
+        ...
 
     async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
         """Replace what a job that ended with this error has lost, or raise it if that cannot be replaced.
@@ -54,6 +58,7 @@ class Backend(Protocol[JobT_contra, ConfigT_co, EvaluationT_co]):
             error: what the job ended with.
             keeps_models: the models in training are intact; else they are reset to those that the run started with.
         """
+        ...
 
     async def close(self) -> None:
         """End all services, including the trainer group."""
@@ -92,6 +97,7 @@ class RaySettings(Protocol):
     @property
     def address(self) -> str:
         """HOST:PORT of the head; empty: what RAY_ADDRESS names, or a new cluster on this machine."""
+        ...
 
     @property
     def cpus_per_process(self) -> float: ...
@@ -105,10 +111,12 @@ class RaySettings(Protocol):
     @property
     def elastic(self) -> bool:
         """True if the run adapts its size to the capacity of the cluster."""
+        ...
 
     @property
     def timeout_s(self) -> float:
         """Longest time for the processes of a role to start, in seconds."""
+        ...
 
 
 class SizedConfig(Protocol):
@@ -120,18 +128,23 @@ class SizedConfig(Protocol):
     @property
     def device(self) -> str:
         """Type of the devices of engines and ranks, as torch names it."""
+        ...
 
     @property
     def threads(self) -> int:
         """Threads of torch that the processes of a role share."""
+        ...
 
     @property
     def sizes(self) -> Sizes:
         """The sizes that the settings ask for."""
+        ...
 
     @property
     def rank_unit(self) -> int:
         """Number whose multiples the number of training ranks can be."""
+        ...
 
     def with_sizes(self, sizes: Sizes) -> Self:
         """Return the same settings for other sizes."""
+        ...

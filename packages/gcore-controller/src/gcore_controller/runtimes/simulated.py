@@ -16,20 +16,18 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """
 
     def __init__(self) -> None:
-        self.now_s = 0.0
-        super().__init__(_Jump(self))
+        self._clock = _Clock()
+        super().__init__(self._clock)
 
     def time(self) -> float:
         """Return the seconds since the loop was created."""
-        return self.now_s
+        return self._clock.now_s
 
 
-class _Jump(selectors.SelectSelector):
+class _Clock(selectors.SelectSelector):
     """A selector that advances the clock instead of waiting."""
 
-    def __init__(self, loop: VirtualTimeLoop) -> None:
-        super().__init__()
-        self._loop = loop
+    now_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
@@ -37,10 +35,10 @@ class _Jump(selectors.SelectSelector):
             return ready
         if timeout is None:
             raise StuckError(
-                f"after {self._loop.time():.3f} simulated seconds every controller waits for something that no timer "
+                f"after {self.now_s:.3f} simulated seconds every controller waits for something that no timer "
                 "will bring: another controller's collective, or a thread or socket, which have no simulated time"
             )
-        self._loop.now_s += timeout
+        self.now_s += timeout
         return ready
 
 

@@ -32,6 +32,7 @@ class RayJob(Protocol):
     @property
     def total_steps(self) -> int:
         """Steps of the whole run."""
+        ...
 
 
 JobT = TypeVar("JobT", bound=RayJob)
@@ -48,16 +49,19 @@ class Placement(Protocol):
     @property
     def whole(self) -> Sizes:
         """The sizes, with the engines as they are divided at first."""
+        ...
 
     @property
     def sizes(self) -> Sizes:
         """The sizes, with the engines as they are to be divided now."""
+        ...
 
     def observe(self, metrics: Mapping[str, float], devices: Mapping[str, Sequence[Span]]) -> None:
         """Take in a step, and when each device worked in it."""
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the present division."""
+        ...
 
 
 class PlacementMovedError(ControllerError):

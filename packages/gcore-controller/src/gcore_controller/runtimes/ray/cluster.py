@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -197,25 +197,21 @@ def largest(nodes: Iterable[Node], config: SizedConfig) -> Sizes:
         ClusterError: the nodes lack the capacity for one process of each role.
     """
     nodes = list(nodes)
-    sizes = config.sizes
-    for sizes in _fractions(config):
+    whole, unit = config.sizes, config.rank_unit
+    counts = (whole.controllers, whole.engines, whole.judges, whole.ranks // unit)
+    sizes = whole
+    for fraction in sorted({i / count for count in counts for i in range(1, count + 1)}, reverse=True):
+        controllers, engines, judges, units = (
+            min(count, max(1, math.floor(count * fraction + 1e-9))) for count in counts
+        )
+        controllers = min(controllers, engines)
+        sizes = replace(whole, controllers=controllers, engines=engines, judges=judges, ranks=units * unit)
         if has_capacity(nodes, config, sizes):
             return sizes
     needs = {name: sum(need[name] for need in _needs(config, sizes)) for name in ("CPU", "GPU")}
     wanted = " and ".join(f"{amount:g} {name}" for name, amount in needs.items() if amount)
     have = "; ".join(", ".join(f"{node.get(name, 0.0):g} {name}" for name in needs) for node in nodes)
     raise ClusterError(f"{sizes} need {wanted}: the cluster's nodes have {have or 'ended'}")
-
-
-def _fractions(config: SizedConfig) -> Iterator[Sizes]:
-    """Yield the sizes that the config asks for, and then smaller and smaller ones."""
-    whole, unit = config.sizes, config.rank_unit
-    counts = (whole.controllers, whole.engines, whole.judges, whole.ranks // unit)
-    for fraction in sorted({i / count for count in counts for i in range(1, count + 1)}, reverse=True):
-        controllers, engines, judges, units = (
-            min(count, max(1, math.floor(count * fraction + 1e-9))) for count in counts
-        )
-        yield replace(whole, controllers=min(controllers, engines), engines=engines, judges=judges, ranks=units * unit)
 
 
 def _needs(config: SizedConfig, sizes: Sizes) -> list[dict[str, float]]:

@@ -106,16 +106,8 @@ class RankHandles:
     expected_errors: tuple[type[Exception], ...] = ()
     """See `TrainerSpec.expected_errors`."""
 
-    def num_replicas(self, role: str) -> int:
-        """Return the number of data-parallel replicas of a role."""
-        return self.replicas[role][0][1]
-
     async def answers(self, calls: Mapping[int, Any]) -> dict[int, Any]:
-        """Wait for the answers to calls of some ranks' actors.
-
-        Raises:
-            RankError: a rank failed or died; the message says which one, where, and of what.
-        """
+        """Wait for the answers to calls of some ranks; a `RankError` says which one failed or died, where, and how."""
         asked = {rank: future_of(call) for rank, call in calls.items()}
         try:
             await asyncio.gather(*asked.values())
@@ -146,14 +138,11 @@ class RankHandles:
 
 
 class RayTrainerGroup(MessageTrainerGroup):
-    """A `TrainerGroup` on Ray; made by `start`. Controllers ask its ranks through `RayTrainerClient`.
-
-    Attributes:
-        ranks: The handles that controllers are given.
-    """
+    """A `TrainerGroup` on Ray; made by `start`. Controllers ask its ranks through `RayTrainerClient`."""
 
     def __init__(self) -> None:
         self.ranks = RankHandles()
+        """The handles that controllers are given."""
 
     async def start(self, spec: TrainerSpec, *, num_cpus: float, num_gpus: float, timeout_s: float) -> None:
         """Start all ranks from the model that the run starts with; end those of before.
@@ -242,7 +231,7 @@ class RayTrainerClient(Generic[BatchT]):
 
     @property
     def num_replicas(self) -> int:
-        return -(-self.ranks.num_replicas("actor") // self.group.world_size)
+        return -(-self.ranks.replicas["actor"][0][1] // self.group.world_size)
 
     async def score(self, role: str, micro_batches: Sequence[BatchT]) -> list[list[Any]]:
         return await self._scored(Score(role=role, micro_batches=micro_batches))
@@ -297,11 +286,9 @@ class RayTrainerClient(Generic[BatchT]):
         return [outputs for _, outputs in sorted(received, key=lambda entry: entry[0])]
 
     async def _computed(self, message: Computation) -> tuple[dict[int, Any], list[list[int]], list[tuple[int, int]]]:
-        """Have all replicas compute.
+        """Have all replicas compute, and return the answers of those that this controller asks.
 
-        Returns:
-            the answers of the replicas that this controller asks; the indices of each replica's micro-batches; and the
-            controller of each micro-batch, with its index there.
+        Also return the indices of each replica's micro-batches, and each one's controller, with its index there.
         """
         own = [(put(list(batch)), self.cost_of(batch)) for batch in message.micro_batches]
         everyones = await self.group.all_gather(own)
@@ -309,7 +296,7 @@ class RayTrainerClient(Generic[BatchT]):
         if not owners:
             return {}, [], []
         batches = [entry for part in everyones for entry in part]
-        parts = deal([cost for _, cost in batches], self.ranks.num_replicas(message.role))
+        parts = deal([cost for _, cost in batches], self.ranks.replicas[message.role][0][1])
         # All ranks of a replica get its micro-batches.
         calls: dict[int, Any] = {}
         replicas = [replica for replica, _ in self.ranks.replicas[message.role]]
