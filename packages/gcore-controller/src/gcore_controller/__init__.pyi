@@ -28,7 +28,6 @@ from .rlhf.modality import (
     RLHFConfig as RLHFConfig,
     RLHFRoles as RLHFRoles,
     RunStart as RunStart,
-    State as State,
     TrainingBatch as TrainingBatch,
     UnfinishedGroup as UnfinishedGroup,
     Wave as Wave,
@@ -66,6 +65,7 @@ from .runtimes.ray import (
 from .runtimes.simulated import VirtualTimeLoop as VirtualTimeLoop, run_simulated as run_simulated
 from .trainer_group import (
     SharedTrainerGroup as SharedTrainerGroup,
+    State as State,
     TrainerClient as TrainerClient,
     TrainerGroup as TrainerGroup,
     TrainerSpec as TrainerSpec,

@@ -22,11 +22,11 @@ from gcore_controller.rlhf.modality import (
     PromptT,
     RLHFConfig,
     RolesT,
-    State,
     TrainingBatch,
     UnfinishedGroup,
     Wave,
 )
+from gcore_controller.trainer_group import State
 
 IndexedT = TypeVar("IndexedT", bound=Indexed)
 

@@ -19,10 +19,10 @@ from gcore_controller.rlhf.modality import (
     RLHFConfig,
     RolesT,
     RunStart,
-    State,
     TrainingBatch,
     UpdateT,
 )
+from gcore_controller.trainer_group import State
 
 EvaluationT_contra = TypeVar("EvaluationT_contra", contravariant=True)
 

@@ -15,7 +15,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic
 
 from gcore_controller.errors import RankError
 from gcore_controller.trainer_group import (
@@ -37,8 +37,6 @@ from gcore_controller.trainer_group import (
 
 if TYPE_CHECKING:
     import torch
-
-T = TypeVar("T")
 
 _DEATH_S = 0.5
 """How long a rank's error waits for news of another rank's death."""
@@ -167,7 +165,13 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         # All ranks of a replica get its micro-batches.
         messages = [replace(message, micro_batches=[batches[i] for i in parts[r]]) for r in replica_of]
         async with self._turn:
-            of_ranks = await _to_its_end(self._ask, messages)
+            asked = asyncio.create_task(asyncio.to_thread(self._ask, messages))
+            try:
+                of_ranks = await asyncio.shield(asked)
+            except asyncio.CancelledError:
+                # The next answers of the ranks are those to this call.
+                await asyncio.wait([asked])
+                raise
         answers = [of_ranks[replica_of.index(r)] for r in range(len(parts))]
         if not isinstance(message, Score):
             return answers[0]
@@ -266,13 +270,3 @@ class _ReceivedWeights:
     def __iter__(self) -> "Iterator[tuple[str, torch.Tensor]]":
         self.digests = {}
         return self.receive(self.digests)
-
-
-async def _to_its_end(call: Callable[..., T], *arguments: Any) -> T:
-    """Make a call in a thread, and wait for its end even if the caller is cancelled: the ranks answer this call."""
-    task = asyncio.create_task(asyncio.to_thread(call, *arguments))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
