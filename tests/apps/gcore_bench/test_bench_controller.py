@@ -21,7 +21,7 @@ from gcore_bench.controller import bench, workload
 from gcore_bench.controller.contenders import gcore
 from gcore_bench.controller.contenders.gcore import BenchWorker, Sample, dispatch_program
 from gcore_bench.controller.options import ControllerOptions
-from gcore_bench.controller.report import ScalingRow, aims, dispatch_rows, dispatch_table, run_sizes, write_page
+from gcore_bench.controller.report import aims, dispatch_rows, dispatch_table, run_sizes, write_page
 from gcore_bench.controller.workload import WARMUP_STEPS, Payload, StepFigures, check_read, checksum, step_row
 from gcore_bench.harness.errors import BenchError
 from gcore_bench.harness.rounds import Run
@@ -39,7 +39,7 @@ def test_features_have_the_size_that_was_asked_for_and_differ() -> None:
     assert len({checksum(features) for features in made}) == PAYLOAD.num_samples
     np.testing.assert_array_equal(made[3], np.linspace(1, 2, PAYLOAD.num_floats, dtype=np.float32) * np.float32(4))
     assert PAYLOAD.parts(4) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
-    assert {PAYLOAD.reward(index) for index in range(PAYLOAD.num_samples)} == {0.0, 1.0}
+    assert {PAYLOAD.response(index)["reward"] for index in range(PAYLOAD.num_samples)} == {0.0, 1.0}
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3, -1])
@@ -184,14 +184,14 @@ RUNS = [
 
 
 def test_overhead_is_beyond_the_same_work_in_the_same_round() -> None:
-    rows = {(row.payload_mb, row.contender): row for row in dispatch_rows(RUNS)}
+    rows = {(row["payload_mb"], row["contender"]): row for row in dispatch_rows(RUNS)}
     gcore, verl = rows[1024, "gcore-8"], rows[1024, "verl"]
-    assert (gcore.step_s, verl.step_s) == (1.2, 5.0)
-    assert (gcore.overhead_s, verl.overhead_s) == (pytest.approx(0.2), pytest.approx(4.0))
-    assert (gcore.over_memcpy, verl.over_memcpy) == (pytest.approx(0.5), pytest.approx(0.025))
-    assert (gcore.grown_bytes, verl.grown_bytes) == (3 * MB, 4096 * MB)
-    assert rows[1024, "memcpy"].overhead_s is None
-    assert rows[1024, "work alone"].peak_bytes is None
+    assert (gcore["step_s"], verl["step_s"]) == (1.2, 5.0)
+    assert (gcore["overhead_s"], verl["overhead_s"]) == (pytest.approx(0.2), pytest.approx(4.0))
+    assert (gcore["over_memcpy"], verl["over_memcpy"]) == (pytest.approx(0.5), pytest.approx(0.025))
+    assert (gcore["grown_bytes"], verl["grown_bytes"]) == (3 * MB, 4096 * MB)
+    assert rows[1024, "memcpy"]["overhead_s"] is None
+    assert rows[1024, "work alone"]["peak_bytes"] is None
 
 
 def test_aims_are_judged_by_the_worst_number_of_controllers() -> None:
@@ -209,10 +209,10 @@ def test_aims_are_judged_by_the_worst_number_of_controllers() -> None:
 
 def test_aims_that_cannot_be_told_are_left_out() -> None:
     rows = dispatch_rows(RUNS)
-    assert aims([row for row in rows if not row.contender.startswith("gcore")]) == []
-    without_verl = aims([row for row in rows if row.contender != "verl"])
+    assert aims([row for row in rows if not row["contender"].startswith("gcore")]) == []
+    without_verl = aims([row for row in rows if row["contender"] != "verl"])
     assert len(without_verl) == 2
-    assert len(aims([row for row in rows if row.payload_mb == 64])) == 2
+    assert len(aims([row for row in rows if row["payload_mb"] == 64])) == 2
 
 
 def test_the_table_has_a_row_for_each_payload_and_contender() -> None:
@@ -265,19 +265,21 @@ def test_quick_changes_sizes_only() -> None:
 def test_small_clusters_have_a_controller_a_prompt_at_most() -> None:
     said: list[str] = []
     rows = run_sizes(ControllerOptions(devices=(64, 8), sim_controllers=(1, 64), sim_steps=1), say=said.append)
-    assert [(row.devices, row.most_controllers, row.controllers) for row in rows] == [
+    assert [(row["devices"], row["most_controllers"], row["controllers"]) for row in rows] == [
         (8, 1, 1),
         (8, 64, 4),
         (64, 1, 1),
         (64, 64, 32),
     ]
-    assert all(row.step_s > 0 and 0 < row.load < 1 for row in rows)
+    assert all(row["step_s"] > 0 and 0 < row["load"] < 1 for row in rows)
     assert len(said) == 4
 
 
 def test_the_page_has_a_line_for_each_number_of_controllers(tmp_path: Path) -> None:
     rows = [
-        ScalingRow(devices=d, most_controllers=m, controllers=m, steps=1, step_s=d / 2, load=0.01 * d / m, wall_s=1.0)
+        dict[str, Any](
+            devices=d, most_controllers=m, controllers=m, steps=1, step_s=d / 2, load=0.01 * d / m, wall_s=1.0
+        )
         for d in (8, 64)
         for m in (1, 4)
     ]

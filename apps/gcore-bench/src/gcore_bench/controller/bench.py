@@ -12,10 +12,10 @@ from rich.console import Console
 
 from gcore_bench.controller.options import ControllerOptions
 from gcore_bench.controller.report import (
+    NOTES,
     aims,
     dispatch_rows,
     dispatch_table,
-    notes,
     run_sizes,
     scaling_table,
     write_page,
@@ -53,11 +53,13 @@ def run(options: ControllerOptions, console: Console) -> None:
         BenchError: a contender failed, or features arrived with other bytes.
     """
     options = options.sized()
-    with Session(options, console, notes=notes(options)) as session:
+    with Session(options, console, notes=[NOTES[part] for part in NOTES if part in options.parts]) as session:
         for part in dict.fromkeys(options.parts):
             if part == "dispatch":
+                runs: list[Run] = []
                 with stderr_to(session.folder / "log"):
-                    runs = asyncio.run(_run_rounds(options, session.say))
+                    for payload_mb in sorted(set(options.payload_mb)):
+                        runs += asyncio.run(_rounds_of(payload_mb, options, session.say))
                 rows = dispatch_rows(runs)
                 table = dispatch_table(rows, options, fmean(run.load for run in runs))
                 session.add(part, tables=[table], lines=aims(rows), rows=rows, runs=runs, aims=aims(rows))
@@ -66,17 +68,6 @@ def run(options: ControllerOptions, console: Console) -> None:
             session.add(part, tables=[scaling_table(sizes)], rows=sizes)
             if options.html is not None:
                 write_page(options.html, sizes)
-
-
-async def _run_rounds(options: ControllerOptions, say: Say) -> list[Run]:
-    """Measure all payloads, smallest first; those that do not fit into memory are reported and left out."""
-    runs: list[Run] = []
-    for payload_mb in sorted(set(options.payload_mb)):
-        store_bytes = object_store_bytes(options, payload_mb)
-        # A new cluster each time, because a store keeps every page that it has used.
-        with _local_cluster(store_bytes):
-            runs += await _rounds_of(payload_mb, options, store_bytes, say)
-    return runs
 
 
 def object_store_bytes(options: ControllerOptions, payload_mb: int) -> int:
@@ -88,8 +79,8 @@ def object_store_bytes(options: ControllerOptions, payload_mb: int) -> int:
 
 
 @contextmanager
-def _local_cluster(store_bytes: int) -> Generator[None]:
-    """Start a new Ray cluster of this machine alone."""
+def _local_cluster(store_bytes: int) -> Generator[Any]:
+    """Start a new Ray cluster of this machine alone, and yield Ray."""
     with environment(**_ENVIRONMENT):
         import ray
 
@@ -97,38 +88,44 @@ def _local_cluster(store_bytes: int) -> Generator[None]:
         options: dict[str, Any] = {"num_cpus": 1000, "object_store_memory": store_bytes, "include_dashboard": False}
         ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, **options)
         try:
-            yield
+            yield ray
         finally:
             ray.shutdown()
 
 
-async def _rounds_of(payload_mb: int, options: ControllerOptions, store_bytes: int, say: Say) -> list[Run]:
-    from gcore_bench.controller.contenders.gcore import start_workers
-
+async def _rounds_of(payload_mb: int, options: ControllerOptions, say: Say) -> list[Run]:
+    """Measure a payload; contenders that lack the memory for it are reported and left out."""
+    store_bytes = object_store_bytes(options, payload_mb)
     payload = Payload.of(nbytes=payload_mb << 20, num_samples=options.samples, seed=options.seed)
     part = f"dispatch {payload_mb} MB"
     names: list[str] = []
-    drivers: dict[str, Any] = {}
-    for contender in options.contenders:
-        if missing := lack(contender, payload.nbytes, store_bytes):
-            say(f"{part}: {contender} is left out; it needs {missing}")
-        elif contender == "gcore":
-            names += [f"gcore-{count}" for count in options.controllers]
-        else:
-            names.append(contender)
-            drivers[contender] = _start_driver(_VERL_ENVIRONMENT[contender], options.workers)
     rounds = Rounds(part, options.rounds, say=say)
-    if not names:
-        return []
-    names = [MEMCPY, ALONE, *names]
-    workers = start_workers(options.workers)
-    for turn in rounds.turns(names):
-        row = await _measure(turn.contender, payload, workers, drivers, options.steps)
-        if row is None:
-            say(f"{turn.where} is left out from now on; it ran out of memory")
-            names.remove(turn.contender)
-        else:
-            turn.done({turn.contender: row}, f"{row['step_s']:.3f} s")
+    # A new cluster each time, because a store keeps every page that it has used.
+    with _local_cluster(store_bytes) as ray:
+        from gcore_bench.controller.contenders.gcore import start_workers
+
+        for contender in options.contenders:
+            if missing := lack(contender, payload.nbytes, store_bytes):
+                say(f"{part}: {contender} is left out; it needs {missing}")
+            else:
+                names += [f"gcore-{n}" for n in options.controllers] if contender == "gcore" else [contender]
+        if not names:
+            return []
+        driver = ray.remote(_DriverProcess)
+        drivers = {
+            name: driver.options(num_cpus=1, runtime_env={"env_vars": variables}).remote(options.workers)
+            for name, variables in _VERL_ENVIRONMENT.items()
+            if name in names
+        }
+        workers = start_workers(options.workers)
+        names = [MEMCPY, ALONE, *names]
+        for turn in rounds.turns(names):
+            row = await _measure(turn.contender, payload, workers, drivers, options.steps)
+            if row is None:
+                say(f"{turn.where} is left out from now on; it ran out of memory")
+                names.remove(turn.contender)
+            else:
+                turn.done({turn.contender: row}, f"{row['step_s']:.3f} s")
     return rounds.runs
 
 
@@ -178,10 +175,3 @@ class _DriverProcess:
 
     def run(self, payload: Payload, num_steps: int) -> Any:
         return self._driver.run(payload, num_steps)
-
-
-def _start_driver(variables: Mapping[str, str], num_workers: int) -> Any:
-    import ray
-
-    remote: Any = ray.remote(_DriverProcess)
-    return remote.options(num_cpus=1, runtime_env={"env_vars": variables}).remote(num_workers)

@@ -60,16 +60,11 @@ class Payload:
         """Return the features of a sample, [num_floats], written to ``out`` if given; they differ from all others'."""
         return np.multiply(_base_features(self.num_floats), np.float32(1 + index), out=out)
 
-    def length(self, index: int) -> int:
-        """Return the tokens of a sample's response, which are lognormal."""
-        return round(_MEDIAN_TOKENS * float(np.exp(_SIGMA * self._rng(index).normal())))
-
-    def reward(self, index: int) -> float:
-        """Return the reward of a sample, 0 or 1."""
-        return float(self._rng(index).random() < 0.5)
-
-    def _rng(self, index: int) -> np.random.Generator:
-        return np.random.default_rng((self.seed, index))
+    def response(self, index: int) -> dict[str, Any]:
+        """Return the ``length`` of a sample's response in tokens, lognormal, and its ``reward``, 0 or 1."""
+        of_length, of_reward = (np.random.default_rng((self.seed, index)) for _ in range(2))
+        length = round(_MEDIAN_TOKENS * float(np.exp(_SIGMA * of_length.normal())))
+        return {"length": length, "reward": float(of_reward.random() < 0.5)}
 
 
 @lru_cache(maxsize=1)
@@ -98,10 +93,9 @@ def check_read(made: Mapping[int, int], read: Sequence[tuple[int, int]]) -> None
 
 
 class StepFigures:
-    """Figures of one control process: start and end of each step on the machine's clock, and memory.
+    """Figures of one control process: start and end of each step on the machine's clock, and its own resident memory.
 
-    Memory is resident (RssAnon) and the process's own, which excludes mapped pages of Ray's object store. It is sampled
-    every few milliseconds inside `watched`.
+    This (RssAnon) excludes mapped pages of Ray's object store. It is sampled every few milliseconds inside `watched`.
     """
 
     def __init__(self) -> None:

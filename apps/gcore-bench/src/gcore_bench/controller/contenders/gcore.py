@@ -48,14 +48,8 @@ class BenchWorker:
         samples: list[Sample] = []
         for index in indices:
             features = payload.features(index)
-            sample = Sample(
-                index=index,
-                length=payload.length(index),
-                reward=payload.reward(index),
-                checksum=checksum(features),
-                features=put(features),
-            )
-            samples.append(sample)
+            facts = payload.response(index) | {"checksum": checksum(features)}
+            samples.append(Sample(index=index, features=put(features), **facts))
         return samples
 
     async def read(self, samples: Sequence[Sample]) -> list[tuple[int, int]]:
@@ -94,11 +88,7 @@ async def run_alone(workers: Sequence[Any], payload: Payload, *, num_steps: int)
 async def run_controllers(
     workers: Sequence[Any], payload: Payload, *, num_controllers: int, num_steps: int
 ) -> list[StepFigures]:
-    """Make steps under ``num_controllers`` controllers, after the warm-up steps.
-
-    Raises:
-        BenchError: features arrived with other bytes.
-    """
+    """Make steps under ``num_controllers`` controllers, after the warm-up steps."""
     program = partial(dispatch_program, payload=payload, num_steps=WARMUP_STEPS + num_steps)
     return await run_ray(program, roles=[*workers], world_size=num_controllers)
 

@@ -1,7 +1,4 @@
-"""verl's contender: one driver that gathers a DataProto from verl's own worker group and dispatches it.
-
-The driver runs in a Ray actor of its own, like verl's main program.
-"""
+"""verl's contender: one driver, an actor, that gathers a DataProto from verl's own workers and dispatches it."""
 
 from typing import Any
 
@@ -35,13 +32,10 @@ class _VerlWorker(Worker):
         features = np.empty((len(indices), payload.num_floats), np.float32)
         for row, index in zip(features, indices, strict=True):
             payload.features(index, out=row)
-        columns: dict[str, Any] = {
-            "index": data.batch["index"],
-            "features": torch.from_numpy(features),
-            "length": torch.tensor([payload.length(index) for index in indices]),
-            "reward": torch.tensor([payload.reward(index) for index in indices]),
-            "checksum": torch.tensor([checksum(row) for row in features]),
-        }
+        responses = [payload.response(index) for index in indices]
+        columns = {name: torch.tensor([response[name] for response in responses]) for name in ("length", "reward")}
+        columns |= {"index": data.batch["index"], "features": torch.from_numpy(features)}
+        columns["checksum"] = torch.tensor([checksum(row) for row in features])
         return DataProto.from_dict(columns)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -62,11 +56,7 @@ class VerlDriver:
         self._workers: Any = RayWorkerGroup(pool, RayClassWithInitArgs(worker))
 
     def run(self, payload: Payload, num_steps: int) -> StepFigures:
-        """Make steps, after the warm-up steps.
-
-        Raises:
-            BenchError: features arrived with other bytes.
-        """
+        """Make steps, after the warm-up steps."""
         figures = StepFigures()
         with figures.watched():
             for _ in range(WARMUP_STEPS + num_steps):
