@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -20,13 +21,11 @@ from gcore_bench.controller.report import (
     scaling_table,
     write_page,
 )
-from gcore_bench.controller.workload import ALONE, MEMCPY, Payload, copy_seconds, step_row
+from gcore_bench.controller.workload import ALONE, MEMCPY, WARMUP_STEPS, Payload, copy_seconds, step_row
 from gcore_bench.harness.environment import environment, stderr_to
 from gcore_bench.harness.errors import BenchError
 from gcore_bench.harness.rounds import Figures, Rounds, Run
 from gcore_bench.harness.session import Session
-
-Say = Callable[[str], object]
 
 NEEDS = {"gcore": 3.0, "verl": 6.0, "verl-numpy": 6.0}
 """Peak memory over the payload: objects of this step and the last one; under verl also the serialised copies of
@@ -93,7 +92,7 @@ def _local_cluster(store_bytes: int) -> Generator[Any]:
             ray.shutdown()
 
 
-async def _rounds_of(payload_mb: int, options: ControllerOptions, say: Say) -> list[Run]:
+async def _rounds_of(payload_mb: int, options: ControllerOptions, say: Callable[[str], object]) -> list[Run]:
     """Measure a payload; contenders that lack the memory for it are reported and left out."""
     store_bytes = object_store_bytes(options, payload_mb)
     payload = Payload.of(nbytes=payload_mb << 20, num_samples=options.samples, seed=options.seed)
@@ -102,7 +101,7 @@ async def _rounds_of(payload_mb: int, options: ControllerOptions, say: Say) -> l
     rounds = Rounds(part, options.rounds, say=say)
     # A new cluster each time, because a store keeps every page that it has used.
     with _local_cluster(store_bytes) as ray:
-        from gcore_bench.controller.contenders.gcore import start_workers
+        from gcore_bench.controller.contenders.gcore import BenchWorker
 
         for contender in options.contenders:
             if missing := lack(contender, payload.nbytes, store_bytes):
@@ -117,7 +116,8 @@ async def _rounds_of(payload_mb: int, options: ControllerOptions, say: Say) -> l
             for name, variables in _VERL_ENVIRONMENT.items()
             if name in names
         }
-        workers = start_workers(options.workers)
+        workers = [ray.remote(BenchWorker).options(num_cpus=1).remote() for _ in range(options.workers)]
+        ray.get([worker.__ray_ready__.remote() for worker in workers])
         names = [MEMCPY, ALONE, *names]
         for turn in rounds.turns(names):
             row = await _measure(turn.contender, payload, workers, drivers, options.steps)
@@ -143,7 +143,8 @@ async def _measure(
     name: str, payload: Payload, workers: Sequence[Any], drivers: Mapping[str, Any], num_steps: int
 ) -> Figures | None:
     """Return the figures of one turn; None: Ray ended processes before the machine ran out of memory."""
-    from gcore_bench.controller.contenders.gcore import run_alone, run_controllers
+    from gcore_bench.controller.contenders.gcore import dispatch_program, run_alone
+    from gcore_controller import run_ray
 
     if name == MEMCPY:
         return {"step_s": copy_seconds(payload.nbytes)}
@@ -152,8 +153,8 @@ async def _measure(
     try:
         if name in drivers:
             return step_row([await drivers[name].run.remote(payload, num_steps)])
-        count = int(name.rpartition("-")[2])
-        return step_row(await run_controllers(workers, payload, num_controllers=count, num_steps=num_steps))
+        program = partial(dispatch_program, payload=payload, num_steps=WARMUP_STEPS + num_steps)
+        return step_row(await run_ray(program, roles=[*workers], world_size=int(name.rpartition("-")[2])))
     except Exception as raised:
         # Ray's own error of an actor's error holds hundreds of lines about all processes of the machine.
         error = getattr(raised, "cause", None) or raised

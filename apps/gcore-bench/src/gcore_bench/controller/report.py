@@ -109,11 +109,7 @@ def dispatch_table(rows: Sequence[Row], options: ControllerOptions, load: float)
 def run_sizes(options: ControllerOptions, *, say: Callable[[str], object]) -> list[Row]:
     """Simulate all sizes, each with every number of controllers: at most one for each prompt of a step.
 
-    Return the mean step in simulated seconds, the load (fraction of a core that the busiest controller's own code uses)
-    and the real seconds of each.
-
-    Raises:
-        BenchError: a size cannot be simulated.
+    ``step_s`` is the mean step in simulated seconds, ``load`` the fraction of a core that the busiest controller uses.
     """
     rows: list[Row] = []
     for devices, most in product(sorted(set(options.devices)), options.sim_controllers):

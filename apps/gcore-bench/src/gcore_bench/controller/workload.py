@@ -29,7 +29,6 @@ MOST_COPIED_BYTES = 512 << 20
 
 _MEDIAN_TOKENS, _SIGMA = 500, 0.8
 _INTERVAL_S = 0.005
-_COPIES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +78,7 @@ def checksum(features: Features) -> int:
 
 
 def check_read(made: Mapping[int, int], read: Sequence[tuple[int, int]]) -> None:
-    """Compare checksums by sample.
-
-    Raises:
-        BenchError: the checksum of a sample differs, or a sample is missing or was read twice.
-    """
+    """Raise `BenchError` if the checksum of a sample differs, or a sample is missing or was read twice."""
     found = dict(read)
     if len(found) < len(read):
         raise BenchError(f"{len(read)} samples were read; only {len(found)} of them are distinct")
@@ -128,10 +123,7 @@ class StepFigures:
 
 
 def step_row(processes: Sequence[StepFigures]) -> Figures:
-    """Return the figures of a contender; a step lasts from the first process that starts it to the last that ends it.
-
-    The warm-up steps are left out, but not their memory.
-    """
+    """Return a contender's figures, without the warm-up; a step lasts from its first start to its last end."""
     steps = zip(*(process.steps[WARMUP_STEPS:] for process in processes), strict=True)
     seconds = [max(end for _, end in step) - min(start for start, _ in step) for step in steps]
     return {
@@ -152,7 +144,7 @@ def copy_seconds(nbytes: int) -> float:
         seconds: list[float] = []
         for threads in {1, os.cpu_count() or 1}:
             with ThreadPoolExecutor(threads) as pool:
-                for _ in range(_COPIES):
+                for _ in range(3):
                     start_s = time.perf_counter()
                     list(pool.map(np.copyto, np.array_split(target, threads), np.array_split(source, threads)))
                     seconds.append(time.perf_counter() - start_s)

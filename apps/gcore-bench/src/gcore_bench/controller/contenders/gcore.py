@@ -4,16 +4,14 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
-import ray
 
 from gcore_bench.controller.workload import WARMUP_STEPS, Features, Payload, StepFigures, check_read, checksum
 from gcore_controller import Context, Reference
-from gcore_controller.runtimes.ray import put, run_ray
+from gcore_controller.runtimes.ray import put
 from gcore_placement import balance
 
 
@@ -27,14 +25,6 @@ class Sample:
     reward: float
     checksum: int
     features: Reference[Features]
-
-
-def start_workers(count: int) -> list[Any]:
-    """Start workers and return their handles."""
-    remote: Any = ray.remote(BenchWorker)
-    workers = [remote.options(num_cpus=1).remote() for _ in range(count)]
-    ray.get([worker.__ray_ready__.remote() for worker in workers])
-    return workers
 
 
 class BenchWorker:
@@ -85,16 +75,8 @@ async def run_alone(workers: Sequence[Any], payload: Payload, *, num_steps: int)
     return median(seconds[WARMUP_STEPS:])
 
 
-async def run_controllers(
-    workers: Sequence[Any], payload: Payload, *, num_controllers: int, num_steps: int
-) -> list[StepFigures]:
-    """Make steps under ``num_controllers`` controllers, after the warm-up steps."""
-    program = partial(dispatch_program, payload=payload, num_steps=WARMUP_STEPS + num_steps)
-    return await run_ray(program, roles=[*workers], world_size=num_controllers)
-
-
 async def dispatch_program(ctx: Context[list[Any]], *, payload: Payload, num_steps: int) -> StepFigures:
-    """Run on every controller; ``ctx.roles`` are handles of `BenchWorker`s."""
+    """Make steps on every controller; ``ctx.roles`` are handles of `BenchWorker`s."""
     figures = StepFigures()
     with figures.watched():
         for _ in range(num_steps):
