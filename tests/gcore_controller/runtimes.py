@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from gcore_controller import Context, VirtualTimeLoop, run_inline, run_simulated
 from gcore_controller.collectives.base import TicketCounters
 from gcore_controller.collectives.peer import Message, PeerCollectives
+from gcore_controller.context import run_program
 from gcore_controller.errors import UnpicklableValueError
-from gcore_controller.runtimes.programs import run_program
 
 Ctx = Context[list[str]]
 AnyProgram = Callable[[Ctx], Awaitable[Any]]

@@ -16,8 +16,8 @@ from ray.experimental import get_object_locations
 from runtimes import AnyProgram, Ctx, Run, inline, over_messages
 
 from gcore_controller import Context, Reference, run_simulated
+from gcore_controller.context import HeldReference, nbytes_of
 from gcore_controller.errors import ReferenceLostError
-from gcore_controller.references import HeldReference, nbytes_of
 from gcore_controller.runtimes.ray import RayReference, put, run_ray
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning")

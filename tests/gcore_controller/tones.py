@@ -37,6 +37,9 @@ class Synthesizer:
     seconds: float = 0.01
     """Of one take."""
 
+    async def update_weights(self, weights: NDArray[np.float64], *, version: int) -> None:
+        self.logits, self.weight_version = weights.copy(), version
+
     async def play(self, indices: Sequence[int], n: int) -> AsyncIterator[tuple[int, NDArray[np.int64], int]]:
         """Yield the prompt index, [n] tones and the weight version of each take."""
         for index in indices:
@@ -65,9 +68,10 @@ class Trainer:
         await self.group.barrier()
         return {"actor/samples": float(len(everyones))}
 
-    async def update_policy(self, policy: Synthesizer, *, version: int) -> None:
+    async def update_policy(self, policy: Synthesizer, *, version: int, averaged: bool = False) -> None:
+        assert not averaged
         if self.group.rank == 0:
-            policy.logits, policy.weight_version = self.logits.copy(), version
+            await policy.update_weights(self.logits, version=version)
         await self.group.barrier()
 
     async def check_policy(self, policy: Synthesizer) -> None:

@@ -17,58 +17,54 @@ import psutil
 import pytest
 from rich.console import Console
 
-from gcore_bench.controller import cluster, figures
+from gcore_bench.controller import bench, workload
 from gcore_bench.controller.contenders import gcore
 from gcore_bench.controller.contenders.gcore import BenchWorker, Sample, dispatch_program
-from gcore_bench.controller.figures import WARMUP_STEPS, ControlFigures, step_row
 from gcore_bench.controller.options import ControllerOptions
-from gcore_bench.controller.page import write_page
-from gcore_bench.controller.report import aims, dispatch_rows, dispatch_table
-from gcore_bench.controller.scaling import ScalingRow, run_sizes
-from gcore_bench.controller.workload import FeatureMaker, Features, Payload, by_index, check_read, checksum
+from gcore_bench.controller.report import aims, dispatch_rows, dispatch_table, run_sizes, write_page
+from gcore_bench.controller.workload import (
+    WARMUP_STEPS,
+    Payload,
+    StepFigures,
+    check_read,
+    checksum,
+    step_row,
+)
 from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.report import Run
 from gcore_controller import run_inline
-from gcore_controller.references import hold
+from gcore_controller.context import HeldReference
 
 PAYLOAD = Payload.of(nbytes=1 << 16, num_samples=16, seed=0)
 MB = 2.0**20
 
 
-def made_by(maker: FeatureMaker, index: int) -> Features:
-    features = np.empty_like(maker.base)
-    maker.fill(index, features)
-    return features
-
-
 def test_features_have_the_size_that_was_asked_for_and_differ() -> None:
     assert PAYLOAD.nbytes == 1 << 16
     assert Payload.of(nbytes=1000, num_samples=3, seed=0).num_floats % 2 == 0
-    maker = FeatureMaker.of(PAYLOAD)
-    made = [made_by(maker, index) for index in range(PAYLOAD.num_samples)]
+    made = [PAYLOAD.features(index) for index in range(PAYLOAD.num_samples)]
     assert len({checksum(features) for features in made}) == PAYLOAD.num_samples
     np.testing.assert_array_equal(made[3], np.linspace(1, 2, PAYLOAD.num_floats, dtype=np.float32) * np.float32(4))
     assert PAYLOAD.parts(4) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
-    assert {PAYLOAD.reward(index) for index in range(PAYLOAD.num_samples)} == {0.0, 1.0}
+    assert {PAYLOAD.response(index)["reward"] for index in range(PAYLOAD.num_samples)} == {0.0, 1.0}
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3, -1])
 def test_any_byte_that_differs_changes_the_sum(place: int) -> None:
-    features = made_by(FeatureMaker.of(PAYLOAD), 1)
+    features = PAYLOAD.features(1)
     before = checksum(features)
     features.view(np.uint8)[place] ^= 1
     assert checksum(features) != before
 
 
 def test_samples_that_did_not_arrive_are_found() -> None:
-    check_read({1: 10, 2: 20}, {2: 20, 1: 10})
+    check_read({1: 10, 2: 20}, [(2, 20), (1, 10)])
     with pytest.raises(BenchError, match="1 samples, 2 among them, were read with other bytes than were made"):
-        check_read({1: 10, 2: 20}, {1: 10, 2: 21})
+        check_read({1: 10, 2: 20}, [(1, 10), (2, 21)])
     with pytest.raises(BenchError, match="2 samples, 1 among them"):
-        check_read({1: 10}, {3: 30})
-    assert by_index([(1, 10), (2, 20)]) == {1: 10, 2: 20}
+        check_read({1: 10}, [(3, 30)])
     with pytest.raises(BenchError, match="2 samples were read; only 1 of them are distinct"):
-        by_index([(1, 10), (1, 10)])
+        check_read({1: 10}, [(1, 10), (1, 10)])
 
 
 class Handle:
@@ -104,7 +100,7 @@ class Recorder(BenchWorker):
 
 @pytest.fixture
 def workers_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gcore, "put", hold)
+    monkeypatch.setattr(gcore, "put", HeldReference)
 
 
 @pytest.mark.usefixtures("workers_here")
@@ -132,19 +128,21 @@ async def test_bytes_that_changed_on_the_way_end_the_run() -> None:
 
 def test_a_step_lasts_from_the_first_to_the_last() -> None:
     unmeasured = [(0.0, 100.0)] * WARMUP_STEPS
-    early = ControlFigures(steps=[*unmeasured, (200, 203), (300, 304), (400, 401)], idle_bytes=5, peak_bytes=7)
-    late = ControlFigures(steps=[*unmeasured, (201, 205), (301, 303), (400, 402)], idle_bytes=6, peak_bytes=6)
+    early, late = StepFigures(), StepFigures()
+    early.steps, early.idle_bytes, early.peak_bytes = [*unmeasured, (200, 203), (300, 304), (400, 401)], 5, 7
+    late.steps, late.idle_bytes, late.peak_bytes = [*unmeasured, (201, 205), (301, 303), (400, 402)], 6, 6
     assert step_row([early, late]) == {"step_s": 4, "idle_bytes": 6.0, "peak_bytes": 7.0}
 
 
 def test_the_peak_is_seen() -> None:
-    with figures.anonymous_peak() as peak:
-        before = peak.nbytes
+    figures = StepFigures()
+    with figures.watched():
+        before = figures.peak_bytes
         large = np.ones(64 << 20, np.uint8)
         # The watcher needs a moment: until it has looked.
-        while peak.nbytes < before + (60 << 20):
+        while figures.peak_bytes < before + (60 << 20):
             assert large[0] == 1
-    assert before + (60 << 20) <= peak.nbytes < before + (200 << 20)
+    assert before + (60 << 20) <= figures.peak_bytes < before + (200 << 20)
 
 
 def test_memory_that_is_shared_does_not_count() -> None:
@@ -152,10 +150,10 @@ def test_memory_that_is_shared_does_not_count() -> None:
 
     shared = SharedMemory(create=True, size=64 << 20)
     try:
-        before = figures.anonymous_bytes()
+        before = StepFigures().idle_bytes
         assert shared.buf is not None
         shared.buf[:] = bytes(64 << 20)
-        assert figures.anonymous_bytes() < before + (32 << 20)
+        assert StepFigures().idle_bytes < before + (32 << 20)
     finally:
         shared.close()
         shared.unlink()
@@ -163,8 +161,8 @@ def test_memory_that_is_shared_does_not_count() -> None:
 
 @pytest.mark.slow
 def test_copies_of_more_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "MOST_COPIED_BYTES", 1 << 20)
-    assert figures.copy_seconds(1 << 30) > figures.copy_seconds(1 << 10) > 0
+    monkeypatch.setattr(workload, "MOST_COPIED_BYTES", 1 << 20)
+    assert workload.copy_seconds(1 << 30) > workload.copy_seconds(1 << 10) > 0
 
 
 def run(part: str, name: str, number: int, **row: float) -> Run:
@@ -193,14 +191,14 @@ RUNS = [
 
 
 def test_overhead_is_beyond_the_same_work_in_the_same_round() -> None:
-    rows = {(row.payload_mb, row.contender): row for row in dispatch_rows(RUNS)}
+    rows = {(row["payload_mb"], row["contender"]): row for row in dispatch_rows(RUNS)}
     gcore, verl = rows[1024, "gcore-8"], rows[1024, "verl"]
-    assert (gcore.step_s, verl.step_s) == (1.2, 5.0)
-    assert (gcore.overhead_s, verl.overhead_s) == (pytest.approx(0.2), pytest.approx(4.0))
-    assert (gcore.over_memcpy, verl.over_memcpy) == (pytest.approx(0.5), pytest.approx(0.025))
-    assert (gcore.grown_bytes, verl.grown_bytes) == (3 * MB, 4096 * MB)
-    assert rows[1024, "memcpy"].overhead_s is None
-    assert rows[1024, "work alone"].peak_bytes is None
+    assert (gcore["step_s"], verl["step_s"]) == (1.2, 5.0)
+    assert (gcore["overhead_s"], verl["overhead_s"]) == (pytest.approx(0.2), pytest.approx(4.0))
+    assert (gcore["over_memcpy"], verl["over_memcpy"]) == (pytest.approx(0.5), pytest.approx(0.025))
+    assert (gcore["grown_bytes"], verl["grown_bytes"]) == (3 * MB, 4096 * MB)
+    assert rows[1024, "memcpy"]["overhead_s"] is None
+    assert rows[1024, "work alone"]["peak_bytes"] is None
 
 
 def test_aims_are_judged_by_the_worst_number_of_controllers() -> None:
@@ -218,10 +216,10 @@ def test_aims_are_judged_by_the_worst_number_of_controllers() -> None:
 
 def test_aims_that_cannot_be_told_are_left_out() -> None:
     rows = dispatch_rows(RUNS)
-    assert aims([row for row in rows if not row.contender.startswith("gcore")]) == []
-    without_verl = aims([row for row in rows if row.contender != "verl"])
+    assert aims([row for row in rows if not row["contender"].startswith("gcore")]) == []
+    without_verl = aims([row for row in rows if row["contender"] != "verl"])
     assert len(without_verl) == 2
-    assert len(aims([row for row in rows if row.payload_mb == 64])) == 2
+    assert len(aims([row for row in rows if row["payload_mb"] == 64])) == 2
 
 
 def test_the_table_has_a_row_for_each_payload_and_contender() -> None:
@@ -238,13 +236,13 @@ def test_the_table_has_a_row_for_each_payload_and_contender() -> None:
 def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 << 30))
     options = ControllerOptions(payload_mb=(64,))
-    assert 2 * (64 << 20) < cluster.object_store_bytes(options, 64) < 3 * (128 << 20)
-    store_bytes = cluster.object_store_bytes(ControllerOptions(), 4096)
+    assert 2 * (64 << 20) < bench.object_store_bytes(options, 64) < 3 * (128 << 20)
+    store_bytes = bench.object_store_bytes(ControllerOptions(), 4096)
     assert store_bytes == int(0.45 * (4 << 30))
-    assert cluster.object_store_bytes(ControllerOptions(object_store_mb=100), 64) == 100 << 20
-    assert cluster.lack("gcore", 512 << 20, store_bytes) == ""
-    assert cluster.lack("verl", 768 << 20, store_bytes) == "about 4,608 MB of memory, of which 4,096 are free"
-    assert cluster.lack("gcore", 1 << 30, store_bytes) == "2,048 MB of the object store, which has 1,843"
+    assert bench.object_store_bytes(ControllerOptions(object_store_mb=100), 64) == 100 << 20
+    assert bench.lack("gcore", 512 << 20, store_bytes) == ""
+    assert bench.lack("verl", 768 << 20, store_bytes) == "about 4,608 MB of memory, of which 4,096 are free"
+    assert bench.lack("gcore", 1 << 30, store_bytes) == "2,048 MB of the object store, which has 1,843"
 
 
 @pytest.mark.parametrize(
@@ -274,19 +272,21 @@ def test_quick_changes_sizes_only() -> None:
 def test_small_clusters_have_a_controller_a_prompt_at_most() -> None:
     said: list[str] = []
     rows = run_sizes(ControllerOptions(devices=(64, 8), sim_controllers=(1, 64), sim_steps=1), say=said.append)
-    assert [(row.devices, row.most_controllers, row.controllers) for row in rows] == [
+    assert [(row["devices"], row["most_controllers"], row["controllers"]) for row in rows] == [
         (8, 1, 1),
         (8, 64, 4),
         (64, 1, 1),
         (64, 64, 32),
     ]
-    assert all(row.step_s > 0 and 0 < row.load < 1 for row in rows)
+    assert all(row["step_s"] > 0 and 0 < row["load"] < 1 for row in rows)
     assert len(said) == 4
 
 
 def test_the_page_has_a_line_for_each_number_of_controllers(tmp_path: Path) -> None:
     rows = [
-        ScalingRow(devices=d, most_controllers=m, controllers=m, steps=1, step_s=d / 2, load=0.01 * d / m, wall_s=1.0)
+        dict[str, Any](
+            devices=d, most_controllers=m, controllers=m, steps=1, step_s=d / 2, load=0.01 * d / m, wall_s=1.0
+        )
         for d in (8, 64)
         for m in (1, 4)
     ]

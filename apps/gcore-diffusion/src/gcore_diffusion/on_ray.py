@@ -13,8 +13,7 @@ from gcore_diffusion.roles import Roles
 from gcore_diffusion.sampling.engines import judge_factory, sampler_factory
 from gcore_diffusion.sampling.evaluate import Evaluation
 from gcore_diffusion.sampling.rewards import build_rewards
-from gcore_runs.on_ray.controller_process import ControllerServices
-from gcore_runs.on_ray.start import EngineFactory, start_ray_backend
+from gcore_runs.on_ray.start import ControllerServices, EngineFactory, start_ray_backend
 from gcore_trainer import DiffusionMicroBatch
 
 

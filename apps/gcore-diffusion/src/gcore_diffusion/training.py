@@ -73,7 +73,7 @@ def _checked_rewards(config: DiffusionConfig) -> "Rewards | None":
 
 def _check_cluster(config: DiffusionConfig) -> None:
     if config.runtime == "ray":
-        from gcore_runs.on_ray.cluster import check_cluster
+        from gcore_runs.on_ray.start import check_cluster
 
         check_cluster(config)
 

@@ -124,7 +124,7 @@ def _notices(config: TrainConfig, prompts: PromptSets) -> list[str]:
 
 def _check_cluster(config: TrainConfig) -> None:
     if config.runtime == "ray":
-        from gcore_runs.on_ray.cluster import check_cluster
+        from gcore_runs.on_ray.start import check_cluster
 
         check_cluster(config)
 

@@ -1,35 +1,189 @@
-"""The context that a controller's program runs in."""
+"""The context that a controller's program runs in, with the timers and references that it is given."""
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from collections import Counter
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from gcore_controller.collectives.base import Collectives
-from gcore_controller.references import Put, hold
-from gcore_controller.stages import StageTimer
+from gcore_controller.errors import ProgramExitedError
 
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 RolesT = TypeVar("RolesT")
 OtherRolesT = TypeVar("OtherRolesT")
 ResultT = TypeVar("ResultT")
 
-Report = Callable[[Any], Awaitable[None]]
+Clock = Callable[[], float]
+"""Returns seconds."""
 
 Reported = Callable[[int, Any], Awaitable[None]]
 """Receives the rank and the value of a controller's report."""
 
 
-async def refuse_report(rank: int, value: Any) -> None:
-    """Refuse a report, where the runtime was given no ``reported``.
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A period of one stage, in seconds of the timer's clock."""
 
-    Raises:
-        RuntimeError: always.
+    stage: str
+    start_s: float
+    end_s: float
+
+
+class StageTimer:
+    """Record the periods of stages; of several that run, the latest counts, so that no second counts twice."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._entered: dict[object, str] = {}
+        self.current: str | None = None
+        """Name of the running stage."""
+        self._since_s = 0.0
+        self._spans: list[Span] = []
+
+    @contextmanager
+    def stage(self, name: str) -> Generator[None]:
+        """Attribute the time inside the block to ``name``."""
+        entry = object()
+        self._entered[entry] = name
+        self._switch()
+        try:
+            yield
+        finally:
+            del self._entered[entry]
+            self._switch()
+
+    def drain(self) -> list[Span]:
+        """Return the spans since the last call, in order; a running stage is cut here and continues."""
+        self._cut()
+        spans, self._spans = self._spans, []
+        return spans
+
+    def _switch(self) -> None:
+        stage = next(reversed(self._entered.values()), None)
+        if stage != self.current:
+            self._cut()
+            self.current = stage
+
+    def _cut(self) -> None:
+        now_s = self._clock()
+        if self.current is not None and now_s > self._since_s:
+            self._spans.append(Span(stage=self.current, start_s=self._since_s, end_s=now_s))
+        self._since_s = now_s
+
+
+class DeviceTimers:
+    """Record the stages of the devices, engines and training ranks, that this process sends calls to.
+
+    A device is in a stage while a call of that stage is unanswered; with several calls, in the stage of the latest.
     """
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self.generated: Counter[str] = Counter()
+        """Number of tokens, or images, generated in each stage since the last `drain`."""
+        self._clock = clock
+        self._timers: dict[str, StageTimer] = {}
+
+    @contextmanager
+    def stage(self, stage: str, *names: str) -> Generator[None]:
+        """Attribute the time inside the block to ``stage`` on the devices of these names."""
+        with ExitStack() as stages:
+            for name in names:
+                timer = self._timers.setdefault(name, StageTimer(self._clock))
+                stages.enter_context(timer.stage(stage))
+            yield
+
+    def drain(self) -> dict[str, list[Span]]:
+        """Return the spans since the last call, by device, in seconds of UTC; a running stage is cut and continues."""
+        self.generated.clear()
+        now_s = self._clock()
+        return {name: on_wall_clock(timer.drain(), now_s) for name, timer in self._timers.items()}
+
+
+def rank_name(rank: int) -> str:
+    """Return the name of a training rank in the timeline."""
+    return f"trainer {rank}"
+
+
+def seconds_by_stage(spans: Iterable[Span]) -> dict[str, float]:
+    """Return the total seconds of each stage."""
+    totals: dict[str, float] = {}
+    for span in spans:
+        totals[span.stage] = totals.get(span.stage, 0.0) + span.end_s - span.start_s
+    return totals
+
+
+def on_wall_clock(spans: Iterable[Span], now_s: float) -> list[Span]:
+    """Return spans in seconds of UTC, to be compared between machines; their own clock shows ``now_s`` now."""
+    shift_s = time.time() - now_s
+    return [Span(stage=s.stage, start_s=s.start_s + shift_s, end_s=s.end_s + shift_s) for s in spans]
+
+
+def merge_spans(parts: Iterable[Mapping[str, Sequence[Span]]]) -> dict[str, list[Span]]:
+    """Join the spans that several processes, or several calls of `DeviceTimers.drain`, recorded of the same devices."""
+    spans: dict[str, list[Span]] = {}
+    for part in parts:
+        for name, own in part.items():
+            spans.setdefault(name, []).extend(own)
+    return spans
+
+
+class Reference(Protocol[T_co]):
+    """A small, picklable handle of a value stored elsewhere, which is read-only."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the value, as `nbytes_of` counts it."""
+        ...
+
+    async def get(self) -> T_co:
+        """Return the value.
+
+        Raises:
+            ReferenceLostError: the process that put the value, or its node, was lost.
+        """
+        ...
+
+
+class Put(Protocol):
+    """Creates references; each runtime has its own."""
+
+    def __call__(self, value: T, /) -> Reference[T]: ...
+
+
+@dataclass(frozen=True)
+class HeldReference(Generic[T]):
+    """A reference that holds the value itself, for controllers and services that share a process."""
+
+    value: T
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes_of(self.value)
+
+    async def get(self) -> T:
+        return self.value
+
+
+def nbytes_of(value: object) -> int:
+    """Count the bytes of arrays, tensors and byte strings in a value, also in mappings, sequences and dataclasses."""
+    if isinstance(value, bytes | bytearray):
+        return len(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return sum(nbytes_of(getattr(value, field.name)) for field in fields(value))
+    if isinstance(value, Mapping):
+        return sum(map(nbytes_of, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(nbytes_of, value))
+    return int(getattr(value, "nbytes", 0))
+
+
+async def refuse_report(rank: int, value: Any) -> None:
+    """Raise an error, because the runtime was given no ``reported``."""
     raise RuntimeError(f"controller {rank} reports {value!r:.100}; expected a runtime with `reported`")
-
-
-_REFUSED: Report = partial(refuse_report, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +194,15 @@ class Context(Generic[RolesT]):
     roles: RolesT
     """Handles of the role services (policy engine, reward, trainer, ...), as the app declares them."""
     timer: StageTimer = field(default_factory=StageTimer)
-    clock: Callable[[], float] = time.monotonic
+    clock: Clock = time.monotonic
     """Seconds of the runtime's clock, real or simulated."""
-    put: Put = hold
+    put: Put = HeldReference
     """``ctx.put(value)``: return a reference, to be sent in collectives and to services instead of the value."""
+    reported: Reported = refuse_report
 
-    report: Report = _REFUSED
-    """``await ctx.report(value)``: send a small value to the process that started the run, and wait until it has it."""
+    async def report(self, value: Any) -> None:
+        """Send a small value to the process that started the run, and wait until it has it."""
+        await self.reported(self.rank, value)
 
     def with_roles(self, roles: OtherRolesT) -> "Context[OtherRolesT]":
         """Return the same context with other services."""
@@ -63,3 +219,27 @@ class Context(Generic[RolesT]):
 
 Program = Callable[[Context[RolesT]], Awaitable[ResultT]]
 """``async def program(ctx)``: the same function under every runtime, called once for each controller."""
+
+
+async def run_program(program: Program[RolesT, ResultT], context: Context[RolesT]) -> ResultT:
+    """Run one controller's program, under any runtime.
+
+    Raises:
+        ProgramExitedError: It called `sys.exit`, which would stop the event loop, or awaited something that it had
+            cancelled, which would pass for the end of the run.
+    """
+    try:
+        return await program(context)
+    except SystemExit as exit_:
+        raise ProgramExitedError(
+            f"the program of controller {context.rank} called sys.exit({exit_.code!r}); a program ends by returning or "
+            "by raising an error"
+        ) from exit_
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise ProgramExitedError(
+            f"the program of controller {context.rank} was cancelled from within: it awaited a task or future that had "
+            "been cancelled; a program ends by returning or by raising an error"
+        ) from error

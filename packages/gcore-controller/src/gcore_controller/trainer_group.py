@@ -1,15 +1,15 @@
 """Trainer groups: the models in training, on one rank or on many, as ranks, runs and controllers see them.
 
 The app provides a `TrainerWorker`, the models on one rank. Each runtime provides a `TrainerGroup`, which the process of
-the run holds, and a `TrainerClient` for each controller: `runtimes.inline_trainer` in this process, `runtimes.local` on
-local processes, and `runtimes.ray` on Ray actors. Ranks answer the messages of this module under all of them.
+the run holds, and a `TrainerClient` for each controller: `runtimes.inline` in this process, `runtimes.local` on local
+processes, and `runtimes.ray` on Ray actors. Ranks in processes of their own answer the messages of this module.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +19,7 @@ BatchT = TypeVar("BatchT", bound=Sequence[Any])
 BatchT_contra = TypeVar("BatchT_contra", bound=Sequence[Any], contravariant=True)
 
 State = dict[str, Any]
+"""What a checkpoint holds besides the models, such as the states of the controllers."""
 Weights = Iterable[tuple[str, "torch.Tensor"]]
 """Names and tensors, which can be iterated over once. Their attribute ``digests``, if any, is filled on the way."""
 
@@ -26,16 +27,33 @@ Replica = tuple[int, int]
 """The data-parallel replica that a rank belongs to, and the number of replicas."""
 
 
-class TrainerWorker(Protocol[BatchT_contra]):
-    """The models in training on one rank.
-
-    All ranks of a group make the same calls, each with the micro-batches of its data-parallel replica.
-    """
+class TrainerGroup(Protocol):
+    """All ranks of the models in training, as the process of the run sees them between two steps."""
 
     @property
     def num_updates(self) -> int:
         """Updates of all models so far."""
         ...
+
+    def save_pretrained(self, path: Path) -> None:
+        """Write the folder of the policy, as its library loads it."""
+
+    def save(self, step: int, rest: State) -> None:
+        """Checkpoint all models together with ``rest``; return once they are copied."""
+
+    def load(self) -> State:
+        """Load the latest checkpoint, and return the ``rest`` that was saved in it."""
+        ...
+
+    def close(self) -> None:
+        """Wait until checkpoints are written, and end the processes of the group, if it has any."""
+
+
+class TrainerWorker(TrainerGroup, Protocol[BatchT_contra]):
+    """The models in training on one rank.
+
+    All ranks of a group make the same calls, each with the micro-batches of its data-parallel replica.
+    """
 
     @property
     def roles(self) -> Sequence[str]:
@@ -47,13 +65,7 @@ class TrainerWorker(Protocol[BatchT_contra]):
         ...
 
     def score(self, role: str, micro_batches: Sequence[BatchT_contra], *, with_routing: bool) -> list[list[Any]]:
-        """Return the outputs of a model for each sample of each micro-batch.
-
-        Args:
-            role: the model.
-            micro_batches: those of this replica.
-            with_routing: return pairs with the experts that each token was routed to, as well.
-        """
+        """Return the outputs of a model for each sample, ``with_routing`` in pairs with the experts of its tokens."""
         ...
 
     def train_step(self, role: str, micro_batches: Sequence[BatchT_contra]) -> dict[str, float]:
@@ -64,117 +76,32 @@ class TrainerWorker(Protocol[BatchT_contra]):
         """Yield the whole weights of the policy, or of its moving average, on every rank."""
         ...
 
-    def save_pretrained(self, path: Path) -> None:
-        """Write the folder of the policy, as its library loads it."""
-        ...
 
-    def save(self, step: int, rest: State) -> None:
-        """Checkpoint all models together with ``rest``; return once they are copied."""
-        ...
-
-    def load(self) -> State:
-        """Load the latest checkpoint, and return the ``rest`` that was saved in it."""
-        ...
-
-    def close(self) -> None:
-        """Wait until checkpoints are written."""
-        ...
-
-
-class TrainerGroup(Protocol):
-    """All ranks of the models in training, as the process of the run sees them between two steps."""
-
-    @property
-    def num_updates(self) -> int:
-        """See `TrainerWorker.num_updates`."""
-        ...
-
-    def save_pretrained(self, path: Path) -> None:
-        """See `TrainerWorker.save_pretrained`."""
-        ...
-
-    def save(self, step: int, rest: State) -> None:
-        """See `TrainerWorker.save`."""
-        ...
-
-    def load(self) -> State:
-        """See `TrainerWorker.load`."""
-        ...
-
-    def close(self) -> None:
-        """Wait until checkpoints are written, and end the processes of the group."""
-        ...
-
-
-class SharedTrainerGroup(TrainerGroup, Protocol[BatchT_contra]):
-    """A trainer group that the controllers of this process share; several calls may be in flight at once."""
-
-    @property
-    def num_replicas(self) -> int:
-        """See `TrainerClient.num_replicas`."""
-        ...
-
-    async def score(self, role: Any, micro_batches: Sequence[BatchT_contra]) -> list[list[Any]]:
-        """See `TrainerClient.score`."""
-        ...
-
-    async def score_and_route(self, micro_batches: Sequence[BatchT_contra]) -> list[list[tuple[Any, Any]]]:
-        """See `TrainerClient.score_and_route`."""
-        ...
-
-    async def train_step(self, role: Any, micro_batches: Sequence[BatchT_contra]) -> dict[str, float]:
-        """See `TrainerWorker.train_step`."""
-        ...
-
-    def export_weights(self, *, averaged: bool = False) -> Weights:
-        """See `TrainerWorker.export_weights`."""
-        ...
-
-
-class TrainerClient(Protocol[BatchT_contra]):
-    """A controller's access to the models in training, wherever their ranks run.
-
-    Every controller makes the same calls in the same order, each with micro-batches of its own, except `score_alone`.
-    """
+class _Trainer(Protocol[BatchT_contra]):
+    """Models in training, wherever their ranks run."""
 
     @property
     def num_replicas(self) -> int:
         """Number whose multiples are the numbers of micro-batches that load the replicas of the policy evenly."""
         ...
 
-    async def score(self, role: str, micro_batches: Sequence[BatchT_contra]) -> list[list[Any]]:
-        """Return a model's outputs for each sample of this controller's micro-batches."""
+    async def score(self, role: Any, micro_batches: Sequence[BatchT_contra]) -> list[list[Any]]:
+        """Return a model's outputs for each sample of the micro-batches."""
         ...
 
     async def score_and_route(self, micro_batches: Sequence[BatchT_contra]) -> list[list[tuple[Any, Any]]]:
         """Return the actor's outputs for each sample, and the experts that its tokens were routed to."""
         ...
 
-    async def score_alone(self, role: str, micro_batch: BatchT_contra) -> list[Any]:
-        """Return a model's outputs for each sample, asking one rank only; the model must be whole on every rank."""
+    async def train_step(self, role: Any, micro_batches: Sequence[BatchT_contra]) -> dict[str, float]:
+        """Update a model once on the micro-batches of all callers; return metrics, empty if there are none."""
         ...
 
-    async def train_step(self, role: str, micro_batches: Sequence[BatchT_contra]) -> dict[str, float]:
-        """Update a model once on the micro-batches of all controllers; return metrics, empty if there are none."""
-        ...
 
-    async def update_policy(self, policy: "PolicyEngine", *, version: int, averaged: bool = False) -> None:
-        """Send the present weights, or their average, to the engine of every controller.
+class SharedTrainerGroup(TrainerGroup, _Trainer[BatchT_contra], Protocol[BatchT_contra]):
+    """A trainer group that the controllers of this process share; several calls may be in flight at once."""
 
-        Args:
-            policy: this controller's engine.
-            version: lowest version that the engines may give to the weights.
-            averaged: send the moving average.
-        """
-        ...
-
-    async def check_policy(self, policy: "PolicyEngine") -> None:
-        """Compare every tensor of every controller's engine with the present weights.
-
-        Raises:
-            Exception: an engine has other weights; the engine's own error.
-        """
-        ...
+    def export_weights(self, *, averaged: bool = False) -> Weights: ...
 
 
 class PolicyEngine(Protocol):
@@ -185,18 +112,39 @@ class PolicyEngine(Protocol):
 
     async def update_weights(self, weights: Any, *, version: int) -> None:
         """Take over weights, which are iterated over once."""
+
+
+class PolicyTrainer(Protocol):
+    """The models in training, as far as the RLHF loop uses them; every controller makes the same calls."""
+
+    async def update_policy(self, policy: Any, *, version: int, averaged: bool = False) -> None:
+        """Send the present weights, or their moving average, to the `PolicyEngine` of every controller.
+
+        Args:
+            policy: this controller's.
+            version: lowest version that the engines may give to the weights.
+            averaged: send the moving average.
+        """
+
+    async def check_policy(self, policy: Any) -> None:
+        """Compare every tensor of every controller's engine with the present weights; engines raise if one differs."""
+
+
+class TrainerClient(PolicyTrainer, _Trainer[BatchT_contra], Protocol[BatchT_contra]):
+    """A controller's access to the models in training, wherever their ranks run.
+
+    Every controller makes the same calls in the same order, each with micro-batches of its own, except `score_alone`.
+    """
+
+    async def score_alone(self, role: str, micro_batch: BatchT_contra) -> list[Any]:
+        """Return a model's outputs for each sample, asking one rank only; the model must be whole on every rank."""
         ...
-
-
-@runtime_checkable
-class _ChecksWeights(Protocol):
-    async def check_weights(self, digests: Any) -> None: ...
 
 
 async def check_weights(policy: PolicyEngine, digests: Mapping[str, Any]) -> None:
     """Have an engine compare its weights with digests, if it can."""
-    if isinstance(policy, _ChecksWeights):
-        await policy.check_weights(digests)
+    if (check := getattr(policy, "check_weights", None)) is not None:
+        await check(digests)
 
 
 def digests_of(weights: Weights) -> Mapping[str, Any]:
@@ -225,19 +173,19 @@ class TrainStep:
 
 @dataclass(frozen=True)
 class CountUpdates:
-    """Return `TrainerWorker.num_updates`."""
+    """Return `TrainerGroup.num_updates`."""
 
 
 @dataclass(frozen=True)
 class SavePretrained:
-    """Export the policy, see `TrainerWorker.save_pretrained`."""
+    """Export the policy, see `TrainerGroup.save_pretrained`."""
 
     path: Path
 
 
 @dataclass(frozen=True)
 class Save:
-    """Take a checkpoint, see `TrainerWorker.save`."""
+    """Take a checkpoint, see `TrainerGroup.save`."""
 
     step: int
     rest: State
@@ -245,12 +193,12 @@ class Save:
 
 @dataclass(frozen=True)
 class Load:
-    """Load the latest checkpoint, see `TrainerWorker.load`."""
+    """Load the latest checkpoint, see `TrainerGroup.load`."""
 
 
 @dataclass(frozen=True)
 class Close:
-    """Wait until checkpoints are written, see `TrainerWorker.close`."""
+    """Wait until checkpoints are written, see `TrainerGroup.close`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,19 +237,15 @@ class MessageTrainerGroup(ABC):
 
     @property
     def num_updates(self) -> int:
-        """See `TrainerGroup.num_updates`."""
         return self._ask_all(CountUpdates())
 
     def save_pretrained(self, path: Path) -> None:
-        """See `TrainerGroup.save_pretrained`."""
         self._ask_all(SavePretrained(path.absolute()))
 
     def save(self, step: int, rest: State) -> None:
-        """See `TrainerGroup.save`."""
         self._ask_all(Save(step, rest))
 
     def load(self) -> State:
-        """See `TrainerGroup.load`."""
         return self._ask_all(Load())
 
     @abstractmethod
@@ -333,12 +277,7 @@ class TrainerSpec:
 def deal(costs: Sequence[float], num_replicas: int) -> list[list[int]]:
     """Assign micro-batches to replicas, so that in its n-th pass each replica has one of about the same cost.
 
-    Args:
-        costs: of the micro-batches, in any unit.
-        num_replicas: number of replicas.
-
-    Returns:
-        the indices of each replica's micro-batches.
+    Returns the indices of each replica's micro-batches. ``costs`` are in any unit.
     """
     order = sorted(range(len(costs)), key=lambda i: -costs[i])
     # The first replica to have the heavier one in a pass is the last in the next.

@@ -1,17 +1,34 @@
-"""The payload of a step: samples with image features, and the work that makes and reads them."""
+"""The payload of a step, samples with image features, and the figures of the processes that control it."""
 
-from collections.abc import Mapping, Sequence
+import os
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from multiprocessing.shared_memory import SharedMemory
+from statistics import median
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from gcore_bench.harness.measure import status_bytes
 from gcore_bench.harness.options import BenchError
+from gcore_bench.harness.report import Figures
 
 Features: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
+MEMCPY, ALONE = "memcpy", "work alone"
+"""Contenders that every payload is compared with."""
+WARMUP_STEPS = 2
+"""Steps of every contender in every round that are not measured; buffers, connections and pages are made in them."""
+MOST_COPIED_BYTES = 512 << 20
+"""Larger copies have the same rate."""
+
 _MEDIAN_TOKENS, _SIGMA = 500, 0.8
+_INTERVAL_S = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,33 +55,21 @@ class Payload:
         size = self.num_samples // count
         return [list(range(start, start + size)) for start in range(0, self.num_samples, size)]
 
-    def length(self, index: int) -> int:
-        """Return the tokens of a sample's response, which are lognormal."""
-        return round(_MEDIAN_TOKENS * float(np.exp(_SIGMA * self._rng(index).normal())))
+    def features(self, index: int, out: Features | None = None) -> Features:
+        """Return the features of a sample, [num_floats], written to ``out`` if given; they differ from all others'."""
+        return np.multiply(_base_features(self.num_floats), np.float32(1 + index), out=out)
 
-    def reward(self, index: int) -> float:
-        """Return the reward of a sample, 0 or 1."""
-        return float(self._rng(index).random() < 0.5)
+    def response(self, index: int) -> dict[str, Any]:
+        """Return the ``length`` of a sample's response in tokens, lognormal, and its ``reward``, 0 or 1."""
+        of_length, of_reward = (np.random.default_rng((self.seed, index)) for _ in range(2))
+        length = round(_MEDIAN_TOKENS * float(np.exp(_SIGMA * of_length.normal())))
+        return {"length": length, "reward": float(of_reward.random() < 0.5)}
 
-    def _rng(self, index: int) -> np.random.Generator:
-        return np.random.default_rng((self.seed, index))
 
-
-class FeatureMaker:
-    """Makes the features of a sample, which differ from those of all others."""
-
-    def __init__(self, payload: Payload) -> None:
-        self.base: Features = np.linspace(1.0, 2.0, payload.num_floats, dtype=np.float32)
-
-    @staticmethod
-    @lru_cache(maxsize=1)
-    def of(payload: Payload) -> "FeatureMaker":
-        """Return the maker of this process; its first step creates it."""
-        return FeatureMaker(payload)
-
-    def fill(self, index: int, out: Features) -> None:
-        """Write the features of a sample to ``out``, [num_floats]."""
-        np.multiply(self.base, np.float32(1 + index), out=out)
+@lru_cache(maxsize=1)
+def _base_features(num_floats: int) -> Features:
+    """Return what the first step of a process computes."""
+    return np.linspace(1.0, 2.0, num_floats, dtype=np.float32)
 
 
 def checksum(features: Features) -> int:
@@ -72,24 +77,80 @@ def checksum(features: Features) -> int:
     return int(features.view(np.int64).sum())
 
 
-def check_read(made: Mapping[int, int], read: Mapping[int, int]) -> None:
-    """Compare checksums by sample.
-
-    Raises:
-        BenchError: the checksum of a sample differs, or a sample is missing.
-    """
-    wrong = [index for index in made.keys() | read.keys() if made.get(index) != read.get(index)]
+def check_read(made: Mapping[int, int], read: Sequence[tuple[int, int]]) -> None:
+    """Raise `BenchError` if the checksum of a sample differs, or a sample is missing or was read twice."""
+    found = dict(read)
+    if len(found) < len(read):
+        raise BenchError(f"{len(read)} samples were read; only {len(found)} of them are distinct")
+    wrong = [index for index in made.keys() | found.keys() if made.get(index) != found.get(index)]
     if wrong:
         raise BenchError(f"{len(wrong)} samples, {min(wrong)} among them, were read with other bytes than were made")
 
 
-def by_index(rows: Sequence[tuple[int, int]]) -> dict[int, int]:
-    """Return checksums by sample.
+class StepFigures:
+    """Figures of one control process: start and end of each step on the machine's clock, and its own resident memory.
 
-    Raises:
-        BenchError: a sample was read twice.
+    This (RssAnon) excludes mapped pages of Ray's object store. It is sampled every few milliseconds inside `watched`.
     """
-    found = dict(rows)
-    if len(found) < len(rows):
-        raise BenchError(f"{len(rows)} samples were read; only {len(found)} of them are distinct")
-    return found
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, float]] = []
+        self.idle_bytes = self.peak_bytes = status_bytes("RssAnon")
+
+    @contextmanager
+    def watched(self) -> Generator[None]:
+        """Observe the memory of this process inside the block."""
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(_INTERVAL_S):
+                self.peak_bytes = max(self.peak_bytes, status_bytes("RssAnon"))
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    @contextmanager
+    def step(self) -> Generator[None]:
+        """Record the block as a step."""
+        start_s = time.monotonic()
+        yield
+        self.steps.append((start_s, time.monotonic()))
+
+
+def step_row(processes: Sequence[StepFigures]) -> Figures:
+    """Return a contender's figures, without the warm-up; a step lasts from its first start to its last end."""
+    steps = zip(*(process.steps[WARMUP_STEPS:] for process in processes), strict=True)
+    seconds = [max(end for _, end in step) - min(start for start, _ in step) for step in steps]
+    return {
+        "step_s": median(seconds),
+        "idle_bytes": float(max(process.idle_bytes for process in processes)),
+        "peak_bytes": float(max(process.peak_bytes for process in processes)),
+    }
+
+
+def copy_seconds(nbytes: int) -> float:
+    """Measure a copy of ``nbytes`` into shared memory whose pages exist, with the best number of threads."""
+    size = min(nbytes, MOST_COPIED_BYTES)
+    shared = SharedMemory(create=True, size=size)
+    try:
+        target: Any = np.ndarray(size, np.uint8, shared.buf)
+        target[:] = 0
+        source = np.ones(size, np.uint8)
+        seconds: list[float] = []
+        for threads in {1, os.cpu_count() or 1}:
+            with ThreadPoolExecutor(threads) as pool:
+                for _ in range(3):
+                    start_s = time.perf_counter()
+                    list(pool.map(np.copyto, np.array_split(target, threads), np.array_split(source, threads)))
+                    seconds.append(time.perf_counter() - start_s)
+        # Shared memory with a view cannot be closed.
+        del target
+    finally:
+        shared.close()
+        shared.unlink()
+    return min(seconds) * nbytes / size

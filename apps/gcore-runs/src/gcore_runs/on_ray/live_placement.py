@@ -3,12 +3,11 @@
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from gcore_controller import Sizes, Span
 from gcore_placement import (
-    STRATEGIES,
     DynamicPartition,
     DynamicPartitionConfig,
     PartitionSpace,
@@ -60,7 +59,7 @@ class LivePlacement:
     @property
     def sizes(self) -> Sizes:
         """The sizes, with the engines as they are to be divided."""
-        if self._choice is not None and STRATEGIES[self._choice.strategy].is_time_shared:
+        if self._choice is not None and self._choice.strategy == "colocated":
             both = self._space.num_devices
             return replace(self.whole, engines=both, judges=both, in_turns=True)
         partition = self._dynamic.partition
@@ -73,23 +72,24 @@ class LivePlacement:
             # From the decision to the end of the first step after it.
             self._move_s = max(0.0, now_s - self._moved_at_s - metrics["timing_s/step"])
             self._moved_at_s = None
-        step = _Step.of(devices, {role: self._work_s(role, metrics, devices) for role in self._unit_s})
-        if step is None:
+        loads = _loads(devices, {role: self._work_s(role, metrics, devices) for role in self._unit_s})
+        if loads is None:
             return
+        policy, reward, stage_s = loads
         before = self.sizes
         self._dynamic.config = replace(self._dynamic.config, move_s=self._move_s)
         if not before.in_turns:
-            self._dynamic.observe(step.policy, step.reward)
+            self._dynamic.observe(policy, reward)
         if self._choice is not None:
             self._choice.switch_s = self._move_s
             num_turns = max(1.0, metrics.get("sampling/waves", 1.0))
             if before.in_turns or self.swap_s is None:
-                self.swap_s = step.swap_s / num_turns
-            strategy = self._choice.observe(
-                step.policy, step.reward, stage_s=step.stage_s, swap_s=self.swap_s * num_turns
-            )
-            if before.in_turns and not STRATEGIES[strategy].is_time_shared:
-                best = self._dynamic.best((step.policy.work_device_s, step.reward.work_device_s))
+                # Those of the device that swapped for longest.
+                swaps_s = (sum(s.end_s - s.start_s for s in own if s.stage == "swap") for own in devices.values())
+                self.swap_s = max(swaps_s, default=0.0) / num_turns
+            strategy = self._choice.observe(policy, reward, stage_s=stage_s, swap_s=self.swap_s * num_turns)
+            if before.in_turns and strategy == "dynamic":
+                best = self._dynamic.best((policy.work_device_s, reward.work_device_s))
                 self._dynamic = self._started_at(best.policy_devices)
         if self.sizes != before:
             self._moved_at_s = now_s
@@ -122,36 +122,24 @@ class LivePlacement:
         return DynamicPartition(self._space, self._space.nearest(policy_devices), config)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """The work of the engines in generation and rewarding."""
+def _loads(
+    devices: Mapping[str, Sequence[Span]], work_s: "Mapping[Role, float]"
+) -> tuple[RoleLoad, RoleLoad, float] | None:
+    """Return the load of generation and of rewarding, and the seconds from the first request to the last verdict.
 
-    policy: RoleLoad
-    reward: RoleLoad
-    stage_s: float
-    """Seconds from the first request to the last verdict."""
-    swap_s: float
-    """Seconds of the device that swapped for longest."""
-
-    @classmethod
-    def of(cls, devices: Mapping[str, Sequence[Span]], work_s: "Mapping[Role, float]") -> "_Step | None":
-        """Return the work of a step; None: nothing was generated, or nothing judged.
-
-        Args:
-            devices: when each worked.
-            work_s: device-seconds of each role.
-        """
-        generated, judged = _intervals(devices, "gen"), _intervals(devices, "reward")
-        if not generated or not judged:
-            return None
-        start_s = min(start for start, _ in generated)
-        policy_s, reward_s = (max(stop for _, stop in role) - start_s for role in (generated, judged))
-        # The judge is done soon after the last response, however many replicas it has, or it is what is waited for.
-        policy_waited = policy_s - _covered(generated) > _SLACK * policy_s
-        policy = _load(generated, work_s["gen"], policy_s, was_waiting=policy_waited)
-        reward = _load(judged, work_s["reward"], reward_s, was_waiting=reward_s - policy_s < _SLACK * policy_s)
-        swaps_s = [sum(s.end_s - s.start_s for s in spans if s.stage == "swap") for spans in devices.values()]
-        return cls(policy=policy, reward=reward, stage_s=max(policy_s, reward_s), swap_s=max(swaps_s, default=0.0))
+    None: nothing was generated, or nothing judged.
+    """
+    generated, judged = _intervals(devices, "gen"), _intervals(devices, "reward")
+    if not generated or not judged:
+        return None
+    start_s = min(start for start, _ in generated)
+    policy_s, reward_s = (max(stop for _, stop in role) - start_s for role in (generated, judged))
+    # The judge is done soon after the last response, however many replicas it has, or it is what is waited for.
+    policy_waited = policy_s - _covered(generated) > _SLACK * policy_s
+    reward_waited = reward_s - policy_s < _SLACK * policy_s
+    policy = _load(generated, work_s["gen"], policy_s, was_waiting=policy_waited)
+    reward = _load(judged, work_s["reward"], reward_s, was_waiting=reward_waited)
+    return policy, reward, max(policy_s, reward_s)
 
 
 def _intervals(devices: Mapping[str, Sequence[Span]], stage: str) -> list[tuple[float, float]]:

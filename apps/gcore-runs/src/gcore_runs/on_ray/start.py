@@ -1,36 +1,119 @@
-"""The start of a run on Ray: gcore-controller's backend with the engines, the placement and the logs of a run."""
+"""A run on Ray: gcore-controller's backend with the engines, the placement and the logs of a run."""
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+import logging
+import os
+import re
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
+
+import ray
+from ray._private import worker as ray_worker
 
 from gcore_controller import (
     ActorRole,
+    Announcer,
+    ClusterError,
     Context,
+    DeviceTimers,
     Handles,
     RayBackend,
     RemoteRecorder,
     RoleActors,
-    Sizes,
+    SizedConfig,
     TrainerSpec,
+    check_token,
+    connect,
 )
-from gcore_placement import STRATEGIES
-from gcore_rollout import Engine, EngineDiedError, EngineHandle, RayEngine, end_engine_actor, start_engine_actor
-from gcore_runs.logs.writing import logged, logs_of
+from gcore_rollout import (
+    Engine,
+    EngineDiedError,
+    EngineHandle,
+    EngineReplicas,
+    RayEngine,
+    TimeSharedEngines,
+    end_engine_actor,
+    start_engine_actor,
+)
+from gcore_runs.errors import UserError
+from gcore_runs.logs.writing import log_to, logged, logs_of
+from gcore_runs.loop.instrumented_engine import Instrumentation
 from gcore_runs.loop.job import RunJob
-from gcore_runs.on_ray.cluster import connect
-from gcore_runs.on_ray.controller_process import ControllerServices, PlacedConfig, controller_services
 from gcore_runs.on_ray.live_placement import LivePlacement
 from gcore_runs.settings.cluster import PlacementConfig
 
+
+class PlacedConfig(SizedConfig, Protocol):
+    """Settings of a run on Ray."""
+
+    @property
+    def placement(self) -> PlacementConfig: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControllerServices:
+    """The services that a controller connects to."""
+
+    policy: Engine[Any, Any]
+    num_engines: int
+    """Engines of the policy."""
+    judge: Engine[Any, Any] | None
+    devices: DeviceTimers
+    """Timers of the engines."""
+
+
 JobT = TypeVar("JobT", bound=RunJob[Any])
 ConfigT = TypeVar("ConfigT", bound=PlacedConfig)
-EvaluationT = TypeVar("EvaluationT")
 
 EngineFactory = Callable[[], Engine[Any, Any]]
 RunController = Callable[[JobT, Context[Handles], ControllerServices, RemoteRecorder[Any]], Awaitable[None]]
 """Runs the program of a job on one controller, with the services that it is connected to."""
+
+
+def check_cluster(config: SizedConfig) -> None:
+    """Check the address and the token before anything is started.
+
+    Raises:
+        UserError: no cluster answers at the address, or it does not accept this process's token.
+    """
+    address = config.ray.address or os.environ.get("RAY_ADDRESS", "")
+    found = re.fullmatch(r"(?:ray://)?(.+):(\d+)", address)
+    if found is None:
+        return
+    try:
+        socket.create_connection((found[1], int(found[2])), timeout=10.0).close()
+    except OSError as error:
+        raise UserError(
+            f"ray.address is {address!r}: no Ray cluster answers there ({error}); expected HOST:PORT of its head, or "
+            "an empty address for a new cluster on this machine"
+        ) from error
+    # Ray's own messages about processes that die: a run reports each in one line.
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    try:
+        check_token(address)
+    except (ClusterError, ConnectionError) as error:
+        raise UserError(f"ray.address: {error}") from error
+
+
+def _connect_to_cluster(config: SizedConfig) -> None:
+    """Connect to the cluster of the config or of RAY_ADDRESS, or start one on this machine that is large enough."""
+    setattr(ray_worker, "_worker_logs_enabled", False)  # noqa: B010 - private, and Ray has no other way
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address := config.ray.address or os.environ.get("RAY_ADDRESS", ""):
+        try:
+            connect(address, **quiet)
+        except ClusterError as error:
+            raise UserError(f"ray.address: {error}") from None
+        except (ConnectionError, ValueError) as error:
+            raise UserError(f"ray.address is {address!r}: no Ray cluster answers there ({error})") from error
+    else:
+        num_cpus = max(os.cpu_count() or 1, round(config.sizes.num_processes * config.ray.cpus_per_process + 0.5))
+        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
 
 
 async def start_ray_backend(
@@ -56,45 +139,99 @@ async def start_ray_backend(
         ClusterError: the cluster lacks the capacity.
         UserError: the cluster cannot be reached.
     """
-    connect(config)
+    _connect_to_cluster(config)
     logs = logs_of(checkpoints.absolute())
-    backend: RayBackend[JobT, ConfigT, Any] = RayBackend(
+
+    def factory(role: ActorRole, config: ConfigT, number: int) -> EngineFactory:
+        return partial(logged, logs, role, number, factories[role](config))
+
+    engines = RoleActors(
+        list(factories), factory, start=start_engine_actor, end=end_engine_actor, connect=RayEngine[Any, Any].connect
+    )
+    is_fixed = config.placement.strategy in ("split", "colocated")
+    backend = RayBackend[JobT, ConfigT, Any](
         config,
-        engines=RoleActors(list(factories), _EngineActors(factories, logs)),
+        engines=engines,
         trainer_spec=trainer_spec,
         program=lambda job: partial(_run_controller, job, run_controller, logs),
-        placement=_placement(config.placement),
+        placement=None if is_fixed else partial(LivePlacement, config=config.placement),
         engine_errors=(EngineDiedError,),
         announce=announce,
     )
     return await backend.start()
 
 
-class _EngineActors(Generic[ConfigT]):
-    """See `gcore_controller.EngineActors`: gcore-rollout's, whose processes log to files of their own."""
-
-    def __init__(self, factories: Mapping[ActorRole, Callable[[ConfigT], EngineFactory]], logs: Path) -> None:
-        self._factories = factories
-        self._logs = logs
-
-    def factory(self, role: ActorRole, config: ConfigT, number: int) -> EngineFactory:
-        return partial(logged, self._logs, role, number, self._factories[role](config))
-
-    def start(self, factory: EngineFactory, **options: Any) -> EngineHandle:
-        return start_engine_actor(factory, **options)
-
-    async def end(self, handle: EngineHandle) -> None:
-        await end_engine_actor(handle)
-
-    async def connect(self, handle: EngineHandle, *, timeout_s: float) -> RayEngine[Any, Any]:
-        return await RayEngine.connect(handle, start_timeout_s=timeout_s)
-
-
-def _placement(config: PlacementConfig) -> Callable[[Sizes], LivePlacement] | None:
-    """Return how engines are divided among the roles; None: as the sizes say."""
-    return partial(LivePlacement, config=config) if STRATEGIES[config.strategy].follows_load else None
-
-
 async def _run_controller(job: Any, run_controller: RunController[Any], logs: Path, ctx: Context[Handles]) -> None:
-    async with controller_services(ctx, job.config, logs) as own:
+    """Set this process up for a controller, connect it to the engines that it uses, and run its program."""
+    import torch
+
+    config: PlacedConfig = job.config
+    os.chdir(ctx.roles.folder)
+    log_to(logs, "controller", ctx.rank, redirect=True)
+    torch.set_num_threads(max(1, config.threads // ctx.world_size))
+    devices = DeviceTimers()
+    connected = partial(_connect_engines, devices, Announcer(ctx.report), start_timeout_s=config.ray.timeout_s)
+    engines = _own(ctx.roles.engines, ctx.rank, ctx.world_size)
+    judges = _own(ctx.roles.judges, ctx.rank, ctx.world_size)
+    in_turns = config.placement.strategy == "colocated"
+    async with AsyncExitStack() as to_close:
+        judge = None
+        if judges:
+            judge = await connected("judge", judges, device="engine" if in_turns else None)
+            to_close.push_async_callback(judge.close)
+            if in_turns:
+                await judge.sleep()
+        policy = await connected("engine", engines)
+        to_close.push_async_callback(policy.close)
+        if in_turns and judge is not None:
+            await policy.wake()
+            policy, judge = TimeSharedEngines([policy, judge]).engines
+        own = ControllerServices(policy=policy, judge=judge, devices=devices, num_engines=len(engines))
         await run_controller(job, ctx, own, RemoteRecorder[Any](ctx.report))
+
+
+def _own(engines: Sequence[EngineHandle], rank: int, world_size: int) -> dict[int, EngineHandle]:
+    """Return every ``world_size``-th engine by its number; if there are fewer, several controllers share one."""
+    return dict(list(enumerate(engines))[rank % len(engines) :: world_size]) if engines else {}
+
+
+async def _connect_engines(
+    devices: DeviceTimers,
+    announce: Callable[[str], None],
+    role: ActorRole,
+    actors: Mapping[int, EngineHandle],
+    *,
+    device: Literal["engine"] | None = None,
+    start_timeout_s: float,
+) -> Engine[Any, Any]:
+    """Return the engines of some actors as one; it connects again to one that died, after Ray has restarted it."""
+    instrumentation = Instrumentation(role=role, devices=devices, device=device)
+
+    async def connect(number: int) -> Engine[Any, Any]:
+        engine = await RayEngine.connect(actors[number], start_timeout_s=start_timeout_s)
+        return instrumentation.instrument(engine, number)
+
+    clients = await asyncio.gather(*map(connect, actors))
+    of_client = {id(client): number for client, number in zip(clients, actors, strict=True)}
+    replaced: set[int] = set()
+
+    async def reconnect() -> Engine[Any, Any]:
+        alive = {id(engine) for engine in replicas.engines}
+        dead = next(client for client in of_client if client not in alive | replaced)
+        replaced.add(dead)
+        try:
+            client = await connect(of_client[dead])
+        except BaseException:
+            replaced.discard(dead)
+            raise
+        of_client[id(client)] = of_client[dead]
+        clients.append(client)
+        return client
+
+    newest = max(client.weight_version for client in clients)
+    replicas = EngineReplicas([c for c in clients if c.weight_version == newest], restart=reconnect, announce=announce)
+    for client in clients:
+        # Engines that an earlier job has left with older weights.
+        if client.weight_version < newest:
+            await replicas.add(client)
+    return replicas

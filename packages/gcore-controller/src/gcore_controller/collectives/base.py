@@ -1,27 +1,210 @@
-"""Collectives over Python objects: the protocol, and the checks that all runtimes share.
+"""Collectives over Python objects: the protocol, and the checks and the log of calls that all runtimes share.
 
 Controllers exchange small objects and references here; bulk bytes travel between the roles that make and use them.
 """
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
 from functools import reduce
 from numbers import Integral, Real
 from operator import add, index, itemgetter
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from gcore_controller.collectives.call_log import CallLog, CollectiveCall
-from gcore_controller.errors import CollectiveAbandonedError, ControllerError
+from gcore_controller.errors import (
+    CollectiveAbandonedError,
+    CollectiveMismatchError,
+    ConcurrentCollectivesError,
+    ControllerError,
+)
 
 T = TypeVar("T")
 
 _LARGEST_EXACT = 2**53
+_SAME_CALLS = "every controller must make the same calls in the same order"
 
 
-class Collectives(Protocol):
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One controller's part in one collective."""
+
+    channel: str
+    sequence: int
+    """Number of the collective on its channel, from 0."""
+    op: str
+    """The operation, with the arguments that must be the same on every rank."""
+
+    def __str__(self) -> str:
+        return f"{self.op} ({self.place})"
+
+    @property
+    def place(self) -> str:
+        return f"collective {self.sequence}" + (f" on channel {self.channel!r}" if self.channel else "")
+
+
+@dataclass
+class _Channel:
+    """State of one channel on one rank."""
+
+    num_calls: int = 0
+    current: CollectiveCall | None = None
+    abandoned: CollectiveCall | None = None
+    error: ControllerError | None = None
+
+
+class CallLog:
+    """The calls of one rank on all channels; its owner updates ``returned``, those of ranks that have returned."""
+
+    def __init__(self, rank: int, returned: Mapping[int, Mapping[str, int]]) -> None:
+        self._rank = rank
+        self._returned = returned
+        self._channels: dict[str, _Channel] = {}
+        self._is_closed = False
+
+    @property
+    def num_calls(self) -> dict[str, int]:
+        """Collectives called so far, by channel."""
+        return {name: channel.num_calls for name, channel in self._channels.items()}
+
+    @property
+    def waiting(self) -> tuple[CollectiveCall, ...]:
+        """Calls that have not returned."""
+        return tuple(channel.current for channel in self._channels.values() if channel.current is not None)
+
+    def whereabouts(self, stage: str | None) -> "Whereabouts":
+        """Return the collectives that the rank is in; the stage is that of its timer."""
+        return Whereabouts(stage, self.num_calls, self.waiting, has_returned=self._is_closed)
+
+    def close(self) -> None:
+        """Refuse further calls: the program has returned."""
+        self._is_closed = True
+
+    def check_open(self, op: str) -> None:
+        """Raise `CollectiveMismatchError` if the program has returned: the call comes from a task that it left."""
+        if self._is_closed:
+            raise CollectiveMismatchError(
+                f"rank {self._rank} called {op} after its program had returned: await or cancel tasks that use "
+                "collectives before the program returns"
+            )
+
+    def begin(self, channel_name: str, op: str) -> CollectiveCall:
+        """Count a call, unless it cannot complete, or the channel has failed before."""
+        self.check_open(op)
+        channel = self._channels.setdefault(channel_name, _Channel())
+        if channel.error is not None:
+            raise again(channel.error)
+        call = CollectiveCall(channel_name, channel.num_calls, op)
+        if channel.current is not None:
+            raise ConcurrentCollectivesError(
+                f"rank {self._rank} called {op} while its {channel.current} was in flight: a channel carries one "
+                "collective at a time; give each concurrent task a channel of its own with ctx.group.channel(name)"
+            )
+        if channel.abandoned is not None:
+            raise CollectiveAbandonedError(
+                f"rank {self._rank} called {call} after its {channel.abandoned} was cancelled, by a timeout or with "
+                "its task: its calls no longer correspond to those of the other ranks, so the channel cannot be used "
+                "any more; limit the whole run with timeout_s instead, or use a new channel on every rank"
+            )
+        if error := self.missing(call):
+            raise error
+        channel.num_calls += 1
+        channel.current = call
+        return call
+
+    def missing(self, call: CollectiveCall) -> CollectiveMismatchError | None:
+        """Return the error of a call that cannot complete because another rank's program has returned, if so."""
+        for rank, num_calls in self._returned.items():
+            if (count := num_calls.get(call.channel, 0)) <= call.sequence:
+                return CollectiveMismatchError(
+                    f"rank {self._rank} waits in {call} for rank {rank}, whose program has returned after {count} "
+                    f"collective{'s' * (count != 1)} on that channel; {_SAME_CALLS}"
+                )
+        return None
+
+    def end(self, call: CollectiveCall, *, abandoned: bool = False) -> None:
+        """Note that a call has returned, raised or, if ``abandoned``, was cancelled before its result is known."""
+        channel = self._channels[call.channel]
+        channel.current = None
+        if abandoned:
+            channel.abandoned = call
+
+    def fail(self, channel_name: str, error: ControllerError) -> None:
+        """Refuse further calls on a channel with this error, unless it has failed before."""
+        channel = self._channels.setdefault(channel_name, _Channel())
+        channel.error = channel.error or error
+
+    def has_failed(self, channel_name: str) -> bool:
+        return self._channels.get(channel_name, _Channel()).error is not None
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """The stage and the collectives that one controller is in; can be sent to other processes."""
+
+    stage: str | None
+    num_calls: Mapping[str, int]
+    waiting: tuple[CollectiveCall, ...]
+    has_returned: bool
+
+
+def describe(whereabouts: Mapping[int, Whereabouts | None]) -> str:
+    """Return in words where each controller is, and which ranks collectives wait for; None: it does not answer."""
+    stages: list[str] = []
+    waiting: dict[CollectiveCall, list[int]] = {}
+    for rank, where in whereabouts.items():
+        if where is None:
+            stages.append(f"controller {rank} does not answer")
+            continue
+        place = "has returned" if where.has_returned else f"in {where.stage or 'no stage'}"
+        stages.append(f"controller {rank} {place}")
+        for call in where.waiting:
+            waiting.setdefault(call, []).append(rank)
+    waits: list[str] = []
+    for call, present in waiting.items():
+        absent = [r for r, w in whereabouts.items() if w is None or w.num_calls.get(call.channel, 0) <= call.sequence]
+        waits.append(f"{_ranks(present)} in {call}" + (f" waiting for {_ranks(absent)}" if absent else ""))
+    return "; ".join([", ".join(stages), *waits])
+
+
+def _ranks(ranks: list[int]) -> str:
+    """Return ranks in words, consecutive ones as a range."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def mismatch(calls: Mapping[int, CollectiveCall]) -> CollectiveMismatchError:
+    """Return the error for ranks whose calls in the same collective differ."""
+    called = ", ".join(f"rank {rank} called {call.op}" for rank, call in sorted(calls.items()))
+    (place,) = {call.place for call in calls.values()}
+    return CollectiveMismatchError(f"{place}: {called}; {_SAME_CALLS}")
+
+
+def again(error: ControllerError) -> ControllerError:
+    """Return a copy of an error, to be raised once more with a traceback of its own."""
+    return type(error)(*error.args)
+
+
+class TicketCounters(Counter[str]):
+    """The next numbers of one rank's counters, by name."""
+
+    def take(self, count: int, counter: str, limit: int | None) -> range:
+        """See `Collectives.take_tickets`."""
+        start = self[counter]
+        self[counter] = start + count if limit is None else max(start, min(start + count, limit))
+        return range(start, self[counter])
+
+
+class Collectives(ABC):
     """Communication between the controllers, which must all make the same calls in the same order.
 
     A call returns when every controller has made it. Calls that differ raise `CollectiveMismatchError` on every rank
@@ -34,17 +217,29 @@ class Collectives(Protocol):
 
     Values belong to all ranks that receive them: in one process (runtimes inline and sim) objects are passed by
     reference, on Ray they are copied. Do not modify a value after it was sent or received.
+
+    This class makes all checks; subclasses exchange the values. All channels of a rank share its log.
     """
 
-    @property
-    def rank(self) -> int: ...
+    def __init__(self, rank: int, world_size: int, log: CallLog) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._log = log
+        self._channel = ""
 
-    @property
-    def world_size(self) -> int: ...
+    def channel(self, name: str) -> Self:
+        """Return the same controllers for a concurrent task: calls are ordered within a channel, not between channels.
+
+        All channels share the counters of tickets.
+        """
+        other = copy(self)
+        other._channel = name
+        return other
 
     async def all_gather(self, value: T) -> list[T]:
         """Return every controller's value, by rank."""
-        ...
+        with self._call("all_gather") as call:
+            return list(await self._gather(call, value, list))
 
     async def all_reduce(self, value: float) -> float:
         """Return the sum over all controllers as a float, added in rank order.
@@ -53,7 +248,9 @@ class Collectives(Protocol):
             TypeError: ``value`` is not a number; use `all_gather` for arrays.
             ValueError: ``value`` is an integer that a float cannot represent exactly.
         """
-        ...
+        own = _as_float(value)
+        with self._call("all_reduce") as call:
+            return await self._gather(call, own, _sum_in_order)
 
     async def broadcast(self, value: T | None, *, src: int = 0) -> T:
         """Return the value that rank ``src`` passed.
@@ -61,15 +258,21 @@ class Collectives(Protocol):
         Raises:
             ValueError: ``src`` is not a rank.
         """
-        ...
+        src = self._checked_rank("src", src)
+        with self._call(f"broadcast(src={src})") as call:
+            return await self._gather(call, value if self.rank == src else None, itemgetter(src))
 
     async def all_to_all(self, parts: Sequence[T]) -> list[T]:
         """Send ``parts[r]`` to rank r, and return what every rank has sent to this one, by rank."""
-        ...
+        if len(parts) != self.world_size:
+            raise ValueError(f"parts has {len(parts)} entries; expected {self.world_size}, one for each rank")
+        with self._call("all_to_all") as call:
+            return await self._exchange(call, parts)
 
     async def barrier(self) -> None:
         """Wait for every controller."""
-        ...
+        with self._call("barrier") as call:
+            await self._gather(call, None, list)
 
     async def take_tickets(self, count: int, *, counter: str = "", at: int = 0, limit: int | None = None) -> range:
         """Return the next ``count`` numbers of a counter that all controllers share; each number goes to one of them.
@@ -81,83 +284,6 @@ class Collectives(Protocol):
             at: the rank whose counter is used; every rank has counters of its own.
             limit: return only numbers below it, so there may be fewer; the next call continues after them.
         """
-        ...
-
-    def channel(self, name: str) -> "Collectives":
-        """Return the same controllers for a concurrent task: calls are ordered within a channel, not between channels.
-
-        All channels share the counters of tickets.
-        """
-        ...
-
-
-class TicketCounters:
-    """The counters of one rank, by name."""
-
-    def __init__(self) -> None:
-        self._next: dict[str, int] = {}
-
-    def take(self, count: int, counter: str, limit: int | None) -> range:
-        """See `Collectives.take_tickets`."""
-        start = self._next.get(counter, 0)
-        stop = start + count if limit is None else max(start, min(start + count, limit))
-        self._next[counter] = stop
-        return range(start, stop)
-
-
-class CheckedCollectives(ABC):
-    """Base of `Collectives` that does all checks; subclasses exchange the values.
-
-    Args:
-        rank: this rank.
-        world_size: number of controllers.
-        log: the calls of this rank, shared by all its channels.
-    """
-
-    def __init__(self, rank: int, world_size: int, log: CallLog) -> None:
-        self._rank = rank
-        self._world_size = world_size
-        self._log = log
-        self._channel = ""
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
-
-    def channel(self, name: str) -> Self:
-        other = copy(self)
-        other._channel = name
-        return other
-
-    async def all_gather(self, value: T) -> list[T]:
-        with self._call("all_gather") as call:
-            return list(await self._gather(call, value, _as_they_are))
-
-    async def all_reduce(self, value: float) -> float:
-        own = _as_float(value)
-        with self._call("all_reduce") as call:
-            return await self._gather(call, own, _sum_in_order)
-
-    async def broadcast(self, value: T | None, *, src: int = 0) -> T:
-        src = self._checked_rank("src", src)
-        with self._call(f"broadcast(src={src})") as call:
-            return await self._gather(call, value if self._rank == src else None, itemgetter(src))
-
-    async def all_to_all(self, parts: Sequence[T]) -> list[T]:
-        if len(parts) != self._world_size:
-            raise ValueError(f"parts has {len(parts)} entries; expected {self._world_size}, one for each rank")
-        with self._call("all_to_all") as call:
-            return await self._exchange(call, parts)
-
-    async def barrier(self) -> None:
-        with self._call("barrier") as call:
-            await self._gather(call, None, _as_they_are)
-
-    async def take_tickets(self, count: int, *, counter: str = "", at: int = 0, limit: int | None = None) -> range:
         if count < 0:
             raise ValueError(f"count is {count}; expected 0 or more")
         at = self._checked_rank("at", at)
@@ -170,8 +296,7 @@ class CheckedCollectives(ABC):
         try:
             call = self._log.begin(self._channel, op)
         except CollectiveAbandonedError as error:
-            if not self._log.has_failed(self._channel):
-                self._fail_everywhere(self._channel, error)
+            self._fail_once(error)
             raise
         abandoned = False
         try:
@@ -180,20 +305,23 @@ class CheckedCollectives(ABC):
             abandoned = True
             raise
         except ControllerError as error:
-            if not self._log.has_failed(self._channel):
-                self._fail_everywhere(self._channel, error)
+            self._fail_once(error)
             raise
         except Exception as error:
-            what = f"rank {self._rank} called a collective after its {call} had failed: {error!r:.300}"
+            what = f"rank {self.rank} called a collective after its {call} had failed: {error!r:.300}"
             self._fail(self._channel, CollectiveAbandonedError(what))
             raise
         finally:
             self._log.end(call, abandoned=abandoned)
 
+    def _fail_once(self, error: ControllerError) -> None:
+        if not self._log.has_failed(self._channel):
+            self._fail_everywhere(self._channel, error)
+
     def _checked_rank(self, name: str, value: int) -> int:
         rank = index(value)
-        if not 0 <= rank < self._world_size:
-            raise ValueError(f"{name} is {rank}; expected a rank from 0 to {self._world_size - 1}")
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"{name} is {rank}; expected a rank from 0 to {self.world_size - 1}")
         return rank
 
     @abstractmethod
@@ -207,17 +335,13 @@ class CheckedCollectives(ABC):
     @abstractmethod
     async def _take_tickets(self, count: int, counter: str, at: int, limit: int | None) -> range: ...
 
-    @abstractmethod
     def _fail(self, channel: str, error: ControllerError) -> None:
         """Make this rank's calls on a channel raise an error, those in flight and later ones."""
+        self._log.fail(channel, error)
 
     @abstractmethod
     def _fail_everywhere(self, channel: str, error: ControllerError) -> None:
         """Make the calls of all ranks on a channel raise an error, those in flight and later ones."""
-
-
-def _as_they_are(values: list[Any]) -> list[Any]:
-    return values
 
 
 def _sum_in_order(values: list[float]) -> float:

@@ -4,15 +4,13 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from gcore_controller.collectives.base import CheckedCollectives
-from gcore_controller.collectives.call_log import CallLog, CollectiveCall, Whereabouts, again, mismatch
+from gcore_controller.collectives.base import CallLog, CollectiveCall, Collectives, Whereabouts, again, mismatch
 from gcore_controller.errors import ControllerError, UnpicklableValueError
 
 T = TypeVar("T")
-
-TakeTickets = Callable[[int, int, str, int | None], Awaitable[range]]
 
 
 @dataclass(frozen=True)
@@ -52,29 +50,26 @@ class _Box:
     def __init__(self) -> None:
         self.call: CollectiveCall | None = None
         """This rank's own, once it has been made."""
-        self._places: dict[tuple[int, int], asyncio.Future[Part]] = {}
+        self.places: dict[tuple[int, int], asyncio.Future[Part]] = {}
         self._error: ControllerError | None = None
 
     def place(self, src: int, hop: int) -> "asyncio.Future[Part]":
-        if (src, hop) not in self._places:
-            self._places[src, hop] = asyncio.get_running_loop().create_future()
+        if (src, hop) not in self.places:
+            self.places[src, hop] = asyncio.get_running_loop().create_future()
             if self._error is not None:
                 self.fail(self._error)
-        return self._places[src, hop]
-
-    def arrived(self) -> list[Part]:
-        return [place.result() for place in self._places.values() if place.done()]
+        return self.places[src, hop]
 
     def fail(self, error: ControllerError) -> None:
         self._error = error
-        for place in self._places.values():
+        for place in self.places.values():
             if not place.done():
                 place.set_exception(again(error))
                 # The call that waits here may have been cancelled.
                 place.exception()
 
 
-class PeerCollectives(CheckedCollectives):
+class PeerCollectives(Collectives):
     """One controller's end of `Collectives` over messages.
 
     Values travel by dissemination (Bruck et al., IEEE TPDS 8(11), 1997) in ceil(log2(N)) hops, those of a broadcast
@@ -93,7 +88,7 @@ class PeerCollectives(CheckedCollectives):
         world_size: int,
         *,
         send: Callable[[int, Message], Awaitable[None]],
-        take_tickets: TakeTickets,
+        take_tickets: Callable[[int, int, str, int | None], Awaitable[range]],
     ) -> None:
         self._returned: dict[int, Mapping[str, int]] = {}
         super().__init__(rank, world_size, CallLog(rank, self._returned))
@@ -126,10 +121,11 @@ class PeerCollectives(CheckedCollectives):
             all(count <= num_calls.get(channel, 0) for channel, count in known.items())
             for known in self._returned.values()
         ):
-            self._notify_all(Returned(self._rank, num_calls))
+            self._notify_all(Returned(self.rank, num_calls))
 
-    def whereabouts(self) -> Whereabouts:
-        return self._log.whereabouts
+    def whereabouts(self, stage: str | None) -> Whereabouts:
+        """See `CallLog.whereabouts`."""
+        return self._log.whereabouts(stage)
 
     async def close(self) -> None:
         """Cancel the calls in flight, and refuse further ones."""
@@ -145,25 +141,28 @@ class PeerCollectives(CheckedCollectives):
         box = self._box(part.call)
         if box.call is not None and box.call.op != part.call.op:
             # After programs have diverged, the awaited parts may never come.
-            error = mismatch({self._rank: box.call, part.src: part.call})
+            error = mismatch({self.rank: box.call, part.src: part.call})
             self._fail_everywhere(part.call.channel, error, since=part.call.sequence)
             return
         box.place(part.src, part.hop).set_result(part)
 
     async def _gather(self, call: CollectiveCall, value: Any, combine: Callable[[list[Any]], T]) -> T:
-        self._open(call)
-        return combine(await self._to_the_end(call, self._disseminate(call, value)))
+        return combine(await self._to_the_end(call, partial(self._disseminate, call, value)))
 
     async def _exchange(self, call: CollectiveCall, parts: Sequence[T]) -> list[T]:
-        self._open(call)
-        return await self._to_the_end(call, self._send_parts(call, parts))
+        return await self._to_the_end(call, partial(self._send_parts, call, parts))
 
     async def _take_tickets(self, count: int, counter: str, at: int, limit: int | None) -> range:
         return await self._tickets_of(at, count, counter, limit)
 
-    async def _to_the_end(self, call: CollectiveCall, exchange: Coroutine[Any, Any, T]) -> T:
+    async def _to_the_end(self, call: CollectiveCall, exchange: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Complete a collective for the sake of the other ranks even if the caller is cancelled."""
-        task = self._in_background(exchange)
+        box = self._box(call)
+        box.call = call
+        for part in [place.result() for place in box.places.values() if place.done()]:
+            if part.call.op != call.op:
+                raise mismatch({self.rank: call, part.src: part.call})
+        task = self._in_background(exchange())
         task.add_done_callback(lambda _: self._boxes.pop((call.channel, call.sequence), None))
         return await asyncio.shield(task)
 
@@ -176,49 +175,37 @@ class PeerCollectives(CheckedCollectives):
         return task
 
     async def _disseminate(self, call: CollectiveCall, value: Any) -> list[Any]:
-        size = self._world_size
+        size = self.world_size
         # Of this rank and those after it: twice as many with each hop.
         known = [value]
         while (distance := len(known)) < size:
             count = min(distance, size - distance)
             _, further = await asyncio.gather(
-                self._send(call, (self._rank - distance) % size, known[:count], hop=distance),
-                self._receive(call, (self._rank + distance) % size, hop=distance),
+                self._send(call, (self.rank - distance) % size, known[:count], hop=distance),
+                self._receive(call, (self.rank + distance) % size, hop=distance),
             )
             known += further
-        return [known[(rank - self._rank) % size] for rank in range(size)]
+        return [known[(rank - self.rank) % size] for rank in range(size)]
 
     async def _send_parts(self, call: CollectiveCall, parts: Sequence[Any]) -> list[Any]:
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
         sends = [self._send(call, rank, parts[rank]) for rank in others]
         receives = [self._receive(call, rank) for rank in others]
         received: list[Any] = (await asyncio.gather(*sends, *receives))[len(others) :]
-        by_rank = dict(zip(others, received, strict=True)) | {self._rank: parts[self._rank]}
-        return [by_rank[rank] for rank in range(self._world_size)]
+        by_rank = dict(zip(others, received, strict=True)) | {self.rank: parts[self.rank]}
+        return [by_rank[rank] for rank in range(self.world_size)]
 
     async def _send(self, call: CollectiveCall, rank: int, payload: Any, *, hop: int = 0) -> None:
         try:
-            await self._transport(rank, Part(call, self._rank, hop, payload))
+            await self._transport(rank, Part(call, self.rank, hop, payload))
         except UnpicklableValueError as error:
             raise UnpicklableValueError(
-                f"rank {self._rank} called {call} with a value that cannot be sent to another process: {error}; "
+                f"rank {self.rank} called {call} with a value that cannot be sent to another process: {error}; "
                 "pass plain data, or a reference made by ctx.put"
             ) from error
 
     async def _receive(self, call: CollectiveCall, src: int, *, hop: int = 0) -> Any:
         return (await self._box(call).place(src, hop)).payload
-
-    def _open(self, call: CollectiveCall) -> None:
-        """Note this rank's own call.
-
-        Raises:
-            CollectiveMismatchError: another rank has called a different operation before.
-        """
-        box = self._box(call)
-        box.call = call
-        for part in box.arrived():
-            if part.call.op != call.op:
-                raise mismatch({self._rank: call, part.src: part.call})
 
     def _box(self, call: CollectiveCall) -> _Box:
         return self._boxes.setdefault((call.channel, call.sequence), _Box())
@@ -227,24 +214,23 @@ class PeerCollectives(CheckedCollectives):
         if self._log.has_failed(channel):
             return
         self._log.fail(channel, error)
-        first = self._failed_since[channel] = self._last_sequence(channel) if since is None else since
+        if since is None:
+            # This rank's last call.
+            since = max(0, self._log.num_calls.get(channel, 0) - 1)
+        self._failed_since[channel] = since
         for (name, sequence), box in self._boxes.items():
-            if name == channel and sequence >= first:
+            if name == channel and sequence >= since:
                 box.fail(error)
 
     def _fail_everywhere(self, channel: str, error: ControllerError, *, since: int | None = None) -> None:
         self._fail(channel, error, since=since)
         self._notify_all(Failed(channel, error, self._failed_since[channel]))
 
-    def _last_sequence(self, channel: str) -> int:
-        """Return the number of this rank's last call on a channel."""
-        return max(0, self._log.num_calls.get(channel, 0) - 1)
-
     def _notify_all(self, message: Message) -> None:
         async def notify(rank: int) -> None:
             # A rank that cannot be reached has died, which the runtime reports.
             await asyncio.gather(self._transport(rank, message), return_exceptions=True)
 
-        for rank in range(self._world_size):
-            if rank != self._rank:
+        for rank in range(self.world_size):
+            if rank != self.rank:
                 self._in_background(notify(rank))

@@ -1,33 +1,84 @@
-"""The protocol between the RLHF loop and an app: what is sampled, how it is scored, and how it is trained."""
+"""The protocol between the RLHF loop and an app: its settings, what is sampled, how it is scored, how it is trained."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from gcore_controller.context import Context
-from gcore_controller.devices import DeviceTimers
-from gcore_controller.rlhf.config import State
-from gcore_controller.rlhf.reward_failures import FailureLog
-from gcore_controller.stages import Span
+from gcore_controller.context import Context, DeviceTimers, Span
+from gcore_controller.trainer_group import PolicyEngine, PolicyTrainer, State
+
+Schedule = Literal["sync", "one_step_off", "async"]
+
+RewardCalls = tuple[int, list[Any]]
+"""The number of reward calls in some period, and the failures: dataclasses with ``kind``, ``message`` and ``count``."""
 
 
-class Policy(Protocol):
-    """The generation engine, as far as the loop uses it."""
+@dataclass(frozen=True, kw_only=True)
+class RLHFConfig:
+    """Settings of the loop that do not depend on what is trained."""
+
+    total_steps: int
+    train_batch_size: int
+    """Groups per step over all controllers."""
+    test_freq: int
+    """Steps between evaluations; the last step is evaluated, too."""
+    schedule: Schedule = "sync"
+    filter_groups: bool = False
+    """Drop groups without a learning signal and sample other prompts in their place."""
+    max_num_gen_batches: int = 1
+    """Most waves of sampling per step, with ``filter_groups``."""
+    partial_rollout: bool = False
+    """Stop sampling when enough groups are complete, and continue the others in the next step."""
+    over_sample_rate: float = 0.0
+    """Additional prompts started with ``partial_rollout``, as a fraction of those needed."""
+    max_staleness: int = 1
+    """Oldest weights that a trained token may come from, in weight versions, where they may be older at all."""
+    shuffle_seed: int = 0
+    num_workers: int = 0
+    """Threads that read prompts ahead."""
+    max_failed_share: float = 1.0
+    """Largest fraction of failed reward calls that a run tolerates."""
 
     @property
-    def weight_version(self) -> int: ...
+    def is_on_policy(self) -> bool:
+        """True if every trained token must come from the present weights."""
+        return self.schedule == "sync" and not self.partial_rollout
+
+    def is_evaluation_due(self, step: int) -> bool:
+        """Return whether the policy is evaluated after this step."""
+        return step % self.test_freq == 0 or step == self.total_steps
 
 
-class TrainerClient(Protocol):
-    """The models in training, as far as the loop uses them; every controller makes the same calls."""
+class RunStart(Protocol):
+    """The point that a run starts or resumes from."""
 
-    async def update_policy(self, policy: Any, *, version: int) -> None:
-        """Give every controller's ``policy`` the present weights, at least as this version."""
+    @property
+    def first_step(self) -> int:
+        """Steps completed before."""
         ...
 
-    async def check_policy(self, policy: Any) -> None:
-        """Compare every tensor of every controller's ``policy`` with the present weights, and raise if one differs."""
+    @property
+    def is_evaluated(self) -> bool:
+        """True if the evaluation after these steps is recorded already, or none is due."""
+        ...
+
+    @property
+    def controllers(self) -> Sequence[State] | None:
+        """The controllers' states to resume from, by rank; None: the run starts from scratch."""
+        ...
+
+    @property
+    def is_policy_behind(self) -> bool:
+        """True if the engines lack the trained models' present weights."""
+        ...
+
+
+class FailureLog(Protocol):
+    """Counts the calls of one reward."""
+
+    def drain(self) -> RewardCalls:
+        """Return the calls since this method was called last."""
         ...
 
 
@@ -35,10 +86,10 @@ class RLHFRoles(Protocol):
     """The role services that the loop needs; a modality's own roles have more."""
 
     @property
-    def policy(self) -> Policy: ...
+    def policy(self) -> PolicyEngine: ...
 
     @property
-    def learner(self) -> TrainerClient: ...
+    def learner(self) -> PolicyTrainer: ...
 
     @property
     def devices(self) -> DeviceTimers: ...
@@ -49,13 +100,17 @@ class RLHFRoles(Protocol):
         ...
 
 
-class Group(Protocol):
-    """The scored samples of one prompt."""
+class Indexed(Protocol):
+    """Samples of one prompt."""
 
     @property
     def prompt_index(self) -> int:
-        """Position of the prompt in the run's global order."""
+        """Position of the prompt in the global order, unique in the run."""
         ...
+
+
+class Group(Indexed, Protocol):
+    """The scored samples of one prompt."""
 
     @property
     def oldest_version(self) -> int:
@@ -72,11 +127,8 @@ class Group(Protocol):
         ...
 
 
-class UnfinishedGroup(Protocol):
+class UnfinishedGroup(Indexed, Protocol):
     """A group some of whose samples were cut short, to be continued in a later step."""
-
-    @property
-    def prompt_index(self) -> int: ...
 
     @property
     def oldest_version(self) -> int | None:
@@ -158,8 +210,8 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
     throughput_of: str = ""
     """Metric that ``perf/throughput`` reports per second."""
     is_always_on_policy: bool = False
-    """Whether all samples come from the present weights, and none is dropped or left unfinished: the metrics of these
-    are left out."""
+    """Whether all samples come from the present weights, and none is dropped or left unfinished; metrics say nothing of
+    these then."""
 
     @property
     @abstractmethod
@@ -189,11 +241,7 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         raise NotImplementedError(f"{type(self).__name__} does not support partial rollout")
 
     async def sampled_part(self, ctx: Context[RolesT], groups: Sequence[GroupT]) -> Any:
-        """Return this controller's part of `sampled_metrics`.
-
-        Args:
-            groups: everything that this controller sampled for a batch, kept or not.
-        """
+        """Return this controller's part of `sampled_metrics`: of all that it sampled for a batch, kept or not."""
         del ctx, groups
 
     def sampled_metrics(self, parts: Sequence[Any]) -> dict[str, float]:
@@ -206,23 +254,17 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         return [1.0] * len(groups)
 
     def balance(self, costs: list[float], num_parts: int) -> Sequence[Sequence[int]]:
-        """Divide groups among the controllers before training: by default in turn, whatever they cost.
+        """Return the indices of each controller's groups for training: by default in turn, whatever they cost.
 
         Args:
             costs: of the groups of all controllers, ordered by prompt index.
             num_parts: the number of controllers.
-
-        Returns:
-            The indices of each part.
         """
         return [range(part, len(costs), num_parts) for part in range(num_parts)]
 
     @abstractmethod
     async def prepare(self, ctx: Context[RolesT], step: int, batch: TrainingBatch[GroupT]) -> Prepared[UpdateT]:
-        """Compute what the losses need, such as advantages, and divide this controller's groups into updates.
-
-        The metric `Modality.HAS_SIGNAL` is among those returned.
-        """
+        """Compute what the losses need, such as advantages, and `HAS_SIGNAL`; divide the groups into updates."""
 
     @abstractmethod
     async def update(self, ctx: Context[RolesT], step: int, update: UpdateT) -> dict[str, float]:

@@ -1,20 +1,16 @@
-"""Backends: a run's role services and its controllers, on which jobs run and which replace what dies."""
+"""Backends, on which jobs run and which replace what dies; the numbers of a run's processes, and their settings."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeVar
 
-from gcore_controller.context import Context, Program, RolesT
-from gcore_controller.rlhf.recorder import Recorder
-from gcore_controller.runtimes.inline import run_inline
-from gcore_controller.stages import StageTimer
 from gcore_controller.trainer_group import TrainerGroup
 
-JobT = TypeVar("JobT")
+if TYPE_CHECKING:
+    from gcore_controller.rlhf.step import Recorder
+
 JobT_contra = TypeVar("JobT_contra", contravariant=True)
-ConfigT = TypeVar("ConfigT")
 ConfigT_co = TypeVar("ConfigT_co", covariant=True)
-EvaluationT = TypeVar("EvaluationT")
 EvaluationT_co = TypeVar("EvaluationT_co", covariant=True)
 
 
@@ -48,91 +44,107 @@ class Backend(Protocol[JobT_contra, ConfigT_co, EvaluationT_co]):
         """Which of the settings' sizes there is no capacity for, in a line; empty if there is capacity for all."""
         ...
 
-    async def run(self, job: JobT_contra, recorder: Recorder[EvaluationT_co]) -> None:
+    async def run(self, job: JobT_contra, recorder: "Recorder[EvaluationT_co]") -> None:
         """Run a job's program on every controller."""
-        ...
 
     def stages(self) -> Sequence[str | None]:
         """Return the stage that each controller is in, or was lately."""
         ...
 
     async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
-        """Replace what a job that ended with this error has lost.
+        """Replace what a job that ended with this error has lost, or raise it if that cannot be replaced.
 
         Args:
             error: what the job ended with.
-            keeps_models: the models in training are intact; otherwise they are reset to those that the run started
-                with.
-
-        Raises:
-            Exception: the error itself, if nothing died that can be replaced.
+            keeps_models: the models in training are intact; else they are reset to those that the run started with.
         """
         ...
 
     async def close(self) -> None:
         """End all services, including the trainer group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The number of processes of each role."""
+
+    controllers: int
+    engines: int
+    judges: int = 0
+    ranks: int
+    in_turns: bool = False
+    """Each engine shares its device with a judge, and one of the two is awake."""
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of all roles together."""
+        return self.controllers + self.engines + self.judges + self.ranks
+
+    @property
+    def num_engine_devices(self) -> int:
+        """Devices of engines and judges."""
+        return self.engines if self.in_turns else self.engines + self.judges
+
+    def __str__(self) -> str:
+        parts = [(self.controllers, "controller"), (self.engines, "engine"), (self.judges, "judge")]
+        names = [f"{count} {name}{'s' * (count > 1)}" for count, name in parts if count]
+        return f"{', '.join(names)} and {self.ranks} training rank{'s' * (self.ranks > 1)}"
+
+
+class RaySettings(Protocol):
+    """Settings of a Ray cluster, and what each process of a run reserves there."""
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the head; empty: what RAY_ADDRESS names, or a new cluster on this machine."""
+        ...
+
+    @property
+    def cpus_per_process(self) -> float: ...
+
+    @property
+    def gpus_per_engine(self) -> float: ...
+
+    @property
+    def gpus_per_rank(self) -> float: ...
+
+    @property
+    def elastic(self) -> bool:
+        """True if the run adapts its size to the capacity of the cluster."""
+        ...
+
+    @property
+    def timeout_s(self) -> float:
+        """Longest time for the processes of a role to start, in seconds."""
         ...
 
 
-class InlineBackend(Generic[JobT, ConfigT, RolesT, EvaluationT]):
-    """A `Backend` whose controllers, and what they share, belong to this process.
+class SizedConfig(Protocol):
+    """Settings of a run, as far as its processes go."""
 
-    Args:
-        config: the run's.
-        roles: services that the controllers share.
-        world_size: number of controllers.
-        learner: the models in training.
-        program: of a job, whose events go to a recorder.
-        close: ends the services other than the trainer group.
+    @property
+    def ray(self) -> RaySettings: ...
 
-    Attributes:
-        config: See `Backend.config`.
-        learner: See `Backend.learner`.
-        shortfall: See `Backend.shortfall`; this process has capacity for everything.
-    """
+    @property
+    def device(self) -> str:
+        """Type of the devices of engines and ranks, as torch names it."""
+        ...
 
-    shortfall = ""
+    @property
+    def threads(self) -> int:
+        """Threads of torch that the processes of a role share."""
+        ...
 
-    def __init__(
-        self,
-        config: ConfigT,
-        *,
-        roles: RolesT,
-        world_size: int,
-        learner: TrainerGroup,
-        program: Callable[[JobT, Recorder[EvaluationT]], Program[RolesT, None]],
-        close: Callable[[], Awaitable[Any]],
-    ) -> None:
-        self.config = config
-        self.learner = learner
-        self._roles = roles
-        self._world_size = world_size
-        self._program = program
-        self._close = close
-        self._timers: dict[int, StageTimer] = {}
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes that the settings ask for."""
+        ...
 
-    async def run(self, job: JobT, recorder: Recorder[EvaluationT]) -> None:
-        """See `Backend.run`."""
-        program = self._program(job, recorder)
+    @property
+    def rank_unit(self) -> int:
+        """Number whose multiples the number of training ranks can be."""
+        ...
 
-        async def observed(ctx: Context[RolesT]) -> None:
-            self._timers[ctx.rank] = ctx.timer
-            await program(ctx)
-
-        await run_inline(observed, roles=self._roles, world_size=self._world_size)
-
-    def stages(self) -> Sequence[str | None]:
-        """See `Backend.stages`."""
-        return [timer.current for _, timer in sorted(self._timers.items())]
-
-    async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
-        """See `Backend.recover`; replicas of engines are replaced while the program runs, and nothing else is."""
-        del keeps_models
-        raise error
-
-    async def close(self) -> None:
-        """See `Backend.close`."""
-        try:
-            self.learner.close()
-        finally:
-            await self._close()
+    def with_sizes(self, sizes: Sizes) -> Self:
+        """Return the same settings for other sizes."""
+        ...

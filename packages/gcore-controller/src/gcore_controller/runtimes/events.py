@@ -1,36 +1,36 @@
-"""The events of a run, which controllers report to the process that records them."""
+"""The events of a run, which controllers report to the process that records them.
+
+All but `Announced` are calls of a `Recorder`, whose methods have the same names and arguments.
+"""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic
 
-from gcore_controller.rlhf.recorder import Recorder
-from gcore_controller.stages import Span
+from gcore_controller.context import Span
+from gcore_controller.rlhf.modality import EvaluationT
 
-EvaluationT = TypeVar("EvaluationT")
+if TYPE_CHECKING:
+    from gcore_controller.rlhf.step import Recorder
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """See `Recorder.evaluated`."""
-
     step: int
     evaluation: Any
 
 
 @dataclass(frozen=True)
 class Updating:
-    """See `Recorder.updating`."""
+    """The models are between two steps from here on."""
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """See `Recorder.stepped`."""
-
     step: int
     metrics: dict[str, float]
     spans: list[list[Span]]
@@ -39,16 +39,12 @@ class Stepped:
 
 @dataclass(frozen=True)
 class RewardsFailed:
-    """See `Recorder.rewards_failed`."""
-
     step: int
     failures: list[Any]
 
 
 @dataclass(frozen=True)
 class Reached:
-    """See `Recorder.reached`."""
-
     step: int
     controllers: list[dict[str, Any]]
 
@@ -64,19 +60,19 @@ Event = Evaluated | Updating | Stepped | RewardsFailed | Reached | Announced
 SendEvent = Callable[[Event], Awaitable[None]]
 
 
-async def record(recorder: Recorder[Any], event: Event) -> None:
+async def record(recorder: "Recorder[Any]", event: Event) -> None:
     """Call a recorder with an event; announcements are not recorded."""
     match event:
-        case Evaluated():
-            await recorder.evaluated(event.step, event.evaluation)
+        case Evaluated(step, evaluation):
+            await recorder.evaluated(step, evaluation)
         case Updating():
             await recorder.updating()
-        case Stepped():
-            await recorder.stepped(event.step, event.metrics, event.spans, event.devices)
-        case RewardsFailed():
-            await recorder.rewards_failed(event.step, event.failures)
-        case Reached():
-            await recorder.reached(event.step, event.controllers)
+        case Stepped(step, metrics, spans, devices):
+            await recorder.stepped(step, metrics, spans, devices)
+        case RewardsFailed(step, failures):
+            await recorder.rewards_failed(step, failures)
+        case Reached(step, controllers):
+            await recorder.reached(step, controllers)
         case Announced():
             pass
 
@@ -88,25 +84,20 @@ class RemoteRecorder(Generic[EvaluationT]):
         self._send = send
 
     async def evaluated(self, step: int, evaluation: EvaluationT) -> None:
-        """See `Recorder.evaluated`."""
         await self._send(Evaluated(step, evaluation))
 
     async def updating(self) -> None:
-        """See `Recorder.updating`."""
         await self._send(Updating())
 
     async def stepped(
         self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
     ) -> None:
-        """See `Recorder.stepped`."""
         await self._send(Stepped(step, metrics, spans, devices))
 
     async def rewards_failed(self, step: int, failures: list[Any]) -> None:
-        """See `Recorder.rewards_failed`."""
         await self._send(RewardsFailed(step, failures))
 
     async def reached(self, step: int, controllers: list[dict[str, Any]]) -> None:
-        """See `Recorder.reached`."""
         await self._send(Reached(step, controllers))
 
 

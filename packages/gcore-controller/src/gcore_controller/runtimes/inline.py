@@ -1,15 +1,147 @@
-"""The `inline` runtime: every controller is a task of one event loop, in this process."""
+"""The `inline` runtime: controllers are tasks of one event loop, and share services and a trainer group."""
 
 import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Generic
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from gcore_controller.collectives.call_log import describe
-from gcore_controller.collectives.inline import InlineCollectives, InlineGroup
-from gcore_controller.context import Context, Program, Reported, ResultT, RolesT, refuse_report
-from gcore_controller.errors import DeadlineError
-from gcore_controller.runtimes.programs import run_program
-from gcore_controller.stages import StageTimer
+from gcore_controller.collectives.base import (
+    CallLog,
+    CollectiveCall,
+    Collectives,
+    TicketCounters,
+    again,
+    describe,
+    mismatch,
+)
+from gcore_controller.context import (
+    Context,
+    DeviceTimers,
+    Program,
+    Reported,
+    ResultT,
+    RolesT,
+    StageTimer,
+    rank_name,
+    refuse_report,
+    run_program,
+)
+from gcore_controller.errors import ControllerError, DeadlineError
+from gcore_controller.runtimes.backend import Recovery
+from gcore_controller.trainer_group import (
+    BatchT,
+    PolicyEngine,
+    SharedTrainerGroup,
+    TrainerGroup,
+    TrainerWorker,
+    Weights,
+    check_weights,
+    digests_of,
+)
+
+if TYPE_CHECKING:
+    from gcore_controller.rlhf.step import Recorder
+
+T = TypeVar("T")
+JobT = TypeVar("JobT")
+ConfigT = TypeVar("ConfigT")
+EvaluationT = TypeVar("EvaluationT")
+OwnRolesT = TypeVar("OwnRolesT")
+
+
+@dataclass
+class _Round:
+    """One collective in flight: the values that have arrived, and the ranks that wait for the result."""
+
+    first_rank: int
+    call: CollectiveCall
+    values: list[Any]
+    waiting: "dict[int, asyncio.Future[Any]]" = field(default_factory=dict[int, "asyncio.Future[Any]"])
+
+
+class InlineGroup:
+    """The state that ``world_size`` controllers of one event loop share."""
+
+    def __init__(self, world_size: int) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size is {world_size}; expected at least 1")
+        self.world_size = world_size
+        self.tickets = [TicketCounters() for _ in range(world_size)]
+        self._rounds: dict[tuple[str, int], _Round] = {}
+        self._returned: dict[int, dict[str, int]] = {}
+        self.logs = [CallLog(rank, self._returned) for rank in range(world_size)]
+
+    async def meet(self, rank: int, call: CollectiveCall, value: Any, combine: Callable[[list[Any]], T]) -> T:
+        """Contribute ``value``, and return what ``combine`` makes of all values, by rank.
+
+        It is called once, by the last rank to arrive: among thousands of controllers, one sum for each would take long.
+        """
+        place = (call.channel, call.sequence)
+        current = self._rounds.get(place)
+        if current is None:
+            current = self._rounds[place] = _Round(rank, call, [None] * self.world_size)
+        if current.call.op != call.op:
+            raise mismatch({current.first_rank: current.call, rank: call})
+        current.values[rank] = value
+        if len(current.waiting) + 1 < self.world_size:
+            current.waiting[rank] = asyncio.get_running_loop().create_future()
+            return await current.waiting[rank]
+        del self._rounds[place]
+        result = combine(current.values)
+        for future in current.waiting.values():
+            if not future.done():
+                future.set_result(result)
+        return result
+
+    def fail(self, channel: str, error: ControllerError) -> None:
+        """Make the calls of all ranks on a channel raise an error, those in flight and later ones."""
+        for log in self.logs:
+            log.fail(channel, error)
+        for place in [place for place in self._rounds if place[0] == channel]:
+            for future in self._rounds.pop(place).waiting.values():
+                _raise_in(future, again(error))
+
+    def returned(self, rank: int) -> None:
+        """Note that a rank's program has returned; calls that would wait for it raise `CollectiveMismatchError`."""
+        self._returned[rank] = self.logs[rank].num_calls
+        self.logs[rank].close()
+        for place, current in list(self._rounds.items()):
+            if rank in current.waiting:
+                continue
+            del self._rounds[place]
+            for other, future in current.waiting.items():
+                if error := self.logs[other].missing(current.call):
+                    self.logs[other].fail(current.call.channel, error)
+                    _raise_in(future, error)
+
+
+def _raise_in(future: "asyncio.Future[Any]", error: Exception) -> None:
+    """Make a waiting call raise an error, unless it has been cancelled meanwhile."""
+    if not future.done():
+        future.set_exception(error)
+        future.exception()
+
+
+class InlineCollectives(Collectives):
+    """One controller's view of an `InlineGroup`; objects pass by reference."""
+
+    def __init__(self, group: InlineGroup, rank: int) -> None:
+        super().__init__(rank, group.world_size, group.logs[rank])
+        self._group = group
+
+    async def _gather(self, call: CollectiveCall, value: Any, combine: Callable[[list[Any]], T]) -> T:
+        return await self._group.meet(self.rank, call, value, combine)
+
+    async def _exchange(self, call: CollectiveCall, parts: Sequence[T]) -> list[T]:
+        sent: list[Sequence[T]] = await self._group.meet(self.rank, call, parts, list)
+        return [of_rank[self.rank] for of_rank in sent]
+
+    async def _take_tickets(self, count: int, counter: str, at: int, limit: int | None) -> range:
+        return self._group.tickets[at].take(count, counter, limit)
+
+    def _fail_everywhere(self, channel: str, error: ControllerError) -> None:
+        self._group.fail(channel, error)
 
 
 async def run_inline(
@@ -38,22 +170,23 @@ async def run_inline(
     return await InlineRun(program, roles=roles, world_size=world_size, reported=reported).run(timeout_s)
 
 
+@dataclass
 class InlineRun(Generic[RolesT, ResultT]):
-    """One run of a program in this process; see `run_inline`."""
+    """One run of a program in this process, see `run_inline`; ``timers`` are those of the controllers."""
 
-    def __init__(
-        self, program: Program[RolesT, ResultT], *, roles: RolesT, world_size: int, reported: Reported = refuse_report
-    ) -> None:
-        self._program = program
-        self._roles = roles
-        self._reported = reported
-        self._group = InlineGroup(world_size)
-        self._timers: list[StageTimer] = []
+    program: Program[RolesT, ResultT]
+    _: KW_ONLY
+    roles: RolesT
+    world_size: int
+    reported: Reported = refuse_report
+    timers: list[StageTimer] = field(default_factory=list[StageTimer], init=False)
 
-    async def run(self, timeout_s: float | None) -> list[ResultT]:
-        """See `run_inline`."""
+    def __post_init__(self) -> None:
+        self._group = InlineGroup(self.world_size)
+
+    async def run(self, timeout_s: float | None = None) -> list[ResultT]:
         loop = asyncio.get_running_loop()
-        self._timers = [StageTimer(loop.time) for _ in range(self._group.world_size)]
+        self.timers.extend(StageTimer(loop.time) for _ in range(self.world_size))
         running: list[asyncio.Task[ResultT]] = []
         overdue: list[str] = []
 
@@ -65,14 +198,14 @@ class InlineRun(Generic[RolesT, ResultT]):
         deadline = None if timeout_s is None else loop.call_later(timeout_s, end)
         try:
             async with asyncio.TaskGroup() as tasks:
-                running.extend(
-                    tasks.create_task(self._run_one(rank), name=f"controller-{rank}")
-                    for rank in range(self._group.world_size)
-                )
+                ranks = range(self.world_size)
+                running.extend(tasks.create_task(self._run_one(rank), name=f"controller-{rank}") for rank in ranks)
         except BaseExceptionGroup as errors:
             if not overdue:
                 first = errors.exceptions[0]
-                _note_rank(first, running)
+                for rank, task in enumerate(running):
+                    if len(running) > 1 and task.done() and not task.cancelled() and task.exception() is first:
+                        first.add_note(f"raised by controller {rank}")
                 raise first from None
         finally:
             if deadline is not None:
@@ -83,25 +216,178 @@ class InlineRun(Generic[RolesT, ResultT]):
 
     def whereabouts(self) -> str:
         """Describe where each controller is now."""
-        places = {rank: self._group.whereabouts(rank) for rank in range(self._group.world_size)}
-        return describe({rank: where.during(self._timers[rank].current) for rank, where in places.items()})
+        logs = enumerate(self._group.logs)
+        return describe({rank: log.whereabouts(self.timers[rank].current) for rank, log in logs})
 
     async def _run_one(self, rank: int) -> ResultT:
-        timer = self._timers[rank]
         context = Context(
             group=InlineCollectives(self._group, rank),
-            roles=self._roles,
-            timer=timer,
+            roles=self.roles,
+            timer=self.timers[rank],
             clock=asyncio.get_running_loop().time,
-            report=partial(self._reported, rank),
+            reported=self.reported,
         )
-        result = await run_program(self._program, context)
+        result = await run_program(self.program, context)
         self._group.returned(rank)
         return result
 
 
-def _note_rank(error: BaseException, running: "list[asyncio.Task[ResultT]]") -> None:
-    """Say which of several controllers an error comes from."""
-    for rank, task in enumerate(running):
-        if len(running) > 1 and task.done() and not task.cancelled() and task.exception() is error:
-            error.add_note(f"raised by controller {rank}")
+class InProcessTrainerGroup(Generic[BatchT]):
+    """A `SharedTrainerGroup` of one rank, in this process; ``in_thread`` computes while the event loop runs."""
+
+    def __init__(self, worker: TrainerWorker[BatchT], *, in_thread: bool = False) -> None:
+        self.save_pretrained = worker.save_pretrained
+        self.save = worker.save
+        self.load = worker.load
+        self.close = worker.close
+        self._worker = worker
+        self._in_thread = in_thread
+
+    @property
+    def num_updates(self) -> int:
+        return self._worker.num_updates
+
+    @property
+    def num_replicas(self) -> int:
+        return self._worker.replica("actor")[1]
+
+    async def score(self, role: str, micro_batches: Sequence[BatchT]) -> list[list[Any]]:
+        return await self._computed(partial(self._worker.score, role, micro_batches, with_routing=False))
+
+    async def score_and_route(self, micro_batches: Sequence[BatchT]) -> list[list[tuple[Any, Any]]]:
+        return await self._computed(partial(self._worker.score, "actor", micro_batches, with_routing=True))
+
+    async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
+        return await self._computed(partial(self._worker.train_step, role, micro_batches))
+
+    def export_weights(self, *, averaged: bool = False) -> Weights:
+        return self._worker.export_weights(averaged=averaged)
+
+    async def _computed(self, compute: Callable[[], T]) -> T:
+        return await asyncio.to_thread(compute) if self._in_thread else compute()
+
+
+@dataclass
+class SharedTrainerClient(Generic[BatchT]):
+    """A `TrainerClient` of a trainer group, and of an engine, that all controllers of this process share."""
+
+    trainer: SharedTrainerGroup[BatchT]
+    group: Collectives
+    devices: DeviceTimers
+    """Record when the ranks work: all of them in every call."""
+    num_ranks: int = 0
+    """Number of ranks whose work is recorded."""
+
+    def __post_init__(self) -> None:
+        self._ranks = [rank_name(rank) for rank in range(self.num_ranks)]
+
+    @property
+    def num_replicas(self) -> int:
+        return self.trainer.num_replicas
+
+    async def score(self, role: str, micro_batches: Sequence[BatchT]) -> list[list[Any]]:
+        with self.devices.stage("prepare", *self._ranks):
+            return await self.trainer.score(role, micro_batches)
+
+    async def score_and_route(self, micro_batches: Sequence[BatchT]) -> list[list[tuple[Any, Any]]]:
+        with self.devices.stage("prepare", *self._ranks):
+            return await self.trainer.score_and_route(micro_batches)
+
+    async def score_alone(self, role: str, micro_batch: BatchT) -> list[Any]:
+        [outputs] = await self.score(role, [micro_batch])
+        return outputs
+
+    async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
+        everyones = [batch for part in await self.group.all_gather(micro_batches) for batch in part]
+        metrics: dict[str, float] = {}
+        if self.group.rank == 0 and everyones:
+            with self.devices.stage("train", *self._ranks):
+                metrics = await self.trainer.train_step(role, everyones)
+        return await self.group.broadcast(metrics)
+
+    async def update_policy(self, policy: PolicyEngine, *, version: int, averaged: bool = False) -> None:
+        if self.group.rank == 0:
+            with self.devices.stage("sync", *self._ranks):
+                await policy.update_weights(self.trainer.export_weights(averaged=averaged), version=version)
+        await self.group.barrier()
+
+    async def check_policy(self, policy: PolicyEngine) -> None:
+        if self.group.rank == 0:
+            await check_weights(policy, digests_of(self.trainer.export_weights()))
+        await self.group.barrier()
+
+
+def share_trainer(
+    trainer: SharedTrainerGroup[Any],
+    program: Program[OwnRolesT, None],
+    *,
+    roles: Callable[..., OwnRolesT],
+    num_ranks: int = 0,
+) -> Callable[[Context[Any]], Coroutine[Any, Any, None]]:
+    """Return the program for controllers of this process that share a trainer group.
+
+    Args:
+        trainer: the group.
+        program: for a controller that has a `TrainerClient`.
+        roles: class of that controller's roles: the fields of the shared roles, and ``learner``, the client.
+        num_ranks: number of ranks whose work is recorded.
+    """
+
+    async def run(ctx: Context[Any]) -> None:
+        client = SharedTrainerClient(trainer, ctx.group, ctx.roles.devices, num_ranks=num_ranks)
+        await program(ctx.with_roles(roles(**vars(ctx.roles), learner=client)))
+
+    return run
+
+
+class InlineBackend(Generic[JobT, ConfigT, RolesT, EvaluationT]):
+    """A `Backend` whose controllers, and what they share, belong to this process.
+
+    Args:
+        config: the run's.
+        roles: services that the controllers share.
+        world_size: number of controllers.
+        learner: the models in training.
+        program: of a job, whose events go to a recorder.
+        close: ends the services other than the trainer group.
+    """
+
+    shortfall = ""
+    """This process has capacity for everything."""
+
+    def __init__(
+        self,
+        config: ConfigT,
+        *,
+        roles: RolesT,
+        world_size: int,
+        learner: TrainerGroup,
+        program: "Callable[[JobT, Recorder[EvaluationT]], Program[RolesT, None]]",
+        close: Callable[[], Awaitable[Any]],
+    ) -> None:
+        self.config = config
+        self.learner = learner
+        self._roles = roles
+        self._world_size = world_size
+        self._program = program
+        self._close = close
+        self._timers: Sequence[StageTimer] = ()
+
+    async def run(self, job: JobT, recorder: "Recorder[EvaluationT]") -> None:
+        run = InlineRun(self._program(job, recorder), roles=self._roles, world_size=self._world_size)
+        self._timers = run.timers
+        await run.run()
+
+    def stages(self) -> Sequence[str | None]:
+        return [timer.current for timer in self._timers]
+
+    async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
+        """Raise the error; replicas of engines are replaced while the program runs, and nothing else is."""
+        del keeps_models
+        raise error
+
+    async def close(self) -> None:
+        try:
+            self.learner.close()
+        finally:
+            await self._close()

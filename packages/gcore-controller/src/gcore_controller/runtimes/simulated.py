@@ -16,24 +16,18 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """
 
     def __init__(self) -> None:
-        self._now_s = 0.0
-        super().__init__(_Jump(self))
+        self._clock = _Clock()
+        super().__init__(self._clock)
 
     def time(self) -> float:
         """Return the seconds since the loop was created."""
-        return self._now_s
-
-    def jump(self, seconds: float) -> None:
-        """Advance the clock."""
-        self._now_s += seconds
+        return self._clock.now_s
 
 
-class _Jump(selectors.SelectSelector):
+class _Clock(selectors.SelectSelector):
     """A selector that advances the clock instead of waiting."""
 
-    def __init__(self, loop: VirtualTimeLoop) -> None:
-        super().__init__()
-        self._loop = loop
+    now_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
@@ -41,27 +35,24 @@ class _Jump(selectors.SelectSelector):
             return ready
         if timeout is None:
             raise StuckError(
-                f"after {self._loop.time():.3f} simulated seconds every controller waits for something that no timer "
+                f"after {self.now_s:.3f} simulated seconds every controller waits for something that no timer "
                 "will bring: another controller's collective, or a thread or socket, which have no simulated time"
             )
-        self._loop.jump(timeout)
+        self.now_s += timeout
         return ready
 
 
 def run_simulated(
     program: Program[RolesT, ResultT], *, roles: RolesT, world_size: int = 1, timeout_s: float | None = None
 ) -> list[ResultT]:
-    """Run ``program`` on ``world_size`` controllers in simulated time; ``roles`` sleep where real ones work.
+    """Run ``program`` like `run_inline`, in simulated time, which `Context.clock` returns.
 
     Args:
-        timeout_s: simulated seconds; see `run_inline`.
-
-    Returns:
-        each controller's result, by rank. `Context.clock` returns the simulated time.
+        roles: services that sleep where real ones work.
+        timeout_s: simulated seconds.
 
     Raises:
         StuckError: the program waits for an event that never comes; the message says where each controller is.
-        Exception: see `run_inline`.
     """
     run = InlineRun(program, roles=roles, world_size=world_size)
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:

@@ -1,9 +1,5 @@
-"""verl's contender: one driver that gathers a DataProto from verl's own worker group and dispatches it.
+"""verl's contender: one driver, an actor, that gathers a DataProto from verl's own workers and dispatches it."""
 
-The driver runs in a Ray actor of its own, like verl's main program.
-"""
-
-import time
 from typing import Any
 
 import numpy as np
@@ -15,8 +11,7 @@ from verl.single_controller.base.decorator import Dispatch as _Dispatch, registe
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
-from gcore_bench.controller.figures import WARMUP_STEPS, ControlFigures, anonymous_bytes, anonymous_peak
-from gcore_bench.controller.workload import FeatureMaker, Payload, check_read, checksum
+from gcore_bench.controller.workload import WARMUP_STEPS, Payload, StepFigures, check_read, checksum
 
 # verl creates its members at import.
 Dispatch: Any = _Dispatch
@@ -33,18 +28,14 @@ class _VerlWorker(Worker):
     def make(self, data: Any) -> Any:
         """Return the features, [n, num_floats], of the samples ``index``, [n], and their metadata."""
         payload: Payload = data.meta_info["payload"]
-        maker = FeatureMaker.of(payload)
         indices = data.batch["index"].tolist()
         features = np.empty((len(indices), payload.num_floats), np.float32)
         for row, index in zip(features, indices, strict=True):
-            maker.fill(index, row)
-        columns: dict[str, Any] = {
-            "index": data.batch["index"],
-            "features": torch.from_numpy(features),
-            "length": torch.tensor([payload.length(index) for index in indices]),
-            "reward": torch.tensor([payload.reward(index) for index in indices]),
-            "checksum": torch.tensor([checksum(row) for row in features]),
-        }
+            payload.features(index, out=row)
+        responses = [payload.response(index) for index in indices]
+        columns = {name: torch.tensor([response[name] for response in responses]) for name in ("length", "reward")}
+        columns |= {"index": data.batch["index"], "features": torch.from_numpy(features)}
+        columns["checksum"] = torch.tensor([checksum(row) for row in features])
         return DataProto.from_dict(columns)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -64,20 +55,14 @@ class VerlDriver:
         pool = RayResourcePool([num_workers], use_gpu=False)
         self._workers: Any = RayWorkerGroup(pool, RayClassWithInitArgs(worker))
 
-    def run(self, payload: Payload, num_steps: int) -> ControlFigures:
-        """Make steps, after the warm-up steps.
-
-        Raises:
-            BenchError: features arrived with other bytes.
-        """
-        idle_bytes = anonymous_bytes()
-        steps: list[tuple[float, float]] = []
-        with anonymous_peak() as peak:
+    def run(self, payload: Payload, num_steps: int) -> StepFigures:
+        """Make steps, after the warm-up steps."""
+        figures = StepFigures()
+        with figures.watched():
             for _ in range(WARMUP_STEPS + num_steps):
-                start_s = time.monotonic()
-                self._step(payload)
-                steps.append((start_s, time.monotonic()))
-        return ControlFigures(steps=steps, idle_bytes=idle_bytes, peak_bytes=peak.nbytes)
+                with figures.step():
+                    self._step(payload)
+        return figures
 
     def _step(self, payload: Payload) -> None:
         indices: Any = torch.arange(payload.num_samples)
@@ -86,8 +71,8 @@ class VerlDriver:
         lengths = batch.batch["length"].tolist()
         parts: Any = get_seqlen_balanced_partitions(lengths, k_partitions=self._num_workers, equal_size=True)
         batch.reorder(torch.tensor([index for part in parts for index in part]))
-        check_read(_by_index(batch), _by_index(self._workers.read(batch)))
+        check_read(dict(_checksums(batch)), _checksums(self._workers.read(batch)))
 
 
-def _by_index(data: Any) -> dict[int, int]:
-    return dict(zip(data.batch["index"].tolist(), data.batch["checksum"].tolist(), strict=True))
+def _checksums(data: Any) -> list[tuple[int, int]]:
+    return list(zip(data.batch["index"].tolist(), data.batch["checksum"].tolist(), strict=True))

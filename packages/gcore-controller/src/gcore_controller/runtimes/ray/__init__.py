@@ -8,30 +8,18 @@ from gcore_controller.errors import MissingExtraError
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 try:
-    from gcore_controller.runtimes.ray.backend import Handles, PlacementMovedError, RayBackend
-    from gcore_controller.runtimes.ray.capacity import CapacityChangedError
-    from gcore_controller.runtimes.ray.connection import check_token, connect
-    from gcore_controller.runtimes.ray.controllers import RayControllers, run_ray
-    from gcore_controller.runtimes.ray.references import RayReference, put
-    from gcore_controller.runtimes.ray.role_actors import Role as ActorRole, RoleActors
-    from gcore_controller.runtimes.ray.trainer_client import RayTrainerClient
-    from gcore_controller.runtimes.ray.trainer_group import RayTrainerGroup
+    from gcore_controller.runtimes.ray.backend import Handles as Handles, RayBackend as RayBackend
+    from gcore_controller.runtimes.ray.cluster import (
+        RayReference as RayReference,
+        check_token as check_token,
+        connect as connect,
+        put as put,
+    )
+    from gcore_controller.runtimes.ray.controllers import RayControllers as RayControllers, run_ray as run_ray
+    from gcore_controller.runtimes.ray.role_actors import ActorRole as ActorRole, RoleActors as RoleActors
+    from gcore_controller.runtimes.ray.trainer_group import (
+        RayTrainerClient as RayTrainerClient,
+        RayTrainerGroup as RayTrainerGroup,
+    )
 except ImportError as error:
     raise MissingExtraError("ray", "ray") from error
-
-__all__ = [
-    "ActorRole",
-    "CapacityChangedError",
-    "Handles",
-    "PlacementMovedError",
-    "RayBackend",
-    "RayControllers",
-    "RayReference",
-    "RayTrainerClient",
-    "RayTrainerGroup",
-    "RoleActors",
-    "check_token",
-    "connect",
-    "put",
-    "run_ray",
-]

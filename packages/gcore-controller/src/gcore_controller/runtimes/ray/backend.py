@@ -4,24 +4,24 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 import ray
 
-from gcore_controller.context import Context
+from gcore_controller.context import Context, Span
 from gcore_controller.errors import ControllerDiedError, ControllerError, RankError
-from gcore_controller.rlhf.recorder import Recorder
-from gcore_controller.runtimes.backend import Recovery
+from gcore_controller.runtimes.backend import Recovery, SizedConfig, Sizes
 from gcore_controller.runtimes.events import Announced, Event, Reached, Stepped, Updating, record
-from gcore_controller.runtimes.ray.capacity import CapacityChangedError, CapacityWatch
+from gcore_controller.runtimes.ray.cluster import CapacityChangedError, CapacityWatch
 from gcore_controller.runtimes.ray.controllers import RayControllers
 from gcore_controller.runtimes.ray.role_actors import RoleActors
-from gcore_controller.runtimes.ray.trainer_group import RayTrainerGroup
-from gcore_controller.runtimes.ray.training_rank import RankHandles
-from gcore_controller.runtimes.sizes import SizedConfig, Sizes
-from gcore_controller.stages import Span
+from gcore_controller.runtimes.ray.trainer_group import RankHandles, RayTrainerGroup
 from gcore_controller.trainer_group import TrainerSpec
+
+if TYPE_CHECKING:
+    from gcore_controller.rlhf.step import Recorder
 
 _OBSERVE_EVERY_S = 1.0
 
@@ -41,13 +41,10 @@ EvaluationT = TypeVar("EvaluationT")
 
 
 class Placement(Protocol):
-    """Decides after every step which engines generate and which judge.
-
-    Attributes:
-        swap_s: Seconds that it takes to put engines of both roles to sleep and to wake them; None: to be measured.
-    """
+    """Decides after every step which engines generate and which judge."""
 
     swap_s: float | None
+    """Seconds that it takes to put engines of both roles to sleep and to wake them; None: to be measured."""
 
     @property
     def whole(self) -> Sizes:
@@ -61,7 +58,6 @@ class Placement(Protocol):
 
     def observe(self, metrics: Mapping[str, float], devices: Mapping[str, Sequence[Span]]) -> None:
         """Take in a step, and when each device worked in it."""
-        ...
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the present division."""
@@ -96,10 +92,6 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
         placement: how engines are divided for given sizes; None: as the sizes say.
         engine_errors: errors of a program that mean that an engine died.
         announce: prints a line on the screen, such as what an engine died of.
-
-    Attributes:
-        config: The settings, with the sizes that there is capacity for.
-        learner: The models in training.
     """
 
     def __init__(
@@ -130,11 +122,7 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
         self._is_updating = False
 
     async def start(self) -> Self:
-        """Start the actors of all roles.
-
-        Raises:
-            ClusterError: the cluster lacks the capacity.
-        """
+        """Start the actors of all roles, or raise `ClusterError` if the cluster lacks the capacity."""
         try:
             await self._settle(keeps_models=False)
         except BaseException:
@@ -144,37 +132,30 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
 
     @property
     def shortfall(self) -> str:
-        """See `Backend.shortfall`."""
         return self._capacity.shortfall
 
-    async def run(self, job: JobT, recorder: Recorder[EvaluationT]) -> None:
-        """See `Backend.run`."""
+    async def run(self, job: JobT, recorder: "Recorder[EvaluationT]") -> None:
         handles = Handles(
             engines=self._engines.handles["engine"],
             judges=self._engines.handles.get("judge", []),
             ranks=self.learner.ranks,
             folder=Path.cwd(),
         )
-
-        async def reported(rank: int, event: Event) -> None:
-            del rank
-            await self._take_in(event, job, recorder)
-
         assert self._controllers is not None
         self._is_updating = False
         observing = asyncio.create_task(self._observe_stages())
         try:
-            run = self._controllers.run(self._program(job), roles=handles, reported=reported)
+            run = self._controllers.run(
+                self._program(job), roles=handles, reported=partial(self._take_in, job, recorder)
+            )
             await self._while_capacity_lasts(run)
         finally:
             observing.cancel()
 
     def stages(self) -> Sequence[str | None]:
-        """See `Backend.stages`."""
         return self._stages
 
     async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
-        """See `Backend.recover`."""
         if isinstance(error, ControllerDiedError):
             done = "another one takes over its share"
         elif isinstance(error, self._engine_errors):
@@ -205,10 +186,15 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
                 await self._controllers.close()
             ray.shutdown()
 
-    async def _take_in(self, event: Event, job: JobT, recorder: Recorder[EvaluationT]) -> None:
+    async def _take_in(self, job: JobT, recorder: "Recorder[EvaluationT]", rank: int, event: Event) -> None:
+        """Record an event; raise `CapacityChangedError` or `PlacementMovedError` if that calls for other processes."""
+        del rank
         placement = self._placement
         if isinstance(event, Announced):
-            self._announce_once(event.line)
+            # Another controller with the same engine may have reported it already.
+            if self._announce is not None and event.line not in self._announced:
+                self._announced.add(event.line)
+                self._announce(event.line)
             return
         if isinstance(event, Stepped) and placement is not None:
             event.metrics.update(placement.metrics())
@@ -218,16 +204,17 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
             placement.observe(event.metrics, event.devices)
         if isinstance(event, Reached) and event.step < job.total_steps:
             self._capacity.check_growth()
-            self._check_placement()
+            if placement is not None and (sizes := placement.sizes) != (now := self.config.sizes):
+                raise PlacementMovedError(_move(now, sizes))
 
     async def _settle(self, *, keeps_models: bool) -> bool:
-        """Start the processes that there is capacity for, and end those that are too many.
-
-        Returns:
-            whether the models in training are still what they were.
-        """
+        """Start the processes that there is capacity for, end those that are too many; return whether models stay."""
         while True:
-            sizes = self._sizes()
+            sizes = self._capacity.size()
+            if self._make_placement is not None:
+                if self._placement is None or self._placement.whole != sizes:
+                    self._placement = self._make_placement(sizes)
+                sizes = self._placement.sizes
             config = self._asked.with_sizes(sizes)
             if keeps_models and sizes.ranks != self.config.sizes.ranks:
                 # A checkpoint of theirs may still be in flight.
@@ -239,15 +226,6 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
                 return keeps_models
             except CapacityChangedError:
                 keeps_models = False
-
-    def _sizes(self) -> Sizes:
-        """Return the sizes that there is capacity for, with the engines where they are needed."""
-        whole = self._capacity.size()
-        if self._make_placement is None:
-            return whole
-        if self._placement is None or self._placement.whole != whole:
-            self._placement = self._make_placement(whole)
-        return self._placement.sizes
 
     async def _resize(self, config: ConfigT, *, keeps_models: bool) -> None:
         if self._controllers is not None and config.sizes.controllers != self.config.sizes.controllers:
@@ -272,13 +250,16 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
             )
 
     async def _while_capacity_lasts(self, work: Coroutine[Any, Any, list[None] | None]) -> None:
-        """Wait for the end of some work.
+        """Wait for the end of some work, or raise `CapacityChangedError` once not all processes fit any more."""
 
-        Raises:
-            CapacityChangedError: nodes were lost, so that not all processes fit any more.
-        """
-        working = asyncio.create_task(work)
-        observing = asyncio.create_task(self._capacity_loss())
+        async def capacity_loss() -> CapacityChangedError:
+            while True:
+                loss = await self._capacity.loss(self.config.sizes)
+                # In the middle of an update the ranks find it out; otherwise the step is completed.
+                if not self._is_updating:
+                    return loss
+
+        working, observing = asyncio.create_task(work), asyncio.create_task(capacity_loss())
         try:
             await asyncio.wait([working, observing], return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
@@ -288,29 +269,6 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
             observing.cancel()
             working.cancel()
             await asyncio.wait([working])
-
-    async def _capacity_loss(self) -> CapacityChangedError:
-        """Wait until the present sizes do not fit any more."""
-        while True:
-            loss = await self._capacity.loss(self.config.sizes)
-            # In the middle of an update the ranks find it out; otherwise the step is completed.
-            if not self._is_updating:
-                return loss
-
-    def _check_placement(self) -> None:
-        """Check whether engines are busier in one role than in the other.
-
-        Raises:
-            PlacementMovedError: they are, and have to move.
-        """
-        if self._placement is not None and (sizes := self._placement.sizes) != (now := self.config.sizes):
-            raise PlacementMovedError(_move(now, sizes))
-
-    def _announce_once(self, line: str) -> None:
-        """Print a line, unless another controller with the same engine has reported it already."""
-        if self._announce is not None and line not in self._announced:
-            self._announced.add(line)
-            self._announce(line)
 
     async def _observe_stages(self) -> None:
         assert self._controllers is not None

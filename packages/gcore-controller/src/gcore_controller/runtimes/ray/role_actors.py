@@ -5,73 +5,22 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Generic, Literal, Protocol, Self, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from gcore_controller.runtimes.sizes import SizedConfig, Sizes
+from gcore_controller.runtimes.backend import SizedConfig, Sizes
 
 _ANSWER_TIMEOUT_S = 10.0
 
-Role = Literal["engine", "judge"]
+ActorRole = Literal["engine", "judge"]
 
 Factory = Callable[[], Any]
 """Builds an engine in a process of its own."""
 
 ConfigT = TypeVar("ConfigT", bound=SizedConfig)
-ConfigT_contra = TypeVar("ConfigT_contra", bound=SizedConfig, contravariant=True)
-
-
-class ActorHandle(Protocol):
-    """A picklable handle of an engine's actor."""
-
-    @property
-    def actor(self) -> Any:
-        """Ray's handle."""
-        ...
-
-    def becoming(self, factory: Factory) -> Self:
-        """Return a handle of the same actor, whose next client replaces its engine with that of a factory."""
-        ...
-
-
-class ActorEngine(Protocol):
-    """A client of an engine's actor."""
-
-    async def abort(self) -> Any: ...
-
-    async def sleep(self) -> None: ...
-
-    async def wake(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-class EngineActors(Protocol[ConfigT_contra]):
-    """The making of engine actors, as the app's engine library does it."""
-
-    def factory(self, role: Role, config: ConfigT_contra, number: int) -> Factory:
-        """Return what builds the engine of a role and number with these settings."""
-        ...
-
-    def start(self, factory: Factory, **options: Any) -> Any:
-        """Start an actor with an engine, and return its `ActorHandle`.
-
-        Args:
-            factory: builds the engine in the actor's process.
-            options: ``num_threads`` of torch, and options of Ray's actors.
-        """
-        ...
-
-    def end(self, handle: Any) -> Awaitable[None]:
-        """End an actor."""
-        ...
-
-    def connect(self, handle: Any, *, timeout_s: float) -> Awaitable[ActorEngine]:
-        """Return a client of an actor, once its engine is ready."""
-        ...
 
 
 class RoleActors(Generic[ConfigT]):
@@ -79,15 +28,29 @@ class RoleActors(Generic[ConfigT]):
 
     Args:
         roles: roles that the run has.
-        engines: how actors are made.
-
-    Attributes:
-        handles: The handles of each role's actors.
+        factory: return what builds the engine of a role and number with these settings.
+        start: start an actor with the engine of a factory, and return a picklable handle: its ``actor`` is that of Ray,
+            and ``becoming(factory)`` one of the same actor whose next client replaces its engine. Called with
+            ``num_threads`` of torch, and options of Ray's actors.
+        end: end an actor.
+        connect: return an actor's engine, once it is ready, within ``start_timeout_s``: it can abort, sleep and wake.
     """
 
-    def __init__(self, roles: Sequence[Role], engines: EngineActors[ConfigT]) -> None:
-        self.handles: dict[Role, list[Any]] = {role: [] for role in roles}
-        self._engines = engines
+    def __init__(
+        self,
+        roles: Sequence[ActorRole],
+        factory: Callable[[ActorRole, ConfigT, int], Factory],
+        *,
+        start: Callable[..., Any],
+        end: Callable[[Any], Awaitable[None]],
+        connect: Callable[..., Awaitable[Any]],
+    ) -> None:
+        self.handles: dict[ActorRole, list[Any]] = {role: [] for role in roles}
+        """The handles of each role's actors."""
+        self._make_factory = factory
+        self._start_actor = start
+        self._end_actor = end
+        self._connect = connect
         self._num_made = dict.fromkeys(roles, 0)
         self._is_in_turns = False
 
@@ -97,11 +60,11 @@ class RoleActors(Generic[ConfigT]):
         Actors that answer stay. Where a role has too many, they get an engine of the other role, in the same process.
         In turns, judges have actors of their own, each on the device of an engine.
         """
-        wanted: dict[Role, int] = {"engine": sizes.engines, "judge": sizes.judges}
+        wanted: dict[ActorRole, int] = {"engine": sizes.engines, "judge": sizes.judges}
         if self._is_in_turns and any(len(handles) != wanted[role] for role, handles in self.handles.items()):
             await self._end(self.handles["judge"])
             self.handles["judge"].clear()
-        spare: list[ActorHandle] = []
+        spare: list[Any] = []
         for role, handles in self.handles.items():
             # Judges that are to share devices with engines give up their own.
             num_kept = 0 if role == "judge" and sizes.in_turns and not self._is_in_turns else wanted[role]
@@ -114,7 +77,8 @@ class RoleActors(Generic[ConfigT]):
         self._is_in_turns = sizes.in_turns
         for role, handles in self.handles.items():
             while len(handles) < wanted[role]:
-                factory = self._factory(role, config)
+                factory = self._make_factory(role, config, self._num_made[role])
+                self._num_made[role] += 1
                 if role == "judge" and sizes.in_turns:
                     handles.append(await self._start_on_device(self.handles["engine"][len(handles)], factory, config))
                 elif spare:
@@ -127,7 +91,7 @@ class RoleActors(Generic[ConfigT]):
         """Measure how long it takes to put one engine of each role to sleep and to wake it, while none is in use."""
         seconds = 0.0
         for first, *_ in self.handles.values():
-            engine = await self._engines.connect(first, timeout_s=config.ray.timeout_s)
+            engine = await self._connect(first, start_timeout_s=config.ray.timeout_s)
             try:
                 await engine.abort()
                 start_s = time.monotonic()
@@ -142,12 +106,8 @@ class RoleActors(Generic[ConfigT]):
         """End all actors."""
         await self._end([handle for handles in self.handles.values() for handle in handles])
 
-    def _factory(self, role: Role, config: ConfigT) -> Factory:
-        number, self._num_made[role] = self._num_made[role], self._num_made[role] + 1
-        return self._engines.factory(role, config, number)
-
-    def _start(self, factory: Factory, config: ConfigT) -> ActorHandle:
-        return self._engines.start(
+    def _start(self, factory: Factory, config: ConfigT) -> Any:
+        return self._start_actor(
             factory,
             num_cpus=config.ray.cpus_per_process,
             num_gpus=config.ray.gpus_per_engine if config.device.startswith("cuda") else 0,
@@ -155,17 +115,17 @@ class RoleActors(Generic[ConfigT]):
             scheduling_strategy="SPREAD",
         )
 
-    async def _start_on_device(self, neighbour: ActorHandle, factory: Factory, config: ConfigT) -> ActorHandle:
+    async def _start_on_device(self, neighbour: Any, factory: Factory, config: ConfigT) -> Any:
         node, gpus = await neighbour.actor.__ray_call__.remote(_place)
-        return self._engines.start(
+        return self._start_actor(
             partial(_on_gpus, gpus, factory),
             num_cpus=0,
             num_threads=_num_threads(config),
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
         )
 
-    async def _end(self, handles: Sequence[ActorHandle]) -> None:
-        await asyncio.gather(*map(self._engines.end, handles), return_exceptions=True)
+    async def _end(self, handles: Sequence[Any]) -> None:
+        await asyncio.gather(*map(self._end_actor, handles), return_exceptions=True)
 
 
 def _num_threads(config: SizedConfig) -> int:
@@ -184,7 +144,7 @@ def _on_gpus(gpus: Sequence[str], make: Factory) -> Any:
     return make()
 
 
-async def _answers(handle: ActorHandle) -> bool:
+async def _answers(handle: Any) -> bool:
     try:
         return await asyncio.wait_for(asyncio.ensure_future(handle.actor.__ray_ready__.remote()), _ANSWER_TIMEOUT_S)
     except (RayError, TimeoutError):

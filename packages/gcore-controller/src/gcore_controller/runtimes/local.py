@@ -1,50 +1,109 @@
-"""A trainer group whose ranks are processes of this machine."""
+"""A trainer group whose ranks are processes of this machine, which answer messages from pipes."""
 
 import asyncio
 import multiprocessing
+import os
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic
 
 from gcore_controller.errors import RankError
-from gcore_controller.runtimes.inline_trainer import ComputingTrainerGroup
-from gcore_controller.runtimes.local.rank_process import run_rank
 from gcore_controller.trainer_group import (
     BatchT,
     Close,
     Computation,
     ExportWeights,
     Message,
+    MessageTrainerGroup,
     Replica,
     Score,
     TrainerSpec,
+    TrainerWorker,
+    TrainStep,
     Weights,
+    answer,
     deal,
 )
 
 if TYPE_CHECKING:
     import torch
 
-T = TypeVar("T")
-
 _DEATH_S = 0.5
 """How long a rank's error waits for news of another rank's death."""
 
 
-class LocalTrainerGroup(ComputingTrainerGroup[BatchT]):
+def _run_rank(rank: int, spec: TrainerSpec, store: Path, connection: Connection) -> None:
+    """Answer messages until the pipe is closed or `Close` arrives: with an error, or None, and a value.
+
+    The first answer, to no message, holds the rank's replica in each role.
+    """
+    spec.enter_process(rank)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the main process decides
+    os.environ["OMP_NUM_THREADS"] = str(spec.num_threads)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(spec.num_threads)
+    device = torch.device(spec.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    try:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=spec.num_ranks)
+        worker = spec.make_worker(str(device))
+        connection.send((None, {role: worker.replica(role) for role in worker.roles}))
+        while True:
+            message = connection.recv()
+            if isinstance(message, ExportWeights):
+                _export(worker, message, connection if rank == 0 else None)
+                connection.send((None, None))
+            else:
+                connection.send((None, answer(worker, message)))
+            if isinstance(message, Close):
+                return
+    except (EOFError, BrokenPipeError):  # the main process is gone
+        return
+    except Exception as error:
+        if not isinstance(error, (RankError, *spec.expected_errors)):
+            error = RankError(f"a training rank failed:\n{''.join(traceback.format_exception(error))}")
+        with suppress(OSError):
+            connection.send((error, None))
+    finally:
+        os._exit(0)  # process groups whose other ranks are gone would wait for them
+
+
+def _export(worker: TrainerWorker[Any], message: ExportWeights, connection: Connection | None) -> None:
+    """Send each tensor as a header (name, dtype, shape, digests) and its bytes, then None."""
+    import torch
+
+    weights = worker.export_weights(averaged=message.averaged)
+    digests = getattr(weights, "digests", {})
+    for name, tensor in weights:
+        if connection is None:
+            continue
+        data = tensor.detach().cpu().contiguous()
+        connection.send((None, (name, data.dtype, tuple(data.shape), digests.get(name))))
+        if data.numel():
+            connection.send_bytes(data.reshape(-1).view(torch.uint8).numpy().data)
+    if connection is not None:
+        connection.send((None, None))
+
+
+class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
     """A `SharedTrainerGroup` on ranks that are started here, and ended by `close`.
 
     Args:
-        spec: the ranks.
         cost_of: work of a micro-batch, in any unit, by which micro-batches are balanced.
 
     Raises:
@@ -56,14 +115,14 @@ class LocalTrainerGroup(ComputingTrainerGroup[BatchT]):
         self._folder = Path(tempfile.mkdtemp(prefix="gcore-ranks-"))
         # Forked from a clean server that has imported torch once: this process may hold an engine, threads and locks.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([run_rank.__module__, *spec.preload])
+        context.set_forkserver_preload([__name__, *spec.preload])
         self._turn = asyncio.Lock()
         self._processes: list[BaseProcess] = []
         self._connections: list[Any] = []
         for rank in range(spec.num_ranks):
             ours, theirs = context.Pipe()
             arguments = rank, spec, self._folder / "store", theirs
-            process = context.Process(target=run_rank, args=arguments, daemon=True)
+            process = context.Process(target=_run_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -75,15 +134,21 @@ class LocalTrainerGroup(ComputingTrainerGroup[BatchT]):
 
     @property
     def num_replicas(self) -> int:
-        """See `TrainerClient.num_replicas`."""
         return self._replicas["actor"][0][1]
 
+    async def score(self, role: str, micro_batches: Sequence[BatchT]) -> list[list[Any]]:
+        return await self._compute(Score(role=role, micro_batches=micro_batches))
+
+    async def score_and_route(self, micro_batches: Sequence[BatchT]) -> list[list[tuple[Any, Any]]]:
+        return await self._compute(Score(role="actor", micro_batches=micro_batches, with_routing=True))
+
+    async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
+        return await self._compute(TrainStep(role=role, micro_batches=micro_batches))
+
     def export_weights(self, *, averaged: bool = False) -> Weights:
-        """See `TrainerWorker.export_weights`."""
         return _ReceivedWeights(partial(self._exported, averaged))
 
     def close(self) -> None:
-        """See `TrainerGroup.close`; does nothing after the first time."""
         if not self._connections:
             return
         self._ask_all(Close())
@@ -100,7 +165,13 @@ class LocalTrainerGroup(ComputingTrainerGroup[BatchT]):
         # All ranks of a replica get its micro-batches.
         messages = [replace(message, micro_batches=[batches[i] for i in parts[r]]) for r in replica_of]
         async with self._turn:
-            of_ranks = await _to_its_end(self._ask, messages)
+            asked = asyncio.create_task(asyncio.to_thread(self._ask, messages))
+            try:
+                of_ranks = await asyncio.shield(asked)
+            except asyncio.CancelledError:
+                # The next answers of the ranks are those to this call.
+                await asyncio.wait([asked])
+                raise
         answers = [of_ranks[replica_of.index(r)] for r in range(len(parts))]
         if not isinstance(message, Score):
             return answers[0]
@@ -113,7 +184,6 @@ class LocalTrainerGroup(ComputingTrainerGroup[BatchT]):
         return self._ask([message] * len(self._connections))[0]
 
     def _ask(self, messages: Sequence[Message]) -> list[Any]:
-        """Send each rank its message; return all answers, by rank."""
         self._send(messages)
         return self._collect()
 
@@ -190,28 +260,13 @@ class LocalTrainerGroup(ComputingTrainerGroup[BatchT]):
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+@dataclass
 class _ReceivedWeights:
-    """Weights from rank 0, with the digests that it made of them.
+    """Weights from rank 0, with the digests that it made of them: ``receive`` puts these into a dict on the way."""
 
-    Args:
-        receive: yields the weights, and puts the digest of each into a dict.
-    """
-
-    def __init__(self, receive: "Callable[[dict[str, Any]], Iterator[tuple[str, torch.Tensor]]]") -> None:
-        self._receive = receive
-        self.digests: Mapping[str, Any] = {}
+    receive: "Callable[[dict[str, Any]], Iterator[tuple[str, torch.Tensor]]]"
+    digests: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def __iter__(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        digests: dict[str, Any] = {}
-        self.digests = digests
-        return self._receive(digests)
-
-
-async def _to_its_end(call: Callable[..., T], *arguments: Any) -> T:
-    """Make a call in a thread, and wait for its end even if the caller is cancelled: the ranks answer this call."""
-    task = asyncio.create_task(asyncio.to_thread(call, *arguments))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
+        self.digests = {}
+        return self.receive(self.digests)

@@ -1,0 +1,269 @@
+"""A Ray cluster as a run uses it: the connection, its capacity while nodes come and go, and its object stores."""
+
+import asyncio
+import math
+import os
+import re
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import ray
+
+# Private, because Ray has no public way to ask whether it would be let in, or to pass a token to `ray.init`.
+from ray._private.authentication.authentication_token_setup import (
+    ensure_token_if_auth_enabled,
+    maybe_enable_token_auth_if_token_available,
+)
+from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+from ray.exceptions import (
+    ActorUnavailableError,
+    AuthenticationError,
+    ObjectLostError,
+    RayActorError,
+    RayError,
+)
+
+from gcore_controller.context import Reference, nbytes_of
+from gcore_controller.errors import ClusterError, ControllerError, ReferenceLostError
+from gcore_controller.runtimes.backend import SizedConfig, Sizes
+
+T = TypeVar("T")
+
+Node = Mapping[str, float]
+"""The amount of each resource that a node has, by Ray's names."""
+
+_CONNECT_TIMEOUT_S = 10.0
+_POLL_EVERY_S = 1.0
+_SETTLED_S = 3.0
+"""Nodes that join together are at most a few seconds apart."""
+
+_DEATHS = {
+    "SYSTEM_ERROR": "it was killed, ran out of memory, or crashed",
+    "NODE_DIED": "its node is lost",
+    "NODE_OUT_OF_MEMORY": "its node ran out of memory",
+}
+
+
+def connect(address: str | None = None, **options: Any) -> None:
+    """Connect this process to a cluster by `ray.init`, with a token if there is one, and other ``options`` of it.
+
+    Ray by itself leaves the token aside where the address is given, and retries for 20 seconds when it is refused.
+
+    Args:
+        address: As `ray.init` takes it; None: what RAY_ADDRESS names, or a new cluster on this machine.
+
+    Raises:
+        ClusterError: The cluster requires a token and this process has none, or a wrong one.
+        ConnectionError: No cluster answers at the address.
+    """
+    check_token(address)
+    ray.init(address=address, **options)
+
+
+def check_token(address: str | None = None) -> None:
+    """Ask a cluster whether it accepts this process; use the token from here on if it requires one. See `connect`."""
+    address = address or os.environ.get("RAY_ADDRESS", "")
+    if not re.fullmatch(r"[^/]+:\d+", address):
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        # Ray would try again for 40 seconds.
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConnectionError(f"no Ray cluster answers at {address!r}: {error}") from error
+    try:
+        ensure_token_if_auth_enabled(create_token_if_missing=False)
+        try:
+            GcsClient(address=address)
+        except AuthenticationError:
+            # Only now: processes of a cluster without a token could not call one that expects it.
+            if not maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
+                raise
+            GcsClient(address=address)
+    except AuthenticationError as error:
+        raise ClusterError(f"the Ray cluster at {address!r} does not accept this process: {_token(error)}") from None
+    except RayError as error:
+        raise ConnectionError(f"what answers at {address!r} is no Ray cluster: {error}") from error
+
+
+def _token(error: AuthenticationError) -> str:
+    """Return in words what is wrong with the token, and what is expected."""
+    mode = os.environ.get("RAY_AUTH_MODE", "").lower()
+    if "RAY_AUTH_TOKEN_PATH" in str(error.message):
+        found = error.message
+    elif mode not in ("", "token"):
+        found = f"RAY_AUTH_MODE is {mode!r}, so no token was sent"
+    elif not mode or "no authentication token" in error.message:
+        found = "it has no token"
+    else:
+        source = os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
+        source = "RAY_AUTH_TOKEN" if "RAY_AUTH_TOKEN" in os.environ else source
+        found = f"the token in {source} is not the cluster's"
+    return (
+        f"{found}; expected the token that the cluster was started with (`ray get-auth-token` on its head prints it) "
+        "in RAY_AUTH_TOKEN, in the file that RAY_AUTH_TOKEN_PATH names, or in ~/.ray/auth_token, with RAY_AUTH_MODE "
+        "unset or 'token'"
+    )
+
+
+@dataclass(frozen=True)
+class RayReference(Generic[T]):
+    """A reference to a value in Ray's object stores; it lives as long as a reference and the process that put it."""
+
+    object_ref: Any
+    nbytes: int
+
+    async def get(self) -> T:
+        """Return the value; its arrays are read-only, and not copied if they are on this node."""
+        try:
+            return await self.object_ref
+        except ObjectLostError as error:
+            raise ReferenceLostError(
+                f"a value of {self.nbytes} bytes is lost, for the process that put it or its node has ended"
+            ) from error
+
+
+def put(value: T, /) -> Reference[T]:
+    """Copy a value into this node's object store; also for services, which have no `Context`."""
+    return RayReference(ray.put(value), nbytes_of(value))
+
+
+def check_capacity(bundle: Mapping[str, float], world_size: int) -> None:
+    """Raise `ClusterError` if a cluster, were all of it free, lacks the resources that the controllers need."""
+    total: Mapping[str, float] = ray.cluster_resources()
+    for name, amount in bundle.items():
+        if amount * world_size > total.get(name, 0.0):
+            raise ClusterError(
+                f"{world_size} controllers need {amount * world_size:g} {name}: "
+                f"the cluster has {total.get(name, 0.0):g}; start more nodes, or fewer controllers"
+            )
+
+
+def free_resources() -> str:
+    """Return in words the resources that no process has reserved."""
+    free: Mapping[str, float] = ray.available_resources()
+    own = {"CPU": 0.0} | {n: amount for n, amount in free.items() if "_group_" not in n and ":" not in n}
+    memory = {name: own.pop(name, 0.0) / 1e9 for name in ("memory", "object_store_memory")}
+    counts = [f"{amount:g} {name}" for name, amount in own.items()]
+    return ", ".join([*counts, *(f"{amount:.1f} GB {name}" for name, amount in memory.items())])
+
+
+def reason_of(error: RayActorError) -> str:
+    """Return in a few words why an actor died."""
+    if isinstance(error, ActorUnavailableError):
+        return "it cannot be reached"
+    found = re.search(r"[Ww]orker exit type: (\w+)|exit type: (\w+)", str(error))
+    kind = next((g for g in found.groups() if g), "") if found else ""
+    return _DEATHS.get(kind) or str(error).strip().rpartition("\n")[2]
+
+
+def future_of(call: Any) -> "asyncio.Future[Any]":
+    """Return a future of the answer to an actor's call, whose error is not missed if nothing waits for it."""
+    future = asyncio.ensure_future(call)
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
+
+
+class CapacityChangedError(ControllerError):
+    """Nodes have left or joined, and the run has to continue in another size."""
+
+
+def _alive_nodes() -> dict[str, Node]:
+    """Return the resources of the cluster's nodes, by address and first characters of the id."""
+    nodes: list[dict[str, Any]] = ray.nodes()
+    return {f"{n['NodeManagerAddress']} ({n['NodeID'][:8]})": n["Resources"] for n in nodes if n["Alive"]}
+
+
+def has_capacity(nodes: Iterable[Node], config: SizedConfig, sizes: Sizes) -> bool:
+    """Return whether each process fits on one of the nodes, if no other run uses them."""
+    free = [dict(node) for node in nodes]
+    for need in sorted(_needs(config, sizes), key=lambda need: (need["GPU"], need["CPU"]), reverse=True):
+        place = next((f for f in free if all(f.get(name, 0.0) >= amount for name, amount in need.items())), None)
+        if place is None:
+            return False
+        for name, amount in need.items():
+            # Ray counts in ten-thousandths.
+            place[name] = round(place.get(name, 0.0) - amount, 4)
+    return True
+
+
+def largest(nodes: Iterable[Node], config: SizedConfig) -> Sizes:
+    """Return the sizes that the config asks for or, if they do not fit, about the same fraction of each role.
+
+    Raises:
+        ClusterError: the nodes lack the capacity for one process of each role.
+    """
+    nodes = list(nodes)
+    whole, unit = config.sizes, config.rank_unit
+    counts = (whole.controllers, whole.engines, whole.judges, whole.ranks // unit)
+    sizes = whole
+    for fraction in sorted({i / count for count in counts for i in range(1, count + 1)}, reverse=True):
+        controllers, engines, judges, units = (
+            min(count, max(1, math.floor(count * fraction + 1e-9))) for count in counts
+        )
+        controllers = min(controllers, engines)
+        sizes = replace(whole, controllers=controllers, engines=engines, judges=judges, ranks=units * unit)
+        if has_capacity(nodes, config, sizes):
+            return sizes
+    needs = {name: sum(need[name] for need in _needs(config, sizes)) for name in ("CPU", "GPU")}
+    wanted = " and ".join(f"{amount:g} {name}" for name, amount in needs.items() if amount)
+    have = "; ".join(", ".join(f"{node.get(name, 0.0):g} {name}" for name in needs) for node in nodes)
+    raise ClusterError(f"{sizes} need {wanted}: the cluster's nodes have {have or 'ended'}")
+
+
+def _needs(config: SizedConfig, sizes: Sizes) -> list[dict[str, float]]:
+    """Return the resources that each process reserves."""
+    cpus, is_on_gpu = config.ray.cpus_per_process, config.device.startswith("cuda")
+    controller = {"CPU": cpus, "GPU": 0.0}
+    engine = {"CPU": cpus, "GPU": config.ray.gpus_per_engine if is_on_gpu else 0.0}
+    rank = {"CPU": cpus, "GPU": config.ray.gpus_per_rank if is_on_gpu else 0.0}
+    return [controller] * sizes.controllers + [engine] * sizes.num_engine_devices + [rank] * sizes.ranks
+
+
+class CapacityWatch:
+    """Compares the nodes of a cluster with those that a run was sized for."""
+
+    def __init__(self, config: SizedConfig) -> None:
+        self.whole = config.sizes
+        """The largest sizes that fitted when `size` was called last."""
+        self._config = config
+        self._nodes: dict[str, Node] = {}
+        self._last_change: tuple[frozenset[str], float] = (frozenset(), 0.0)
+        """The names of the nodes, and since when there have been these."""
+
+    def size(self) -> Sizes:
+        """Return the largest sizes that fit now, or raise `ClusterError` if none do."""
+        self._nodes = _alive_nodes()
+        if self._config.ray.elastic:
+            self.whole = largest(self._nodes.values(), self._config)
+        return self.whole
+
+    @property
+    def shortfall(self) -> str:
+        """See `Backend.shortfall`."""
+        asked = self._config.sizes
+        return "" if asked == self.whole else f"the cluster has capacity for {self.whole}, of {asked}"
+
+    async def loss(self, sizes: Sizes) -> CapacityChangedError:
+        """Wait until nodes are lost and these sizes do not fit any more; return the error that says so."""
+        while True:
+            await asyncio.sleep(_POLL_EVERY_S)
+            nodes = _alive_nodes()
+            if nodes.keys() != self._last_change[0]:
+                self._last_change = (frozenset(nodes), time.monotonic())
+            lost = [name for name in self._nodes if name not in nodes]
+            if lost and self._config.ray.elastic and not has_capacity(nodes.values(), self._config, sizes):
+                return CapacityChangedError(f"node {', '.join(lost)} was lost")
+
+    def check_growth(self) -> None:
+        """Raise `CapacityChangedError` if nodes joined some seconds ago, and larger sizes fit."""
+        names, since_s = self._last_change
+        if not self.shortfall or names <= self._nodes.keys() or time.monotonic() < since_s + _SETTLED_S:
+            return
+        nodes = _alive_nodes()
+        if largest(nodes.values(), self._config) != self.whole:
+            joined = ", ".join(name for name in nodes if name not in self._nodes)
+            raise CapacityChangedError(f"node {joined} has joined")
