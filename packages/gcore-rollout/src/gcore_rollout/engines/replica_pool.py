@@ -8,10 +8,9 @@ from typing import Any, Generic
 
 import torch
 
-from gcore_rollout.engines.protocol import Engine, EngineStats, KeptWeights
-from gcore_rollout.engines.types import RequestT, SampleT
+from gcore_rollout.engines.protocol import Digests, Engine, EngineStats, KeptWeights, RequestT, SampleT
 from gcore_rollout.errors import EngineDiedError, RolloutError, WrongWeightsError
-from gcore_rollout.weight_sync.report import Digests, check_weights
+from gcore_rollout.weight_sync.checked import check_weights
 from gcore_rollout.weight_sync.shared_weights import SharedWeights
 
 

@@ -11,8 +11,9 @@ from math import prod
 
 import torch
 
+from gcore_rollout.engines.protocol import Digests
 from gcore_rollout.errors import RolloutError
-from gcore_rollout.weight_sync.report import Digests, digests_of
+from gcore_rollout.weight_sync.checked import digests_of
 
 _ALIGNMENT_BYTES = 64
 _MAX_MAPPINGS = 2

@@ -10,8 +10,9 @@ from typing import Any, Self
 
 import torch
 
+from gcore_rollout.engines.protocol import Digests
 from gcore_rollout.errors import MissingExtraError
-from gcore_rollout.weight_sync.report import Digests, digests_of
+from gcore_rollout.weight_sync.checked import digests_of
 
 # In a program started by `uv run`, Ray would build its environment again for every process. Read on import.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")

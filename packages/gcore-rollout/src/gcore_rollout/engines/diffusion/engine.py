@@ -17,12 +17,10 @@ from gcore_rollout.engines.diffusion.kernels import FlowODE
 from gcore_rollout.engines.diffusion.recording import Recorded, StepAbortedError, Tape, load_pipeline
 from gcore_rollout.engines.diffusion.samples import condition_tensors, samples_of
 from gcore_rollout.engines.diffusion.types import ImageRequest, ImageSample, ImageSampling
-from gcore_rollout.engines.protocol import EngineStats
-from gcore_rollout.engines.queueing import Call, check_weights
-from gcore_rollout.engines.sampling import sample_seeds
+from gcore_rollout.engines.protocol import EngineStats, HeldWeights
+from gcore_rollout.engines.queueing import Call, check_weights, sample_seeds
 from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
-from gcore_rollout.weight_sync.digests import held
-from gcore_rollout.weight_sync.report import HeldWeights
+from gcore_rollout.weight_sync.checked import held
 
 _PROBED = (2, 3)
 """Sizes of two batches that show which of the model's arguments have a row for each image."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_rollout.engines.diffusion.kernels import FlowODE, Kernel
-from gcore_rollout.engines.types import AnyRequest, AnySample
+from gcore_rollout.engines.protocol import AnyRequest, AnySample
 from gcore_rollout.errors import RequestError
 
 ImageFinishReason = Literal["stop", "abort"]

@@ -9,14 +9,13 @@ from typing import Any, Self
 
 import torch
 
-from gcore_rollout.engines.protocol import EngineStats
+from gcore_rollout.engines.protocol import EngineStats, Request
 from gcore_rollout.engines.queueing import Call, Sample, check_request, check_weights
 from gcore_rollout.engines.servers.calls import ServerCalls
 from gcore_rollout.engines.servers.client import ServerClient
 from gcore_rollout.engines.servers.model import ServedModel, ServerInfo
 from gcore_rollout.engines.servers.sample import RunningSample
 from gcore_rollout.engines.servers.weights_folder import remove_weights, write_weights
-from gcore_rollout.engines.types import Request
 from gcore_rollout.engines.vllm.process import TIED_HEAD
 from gcore_rollout.errors import EngineDiedError, RolloutError, ServerRequestError
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from gcore_rollout.engines.protocol import FinishReason
 from gcore_rollout.engines.queueing import Sample
-from gcore_rollout.engines.sampling import continued_seed
-from gcore_rollout.engines.types import FinishReason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,7 @@ class RunningSample:
     @property
     def seed(self) -> int:
         """The seed of this sample, from 0 to 2**63 - 1."""
-        return continued_seed(self.sample.request.seed, self.sample.index, self.sample.prefix_length)
+        return self.sample.generator_seed
 
     def take(self, piece: Piece) -> None:
         self.token_ids += piece.token_ids

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from gcore_rollout.engines.protocol import FinishReason, RepetitionDetection, Request
 from gcore_rollout.engines.servers.client import ServerClient
 from gcore_rollout.engines.servers.engine import ServerEngine
 from gcore_rollout.engines.servers.model import ServerInfo
 from gcore_rollout.engines.servers.sample import Piece, RunningSample
-from gcore_rollout.engines.types import FinishReason, RepetitionDetection, Request
 from gcore_rollout.errors import RequestError, RolloutError
 
 # Below this SGLang takes the most probable token.

@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from gcore_rollout.engines.protocol import Request
 from gcore_rollout.engines.servers.client import ServerClient
 from gcore_rollout.engines.servers.engine import ServerEngine
 from gcore_rollout.engines.servers.model import ServerInfo
 from gcore_rollout.engines.servers.sample import Piece, RunningSample
-from gcore_rollout.engines.types import Request
 from gcore_rollout.engines.vllm.requests import check_temperature
 from gcore_rollout.errors import RolloutError, ServerRequestError
 

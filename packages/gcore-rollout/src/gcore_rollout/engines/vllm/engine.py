@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
-from gcore_rollout.engines.in_process import InProcessEngine
-from gcore_rollout.engines.protocol import EngineStats
-from gcore_rollout.engines.queueing import Sample, check_request, check_weights
-from gcore_rollout.engines.types import Request
+from gcore_rollout.engines.protocol import EngineStats, HeldWeights, Request
+from gcore_rollout.engines.queueing import InProcessEngine, Sample, check_request, check_weights
 from gcore_rollout.engines.vllm.process import (
     TIED_HEAD,
     check_head_size,
@@ -37,7 +35,6 @@ from gcore_rollout.engines.vllm.speculation import check_speculation, repair_rej
 from gcore_rollout.engines.vllm.weights import held_tensors
 from gcore_rollout.errors import RolloutError, UnsupportedModelError
 from gcore_rollout.images.vision_processor import VisionProcessor
-from gcore_rollout.weight_sync.report import HeldWeights
 
 if TYPE_CHECKING:
     from vllm import LLMEngine, RequestOutput

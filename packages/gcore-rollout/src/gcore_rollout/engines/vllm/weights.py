@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from gcore_rollout.engines.protocol import HeldTensor
 from gcore_rollout.engines.vllm.process import TIED_HEAD
-from gcore_rollout.weight_sync.digests import held
-from gcore_rollout.weight_sync.report import HeldTensor
+from gcore_rollout.weight_sync.checked import held
 
 _ROWS_AT_ONCE = 1024
 
