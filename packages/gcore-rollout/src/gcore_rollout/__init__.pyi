@@ -43,6 +43,7 @@ from .engines.registry import (
     PRELOAD_HF as PRELOAD_HF,
     PRELOAD_VLLM as PRELOAD_VLLM,
     EngineKind as EngineKind,
+    check_servers as check_servers,
     connect_servers as connect_servers,
     engine_factory as engine_factory,
     engine_kind as engine_kind,
@@ -160,7 +161,6 @@ from .rewards.runner import (
 from .rewards.threads import ThreadedReward as ThreadedReward
 from .sandbox.sandbox import Isolation as Isolation, Sandbox as Sandbox
 from .sandbox.types import Outcome as Outcome, SandboxLimits as SandboxLimits, SandboxResult as SandboxResult
-from .weight_sync.adapters import AdapterWeights as AdapterWeights
 from .weight_sync.broadcast import WeightReceiver as WeightReceiver, WeightSender as WeightSender
 from .weight_sync.checked import (
     CheckedEngine as CheckedEngine,
@@ -172,9 +172,14 @@ from .weight_sync.checked import (
     check_weights as check_weights,
 )
 from .weight_sync.cuda_ipc import SharedCudaWeights as SharedCudaWeights, open_weights as open_weights
-from .weight_sync.delta import WeightDelta as WeightDelta, apply_delta as apply_delta, make_delta as make_delta
-from .weight_sync.mirror import FullWeights as FullWeights, WeightMirror as WeightMirror
 from .weight_sync.shared_weights import SharedWeights as SharedWeights
-from .weight_sync.store.publisher import WeightPublisher as WeightPublisher
-from .weight_sync.store.subscriber import WeightSubscriber as WeightSubscriber
+from .weight_sync.store.versions import WeightPublisher as WeightPublisher, WeightSubscriber as WeightSubscriber
+from .weight_sync.updates import (
+    AdapterWeights as AdapterWeights,
+    FullWeights as FullWeights,
+    WeightDelta as WeightDelta,
+    WeightMirror as WeightMirror,
+    apply_delta as apply_delta,
+    make_delta as make_delta,
+)
 from .weight_sync.weight_references import WeightReferences as WeightReferences

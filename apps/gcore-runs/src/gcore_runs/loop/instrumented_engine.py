@@ -1,16 +1,14 @@
 """Instrumentation of engines: their work is recorded, their weights are checked, and their processes log to files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from gcore_controller import DeviceTimers
-from gcore_rollout import CheckedEngine, Engine, RequestT, SampleT, TimedEngine, WeightRecord
+from gcore_rollout import CheckedEngine, Engine, RequestT, SampleT, TimedEngine, WeightRecord, start_replicas
 from gcore_runs.logs.writing import logged
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +36,30 @@ class Instrumentation:
             return engine
         return TimedEngine(engine, self.devices, device=f"{self.device or self.role} {number}", stage=stage, name=name)
 
-    def logged(self, make: Callable[[], T], number: int) -> Callable[[], T]:
-        """Wrap the function that builds the replica of this number, so that its process logs to a file."""
-        return make if self.logs is None else partial(logged, self.logs, self.role, number, make)
+    async def start(
+        self,
+        make: Callable[[], Engine[RequestT, SampleT]],
+        count: int,
+        *,
+        num_threads: int,
+        preload: tuple[str, ...],
+        gpus: Sequence[str] = (),
+    ) -> Engine[RequestT, SampleT]:
+        """Start ``count`` replicas in processes of their own, which log to files; 0: one, in this process.
+
+        See `start_replicas` for the other arguments.
+        """
+        if not count:
+            return self.instrument(make(), 0)
+        return await start_replicas(
+            lambda place: partial(logged, self.logs, self.role, place, make) if self.logs else make,
+            count,
+            num_threads=num_threads,
+            preload=preload,
+            gpus=gpus,
+            wrap=self.instrument,
+            announce=self.announce,
+        )
 
 
 NO_INSTRUMENTATION = Instrumentation()

@@ -69,7 +69,7 @@ def digest(tensor: "torch.Tensor") -> Digest:
 
 
 def _words(chunk: "torch.Tensor") -> "torch.Tensor":
-    """Return the bits as int64 [W], the upper half of each word mixed into the lower; whole blocks, or less than one."""
+    """Return the bits as int64 [W], whole blocks or less than one; upper halves of words are mixed into lower ones."""
     import torch
 
     # -0.0 + 0.0 is 0.0: an engine that keeps weights packed gives them back as sums.

@@ -189,9 +189,9 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace the weights, which are copied to shared memory, unless they are a `SharedWeights`.
 
-        An `HFEngine` on CPU computes with them in place, others copy them once more. When this returns, the caller owns them again and may rewrite a
-        `SharedWeights`. An iterable that fails half-way leaves the engine with its old weights. If this is cancelled,
-        the update may still happen.
+        An `HFEngine` on CPU computes with them in place, others copy them once more. When this returns, the caller owns
+        them again and may rewrite a `SharedWeights`. An iterable that fails half-way leaves the engine with its old
+        weights. If this is cancelled, the update may still happen.
         """
         self._check_open()
         if isinstance(weights, SharedWeights):

@@ -220,8 +220,8 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Send weights as references; other weights than `WeightReferences` are put into the object store first.
 
-        Engines of one node read the same copy, and an `HFEngine` on CPU uses it in place. An iterable that fails half-way leaves the
-        engine with its old weights. If this is cancelled, the update may still happen.
+        Engines of one node read the same copy, and an `HFEngine` on CPU uses it in place. An iterable that fails
+        half-way leaves the engine with its old weights. If this is cancelled, the update may still happen.
         """
         self._check_open()
         references = weights if isinstance(weights, WeightReferences) else WeightReferences.put(weights)
