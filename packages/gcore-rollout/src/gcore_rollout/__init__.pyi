@@ -58,9 +58,9 @@ from .engines.replicas import (
 from .engines.servers.client import ServerClient as ServerClient
 from .engines.servers.sglang import SGLangServerEngine as SGLangServerEngine
 from .engines.servers.vllm import VLLMServerEngine as VLLMServerEngine
-from .engines.servers.vllm_worker import TiedHeadWorker as TiedHeadWorker
 from .engines.time_shared import TimeSharedEngines as TimeSharedEngines
 from .engines.vllm.engine import VLLMEngine as VLLMEngine
+from .engines.vllm.process import TiedHeadWorker as TiedHeadWorker
 from .errors import (
     CorruptWeightsError as CorruptWeightsError,
     EngineDiedError as EngineDiedError,

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_rollout.engines.diffusion.recording import ModelCall, Tape
-from gcore_rollout.engines.diffusion.types import ImageRequest, ImageSample, Trajectory
+from gcore_rollout.engines.diffusion.types import SCALARS, STACKED, ImageRequest, ImageSample, Trajectory
 from gcore_rollout.errors import UnsupportedModelError
 
 _LEFT_OUT = {"return_dict", "timestep", "timesteps"}
@@ -86,30 +86,17 @@ def _conditions(
 def _trajectories(tape: Tape, final: NDArray[np.float32]) -> list[Trajectory]:
     """Return the trajectory of each image."""
     steps = tape.steps
-    shape = (0, *final.shape)
 
     def stacked(name: str) -> NDArray[np.float32]:
         """Stack a tensor of all K steps: [K, B, ...]."""
         if not steps:
-            return np.zeros(shape if name != "log_prob" else shape[:2], np.float32)
+            return np.zeros((0, *final.shape) if name != "log_prob" else (0, len(final)), np.float32)
         return torch.stack([getattr(step, name) for step in steps]).cpu().numpy()
 
-    def scalars(name: str) -> NDArray[np.float32]:
-        return np.array([getattr(step, name) for step in steps], np.float32)
-
-    latents, following, means, log_probs = (stacked(n) for n in ("latents", "next_latents", "mean", "log_prob"))
-    levels, next_levels, timesteps = (scalars(name) for name in ("level", "next_level", "timestep"))
+    per_image = {field: stacked(name) for field, name in STACKED.items()}
+    shared = {field: np.array([getattr(step, name) for step in steps], np.float32) for field, name in SCALARS.items()}
     indices = np.array([step.index for step in steps], np.int64)
     return [
-        Trajectory(
-            latents=latents[:, row],
-            next_latents=following[:, row],
-            means=means[:, row],
-            log_probs=log_probs[:, row],
-            steps=indices,
-            levels=levels,
-            next_levels=next_levels,
-            timesteps=timesteps,
-        )
+        Trajectory(**{field: values[:, row] for field, values in per_image.items()}, **shared, steps=indices)
         for row in range(len(final))
     ]

@@ -14,6 +14,7 @@ from gcore_rollout.engines.queueing import InProcessEngine, Sample, check_reques
 from gcore_rollout.engines.vllm.process import (
     TIED_HEAD,
     check_head_size,
+    check_speculation,
     checkpoint_shapes,
     eos_token_ids as declared_eos_token_ids,
     free_kv_cache,
@@ -21,6 +22,7 @@ from gcore_rollout.engines.vllm.process import (
     load_vision,
     process_state_kept,
     repack_head,
+    repair_rejection_sampler,
     set_environment,
     shut_down,
 )
@@ -31,7 +33,6 @@ from gcore_rollout.engines.vllm.requests import (
     prompt_of,
     sampling_params,
 )
-from gcore_rollout.engines.vllm.speculation import check_speculation, repair_rejection_sampler
 from gcore_rollout.engines.vllm.weights import held_tensors
 from gcore_rollout.errors import RolloutError, UnsupportedModelError
 from gcore_rollout.images.vision_processor import VisionProcessor
