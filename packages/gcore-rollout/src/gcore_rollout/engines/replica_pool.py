@@ -38,16 +38,7 @@ class Replica(Generic[RequestT, SampleT]):
 
 
 class ReplicaPool(Generic[RequestT, SampleT]):
-    """Keeps replicas with the same weights; the base of `EngineReplicas`, which distributes requests over them.
-
-    Args:
-        engines: all with the same `weight_version`; closed by `close`.
-        restart: see `EngineReplicas`.
-        announce: see `EngineReplicas`.
-
-    Raises:
-        ValueError: there are no engines, or their weight versions differ.
-    """
+    """Keeps replicas with the same weights; the base of `EngineReplicas`, which distributes requests over them."""
 
     def __init__(
         self,

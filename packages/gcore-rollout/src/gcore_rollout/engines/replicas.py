@@ -91,11 +91,6 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
         self._runs: set[_Run[RequestT, SampleT]] = set()
 
     async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
-        """See `Engine.generate`.
-
-        Raises:
-            EngineDiedError: all replicas are dead, or too many died with one sample; with what is unfinished.
-        """
         self._check_open()
         run: _Run[RequestT, SampleT] = _Run(num_pending=sum(len(r.sample_indices) for r in requests))
         self._runs.add(run)

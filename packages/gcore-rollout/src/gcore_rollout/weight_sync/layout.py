@@ -49,7 +49,6 @@ class TensorSpec:
 
 
 Layout = Mapping[str, TensorSpec]
-"""Specs by name."""
 
 
 def aligned(end_bytes: int) -> int:
@@ -58,7 +57,6 @@ def aligned(end_bytes: int) -> int:
 
 
 def layout_of(weights: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
-    """Return the layout of weights."""
     return {name: TensorSpec.of(tensor) for name, tensor in weights.items()}
 
 

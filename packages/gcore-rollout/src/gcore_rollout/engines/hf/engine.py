@@ -78,7 +78,10 @@ class HFEngine(InProcessEngine):
         # transformers has names of its own for parameters of these models.
         names: list[str] = [] if vision is None else list(model.state_dict())
         self._hub_names = {name: checkpoint_name(model, name) for name in names}
-        self._sources = _sources(model)
+        first = {id(parameter): name for name, parameter in model.named_parameters()}
+        # The first name of each parameter by all of its names: a tied head is the embedding.
+        named = model.named_parameters(remove_duplicate=False)
+        self._sources: dict[str, str] = {name: first[id(parameter)] for name, parameter in named}
         # Whether the parameters are memory of the caller, which must not be written to.
         self._is_borrowing = False
 
@@ -123,7 +126,7 @@ class HFEngine(InProcessEngine):
         )
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """See `Engine.update_weights`. Unknown or missing names and wrong shapes are refused before any copy."""
+        """Replace the weights; unknown or missing names and wrong shapes are refused before any copy."""
         own, new = self._checked_weights(weights, version)
         for name, tensor in new.items():
             if self._is_borrowing:
@@ -260,9 +263,9 @@ class HFEngine(InProcessEngine):
         if not any(sample.request.images for sample in samples):
             return self._forward(positions, plan, keep=keep, input_ids=self._tensor(tokens)[None])[which]
         assert self._vision is not None
-        seen = self._vision.see(samples, tokens, positions)
-        self._rows.rope_offsets[slots] = seen.offsets[slot_prompts]
-        return self._forward(seen.positions, plan, keep=keep, inputs_embeds=seen.embeddings)[which]
+        embeddings, rotary_positions, offsets = self._vision.see(samples, tokens, positions)
+        self._rows.rope_offsets[slots] = offsets[slot_prompts]
+        return self._forward(rotary_positions, plan, keep=keep, inputs_embeds=embeddings)[which]
 
     def _decode(self, batch: int) -> torch.Tensor:
         """Return logits [B, V] after the last sampled token of each of the first ``batch`` slots."""
@@ -348,12 +351,6 @@ class HFEngine(InProcessEngine):
 
     def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
-
-
-def _sources(model: Any) -> dict[str, str]:
-    """Map each parameter's name to the first name of the same parameter: a tied head is the embedding."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def _round_up(value: int, multiple: int, limit: int) -> int:

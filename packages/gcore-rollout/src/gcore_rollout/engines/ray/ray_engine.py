@@ -61,7 +61,6 @@ def start_engine_actor(
     num_gpus: float = 0.0,
     resources: Mapping[str, float] | None = None,
     num_threads: int | None = None,
-    scheduling_strategy: Any = None,
     name: str | None = None,
 ) -> EngineHandle:
     """Start an actor for an engine, which is made by the first `RayEngine.connect`.
@@ -74,7 +73,6 @@ def start_engine_actor(
             path)``.
         num_cpus: CPUs that it reserves, like `num_gpus` and `resources`, which have Ray's names.
         num_threads: of torch on CPU; default: what Ray gives it.
-        scheduling_strategy: see `ray.remote`.
         name: for `ray.get_actor`.
     """
     if num_threads is not None and num_threads < 1:
@@ -84,7 +82,6 @@ def start_engine_actor(
         "num_cpus": num_cpus,
         "num_gpus": num_gpus,
         "resources": dict(resources or {}),
-        "scheduling_strategy": scheduling_strategy,
         "name": name,
         "max_restarts": -1,
         "max_concurrency": _MAX_CONCURRENCY,
