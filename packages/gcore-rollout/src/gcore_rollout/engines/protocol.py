@@ -4,8 +4,7 @@ This module does not import torch.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -306,27 +305,6 @@ class TakesWeightsInPlace(Protocol):
             Whether the tensors are in use from now on: they must not change until the next update is done.
         """
         ...
-
-
-@runtime_checkable
-class KeptWeights(Protocol):
-    """Weights that any number of readers can iterate over, also later: `SharedWeights`, `WeightReferences`."""
-
-    @property
-    def is_whole(self) -> bool:
-        """True if there are weights."""
-        ...
-
-    @property
-    def num_writes(self) -> int:
-        """Number of times that the weights have been written: two equal numbers mean the same weights."""
-        ...
-
-    def reading(self) -> AbstractContextManager[None]:
-        """Prevent writes over the current weights while this is held."""
-        ...
-
-    def __iter__(self) -> Iterator[tuple[str, "torch.Tensor"]]: ...
 
 
 class Digest(NamedTuple):

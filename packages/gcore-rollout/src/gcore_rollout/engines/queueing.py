@@ -79,7 +79,6 @@ class Sample:
 
     @property
     def start_token_ids(self) -> tuple[int, ...]:
-        """The prompt and the tokens of the prefix."""
         before = () if self.prefix is None else self.prefix.token_ids.tolist()
         return (*self.request.prompt_token_ids, *before)
 
@@ -160,7 +159,6 @@ class WaitingQueue:
             yield group
 
     def remove(self, which: Callable[[Sample], bool]) -> list[Sample]:
-        """Remove these samples and return them."""
         removed = [s for s in chain(*self._groups) if which(s)]
         if removed:
             left = (deque(s for s in group if not which(s)) for group in self._groups)
@@ -179,7 +177,6 @@ class QueueingEngine(ABC):
         self._version = 0
         self._is_closed = False
         self._death: str | None = None
-        """Why it is dead."""
         self._is_paused = False
         self._is_asleep = False
 

@@ -52,7 +52,6 @@ class EngineKind:
     """Whether it is a function of the user's, ``PATH.py:function`` in ``make``, called as ``from_pretrained``."""
 
     def load(self) -> Any:
-        """Import the class."""
         module, _, name = self.make.partition(":")
         return getattr(importlib.import_module(module), name)
 

@@ -20,7 +20,6 @@ class _Part(Generic[RequestT]):
     """Samples of a request that one replica makes together."""
 
     request: RequestT
-    """For these samples alone."""
     aborted: "asyncio.Future[None]"
     deaths: int = 0
     """Replicas that have died with it."""

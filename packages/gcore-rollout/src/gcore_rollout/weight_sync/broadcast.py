@@ -43,7 +43,6 @@ class WeightSender:
         self._layouts: dict[int, BucketLayout] = {}
         """Layouts of the buckets, as the receivers know them."""
         self._number = 0
-        """Number of the bucket that is filled."""
 
     def send(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Send weights; when it returns, they need not be kept.
@@ -126,7 +125,6 @@ class WeightReceiver:
         self._message: _Message | None = None
         """The next message, if it has been received already."""
         self._number = 0
-        """Number of the next bucket."""
 
     def receive(self) -> IncomingWeights:
         """Wait for the next weights; they come while they are iterated over.
@@ -218,7 +216,6 @@ class _Bucket:
         self.layout.append((name, spec))
 
     def clear(self) -> None:
-        """Empty the bucket once it has been sent."""
         if self.sending is not None:
             with _losses():
                 self.sending.wait()

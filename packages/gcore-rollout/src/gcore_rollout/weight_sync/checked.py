@@ -284,7 +284,6 @@ class WeightRecord:
         self._versions: dict[int, Digests] = {}
 
     def note(self, version: int, digests: Digests) -> None:
-        """Keep the digests of a version."""
         self._versions[version] = dict(digests)
         for old in sorted(self._versions)[1:-2]:
             del self._versions[old]

@@ -61,7 +61,7 @@ class SharedWeights:
 
     Attributes:
         digests: Digests that the weights came with; empty if there were none.
-        num_writes: Number of calls of `write`; see `KeptWeights.num_writes`.
+        num_writes: Number of calls of `write`: two equal numbers mean the same weights.
     """
 
     def __init__(self) -> None:

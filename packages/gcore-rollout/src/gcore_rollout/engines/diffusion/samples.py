@@ -58,7 +58,6 @@ def samples_of(
 
 
 def _trajectories(tape: Tape, final: NDArray[np.float32]) -> list[Trajectory]:
-    """Return the trajectory of each image."""
     steps = tape.steps
 
     def stacked(name: str) -> NDArray[np.float32]:

@@ -204,7 +204,6 @@ class SlotCache:
         return keys, values
 
     def clear(self) -> None:
-        """Free the buffers."""
         self.keys = [None] * len(self.keys)
         self.values = [None] * len(self.values)
         self.num_slots = 0
@@ -261,7 +260,6 @@ class Decode:
 
     cache: SlotCache
     slots: torch.Tensor
-    """[B] 0..B-1."""
     positions: torch.Tensor
     """[B] position of the new token in its sample."""
     mask: torch.Tensor

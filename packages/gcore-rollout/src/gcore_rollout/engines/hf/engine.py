@@ -160,7 +160,6 @@ class HFEngine(InProcessEngine):
     def _checked_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], version: int
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the model's own weights and the new ones, which fit."""
         self._check_update(version)
         own: dict[str, torch.Tensor] = self._model.state_dict(keep_vars=True)
         own = {self._hub_names.get(name, name): tensor for name, tensor in own.items()}

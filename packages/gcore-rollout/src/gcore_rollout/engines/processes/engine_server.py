@@ -76,7 +76,6 @@ async def generate(engine: AnyEngine, requests: Iterable[AnyRequest], take: Call
 
 
 async def update_weights(engine: AnyEngine, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int) -> bool:
-    """Update an engine, and return whether it uses these tensors from now on."""
     if isinstance(engine, TakesWeightsInPlace):
         return await engine.update_weights_in_place(weights, version=version)
     await engine.update_weights(weights, version=version)

@@ -194,7 +194,6 @@ class ChildProcess:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        """Release the process, killing it if it runs."""
         self.kill()
         os.close(self._pidfd)
         self._pidfd = -1

@@ -46,8 +46,6 @@ class Abandon:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a method of the engine."""
-
     call_id: int
     method: str
     arguments: tuple[Any, ...] = ()
@@ -78,13 +76,10 @@ class Done:
     call_id: int
     stats: EngineStats
     value: Any = None
-    """The value that it returned."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A call has raised."""
-
     call_id: int
     error: bytes | None
     """Pickled type, arguments and attributes, if they can be."""
@@ -134,7 +129,6 @@ class Channel(asyncio.Protocol):
         self._transport.close()
 
     def abort(self) -> None:
-        """Close this end at once. Idempotent."""
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -190,7 +184,6 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
 
     def __init__(self) -> None:
         self._death: str | None = None
-        """Why it is dead."""
         self._closed = False
 
     @property

@@ -5,9 +5,9 @@ import gc
 import os
 import pickle
 import platform
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from gcore_rollout.engines.processes.engine_server import (
@@ -24,7 +24,7 @@ from gcore_rollout.engines.protocol import AnyRequest, AnySample, EngineStats
 from gcore_rollout.errors import EngineDiedError
 
 if TYPE_CHECKING:
-    import torch
+    from gcore_rollout.weight_sync.weight_references import WeightReferences
 
 _CLIENT_PATIENCE = 5.0
 """An actor waits for a silent client this many times as long as it may be silent itself."""
@@ -61,15 +61,6 @@ class EngineReply:
     stats: EngineStats | None
     """None until the engine is made."""
     value: Any = None
-    """The value that was returned, or a `Failed`."""
-
-
-class FetchesWeights(Protocol):
-    """Weights that are to be fetched from elsewhere."""
-
-    async def fetch(self) -> "Iterable[tuple[str, torch.Tensor]]":
-        """Return the weights once they are on this node."""
-        ...
 
 
 class EngineActor:
@@ -92,7 +83,6 @@ class EngineActor:
         self._leases: dict[str, asyncio.TimerHandle] = {}
 
     async def incarnation(self) -> Incarnation:
-        """Return the current incarnation."""
         return self._incarnation
 
     async def make(self, factory: bytes) -> EngineReply:
@@ -113,11 +103,9 @@ class EngineActor:
         return await self._answer(make)
 
     async def call(self, token: str, method: str, *arguments: Any) -> EngineReply:
-        """Call a method of the engine."""
         return await self._answer(lambda: call_engine(self._engine_of(token), method, *arguments))
 
-    async def update_weights(self, token: str, weights: FetchesWeights, version: int) -> EngineReply:
-        """See `Engine.update_weights`; an engine that can do so uses the weights in place."""
+    async def update_weights(self, token: str, weights: "WeightReferences", version: int) -> EngineReply:
 
         async def update() -> None:
             self._engine_of(token)
@@ -153,7 +141,6 @@ class EngineActor:
             self._running.pop(call).cancel()
 
     async def abandon(self, call: ClientCall) -> None:
-        """Abandon the rest of a `generate`."""
         if call in self._running:
             self._running[call].cancel()
         else:
@@ -184,7 +171,6 @@ class EngineActor:
             yield self._reply(failure(0, death))
 
     async def leave(self, client: str) -> None:
-        """Abandon everything of a client."""
         self._forget(client)
 
     async def close(self) -> None:
@@ -222,7 +208,6 @@ class EngineActor:
             items.put_nowait(failure(0, error))
 
     def _engine_of(self, token: str) -> AnyEngine:
-        """Return the engine of this incarnation."""
         if token != self._incarnation.token:
             raise EngineDiedError(_RESTARTED)
         assert self._engine is not None
@@ -244,5 +229,4 @@ class EngineActor:
 
 
 def pack(items: Sequence[AnyRequest] | Sequence[AnySample | Failed | None]) -> bytes:
-    """Pickle items in one piece."""
     return pickle.dumps(items, protocol=5)

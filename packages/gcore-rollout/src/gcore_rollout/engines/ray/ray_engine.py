@@ -242,7 +242,6 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
         return await self._ask(_answer_of(self._actor.call.remote(self._incarnation.token, method, *arguments)))
 
     async def _ask(self, answer: Awaitable[EngineReply]) -> Any:
-        """Await a reply, and return its value."""
         asking = asyncio.ensure_future(answer)
         # Retrieve the exception here, in case the waiting caller is cancelled.
         asking.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -265,7 +264,6 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
         return reply.value
 
     def _die(self, reason: str) -> None:
-        """Note the first reason that is found."""
         if self._death is None:
             self._death = f"engine actor, {self._incarnation}, died: {reason}"
 
@@ -331,7 +329,6 @@ def _raise_failure(value: Any, incarnation: Incarnation) -> None:
 
 
 def _reason(error: RayError) -> str:
-    """Describe an error of Ray briefly."""
     if isinstance(error, ActorUnavailableError):
         return "it was killed, crashed, or cannot be reached"
     last_line = str(error).strip().rpartition("\n")[2]

@@ -99,7 +99,7 @@ class ServerEngine(ServerCalls):
         client = ServerClient(url, timeout_s=timeout_s, api_key=api_key)
         info = cls._ask(client)
         path = Path(info.model_path if model_path is None else model_path)
-        model = ServedModel.from_folder(path, max_length=info.max_length)
+        model = ServedModel.from_folder(path)
         engine = cls(
             client,
             info,
@@ -216,7 +216,6 @@ class ServerEngine(ServerCalls):
             mine.set_result(None)
 
     def _start(self) -> None:
-        """Request waiting samples while there is capacity."""
         if self._is_paused or self._is_asleep or self._is_held or self._is_closed or self._death is not None:
             return
         for group in self._waiting.admit(self._max_num_seqs - len(self._running)):
@@ -228,7 +227,6 @@ class ServerEngine(ServerCalls):
                 running.task = asyncio.create_task(self._run(running))
 
     async def _run(self, running: RunningSample) -> None:
-        """Receive a sample's pieces until it is finished."""
         read = self._reader(running)
         try:
             events = self._client.events(
@@ -377,7 +375,7 @@ class ServerEngine(ServerCalls):
         return len(self._running)
 
     def _check_request(self, request: Request) -> None:
-        check_request(request, max_length=self._model.max_length, vocab_size=self._model.vocab_size)
+        check_request(request, max_length=self._info.max_length, vocab_size=self._model.vocab_size)
 
 
 async def _completed(work: Coroutine[Any, Any, None]) -> None:

@@ -26,7 +26,6 @@ class ServerInfo:
     """The settings that a server reports."""
 
     model_path: str
-    """Path of the model on the server's machine."""
     max_length: int
     """Longest prompt + completion, in tokens."""
     max_num_seqs: int
@@ -39,8 +38,6 @@ class ServedModel:
     """The model that a server runs."""
 
     path: Path
-    max_length: int
-    """Longest prompt + completion, in tokens."""
     vocab_size: int
     tied: bool
     shapes: dict[str, tuple[int, ...]]
@@ -48,7 +45,7 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
 
     @classmethod
-    def from_folder(cls, path: Path, *, max_length: int) -> Self:
+    def from_folder(cls, path: Path) -> Self:
         """Read the model's Hugging Face folder.
 
         Raises:
@@ -64,7 +61,6 @@ class ServedModel:
         shapes = {name: shape for name, shape in checkpoint_shapes(path).items() if not (tied and name == TIED_HEAD)}
         return cls(
             path=path,
-            max_length=max_length,
             vocab_size=config.vocab_size,
             tied=tied,
             shapes=shapes,
@@ -79,7 +75,6 @@ class Piece:
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: FinishReason | None = None
-    """Set in the last piece."""
     version_spans: list[tuple[int, int, int]] | None = None
     """Set in the last piece if the server reports it: (version, first token, one past the last token)."""
     ended_here: bool = False
@@ -150,7 +145,6 @@ def write_weights(tensors: Mapping[str, torch.Tensor], parent: Path, *, version:
 
 
 def remove_weights(folder: Path) -> None:
-    """Remove such a folder if it exists."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -212,7 +206,6 @@ class ServerCalls(QueueingEngine):
         """Refuse an update that the server cannot apply completely."""
 
     async def _control_server(self, name: Control) -> None:
-        """Make a call of `_CONTROLS`; after a pause no step runs any more."""
         path, arguments = self._CONTROLS[name]
         await self._client.call("POST", path, **arguments)
 

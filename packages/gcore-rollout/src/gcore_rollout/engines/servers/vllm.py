@@ -144,7 +144,6 @@ def _piece(event: Any) -> Piece:
 
 
 def _config(client: ServerClient) -> Any:
-    """Return the server's configuration of vLLM."""
     try:
         return client.call_blocking("GET", "/server_info", params={"config_format": "json"})["vllm_config"]
     except ServerRequestError as error:

@@ -285,7 +285,6 @@ class VLLMEngine(InProcessEngine):
             self._finish(cast("RequestOutput", output))
 
     def _admit(self, engine: "LLMEngine") -> None:
-        """Hand waiting samples to vLLM while there is capacity."""
         for group in self._waiting.admit(self._max_num_seqs - len(self._running)):
             prompt = prompt_of(group[0], self._vision, version=self._version)
             for sample in group:
@@ -335,7 +334,6 @@ class VLLMEngine(InProcessEngine):
         return sum(state.detokenizer.num_output_tokens() for state in self._states(sample_ids))
 
     def _states(self, sample_ids: Iterable[str]) -> list[Any]:
-        """Return the states of running samples in vLLM's front end."""
         if self._engine is None:
             return []
         wanted = set(sample_ids)

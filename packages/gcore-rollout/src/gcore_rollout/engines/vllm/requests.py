@@ -77,7 +77,6 @@ def options_for_images(*, on_cpu: bool) -> dict[str, Any]:
 
 
 def sampling_params(sample: Sample, eos_token_ids: Sequence[int]) -> "SamplingParams":
-    """Return vLLM's sampling parameters of a sample."""
     from vllm import SamplingParams
     from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
 
@@ -101,7 +100,6 @@ def sampling_params(sample: Sample, eos_token_ids: Sequence[int]) -> "SamplingPa
 
 
 def finish(sample: Sample, result: "CompletionOutput", reason: FinishReason) -> None:
-    """Hand over a sample's completion from vLLM's result."""
     spans = result.weight_versions or []
     versions = [np.full(span.end - span.start, int(span.version), np.int32) for span in spans]
     sample.finish(
