@@ -108,7 +108,7 @@ class ReplicaPool(Generic[RequestT, SampleT]):
         await self._all("wake")
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Update all replicas. Weights that cannot be read again later are first written to shared memory, once for all.
+        """Update all replicas; weights that cannot be read again are first written to shared memory, once for all.
 
         A replica that refuses what another one accepts counts as dead. If all refuse, the error is raised and nothing
         has changed. A `WrongWeightsError` of any replica is raised, because what corrupts weights is still there

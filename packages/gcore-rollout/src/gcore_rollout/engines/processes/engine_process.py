@@ -48,16 +48,10 @@ class _Stream:
 
 
 class EngineProcess(RemoteEngine[RequestT, SampleT]):
-    """An engine that another process runs; made by `start`.
+    """An engine that a process on this machine runs; made by `start`. See `RemoteEngine`.
 
-    All calls of `Engine` are forwarded and may be made at the same time. Exceptions come back as they were raised
-    there, with a note that holds the traceback. `stats` and `weight_version` are as of the process's last message:
-    after every call, and within 20 ms of a change, unless the engine is in the middle of a long step.
-
-    When the process dies, every call in flight raises `EngineDiedError`, after the completions that arrived; so does
-    every later one. It ends with this process, however that ends, and leaves nothing. A process that is silent for
-    ``heartbeat_timeout_s`` is killed. It is bound to the event loop in which it was started, and ends with it. Linux
-    only.
+    The process ends with this one, however that ends, and leaves nothing. It is bound to the event loop in which it was
+    started, and ends with it. Linux only.
 
     Attributes:
         pid: The process id.
@@ -109,8 +103,7 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
                 before the engine is made, but after the modules of ``preload`` were imported.
             preload: modules that are imported once, in a server from which all processes with the same ``preload`` are
                 forked. None of them may start threads or touch a GPU on import.
-            heartbeat_timeout_s: how long the process may be silent. Its event loop is, during a step of the engine,
-                while a step compiles, and while weights are copied: be generous.
+            heartbeat_timeout_s: how long the process may be silent.
 
         Raises:
             EngineStartError: it was not ready in time.

@@ -177,7 +177,16 @@ def exception(failed: Failed, pid: int) -> Exception:
 
 
 class RemoteEngine(ABC, Generic[RequestT, SampleT]):
-    """Forwards the calls of `Engine` that are only a name and arguments, until the other process is dead."""
+    """An engine that another process runs.
+
+    All calls of `Engine` are forwarded and may be made at the same time. Exceptions come back as they were raised
+    there, with a note that holds the traceback. `stats` and `weight_version` are as of the process's last message:
+    after every call, and within 20 ms of a change, unless the engine is in the middle of a long step.
+
+    When the process dies, every call in flight raises `EngineDiedError`, after the completions that arrived; so does
+    every later one. A process that is silent for ``heartbeat_timeout_s`` is killed. Its event loop is silent during a
+    step of the engine, while a step compiles, and while weights are copied: be generous.
+    """
 
     _HOW_TO_OPEN: str
     """Advice for errors once the engine is closed."""

@@ -106,19 +106,13 @@ async def end_engine_actor(handle: EngineHandle) -> None:
 
 
 class RayEngine(RemoteEngine[RequestT, SampleT]):
-    """A client of an engine that a Ray actor runs; made by `connect`.
-
-    All calls of `Engine` are forwarded and may be made at the same time. Exceptions come back as they were raised
-    there, with a note that holds the traceback. `stats` and `weight_version` are as of the actor's last message: after
-    every call, and within 20 ms of a change, unless the engine is in the middle of a long step.
+    """A client of an engine that a Ray actor runs; made by `connect`. See `RemoteEngine`.
 
     Several clients may share an actor. Each gets its own samples; `pause`, `update_weights` and `abort` act on those of
     all clients. The unfinished samples of a client that closed, or whose process died, are abandoned.
 
-    When the actor's process dies, every call in flight raises `EngineDiedError`, after the completions that arrived; so
-    does every later one, even if Ray has restarted the actor: `connect` again, to an engine with the weights that its
-    factory gave it. An actor that is silent for ``heartbeat_timeout_s`` is killed, and restarted by Ray. The client is
-    bound to the event loop in which it was connected.
+    A client of an actor that died stays dead, even if Ray has restarted the actor: `connect` again, to an engine with
+    the weights that its factory gave it. The client is bound to the event loop in which it was connected.
 
     Attributes:
         handle: The handle of the actor.
@@ -147,9 +141,7 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
 
         Args:
             handle: from `start_engine_actor`.
-            heartbeat_timeout_s: how long the actor may be silent. Its event loop is, during a step of the engine, while
-                a step compiles, and while weights are copied: be generous. The actor waits five times as long for this
-                client.
+            heartbeat_timeout_s: how long the actor may be silent; it waits five times as long for this client.
 
         Raises:
             EngineStartError: it was not ready in time.
