@@ -114,7 +114,6 @@ def engine_factory(
 
     Args:
         name: of the kind of engine, which is no server.
-        model: Hugging Face folder.
         device: such as cpu or cuda:0, for kinds that take one.
         max_model_len: longest prompt and completion in tokens, for kinds that take it; None: the kind's default.
         speculative_config: see `VLLMEngine.from_pretrained`; None: no speculation.
@@ -149,7 +148,6 @@ def check_servers(
     """Ask every server which model it runs, as far as it reports that.
 
     Args:
-        name: of the kind of engine.
         model: folder of the model that the servers should run.
         max_length: longest prompt and response together, in tokens; None: unknown.
         length_settings: the settings that it comes from, for errors.

@@ -223,13 +223,10 @@ async def start_replicas(
 
     Args:
         factory: returns what makes the engine of a place, from 0 to ``num_replicas - 1``, in its process; picklable.
-        num_replicas: at least 1.
-        num_threads: of each process.
-        preload: see `EngineProcess.start`.
+        num_threads: of each process; see `EngineProcess.start`, as for `preload`.
         gpus: as CUDA_VISIBLE_DEVICES names them; each process sees one, by its place. Empty: they see what this one
             sees.
         wrap: called with each engine and its place; returns the replica.
-        announce: see `EngineReplicas`.
 
     Raises:
         Exception: a process did not start; the others are closed.

@@ -241,8 +241,6 @@ class TimedEngine(WrappedEngine[RequestT, SampleT]):
     """An engine whose calls are recorded: new weights as stage sync, sleep and wake as swap, samples as ``stage``.
 
     Args:
-        engine: what is wrapped.
-        timers: where calls are recorded.
         device: name of its row in the timeline.
         stage: stage of generation; the work of samples is counted there.
         name: name in announcements.
@@ -340,7 +338,6 @@ class CheckedEngine(WrappedEngine[RequestT, SampleT]):
     digests (`DigestedWeights`), pass unchecked.
 
     Args:
-        engine: that takes the weights.
         name: the engine's name in errors, such as "engine 3".
         record: shared by the replicas of a model; None: one of its own.
     """

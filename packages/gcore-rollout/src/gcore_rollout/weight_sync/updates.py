@@ -73,11 +73,7 @@ def merged(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -> Iterat
     """Yield Hugging Face names and merged weights, one at a time.
 
     The arithmetic is in float32 at least, and is rounded to the data type of the weights once, at the end, as in a
-    trainer that merges before it exports.
-
-    Args:
-        base: the frozen weights, which are left as they are.
-        adapters: those that passed `check_adapters`.
+    trainer that merges before it exports. The adapters have passed `check_adapters`.
     """
     layers = adapters.layers
     for name, tensor in base.items():
@@ -132,8 +128,6 @@ def make_delta(
     Args:
         base: contiguous tensors in the host's memory; copies, not those that a trainer changes in place.
         weights: the same names, shapes and data types, on any device; requested one by one.
-        base_version: of ``base``.
-        version: of ``weights``.
 
     Raises:
         ValueError: other names, shapes or data types, or elements of more than 8 bytes.
@@ -159,9 +153,7 @@ def apply_delta(weights: MutableMapping[str, torch.Tensor], delta: WeightDelta, 
     Few elements are overwritten in their tensor; a tensor of which many changed is replaced by another.
 
     Args:
-        weights: contiguous tensors in the host's memory.
-        delta: what to change.
-        version: of ``weights``.
+        weights: contiguous tensors in the host's memory, of this ``version``.
 
     Raises:
         WrongBaseError: these are not the weights that the delta was made from.

@@ -105,9 +105,7 @@ class DiffusersEngine:
 
         Args:
             path: has a model_index.json.
-            device: such as cpu or cuda:0.
             dtype: of the weights: float32, bfloat16 or float16.
-            max_num_images: see `DiffusersEngine`, as `options`.
 
         Raises:
             UnsupportedModelError: see `DiffusersEngine`, or it is no pipeline's folder.

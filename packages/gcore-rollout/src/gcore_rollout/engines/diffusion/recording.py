@@ -184,9 +184,7 @@ def combined(output: torch.Tensor, num_images: int, num_channels: int, guidance_
 
     Args:
         output: [num_images or 2 num_images, channels, ...] of the model.
-        num_images: rows of the result.
-        num_channels: its channels.
-        guidance_scale: of classifier-free guidance.
+        num_images: rows of the result, as `num_channels` are its channels.
     """
     output = output[:, :num_channels]
     if len(output) != 2 * num_images:
@@ -308,10 +306,6 @@ def suited(kernel: Kernel, scheduler: Any) -> Kernel:
 
 def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Any:
     """Load a local pipeline folder; optional components that it lacks, such as a VAE, are None.
-
-    Args:
-        path: has a model_index.json.
-        dtype: of the weights.
 
     Raises:
         UnsupportedModelError: it is not the folder of a pipeline that diffusers knows, or its weights lack tensors.

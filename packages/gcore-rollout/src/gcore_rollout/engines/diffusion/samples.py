@@ -21,11 +21,9 @@ def samples_of(
     """Yield the samples of a batch of B images.
 
     Args:
-        tape: of the batch.
         batch: the request and the sample's index of each image.
         images: [B, H, W, 3].
         per_image: names of the model's arguments that have a row for each image.
-        version: of the weights.
     """
     assert tape.call is not None
     assert tape.final is not None

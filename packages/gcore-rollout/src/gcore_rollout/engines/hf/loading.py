@@ -85,7 +85,6 @@ def check_logits(
     """Compare the engine's logits of a first and a second token with those of transformers, a sequence at a time.
 
     Args:
-        model: of transformers.
         engine_logits: returns logits [P, V] after prompts, and after one token more of each; both are given.
 
     Raises:

@@ -15,12 +15,7 @@ from gcore_rollout.images.vision_processor import Pixels, VisionProcessor
 
 
 class HFVision:
-    """The vision tower of a transformers model of the Qwen-VL kind.
-
-    Args:
-        model: ``...ForConditionalGeneration``.
-        processor: of the same folder.
-    """
+    """The vision tower of a transformers model of the Qwen-VL kind, ``...ForConditionalGeneration``."""
 
     def __init__(self, model: Any, processor: VisionProcessor) -> None:
         self._model = model

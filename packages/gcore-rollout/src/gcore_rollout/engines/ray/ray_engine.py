@@ -73,7 +73,6 @@ def start_engine_actor(
             path)``.
         num_cpus: CPUs that it reserves, like `num_gpus` and `resources`, which have Ray's names.
         num_threads: of torch on CPU; default: what Ray gives it.
-        name: for `ray.get_actor`.
     """
     if num_threads is not None and num_threads < 1:
         raise ValueError(f"num_threads is {num_threads}; expected at least 1")

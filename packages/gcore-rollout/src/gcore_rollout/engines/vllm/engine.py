@@ -18,7 +18,6 @@ from gcore_rollout.engines.vllm.process import (
     checkpoint_shapes,
     eos_token_ids as declared_eos_token_ids,
     free_kv_cache,
-    import_vllm,
     load_vision,
     process_state_kept,
     repack_head,
@@ -34,7 +33,7 @@ from gcore_rollout.engines.vllm.requests import (
     sampling_params,
 )
 from gcore_rollout.engines.vllm.weights import held_tensors
-from gcore_rollout.errors import RolloutError, UnsupportedModelError
+from gcore_rollout.errors import MissingExtraError, RolloutError, UnsupportedModelError
 from gcore_rollout.images.vision_processor import VisionProcessor
 
 if TYPE_CHECKING:
@@ -159,8 +158,12 @@ class VLLMEngine(InProcessEngine):
         # With compilation off while vLLM is imported, its `torch.compile`d helpers stay plain functions: on CPU the
         # first log-probs would wait 10 to 30 s for one of them.
         with process_state_kept(), torch._dynamo.config.patch(disable=on_cpu):  # pyright: ignore[reportPrivateUsage]
-            import_vllm()
-            from vllm import EngineArgs
+            try:
+                from vllm import EngineArgs
+            except ModuleNotFoundError as error:
+                if error.name != "vllm":
+                    raise
+                raise MissingExtraError("vllm", "vllm") from error
 
             if speculative_config is not None and on_cpu:
                 repair_rejection_sampler()

@@ -30,21 +30,6 @@ TIED_HEAD = "lm_head.weight"
 """The tensor that a checkpoint may leave out if the model uses its embedding in its place."""
 
 
-def import_vllm() -> None:
-    """Import vLLM.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
-    try:
-        # Only checks that it is installed.
-        import vllm  # noqa: F401  # pyright: ignore[reportUnusedImport]
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise MissingExtraError("vllm", "vllm") from error
-
-
 def load_vision(folder: Path) -> VisionProcessor | None:
     """Return the image processor of a folder's model; None: it takes no images.
 

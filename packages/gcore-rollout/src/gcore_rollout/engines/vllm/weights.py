@@ -22,7 +22,6 @@ def held_tensors(
     Layers of experts and others that vLLM keeps in layouts of its own are left out.
 
     Args:
-        model: vLLM's.
         shapes: of the published tensors, by Hugging Face name; without a tied head.
         is_tied: whether the head is the embedding, which is then reported as a tensor of its own.
         names: the tensors; None: all that can be read.
