@@ -22,7 +22,8 @@ from gcore_bench.harness.summary import paired_ratio, summarise
 from gcore_bench.rollout import generation, sandbox_calls
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.report import ratios, tables
-from gcore_bench.rollout.sync import StepClock, Way, busy_figures
+from gcore_bench.rollout.step_clock import StepClock
+from gcore_bench.rollout.sync import Way, busy_figures
 from gcore_bench.rollout.workload import (
     make_requests,
     max_length,

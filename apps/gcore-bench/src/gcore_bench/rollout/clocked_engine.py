@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 
-from gcore_bench.rollout.sync import StepClock
+from gcore_bench.rollout.step_clock import StepClock
 from gcore_rollout import Engine, HFEngine
 
 Source = Literal["caller", "here", "file"]

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from gcore_bench.harness.errors import BenchError
 from gcore_bench.harness.rounds import Figures, Rounds, Run
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.processes import Processes
+from gcore_bench.rollout.step_clock import StepClock
 from gcore_bench.rollout.workload import sync_request
 from gcore_rollout import Completion, Engine, EngineReplicas, Request
 
@@ -33,58 +33,7 @@ _PASSES_AROUND = 4
 _POLL_S = 0.005
 _TIMEOUT_S = 120.0
 
-_CAPACITY = 4096
-_PASSES, _START, _END, _TIMES = 0, 1, 2, 3
-
 State = Mapping[str, torch.Tensor]
-
-
-class StepClock:
-    """Times of an engine's forward passes since `reset`, and of the last update, in a file that processes map.
-
-    `time.perf_counter` is the same clock in all processes of a Linux machine.
-
-    Args:
-        path: created if it does not exist; clocks with the same path share their times.
-    """
-
-    def __init__(self, path: Path) -> None:
-        if not path.exists():
-            path.write_bytes(bytes(8 * (_TIMES + _CAPACITY)))
-        self._values = np.memmap(path, np.float64, "r+", shape=(_TIMES + _CAPACITY,))
-
-    def reset(self) -> None:
-        """Delete the recorded passes."""
-        self._values[_PASSES] = 0
-
-    def note_pass(self) -> None:
-        number = int(self._values[_PASSES])
-        if number < _CAPACITY:
-            self._values[_TIMES + number] = time.perf_counter()
-            self._values[_PASSES] = number + 1
-
-    def note_update_start(self) -> None:
-        self._values[_START] = time.perf_counter()
-
-    def note_update_end(self) -> None:
-        self._values[_END] = time.perf_counter()
-
-    @property
-    def num_passes(self) -> int:
-        return int(self._values[_PASSES])
-
-    @property
-    def passes_s(self) -> NDArray[np.float64]:
-        """End times of the passes, [P]."""
-        return self._values[_TIMES : _TIMES + self.num_passes].copy()
-
-    @property
-    def update_start_s(self) -> float:
-        return float(self._values[_START])
-
-    @property
-    def update_end_s(self) -> float:
-        return float(self._values[_END])
 
 
 @dataclass(frozen=True, kw_only=True)
