@@ -103,7 +103,7 @@ class FakeEngine:
                 task.cancel()
 
     async def _sample(self, request: Request, index: int, finished: "asyncio.Queue[Completion]") -> None:
-        from gcore_rollout.engines.sampling import sample_seeds, uniforms
+        from gcore_rollout.engines.queueing import sample_seeds, uniforms
 
         if self._first_only and index > 0:
             await self.died.wait()

@@ -28,9 +28,8 @@ from gcore_rollout import (
     check_weights,
 )
 from gcore_rollout.engines.vllm import engine as vllm_engine
-from gcore_rollout.weight_sync import digests as digests_module
-from gcore_rollout.weight_sync.checked_engine import CheckedEngine, Rotation
-from gcore_rollout.weight_sync.digests import DigestedWeights, digest
+from gcore_rollout.weight_sync import checked as digests_module
+from gcore_rollout.weight_sync.checked import CheckedEngine, DigestedWeights, Rotation, digest
 
 pytestmark = VLLM_IMPORT_WARNINGS
 

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, strategies as st
 from hypothesis.extra.numpy import arrays
 
-from gcore_rollout.engines.sampling import sample_seeds, sample_tokens, uniforms
+from gcore_rollout.engines.hf.decoding import sample_tokens
+from gcore_rollout.engines.queueing import sample_seeds, uniforms
 
 # 0.9999 quantiles of the chi-square distribution: seeds are fixed, so a test passes always or never.
 CHI_SQUARE_LIMIT = {9: 33.7, 99: 159.2}

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from weight_sync_oracles import LORA, adapters_of, check_behind, check_synced, make_trainer, train
 
 from gcore_rollout import HFEngine, WeightMirror
-from gcore_rollout.weight_sync.adapters import A_OF, B_OF, AdapterWeights, check_adapters, merged
+from gcore_rollout.weight_sync.updates import A_OF, B_OF, AdapterWeights, check_adapters, merged
 from gcore_trainer import TorchTrainer
 
 SCALING = LORA.alpha / LORA.rank

@@ -10,8 +10,8 @@ from hypothesis import given, strategies as st
 from weight_sync_oracles import check_behind, check_synced, make_trainer, train
 
 from gcore_rollout import WeightMirror, WrongBaseError
-from gcore_rollout.weight_sync.delta import SparseValues, apply_delta, make_delta
 from gcore_rollout.weight_sync.layout import TensorSpec, host_copy
+from gcore_rollout.weight_sync.updates import SparseValues, apply_delta, make_delta
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),

@@ -10,8 +10,7 @@ from engine_oracles import TinyModel
 from weight_sync_oracles import LORA, adapters_of, check_behind, check_synced, make_trainer, train
 
 from gcore_rollout import Engine, HFEngine, WeightDelta, WrongBaseError, make_delta
-from gcore_rollout.weight_sync.adapters import A_OF, B_OF, AdapterWeights
-from gcore_rollout.weight_sync.mirror import FullWeights, WeightMirror, WeightUpdate
+from gcore_rollout.weight_sync.updates import A_OF, B_OF, AdapterWeights, FullWeights, WeightMirror, WeightUpdate
 
 State = dict[str, torch.Tensor]
 

@@ -4,11 +4,11 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from gcore_llm.settings.engine_config import EngineConfig
 from gcore_llm.settings.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_llm.settings.rollout_config import RolloutConfig
 from gcore_llm.settings.trainer_config import TrainerConfig
 from gcore_runs.errors import UserError, check_at_least, check_finite, check_fraction
+from gcore_runs.settings.engine_config import EngineConfig
 from gcore_runs.settings.run_config import (
     BaseActorConfig,
     BaseAlgorithmConfig,

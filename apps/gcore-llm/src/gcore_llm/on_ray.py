@@ -15,8 +15,8 @@ from gcore_llm.sampling.engines import engine_factory
 from gcore_llm.sampling.evaluate import Evaluation
 from gcore_llm.sampling.rewards import Rewards
 from gcore_llm.services import Inputs
-from gcore_llm.settings.engine_config import EngineConfig
 from gcore_runs.on_ray.start import ControllerServices, EngineFactory, start_ray_backend
+from gcore_runs.settings.engine_config import EngineConfig
 
 
 async def start_on_ray(inputs: Inputs, model: Path, checkpoints: Path) -> RayBackend[Job, TrainConfig, Evaluation]:

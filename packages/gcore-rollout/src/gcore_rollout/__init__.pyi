@@ -17,9 +17,21 @@ from .engines.diffusion.types import (
 )
 from .engines.hf.engine import HFEngine as HFEngine
 from .engines.processes.engine_process import EngineProcess as EngineProcess
-from .engines.processes.replicas import start_replicas as start_replicas, visible_gpus as visible_gpus
-from .engines.protocol import Engine as Engine, EngineStats as EngineStats
-from .engines.queueing import Call as Call
+from .engines.protocol import (
+    Completion as Completion,
+    Digest as Digest,
+    Digests as Digests,
+    Engine as Engine,
+    EngineStats as EngineStats,
+    HeldTensor as HeldTensor,
+    HeldWeights as HeldWeights,
+    RepetitionDetection as RepetitionDetection,
+    Request as Request,
+    RequestT as RequestT,
+    SampleT as SampleT,
+    SamplingParams as SamplingParams,
+)
+from .engines.queueing import Call as Call, sample_seeds as sample_seeds
 from .engines.ray.ray_engine import (
     EngineHandle as EngineHandle,
     RayEngine as RayEngine,
@@ -31,29 +43,24 @@ from .engines.registry import (
     PRELOAD_HF as PRELOAD_HF,
     PRELOAD_VLLM as PRELOAD_VLLM,
     EngineKind as EngineKind,
+    check_servers as check_servers,
     connect_servers as connect_servers,
     engine_factory as engine_factory,
     engine_kind as engine_kind,
     engine_names as engine_names,
     register_engine as register_engine,
 )
-from .engines.replicas import EngineReplicas as EngineReplicas
-from .engines.sampling import sample_seeds as sample_seeds
+from .engines.replicas import (
+    EngineReplicas as EngineReplicas,
+    start_replicas as start_replicas,
+    visible_gpus as visible_gpus,
+)
 from .engines.servers.client import ServerClient as ServerClient
 from .engines.servers.sglang import SGLangServerEngine as SGLangServerEngine
 from .engines.servers.vllm import VLLMServerEngine as VLLMServerEngine
-from .engines.servers.vllm_worker import TiedHeadWorker as TiedHeadWorker
 from .engines.time_shared import TimeSharedEngines as TimeSharedEngines
-from .engines.types import (
-    Completion as Completion,
-    RepetitionDetection as RepetitionDetection,
-    Request as Request,
-    RequestT as RequestT,
-    SampleT as SampleT,
-    SamplingParams as SamplingParams,
-)
 from .engines.vllm.engine import VLLMEngine as VLLMEngine
-from .engines.wrappers import WrappedEngine as WrappedEngine
+from .engines.vllm.process import TiedHeadWorker as TiedHeadWorker
 from .errors import (
     CorruptWeightsError as CorruptWeightsError,
     EngineDiedError as EngineDiedError,
@@ -154,22 +161,25 @@ from .rewards.runner import (
 from .rewards.threads import ThreadedReward as ThreadedReward
 from .sandbox.sandbox import Isolation as Isolation, Sandbox as Sandbox
 from .sandbox.types import Outcome as Outcome, SandboxLimits as SandboxLimits, SandboxResult as SandboxResult
-from .weight_sync.adapters import AdapterWeights as AdapterWeights
 from .weight_sync.broadcast import WeightReceiver as WeightReceiver, WeightSender as WeightSender
-from .weight_sync.checked_engine import CheckedEngine as CheckedEngine, WeightRecord as WeightRecord
-from .weight_sync.cuda_ipc import SharedCudaWeights as SharedCudaWeights, open_weights as open_weights
-from .weight_sync.delta import WeightDelta as WeightDelta, apply_delta as apply_delta, make_delta as make_delta
-from .weight_sync.digests import DigestedWeights as DigestedWeights
-from .weight_sync.mirror import FullWeights as FullWeights, WeightMirror as WeightMirror
-from .weight_sync.report import (
-    Digest as Digest,
-    Digests as Digests,
-    HeldTensor as HeldTensor,
-    HeldWeights as HeldWeights,
+from .weight_sync.checked import (
+    CheckedEngine as CheckedEngine,
+    DigestedWeights as DigestedWeights,
+    TimedEngine as TimedEngine,
+    WeightRecord as WeightRecord,
+    WrappedEngine as WrappedEngine,
     all_digests as all_digests,
     check_weights as check_weights,
 )
+from .weight_sync.cuda_ipc import SharedCudaWeights as SharedCudaWeights, open_weights as open_weights
 from .weight_sync.shared_weights import SharedWeights as SharedWeights
-from .weight_sync.store.publisher import WeightPublisher as WeightPublisher
-from .weight_sync.store.subscriber import WeightSubscriber as WeightSubscriber
+from .weight_sync.store.versions import WeightPublisher as WeightPublisher, WeightSubscriber as WeightSubscriber
+from .weight_sync.updates import (
+    AdapterWeights as AdapterWeights,
+    FullWeights as FullWeights,
+    WeightDelta as WeightDelta,
+    WeightMirror as WeightMirror,
+    apply_delta as apply_delta,
+    make_delta as make_delta,
+)
 from .weight_sync.weight_references import WeightReferences as WeightReferences

@@ -18,7 +18,7 @@ from gcore_bench.placement.small_runs import SmallRun
 from gcore_bench.trainer.updates import LOSS, OPTIMIZER
 from gcore_placement import balance, micro_batches
 from gcore_rollout import HFEngine, Request, SamplingParams
-from gcore_rollout.engines.hf import slot_attention
+from gcore_rollout.engines.hf import decoding as slot_attention
 from gcore_trainer import PackedModel, ParallelConfig, PolicyObjective, Sample, TorchParallel, TorchTrainer
 from gcore_trainer.torch import packed_model as packed_attention
 

@@ -6,10 +6,11 @@ from functools import partial
 
 from rich.console import Console
 
+from gcore_bench.harness.processes import environment, stderr_to
 from gcore_bench.harness.report import Session, summarise
 from gcore_bench.rollout import generation, sandbox_calls, sync
 from gcore_bench.rollout.options import RolloutOptions
-from gcore_bench.rollout.processes import Processes, make_models, quiet_surroundings
+from gcore_bench.rollout.processes import ENVIRONMENT, Processes, make_models
 from gcore_bench.rollout.report import notes, ratios, tables
 
 
@@ -20,10 +21,12 @@ def run(options: RolloutOptions, console: Console) -> None:
         BenchError: a contender failed, or contenders did not do the same work.
     """
     options = options.sized()
-    with Session(options, console, notes=notes(options)) as session:
-        log = session.folder / "log"
-        with quiet_surroundings(log, threads=options.threads):
-            asyncio.run(_measure(options, session))
+    with (
+        Session(options, console, notes=notes(options)) as session,
+        environment(**ENVIRONMENT, OMP_NUM_THREADS=str(options.threads)),
+        stderr_to(session.folder / "log"),
+    ):
+        asyncio.run(_measure(options, session))
 
 
 async def _measure(options: RolloutOptions, session: Session) -> None:

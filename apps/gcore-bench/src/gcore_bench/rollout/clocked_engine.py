@@ -42,14 +42,10 @@ class _ClockedHFEngine(HFEngine):
 
 
 def make_engine(model: Path, clock: Path, source: Source, file: Path, *, max_num_seqs: int) -> Engine:
-    """Make an engine that records its times in ``clock``.
+    """Make an engine that records its times in ``clock``, from a Hugging Face folder.
 
     Args:
-        model: folder of a Hugging Face model.
-        clock: file of the times.
-        source: origin of new weights.
         file: safetensors of the source ``"file"``.
-        max_num_seqs: sequences at one time.
     """
     engine = _ClockedHFEngine.from_pretrained(model, eos_token_ids=[], max_num_seqs=max_num_seqs)
     engine.clock, engine.is_timed = StepClock(clock), True

@@ -11,10 +11,8 @@ import psutil
 
 from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.report import Figures, Rounds, Run
-from gcore_bench.rollout.contenders import gcore
-from gcore_bench.rollout.local import generation_figures
 from gcore_bench.rollout.options import RolloutOptions
-from gcore_bench.rollout.processes import Processes
+from gcore_bench.rollout.processes import Processes, as_engine, generation_figures
 from gcore_bench.rollout.workload import make_requests, num_tokens, warmup_requests
 from gcore_rollout import Engine, EngineProcess, Request
 
@@ -37,10 +35,12 @@ async def run_rounds(
     """
     requests, expected = make_requests(options), num_tokens(options)
     rounds = Rounds("generation", options.rounds, say=say)
+    max_num_seqs = options.prompts * options.n
     async with AsyncExitStack() as stack:
         engines: dict[str, EngineProcess] = {}
         for name in dict.fromkeys(options.contenders):
-            engines[name] = await processes.start(name, _factory(name, folder, options))
+            factory = partial(_make, name, folder / "model", _output(folder, name), max_num_seqs)
+            engines[name] = await processes.start(name, factory)
             stack.push_async_callback(engines[name].close)
             await _measured(name, engines[name], warmup_requests(options), folder)
         for turn in rounds.turns(engines):
@@ -51,31 +51,40 @@ async def run_rounds(
     return rounds.runs
 
 
-def _factory(name: str, folder: Path, options: RolloutOptions) -> Callable[[], Engine]:
-    model, output, max_num_seqs = folder / "model", _output(folder, name), options.prompts * options.n
-    match name:
-        case "vllm":
-            return partial(_make_vllm, model, output, max_num_seqs)
-        case "transformers":
-            return partial(_make_transformers, model, output)
-        case "gcore-vllm" | "gcore-hf":
-            kind = name.removeprefix("gcore-")
-            return partial(gcore.make_local, kind, model, output, max_num_seqs=max_num_seqs)
-        case _:
-            kind = name.removeprefix("gcore-").removesuffix("-process")
-            return partial(gcore.make_engine, kind, model, max_num_seqs=max_num_seqs)
+def _make(name: str, model: Path, output: Path, max_num_seqs: int) -> Engine:
+    """Make a contender in its process, which alone imports its library."""
+    if name == "vllm":
+        from gcore_bench.rollout.contenders.vllm import VLLM
+
+        return as_engine(VLLM(model, max_num_seqs=max_num_seqs), output)
+    if name == "transformers":
+        from gcore_bench.rollout.contenders.transformers import Transformers
+
+        return as_engine(Transformers(model), output)
+    if "hf" in name:
+        from gcore_rollout import HFEngine as Kind
+    else:
+        from gcore_rollout import VLLMEngine as Kind
+
+    engine = Kind.from_pretrained(model, max_num_seqs=max_num_seqs, eos_token_ids=[])
+    return engine if name.endswith("-process") else as_engine(_InProcess(engine), output)
 
 
-def _make_vllm(model: Path, output: Path, max_num_seqs: int) -> Engine:
-    from gcore_bench.rollout.contenders import vllm
+class _InProcess:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
-    return vllm.make_local(model, output, max_num_seqs=max_num_seqs)
+    async def generate(self, requests: Sequence[Request]) -> tuple[int, float]:
+        return await _collect(self._engine, requests)
 
 
-def _make_transformers(model: Path, output: Path) -> Engine:
-    from gcore_bench.rollout.contenders import transformers
-
-    return transformers.make_local(model, output)
+async def _collect(engine: Engine, requests: Sequence[Request]) -> tuple[int, float]:
+    """Return the number of tokens, and the sum of their log-probabilities."""
+    tokens, log_prob_sum = 0, 0.0
+    async for completion in engine.generate(requests):
+        tokens += completion.token_ids.size
+        log_prob_sum += float(completion.log_probs.sum())
+    return tokens, log_prob_sum
 
 
 def _output(folder: Path, name: str) -> Path:
@@ -87,11 +96,11 @@ async def _measured(name: str, engine: EngineProcess, requests: Sequence[Request
     try:
         if name.endswith("-process"):
             wall_s, cpu_s = time.perf_counter(), _cpu_s(engine.pid)
-            tokens, log_prob_sum = await gcore.collect(engine, requests)
+            tokens, log_prob_sum = await _collect(engine, requests)
             wall_s, cpu_s = time.perf_counter() - wall_s, _cpu_s(engine.pid) - cpu_s
             return generation_figures(wall_s, cpu_s, tokens, log_prob_sum)
         _output(folder, name).unlink(missing_ok=True)
-        await gcore.collect(engine, requests)
+        await _collect(engine, requests)
     except Exception as error:
         raise BenchError(f"{name} failed: {error}") from error
     return json.loads(_output(folder, name).read_text())

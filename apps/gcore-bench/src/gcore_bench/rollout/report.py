@@ -39,19 +39,19 @@ def ratios(part: str, runs: Sequence[Run]) -> dict[str, dict[str, float]]:
 
 def tables(summary: Summary, ratios: Ratios, options: RolloutOptions) -> list[Table]:
     """Return the tables of a part."""
-    match summary.part:
-        case "generation":
-            shown = [_table("generation", summary, ratios, _GENERATION)]
-        case "sync":
-            size_mb = summary.rows[MEMCPY]["size_bytes"] / 2**20
-            shown = [
-                _table(f"new weights, {size_mb:,.0f} MB", summary, ratios, _SYNC),
-                _table("the first token of the new weights", summary, ratios, _FIRST_TOKEN, skip=MEMCPY),
-            ]
-        case "forms":
-            shown = [_table("weight sync by form", summary, ratios, _FORMS)]
-        case _:
-            shown = [_table("a program that does nothing", summary, ratios, _SANDBOX)]
+    titles = {
+        "generation": "generation",
+        "forms": "weight sync by form",
+        "sandbox": "a program that does nothing",
+    }
+    if summary.part != "sync":
+        shown = [_table(titles[summary.part], summary, ratios, _COLUMNS[summary.part])]
+    else:
+        size_mb = summary.rows[MEMCPY]["size_bytes"] / 2**20
+        shown = [
+            _table(f"new weights, {size_mb:,.0f} MB", summary, ratios, _COLUMNS["sync"]),
+            _table("the first token of the new weights", summary, ratios, _COLUMNS["first token"], skip=MEMCPY),
+        ]
     shown[-1].caption = f"medians of {options.rounds} rounds; load of the machine {summary.load:.1f}"
     return shown
 
@@ -78,45 +78,47 @@ def _ratio(title: str, metric: str) -> Column:
     return title, lambda _name, _row, found: ratio(found.get(metric))
 
 
-_GENERATION = [
-    _figure("tokens/s", "tokens_per_s", ",.0f"),
-    _ratio("speed over base", "tokens_per_s"),
-    _figure("s", "wall_s", ".2f"),
-    _figure("CPU s", "cpu_s", ".2f"),
-    _ratio("CPU over base", "cpu_s"),
-    _figure("tokens", "tokens", ",.0f"),
-    _figure("mean log-prob", "log_prob", ".4f"),
-    ("base", lambda name, _row, _ratios: BASES.get(name, "-")),
-]
-_SYNC = [
-    _figure("at rest s", "wall_s", ".3f"),
-    _ratio("over memcpy", "wall_s"),
-    _figure("before copying s", "before_copy_s", ".3f"),
-    _figure("copying s", "copy_s", ".3f"),
-    _figure("samples running s", "busy_s", ".3f"),
-    _ratio("over memcpy", "busy_s"),
-    _figure("no token s", "no_token_s", ".3f"),
-    _ratio("over memcpy", "no_token_s"),
-]
-_FIRST_TOKEN = [
-    _figure("after s", "first_token_s", ".3f"),
-    _figure("old steps", "old_steps", ".0f"),
-    _figure("a step s", "step_s", ".3f"),
-]
-_FORMS = [
-    ("sent MB", lambda _name, row, _ratios: f"{row['sent_bytes'] / 2**20:,.1f}"),
-    _figure("to encode s", "encode_s", ".3f"),
-    _figure("to apply s", "apply_s", ".3f"),
-    _ratio("both over memcpy", "wall_s"),
-]
-_SANDBOX = [
-    _figure("ms a call, alone", "alone_ms", ".1f"),
-    _ratio("over bare", "alone_ms"),
-    _figure("CPU ms", "cpu_ms", ".1f"),
-    _ratio("over bare", "cpu_ms"),
-    _figure(f"ms a call, {os.cpu_count() or 1} at a time", "together_ms", ".1f"),
-    _ratio("over bare", "together_ms"),
-]
+_COLUMNS: Mapping[str, Sequence[Column]] = {
+    "generation": [
+        _figure("tokens/s", "tokens_per_s", ",.0f"),
+        _ratio("speed over base", "tokens_per_s"),
+        _figure("s", "wall_s", ".2f"),
+        _figure("CPU s", "cpu_s", ".2f"),
+        _ratio("CPU over base", "cpu_s"),
+        _figure("tokens", "tokens", ",.0f"),
+        _figure("mean log-prob", "log_prob", ".4f"),
+        ("base", lambda name, _row, _ratios: BASES.get(name, "-")),
+    ],
+    "sync": [
+        _figure("at rest s", "wall_s", ".3f"),
+        _ratio("over memcpy", "wall_s"),
+        _figure("before copying s", "before_copy_s", ".3f"),
+        _figure("copying s", "copy_s", ".3f"),
+        _figure("samples running s", "busy_s", ".3f"),
+        _ratio("over memcpy", "busy_s"),
+        _figure("no token s", "no_token_s", ".3f"),
+        _ratio("over memcpy", "no_token_s"),
+    ],
+    "first token": [
+        _figure("after s", "first_token_s", ".3f"),
+        _figure("old steps", "old_steps", ".0f"),
+        _figure("a step s", "step_s", ".3f"),
+    ],
+    "forms": [
+        ("sent MB", lambda _name, row, _ratios: f"{row['sent_bytes'] / 2**20:,.1f}"),
+        _figure("to encode s", "encode_s", ".3f"),
+        _figure("to apply s", "apply_s", ".3f"),
+        _ratio("both over memcpy", "wall_s"),
+    ],
+    "sandbox": [
+        _figure("ms a call, alone", "alone_ms", ".1f"),
+        _ratio("over bare", "alone_ms"),
+        _figure("CPU ms", "cpu_ms", ".1f"),
+        _ratio("over bare", "cpu_ms"),
+        _figure(f"ms a call, {os.cpu_count() or 1} at a time", "together_ms", ".1f"),
+        _ratio("over bare", "together_ms"),
+    ],
+}
 
 
 def notes(options: RolloutOptions) -> list[str]:

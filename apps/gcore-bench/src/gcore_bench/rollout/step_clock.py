@@ -1,7 +1,4 @@
-"""Times of an engine's steps and of its last update, in a file that several processes map.
-
-`time.perf_counter` is the same clock in all processes of a Linux machine.
-"""
+"""Times of an engine's steps and of its last update, in a file that several processes map."""
 
 import time
 from pathlib import Path
@@ -14,7 +11,9 @@ _PASSES, _START, _END, _TIMES = 0, 1, 2, 3
 
 
 class StepClock:
-    """Times of forward passes since `reset`, and of the start and the end of an update.
+    """Times of an engine's forward passes since `reset`, and of the last update, in a file that processes map.
+
+    `time.perf_counter` is the same clock in all processes of a Linux machine.
 
     Args:
         path: created if it does not exist; clocks with the same path share their times.
@@ -30,23 +29,19 @@ class StepClock:
         self._values[_PASSES] = 0
 
     def note_pass(self) -> None:
-        """Record that a forward pass has ended."""
         number = int(self._values[_PASSES])
         if number < _CAPACITY:
             self._values[_TIMES + number] = time.perf_counter()
             self._values[_PASSES] = number + 1
 
     def note_update_start(self) -> None:
-        """Record that an update starts."""
         self._values[_START] = time.perf_counter()
 
     def note_update_end(self) -> None:
-        """Record that an update has ended."""
         self._values[_END] = time.perf_counter()
 
     @property
     def num_passes(self) -> int:
-        """Number of recorded passes."""
         return int(self._values[_PASSES])
 
     @property
@@ -56,10 +51,8 @@ class StepClock:
 
     @property
     def update_start_s(self) -> float:
-        """Start of the last update."""
         return float(self._values[_START])
 
     @property
     def update_end_s(self) -> float:
-        """End of the last update."""
         return float(self._values[_END])

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -82,11 +82,11 @@ async def run_rounds(
     return rounds.runs
 
 
-def _make_engine(model: Path, clock: Path, source: "Source", file: Path, *, max_num_seqs: int) -> Engine:
+def _make_engine(*arguments: Any, **options: Any) -> Engine:
     """Make a clocked engine in its process, which alone imports transformers."""
     from gcore_bench.rollout.clocked_engine import make_engine
 
-    return make_engine(model, clock, source, file, max_num_seqs=max_num_seqs)
+    return make_engine(*arguments, **options)
 
 
 async def _ways(
@@ -114,23 +114,15 @@ async def _ways(
         save_file(dict(state), file)
         await reader.update_weights([], version=version)
 
+    def with_state(engine: Engine) -> Callable[[int], Awaitable[object]]:
+        return lambda version: engine.update_weights(state.items(), version=version)
+
     return {
         "in-process": Way(
-            engine=here,
-            clocks=[here_clock],
-            update=lambda version: here.update_weights([], version=version),
-            starts_inside=True,
+            engine=here, clocks=[here_clock], update=lambda v: here.update_weights([], version=v), starts_inside=True
         ),
-        "process": Way(
-            engine=one,
-            clocks=[one_clock],
-            update=lambda version: one.update_weights(state.items(), version=version),
-        ),
-        "2 processes": Way(
-            engine=replicas,
-            clocks=[clock for _, clock in several],
-            update=lambda version: replicas.update_weights(state.items(), version=version),
-        ),
+        "process": Way(engine=one, clocks=[one_clock], update=with_state(one)),
+        "2 processes": Way(engine=replicas, clocks=[clock for _, clock in several], update=with_state(replicas)),
         "files": Way(engine=reader, clocks=[reader_clock], update=through_file),
     }
 

@@ -29,7 +29,7 @@ from gcore_rollout import (
     WeightSubscriber,
     make_delta,
 )
-from gcore_rollout.weight_sync.adapters import A_OF, B_OF, merged
+from gcore_rollout.weight_sync.updates import A_OF, B_OF, merged
 
 _ROWS, _COLUMNS, _RANK = 1024, 512, 16
 _FRACTIONS = {"delta 0.1 %": 0.001, "delta 1 %": 0.01, "delta 10 %": 0.1, "delta 100 %": 1.0}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gcore_diffusion.config import DiffusionConfig
-from gcore_rollout import PRELOAD_DIFFUSERS, DiffusersEngine, Engine, engine_factory, start_replicas
+from gcore_rollout import PRELOAD_DIFFUSERS, DiffusersEngine, Engine, engine_factory
 from gcore_runs.errors import UserError
 from gcore_runs.loop.instrumented_engine import Instrumentation
 
@@ -94,9 +94,7 @@ async def start_engines(
     """Start each role's engine in this process, or several in their own, which are replaced if they die.
 
     Args:
-        config: the run's.
         model: the pipeline's folder.
-        watched: instrumentation of the engines.
         is_trial: start only one of each.
     """
     judge = config.reward.judge
@@ -105,27 +103,14 @@ async def start_engines(
         num_engines, num_judges = 0, int(judge.kind.needs_own_process)
     num_threads = max(1, config.threads // max(1, num_engines + num_judges))
 
-    async def start(
-        make: Callable[[], Engine[Any, Any]], count: int, instrumentation: Instrumentation, preload: tuple[str, ...]
-    ) -> Engine[Any, Any]:
-        if not count:
-            return instrumentation.instrument(make(), 0)
-        return await start_replicas(
-            lambda place: instrumentation.logged(make, place),
-            count,
-            num_threads=num_threads,
-            preload=preload,
-            wrap=instrumentation.instrument,
-            announce=instrumentation.announce,
-        )
-
-    sampler = sampler_factory(config, model=model)
-    policy = await start(sampler, num_engines, replace(instrumentation, role="engine"), PRELOAD_DIFFUSERS)
+    policy: Engine[Any, Any] = await replace(instrumentation, role="engine").start(
+        sampler_factory(config, model=model), num_engines, num_threads=num_threads, preload=PRELOAD_DIFFUSERS
+    )
     if not config.reward.is_judged:
         return Engines(policy=policy, judge=None)
     try:
-        judges = await start(
-            judge_factory(config), num_judges, replace(instrumentation, role="judge"), judge.kind.preload
+        judges: Engine[Any, Any] = await replace(instrumentation, role="judge").start(
+            judge_factory(config), num_judges, num_threads=num_threads, preload=judge.kind.preload
         )
         return Engines(policy=policy, judge=judges)
     except BaseException:

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gcore_llm.settings.engine_config import EngineConfig
 from gcore_rollout import JudgeOptions, OnError, RewardConfigError
 from gcore_runs.errors import UserError, check_at_least
+from gcore_runs.settings.engine_config import EngineConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass, field
 
-from gcore_llm.settings.engine_config import EngineConfig, SpeculativeConfig
 from gcore_runs.errors import UserError, check_at_least, check_finite
+from gcore_runs.settings.engine_config import EngineConfig, SpeculativeConfig
 
 
 @dataclass(frozen=True, kw_only=True)

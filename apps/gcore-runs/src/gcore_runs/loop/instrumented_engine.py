@@ -1,20 +1,14 @@
-"""Engines whose work is recorded, whose weights are compared with the trainer's, and whose processes log to files."""
+"""Instrumentation of engines: their work is recorded, their weights are checked, and their processes log to files."""
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal
 
 from gcore_controller import DeviceTimers
-from gcore_rollout import CheckedEngine, Engine, RequestT, SampleT, WeightRecord, WrappedEngine
+from gcore_rollout import CheckedEngine, Engine, RequestT, SampleT, TimedEngine, WeightRecord, start_replicas
 from gcore_runs.logs.writing import logged
-
-if TYPE_CHECKING:
-    import torch
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,69 +29,37 @@ class Instrumentation:
 
     def instrument(self, engine: Engine[RequestT, SampleT], number: int) -> Engine[RequestT, SampleT]:
         """Wrap the replica of this number."""
+        name, stage = f"{self.role} {number}", "gen" if self.role == "engine" else "reward"
         if self.role == "engine":
-            engine = CheckedEngine(engine, name=f"engine {number}", record=self.record)
+            engine = CheckedEngine(engine, name=name, record=self.record)
         if self.devices is None:
             return engine
-        stage = "gen" if self.role == "engine" else "reward"
-        name, device = f"{self.role} {number}", f"{self.device or self.role} {number}"
-        return TimedEngine(engine, self.devices, device, stage=stage, name=name)
+        return TimedEngine(engine, self.devices, device=f"{self.device or self.role} {number}", stage=stage, name=name)
 
-    def logged(self, make: Callable[[], T], number: int) -> Callable[[], T]:
-        """Wrap the function that builds the replica of this number, so that its process logs to a file."""
-        if self.logs is None:
-            return make
-        return partial(logged, self.logs, self.role, number, make)
+    async def start(
+        self,
+        make: Callable[[], Engine[RequestT, SampleT]],
+        count: int,
+        *,
+        num_threads: int,
+        preload: tuple[str, ...],
+        gpus: Sequence[str] = (),
+    ) -> Engine[RequestT, SampleT]:
+        """Start ``count`` replicas in processes of their own, which log to files; 0: one, in this process.
+
+        See `start_replicas` for the other arguments.
+        """
+        if not count:
+            return self.instrument(make(), 0)
+        return await start_replicas(
+            lambda place: partial(logged, self.logs, self.role, place, make) if self.logs else make,
+            count,
+            num_threads=num_threads,
+            preload=preload,
+            gpus=gpus,
+            wrap=self.instrument,
+            announce=self.announce,
+        )
 
 
 NO_INSTRUMENTATION = Instrumentation()
-
-
-class TimedEngine(WrappedEngine[RequestT, SampleT]):
-    """An engine whose calls are recorded: new weights as stage sync, sleep and wake as swap, samples as ``stage``.
-
-    Args:
-        engine: what is wrapped.
-        devices: where calls are recorded.
-        device: name of its row in the timeline.
-        stage: stage of generation; the work of samples is counted there.
-        name: name in announcements; None: that of the device.
-    """
-
-    def __init__(
-        self,
-        engine: Engine[RequestT, SampleT],
-        devices: DeviceTimers,
-        device: str,
-        *,
-        stage: str = "gen",
-        name: str | None = None,
-    ) -> None:
-        super().__init__(engine)
-        self.name = name or device
-        self._devices = devices
-        self._device = device
-        self._stage = stage
-
-    async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
-        """See `Engine.generate`."""
-        with self._devices.stage(self._stage, self._device):
-            async with aclosing(super().generate(requests)) as samples:
-                async for sample in samples:
-                    self._devices.generated[self._stage] += sample.work
-                    yield sample
-
-    async def update_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int) -> None:
-        """See `Engine.update_weights`."""
-        with self._devices.stage("sync", self._device):
-            await super().update_weights(weights, version=version)
-
-    async def sleep(self) -> None:
-        """See `Engine.sleep`."""
-        with self._devices.stage("swap", self._device):
-            await super().sleep()
-
-    async def wake(self) -> None:
-        """See `Engine.wake`."""
-        with self._devices.stage("swap", self._device):
-            await super().wake()

@@ -1,14 +1,215 @@
-"""The protocol of all generation engines."""
+"""Engines as their callers see them: requests, samples, the calls of every engine, and reports of its weights.
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+This module does not import torch.
+"""
 
-from gcore_rollout.engines.types import RequestT_contra, SampleT_co
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import TypeVar
+
+from gcore_rollout.errors import RequestError
 
 if TYPE_CHECKING:
     import torch
+
+FinishReason = Literal["stop", "length", "repetition", "abort"]
+"""An end-of-sequence token was sampled; max_tokens were; the last tokens repeat a pattern; `Engine.abort` cut it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepetitionDetection:
+    """Ends a sample whose last tokens are one pattern ``min_count`` times in a row; as vLLM's parameter of this name.
+
+    Like ``max_tokens`` it cuts off what the policy would have continued with.
+    """
+
+    max_pattern_size: int
+    """Longest pattern looked for, in tokens."""
+    min_count: int
+    min_pattern_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_pattern_size <= self.max_pattern_size:
+            raise RequestError(
+                f"min_pattern_size is {self.min_pattern_size}; expected 1 to max_pattern_size={self.max_pattern_size}"
+            )
+        if self.min_count < 2:
+            raise RequestError(f"min_count is {self.min_count}; expected at least 2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Parameters of the sampling of tokens.
+
+    There is no top-p or top-k: truncation would make the sampled distribution differ from the policy whose gradient
+    the trainer takes, and bias every importance ratio.
+    """
+
+    max_tokens: int
+    """Longest completion, in tokens, end-of-sequence included."""
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the most probable token."""
+    repetition_detection: RepetitionDetection | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise RequestError(f"max_tokens is {self.max_tokens}; expected at least 1")
+        if not self.temperature >= 0:
+            raise RequestError(f"temperature is {self.temperature}; expected 0 (greedy) or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnyRequest(ABC):
+    """One prompt for which ``n`` samples of any kind are to be made."""
+
+    request_id: str
+    n: int = 1
+    seed: int = 0
+    """Together with the sample's index, determines the random numbers, whatever else is in the batch."""
+    indices: tuple[int, ...] | None = None
+    """Which of the ``n`` samples are wanted; None: all."""
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise RequestError(f"n of request {self.request_id!r} is {self.n}; expected at least 1")
+        wanted = self.sample_indices
+        if not wanted or len(set(wanted)) < len(wanted) or not 0 <= min(wanted) <= max(wanted) < self.n:
+            raise RequestError(
+                f"indices of request {self.request_id!r} are {wanted}; expected one or more of 0 to {self.n - 1}, "
+                "each once"
+            )
+
+    @property
+    def sample_indices(self) -> tuple[int, ...]:
+        """Indices of the samples that are wanted."""
+        return tuple(range(self.n)) if self.indices is None else self.indices
+
+    @property
+    @abstractmethod
+    def work_per_sample(self) -> int:
+        """Largest number of model steps that a sample takes."""
+
+    @abstractmethod
+    def aborted(self, index: int) -> Any:
+        """Return the aborted sample of this index, for which nothing was computed."""
+
+    def part(self, indices: Sequence[int]) -> Self:
+        """Return the request for some of its samples."""
+        return replace(self, indices=tuple(indices))
+
+    def continuing(self, prefixes: "Sequence[AnySample]") -> Self:  # noqa: ARG002 - by default samples start again
+        """Return the request with more samples to be continued."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AnySample:
+    """A sample that an engine makes, of any kind."""
+
+    request_id: str
+    index: int
+    """Which of the request's ``n`` samples this is."""
+    finish_reason: str
+
+    @property
+    def work(self) -> int:
+        """Work done, in units of similar cost: tokens, or for other kinds samples."""
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(AnyRequest):
+    """One prompt to be completed ``n`` times."""
+
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    prefixes: "tuple[Completion, ...]" = ()
+    """Aborted samples to be continued after the tokens that they have: ``max_tokens`` counts these, and the new
+    completion repeats them, with their log-probs and versions. The request's other samples start from the prompt."""
+    images: tuple[bytes, ...] = ()
+    """Encoded image files (PNG, JPEG, ...) in the order of their places in the prompt, where the model's image token
+    stands once for each merged patch of an image (see `VisionProcessor.expand`)."""
+
+    @property
+    def work_per_sample(self) -> int:
+        return self.sampling.max_tokens
+
+    def aborted(self, index: int) -> "Completion":
+        """Return the prefix of this index, or an empty completion."""
+        for prefix in self.prefixes:
+            if prefix.index == index:
+                return prefix
+        return Completion(
+            request_id=self.request_id,
+            index=index,
+            token_ids=np.zeros(0, np.int64),
+            log_probs=np.zeros(0, np.float32),
+            weight_versions=np.zeros(0, np.int32),
+            finish_reason="abort",
+        )
+
+    def part(self, indices: Sequence[int]) -> Self:
+        return replace(self, indices=tuple(indices), prefixes=tuple(c for c in self.prefixes if c.index in indices))
+
+    def continuing(self, prefixes: Sequence[AnySample]) -> Self:
+        more = [c for c in prefixes if isinstance(c, Completion)]
+        return replace(self, prefixes=tuple({c.index: c for c in (*self.prefixes, *more)}.values()))
+
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids:
+            raise RequestError(f"request {self.request_id!r} has an empty prompt; expected at least 1 token")
+        super().__post_init__()
+        for prefix in self.prefixes:
+            self._check_prefix(prefix)
+        indices = [prefix.index for prefix in self.prefixes]
+        if len(set(indices)) < len(indices):
+            raise RequestError(f"prefixes of request {self.request_id!r} have indices {indices}; expected each once")
+
+    def _check_prefix(self, prefix: "Completion") -> None:
+        name = f"a prefix of request {self.request_id!r}"
+        if prefix.request_id != self.request_id:
+            raise RequestError(f"{name} has request_id {prefix.request_id!r}; expected its own")
+        if prefix.index not in self.sample_indices:
+            raise RequestError(f"{name} has index {prefix.index}; expected one of those wanted, {self.sample_indices}")
+        if prefix.finish_reason != "abort":
+            raise RequestError(f"{name} has finish_reason {prefix.finish_reason!r}; expected 'abort'")
+        shapes = [prefix.token_ids.shape, prefix.log_probs.shape, prefix.weight_versions.shape]
+        if shapes != [(prefix.token_ids.size,)] * 3:
+            raise RequestError(
+                f"{name} has token_ids, log_probs and weight_versions of shapes {shapes}; expected one shape [T]"
+            )
+        if prefix.token_ids.size >= self.sampling.max_tokens:
+            raise RequestError(
+                f"{name} has {prefix.token_ids.size} tokens; expected fewer than max_tokens={self.sampling.max_tokens}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Completion(AnySample):
+    """One sampled answer. Arrays have shape [T], T the number of sampled tokens, end-of-sequence included."""
+
+    token_ids: NDArray[np.int64]
+    log_probs: NDArray[np.float32]
+    """log p(token) under the distribution it was drawn from (temperature applied; greedy: temperature 1)."""
+    weight_versions: NDArray[np.int32]
+    """Version of the weights that made each token."""
+    finish_reason: FinishReason
+
+    @property
+    def work(self) -> int:
+        """Number of tokens."""
+        return self.token_ids.size
+
+
+RequestT = TypeVar("RequestT", bound=AnyRequest, default=Request)
+RequestT_contra = TypeVar("RequestT_contra", bound=AnyRequest, default=Request, contravariant=True)
+SampleT = TypeVar("SampleT", bound=AnySample, default=Completion)
+SampleT_co = TypeVar("SampleT_co", bound=AnySample, default=Completion, covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,22 +307,56 @@ class TakesWeightsInPlace(Protocol):
         ...
 
 
+class Digest(NamedTuple):
+    """64-bit checksums of a tensor; see `weight_sync.checked.digest`."""
+
+    ordered: int
+    """Depends on all values and their places."""
+    unordered: int
+    """Depends on the values alone, 8 bytes at a time."""
+
+
+Digests = Mapping[str, Mapping[str, Digest]]
+"""Digests of one version: for each published name, the digest in each of several data types, by torch's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldTensor:
+    """One tensor that an engine computes with."""
+
+    name: str
+    """Hugging Face name of the parameter."""
+    source: str
+    """Name of the published tensor that it has to equal: its own name, or the embedding's for a tied head."""
+    dtype: str
+    """Data type, such as bfloat16."""
+    size_bytes: int
+    digest: Digest
+    seconds: float
+    """Time that the digest took."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldWeights:
+    """Tensors that an engine computes with, read from its model and not from the update."""
+
+    version: int
+    tensors: Sequence[HeldTensor]
+
+
 @runtime_checkable
-class KeptWeights(Protocol):
-    """Weights that any number of readers can iterate over, also later: `SharedWeights`, `WeightReferences`."""
+class ReportsWeights(Protocol):
+    """An engine that can report the weights that it computes with."""
 
-    @property
-    def is_whole(self) -> bool:
-        """True if there are weights."""
+    async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights | None:
+        """Digest the tensors of these names (`HeldTensor.name`), or all that can be compared.
+
+        Returns:
+            None if the wrapped engine cannot report its weights.
+        """
         ...
 
-    @property
-    def num_writes(self) -> int:
-        """Number of times that the weights have been written: two equal numbers mean the same weights."""
-        ...
 
-    def reading(self) -> AbstractContextManager[None]:
-        """Prevent writes over the current weights while this is held."""
-        ...
-
-    def __iter__(self) -> Iterator[tuple[str, "torch.Tensor"]]: ...
+async def report_weights(engine: Any, names: Sequence[str] | None = None) -> HeldWeights | None:
+    """Return the weights that an engine reports; None if it cannot."""
+    return await engine.held_weights(names) if isinstance(engine, ReportsWeights) else None

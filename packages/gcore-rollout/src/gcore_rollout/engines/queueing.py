@@ -1,4 +1,4 @@
-"""Engines that queue waiting samples: `generate` calls, the queue, and the checks of requests and weights."""
+"""Engines that queue samples and generate them on this event loop or elsewhere, and the checks that they share."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -13,11 +13,35 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_rollout.engines.types import Completion, FinishReason, Request, SampleT
+from gcore_rollout.engines.protocol import Completion, FinishReason, Request, SampleT
 from gcore_rollout.errors import EngineDiedError, RequestError, RolloutError
 
 if TYPE_CHECKING:
     from gcore_rollout.images.vision_processor import VisionProcessor
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Apply the finaliser of Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))
+
+
+def sample_seeds(seed: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return a 64-bit seed for each sample of a request, shape [n]."""
+    base = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
+    return _splitmix64(_splitmix64(base + _GOLDEN) + (indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+
+
+def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the uniform number in (0, 1) of each sample (by its seed, shape [B]) at its position, shape [B]."""
+    bits = _splitmix64(seeds + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
 @dataclass(eq=False)
@@ -55,13 +79,24 @@ class Sample:
 
     @property
     def start_token_ids(self) -> tuple[int, ...]:
-        """The prompt and the tokens of the prefix."""
         before = () if self.prefix is None else self.prefix.token_ids.tolist()
         return (*self.request.prompt_token_ids, *before)
 
     @property
     def prefix_length(self) -> int:
         return 0 if self.prefix is None else self.prefix.token_ids.size
+
+    @property
+    def generator_seed(self) -> int:
+        """The seed, from 0 to 2**63 - 1, for engines whose generators start with every request.
+
+        It depends on the length of the prefix, because with the first seed the next token would be drawn with the
+        random numbers of the first one.
+        """
+        own = int(sample_seeds(self.request.seed, np.array([self.index]))[0])
+        if self.prefix_length:
+            own = int(sample_seeds(own, np.array([self.prefix_length]))[0])
+        return own >> 1
 
     def finish(
         self,
@@ -101,7 +136,16 @@ class WaitingQueue:
     def join(self, requests: Sequence[Request]) -> Call:
         """Append the samples of a new call; of each request, those with a prefix come first."""
         call: Call = Call(pending=sum(len(r.sample_indices) for r in requests))
-        self._groups.extend(deque(group) for r in requests for group in _groups(call, r))
+        for request in requests:
+            prefixes = {c.index: c for c in request.prefixes if c.token_ids.size}
+            for index, prefix in prefixes.items():
+                sample = Sample(call=call, request=request, index=index, prefix=prefix, shares_prompt=False)
+                self._groups.append(deque([sample]))
+            if new := [i for i in request.sample_indices if i not in prefixes]:
+                group = (
+                    Sample(call=call, request=request, index=i, prefix=None, shares_prompt=i != new[0]) for i in new
+                )
+                self._groups.append(deque(group))
         return call
 
     def admit(self, capacity: int) -> Iterator[list[Sample]]:
@@ -115,21 +159,11 @@ class WaitingQueue:
             yield group
 
     def remove(self, which: Callable[[Sample], bool]) -> list[Sample]:
-        """Remove these samples and return them."""
         removed = [s for s in chain(*self._groups) if which(s)]
         if removed:
             left = (deque(s for s in group if not which(s)) for group in self._groups)
             self._groups = deque(group for group in left if group)
         return removed
-
-
-def _groups(call: Call, request: Request) -> Iterator[list[Sample]]:
-    prefixes = {c.index: c for c in request.prefixes if c.token_ids.size}
-    for index, prefix in prefixes.items():
-        yield [Sample(call=call, request=request, index=index, prefix=prefix, shares_prompt=False)]
-    new = [i for i in request.sample_indices if i not in prefixes]
-    if new:
-        yield [Sample(call=call, request=request, index=i, prefix=None, shares_prompt=i != new[0]) for i in new]
 
 
 class QueueingEngine(ABC):
@@ -143,7 +177,6 @@ class QueueingEngine(ABC):
         self._version = 0
         self._is_closed = False
         self._death: str | None = None
-        """Why it is dead."""
         self._is_paused = False
         self._is_asleep = False
 
@@ -218,15 +251,98 @@ class QueueingEngine(ABC):
         """Stop running samples, and hand over the tokens that they have."""
 
 
+class InProcessEngine(QueueingEngine):
+    """An engine whose steps run on the event loop, so that every other method acts between two of them."""
+
+    _HOW_TO_OPEN = "make a new one with from_pretrained"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._driver: asyncio.Task[None] | None = None
+
+    async def pause(self) -> None:
+        self._check_open()
+        self._is_paused = True
+
+    async def resume(self) -> None:
+        self._check_open()
+        self._is_paused = False
+        self._start()
+
+    async def sleep(self) -> None:
+        self._check_open()
+        if self._is_asleep:
+            return
+        self._check_idle()
+        self._free_memory()
+        self._is_asleep = True
+
+    async def wake(self) -> None:
+        self._check_open()
+        if not self._is_asleep:
+            return
+        self._allocate_memory()
+        self._is_asleep = False
+        self._start()
+
+    def _abandon(self, call: Call) -> None:
+        self._remove_running(lambda sample: sample.call is call, as_aborted=False)
+
+    async def _abort_running(self, which: Callable[[Sample], bool]) -> None:
+        self._remove_running(which, as_aborted=True)
+
+    def _stop(self) -> None:
+        self._is_closed = True
+        if self._driver is not None:
+            self._driver.cancel()
+        self._fail(RolloutError("the engine was closed while generating"))
+
+    def _start(self) -> None:
+        if self._has_work() and (self._driver is None or self._driver.done()):
+            self._driver = asyncio.create_task(self._drive())
+
+    async def _drive(self) -> None:
+        try:
+            while self._has_work():
+                self._step()
+                # A message that came meanwhile is read in the first turn of the event loop, and acts in the second.
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+        except Exception as error:
+            self._fail(error)
+
+    def _has_work(self) -> bool:
+        return not (self._is_paused or self._is_asleep) and bool(len(self._waiting) or self._num_running())
+
+    def _fail(self, error: Exception) -> None:
+        samples = self._waiting.remove(lambda _: True) + self._remove_running(lambda _: True, as_aborted=False)
+        for call in {sample.call for sample in samples}:
+            call.finished.put_nowait(error)
+
+    @abstractmethod
+    def _step(self) -> None:
+        """Admit waiting samples that fit, sample a token for each running one, and hand over finished ones."""
+
+    @abstractmethod
+    def _remove_running(self, which: Callable[[Sample], bool], *, as_aborted: bool) -> list[Sample]:
+        """Stop running samples and return them; ``as_aborted`` hands over the tokens that they have."""
+
+    @abstractmethod
+    def _free_memory(self) -> None:
+        """Free memory for `sleep`; no sample is running."""
+
+    @abstractmethod
+    def _allocate_memory(self) -> None:
+        """Allocate the memory again for `wake`."""
+
+
 def check_request(
     request: Request, *, max_length: int, vocab_size: int, vision: "VisionProcessor | None" = None
 ) -> None:
     """Refuse a request that the model cannot serve.
 
     Args:
-        request: to be checked.
         max_length: largest number of tokens of prompt and completion.
-        vocab_size: number of tokens that the model knows.
         vision: the image processor of the model; None: it takes no images.
 
     Raises:
@@ -262,7 +378,6 @@ def check_weights(
 
     Args:
         shapes: of all parameters of the model.
-        new: weights to be checked.
         optional: names that may be left out, because they are tied to others.
 
     Raises:

@@ -1,6 +1,7 @@
 """The registry of engines: the kinds that settings name, what each of them needs, and how it is made."""
 
 import importlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -8,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from gcore_rollout.engines.protocol import Engine
-from gcore_rollout.errors import RequestError
+from gcore_rollout.errors import EngineDiedError, RequestError, RolloutError
 from gcore_rollout.python_file import load_function
+
+_NOTES = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
+"""Entries of a model's config.json that do not change what the model computes."""
 
 PRELOAD_HF = ("gcore_rollout.engines.hf.engine",)
 """Modules that the process of any engine needs."""
@@ -48,7 +52,6 @@ class EngineKind:
     """Whether it is a function of the user's, ``PATH.py:function`` in ``make``, called as ``from_pretrained``."""
 
     def load(self) -> Any:
-        """Import the class."""
         module, _, name = self.make.partition(":")
         return getattr(importlib.import_module(module), name)
 
@@ -111,7 +114,6 @@ def engine_factory(
 
     Args:
         name: of the kind of engine, which is no server.
-        model: Hugging Face folder.
         device: such as cpu or cuda:0, for kinds that take one.
         max_model_len: longest prompt and completion in tokens, for kinds that take it; None: the kind's default.
         speculative_config: see `VLLMEngine.from_pretrained`; None: no speculation.
@@ -138,3 +140,64 @@ def connect_servers(name: str, urls: Sequence[str], **options: Any) -> list[Engi
     """Connect to the servers at these URLs; see `ServerEngine.connect` for the options."""
     connect = engine_kind(name).load().connect
     return [connect(url, **options) for url in urls]
+
+
+def check_servers(
+    name: str, urls: Sequence[str], model: Path, *, max_length: int | None = None, length_settings: str = "max_length"
+) -> None:
+    """Ask every server which model it runs, as far as it reports that.
+
+    Args:
+        model: folder of the model that the servers should run.
+        max_length: longest prompt and response together, in tokens; None: unknown.
+        length_settings: the settings that it comes from, for errors.
+
+    Raises:
+        RequestError: rope_type ``longrope``, whose factors this kind of server chooses by each batch; begins with the
+            field ``engine``.
+        RolloutError: a server does not answer, or runs another model, one that takes fewer tokens, or one whose rotary
+            embeddings it computes for another length than the trainer does.
+    """
+    from gcore_rollout.engines.servers.client import ServerClient
+
+    for url in urls:
+        try:
+            served = ServerClient(url, timeout_s=30.0).call_blocking("GET", "/v1/models")["data"][0]
+        except EngineDiedError as error:
+            raise RolloutError(f"no {name} answers at {url}: {error}") from error
+        root = Path(served.get("root") or "")
+        theirs = root / "config.json"
+        if theirs.is_file() and _essentials(theirs) != _essentials(model / "config.json"):
+            raise RolloutError(f"the server at {url} runs {root}; expected {model}")
+        if max_length is not None:
+            _check_length(name, url, served.get("max_model_len"), model, max_length, length_settings)
+
+
+def _check_length(
+    name: str, url: str, served_length: int | None, model: Path, max_length: int, length_settings: str
+) -> None:
+    from transformers import AutoConfig
+
+    if served_length is not None and served_length < max_length:
+        raise RolloutError(
+            f"the server at {url} takes {served_length} tokens; expected at least {length_settings} = {max_length}"
+        )
+    rope: Any = getattr(AutoConfig.from_pretrained(model).get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return
+    if engine_kind(name).has_rope_of_batch:
+        raise RequestError(
+            f"engine is {name!r}; expected hf, vllm or vllm_server for rope_type 'longrope': it chooses its factors by "
+            "the longest sequence of each batch"
+        )
+    original: int = rope["original_max_position_embeddings"]
+    if served_length is not None and (served_length > original) != (max_length > original):
+        raise RolloutError(
+            f"the server at {url} has max_model_len {served_length}; expected at most {original}: rope_type 'longrope' "
+            f"has other factors above, and {length_settings} = {max_length} is not"
+        )
+
+
+def _essentials(config_json: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads(config_json.read_text())
+    return {name: value for name, value in settings.items() if name not in _NOTES}

@@ -8,10 +8,9 @@ from typing import Any, Generic
 
 import torch
 
-from gcore_rollout.engines.protocol import Engine, EngineStats, KeptWeights
-from gcore_rollout.engines.types import RequestT, SampleT
+from gcore_rollout.engines.protocol import Digests, Engine, EngineStats, RequestT, SampleT
 from gcore_rollout.errors import EngineDiedError, RolloutError, WrongWeightsError
-from gcore_rollout.weight_sync.report import Digests, check_weights
+from gcore_rollout.weight_sync.checked import check_weights
 from gcore_rollout.weight_sync.shared_weights import SharedWeights
 
 
@@ -25,7 +24,6 @@ class Replica(Generic[RequestT, SampleT]):
     """Whether its weights are the current ones."""
     leaves: bool = False
     has_finished: bool = False
-    """Whether it has finished a sample."""
     work: int = 0
     tasks: set["asyncio.Task[None] | None"] = field(default_factory=set["asyncio.Task[None] | None"])
     """Tasks that wait for its samples."""
@@ -39,16 +37,7 @@ class Replica(Generic[RequestT, SampleT]):
 
 
 class ReplicaPool(Generic[RequestT, SampleT]):
-    """Keeps replicas with the same weights; the base of `EngineReplicas`, which distributes requests over them.
-
-    Args:
-        engines: all with the same `weight_version`; closed by `close`.
-        restart: see `EngineReplicas`.
-        announce: see `EngineReplicas`.
-
-    Raises:
-        ValueError: there are no engines, or their weight versions differ.
-    """
+    """Keeps replicas with the same weights; the base of `EngineReplicas`, which distributes requests over them."""
 
     def __init__(
         self,
@@ -74,7 +63,7 @@ class ReplicaPool(Generic[RequestT, SampleT]):
         self._gone_prompt_tokens = 0
         self._gone_completion_tokens = 0
         self._own_weights: SharedWeights | None = None
-        self._current: tuple[KeptWeights, int] | None = None
+        self._current: tuple[Any, int] | None = None
         self._updating = asyncio.Lock()
         # Guards the membership and the weights of the members.
         self._changing = asyncio.Lock()
@@ -84,7 +73,6 @@ class ReplicaPool(Generic[RequestT, SampleT]):
 
     @property
     def engines(self) -> list[Engine[RequestT, SampleT]]:
-        """The replicas that are alive."""
         return [replica.engine for replica in self._replicas]
 
     @property
@@ -120,7 +108,7 @@ class ReplicaPool(Generic[RequestT, SampleT]):
         await self._all("wake")
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Update all replicas. Weights other than `KeptWeights` are first written to shared memory, once for all.
+        """Update all replicas; weights that cannot be read again are first written to shared memory, once for all.
 
         A replica that refuses what another one accepts counts as dead. If all refuse, the error is raised and nothing
         has changed. A `WrongWeightsError` of any replica is raised, because what corrupts weights is still there
@@ -134,9 +122,9 @@ class ReplicaPool(Generic[RequestT, SampleT]):
         async with self._updating:
             if version <= self._version:
                 raise ValueError(f"version is {version}; expected a version above the current {self._version}")
-            if isinstance(weights, KeptWeights):
-                kept = weights
-            else:
+            # Weights that any number of readers can iterate over, also later, count how often they were written.
+            kept: Any = weights
+            if not hasattr(weights, "num_writes"):
                 kept = self._own_weights = self._own_weights or SharedWeights()
                 kept.write(weights)
             with kept.reading():
@@ -146,7 +134,7 @@ class ReplicaPool(Generic[RequestT, SampleT]):
                         raise EngineDiedError(self._why_none_serves())
                     await asyncio.wait(self._restarts, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _broadcast_weights(self, kept: KeptWeights, version: int) -> bool:
+    async def _broadcast_weights(self, kept: Any, version: int) -> bool:
         """Update all replicas, and return whether any of them has the weights now."""
         async with self._changing:
             replicas = list(self._replicas)
@@ -238,7 +226,6 @@ class ReplicaPool(Generic[RequestT, SampleT]):
             raise self._fault
 
     def _has_fault(self, error: WrongWeightsError) -> None:
-        """Fail all calls from now on."""
         self._fault = error
 
     async def _all(self, method: str, *arguments: object) -> None:
@@ -280,7 +267,6 @@ class ReplicaPool(Generic[RequestT, SampleT]):
             self._announce(f"{name} is gone: {reason}; {'a replacement is being started' if is_replaced else others}")
 
     def _keep(self, tasks: "set[asyncio.Task[None]]", work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Run something whether or not its caller waits for it."""
         task = asyncio.create_task(work)
         tasks.add(task)
         task.add_done_callback(tasks.discard)

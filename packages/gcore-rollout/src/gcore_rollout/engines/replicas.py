@@ -1,14 +1,17 @@
 """Several engines as one: requests go to the least loaded replica, and others make what a dead one left unfinished."""
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Generic, cast
 
-from gcore_rollout.engines.protocol import Engine
+from gcore_rollout.engines.processes.engine_process import EngineProcess
+from gcore_rollout.engines.protocol import AnySample, Engine, RequestT, SampleT
+from gcore_rollout.engines.registry import PRELOAD_HF
 from gcore_rollout.engines.replica_pool import Replica, ReplicaPool
-from gcore_rollout.engines.types import AnySample, RequestT, SampleT
 from gcore_rollout.errors import EngineDiedError, WrongWeightsError
 
 
@@ -17,7 +20,6 @@ class _Part(Generic[RequestT]):
     """Samples of a request that one replica makes together."""
 
     request: RequestT
-    """For these samples alone."""
     aborted: "asyncio.Future[None]"
     deaths: int = 0
     """Replicas that have died with it."""
@@ -88,11 +90,6 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
         self._runs: set[_Run[RequestT, SampleT]] = set()
 
     async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
-        """See `Engine.generate`.
-
-        Raises:
-            EngineDiedError: all replicas are dead, or too many died with one sample; with what is unfinished.
-        """
         self._check_open()
         run: _Run[RequestT, SampleT] = _Run(num_pending=sum(len(r.sample_indices) for r in requests))
         self._runs.add(run)
@@ -210,3 +207,64 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
             if not awaited:
                 raise EngineDiedError(self._why_none_serves())
             await asyncio.wait({*awaited, part.aborted}, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def start_replicas(
+    factory: Callable[[int], Callable[[], Engine[Any, Any]]],
+    num_replicas: int,
+    *,
+    num_threads: int,
+    preload: tuple[str, ...] = PRELOAD_HF,
+    gpus: Sequence[str] = (),
+    wrap: Callable[[Engine[Any, Any], int], Engine[Any, Any]] = lambda engine, _: engine,
+    announce: Callable[[str], None] | None = None,
+) -> EngineReplicas[Any, Any]:
+    """Start an engine in each of ``num_replicas`` processes.
+
+    Args:
+        factory: returns what makes the engine of a place, from 0 to ``num_replicas - 1``, in its process; picklable.
+        num_threads: of each process; see `EngineProcess.start`, as for `preload`.
+        gpus: as CUDA_VISIBLE_DEVICES names them; each process sees one, by its place. Empty: they see what this one
+            sees.
+        wrap: called with each engine and its place; returns the replica.
+
+    Raises:
+        Exception: a process did not start; the others are closed.
+    """
+    pids: dict[int, int] = {}
+    """By place; a place that is being filled has none."""
+
+    async def start(place: int) -> Engine[Any, Any]:
+        env = {"CUDA_VISIBLE_DEVICES": gpus[place % len(gpus)]} if gpus else None
+        engine: EngineProcess[Any, Any] = await EngineProcess.start(
+            factory(place), num_threads=num_threads, env=env, preload=preload
+        )
+        pids[place] = engine.pid
+        return wrap(engine, place)
+
+    async def restart() -> Engine[Any, Any]:
+        place = min(pids, key=lambda place: Path(f"/proc/{pids[place]}").exists())
+        dead = pids.pop(place)
+        try:
+            return await start(place)
+        except BaseException:
+            pids[place] = dead
+            raise
+
+    outcomes = await asyncio.gather(*map(start, range(num_replicas)), return_exceptions=True)
+    engines = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+    for error in outcomes:
+        if isinstance(error, BaseException):
+            await asyncio.gather(*(engine.close() for engine in engines))
+            raise error
+    return EngineReplicas(engines, restart=restart, announce=announce)
+
+
+def visible_gpus(device: str) -> list[str]:
+    """Return the GPUs of this process, as CUDA_VISIBLE_DEVICES names them; none for a device that is no GPU."""
+    if not device.startswith("cuda"):
+        return []
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]

@@ -5,9 +5,8 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from gcore_rollout.engines.protocol import Engine
-from gcore_rollout.engines.wrappers import WrappedEngine
-from gcore_rollout.weight_sync.report import Digests
+from gcore_rollout.engines.protocol import Digests, Engine
+from gcore_rollout.weight_sync.checked import WrappedEngine
 
 if TYPE_CHECKING:
     import torch

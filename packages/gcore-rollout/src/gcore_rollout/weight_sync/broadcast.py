@@ -7,19 +7,17 @@ if it differs from that of the same bucket the last time.
 
 import json
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from gcore_rollout.errors import PeerLostError, WeightSyncError
-from gcore_rollout.weight_sync.layout import TensorSpec
+from gcore_rollout.weight_sync.layout import TensorSpec, aligned
 
-_ALIGNMENT_BYTES = 64
 _BUCKET, _END, _FAILED = 0, 1, 2
-_HEADER_LENGTH = 4
 _IN_FLIGHT = 2
 
 BucketLayout = tuple[tuple[str, TensorSpec], ...]
@@ -40,10 +38,11 @@ class WeightSender:
     def __init__(self, group: dist.ProcessGroup, *, device: str = "cpu", bucket_bytes: int = 256 << 20) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes is {bucket_bytes}; expected at least 1")
-        self._channel = _Channel(group, src=dist.get_rank(group), device=device)
+        self._channel = _Channel(group, dist.get_rank(group), device)
         self._buckets = [_Bucket(bucket_bytes, device) for _ in range(_IN_FLIGHT)]
         self._layouts: dict[int, BucketLayout] = {}
         """Layouts of the buckets, as the receivers know them."""
+        self._number = 0
 
     def send(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Send weights; when it returns, they need not be kept.
@@ -53,46 +52,42 @@ class WeightSender:
         Raises:
             PeerLostError: a receiver is gone, or did not receive in time.
         """
-        number = 0
-        bucket = self._emptied(number)
+        self._number = 0
+        bucket = self._emptied()
         try:
             for name, tensor in weights:
                 if not bucket.fits(tensor):
-                    bucket = self._sent(number, bucket, version)
-                    number += 1
+                    bucket = self._sent(bucket, version)
                 bucket.add(name, tensor)
                 if bucket.is_full:
-                    bucket = self._sent(number, bucket, version)
-                    number += 1
+                    bucket = self._sent(bucket, version)
             if bucket.layout:
-                self._sent(number, bucket, version)
+                self._sent(bucket, version)
         except PeerLostError:
             raise
         except BaseException as error:
-            reason = f"{type(error).__name__}: {error}".encode()
-            self._channel.send_header(_FAILED, version, len(reason), 0)
-            self._channel.send_text(reason)
+            self._channel.send(_FAILED, version, f"{type(error).__name__}: {error}".encode())
             raise
-        self._channel.send_header(_END, version, 0, 0)
+        self._channel.send(_END, version)
         for bucket in self._buckets:
             bucket.clear()
 
-    def _sent(self, number: int, bucket: "_Bucket", version: int) -> "_Bucket":
+    def _sent(self, bucket: "_Bucket", version: int) -> "_Bucket":
         """Start sending a bucket, and return the one to fill meanwhile."""
         layout = tuple(bucket.layout)
-        is_known = self._layouts.get(number) == layout
-        text = b"" if is_known else json.dumps([(name, *spec.plain()) for name, spec in layout]).encode()
-        self._channel.send_header(_BUCKET, version, len(text), bucket.used_bytes)
-        if not is_known:
-            self._layouts[number] = layout
-            self._channel.send_text(text)
+        text = b""
+        if self._layouts.get(self._number) != layout:
+            text = json.dumps([(name, *spec.plain()) for name, spec in layout]).encode()
+        self._channel.send(_BUCKET, version, text, bucket.used_bytes)
+        self._layouts[self._number] = layout
         if bucket.used_bytes:
             bucket.sending = self._channel.start(bucket.buffer[: bucket.used_bytes])
-        return self._emptied(number + 1)
+        self._number += 1
+        return self._emptied()
 
-    def _emptied(self, number: int) -> "_Bucket":
-        """Return the bucket of this number once its previous contents have been sent."""
-        bucket = self._buckets[number % _IN_FLIGHT]
+    def _emptied(self) -> "_Bucket":
+        """Return the next bucket once its previous contents have been sent."""
+        bucket = self._buckets[self._number % _IN_FLIGHT]
         bucket.clear()
         return bucket
 
@@ -120,18 +115,16 @@ class WeightReceiver:
     def __init__(self, group: dist.ProcessGroup, *, src: int, device: str = "cpu", reuse_buffer: bool = False) -> None:
         if src == dist.get_rank(group):
             raise ValueError(f"src is {src}, which is this rank; expected another one")
-        self._channel = _Channel(group, src=src, device=device)
-        self._device = device
+        self._channel = _Channel(group, src, device)
         self._reuse_buffer = reuse_buffer
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._layouts: dict[int, BucketLayout] = {}
         self._incoming: Generator[tuple[str, torch.Tensor]] | None = None
         self._is_coming = False
         """Whether more messages belong to these weights."""
-        self._header: list[int] = []
-        """The header of the next message, if it has been received already."""
+        self._message: _Message | None = None
+        """The next message, if it has been received already."""
         self._number = 0
-        """Number of the next bucket."""
 
     def receive(self) -> IncomingWeights:
         """Wait for the next weights; they come while they are iterated over.
@@ -148,15 +141,20 @@ class WeightReceiver:
         if self._incoming is not None:
             self._incoming.close()
         self._drop_rest()
-        self._header = self._channel.receive_header()
+        self._message = self._channel.receive()
         self._number, self._is_coming = 0, True
         self._incoming = self._tensors()
-        return IncomingWeights(version=self._header[1], tensors=self._incoming)
+        return IncomingWeights(version=self._message.version, tensors=self._incoming)
 
     def _tensors(self) -> Generator[tuple[str, torch.Tensor]]:
         try:
             while (bucket := self._next_bucket()) is not None:
-                yield from _views(*bucket)
+                buffer, layout = bucket
+                end = 0
+                for name, spec in layout:
+                    start = aligned(end)
+                    end = start + spec.size_bytes
+                    yield name, spec.view(buffer, start)
         finally:
             self._drop_rest()
 
@@ -171,20 +169,18 @@ class WeightReceiver:
             return None
         # Unless all goes well from here on, there is no more to come.
         self._is_coming = False
-        kind, version, text_bytes, buffer_bytes = self._header or self._channel.receive_header()
-        self._header = []
-        if kind == _FAILED:
-            reason = self._channel.receive_text(text_bytes).decode()
-            raise WeightSyncError(f"the sender of version {version} failed: {reason}")
-        if kind == _END:
+        message, self._message = self._message or self._channel.receive(), None
+        if message.kind == _FAILED:
+            raise WeightSyncError(f"the sender of version {message.version} failed: {message.text.decode()}")
+        if message.kind == _END:
             return None
-        if text_bytes:
-            rows = json.loads(self._channel.receive_text(text_bytes))
+        if message.text:
+            rows = json.loads(message.text)
             self._layouts[self._number] = tuple((name, TensorSpec.from_plain(*spec)) for name, *spec in rows)
-        if not self._reuse_buffer or self._buffer.numel() < buffer_bytes:
-            self._buffer = torch.empty(buffer_bytes, dtype=torch.uint8, device=self._device)
-        buffer = self._buffer[:buffer_bytes]
-        if buffer_bytes:
+        if not self._reuse_buffer or self._buffer.numel() < message.buffer_bytes:
+            self._buffer = self._buffer.new_empty(message.buffer_bytes)
+        buffer = self._buffer[: message.buffer_bytes]
+        if message.buffer_bytes:
             self._channel.run(buffer)
         layout = self._layouts[self._number]
         self._number += 1
@@ -200,96 +196,75 @@ class _Bucket:
         self.buffer = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         self.layout: list[tuple[str, TensorSpec]] = []
         self.used_bytes = 0
-        self.sending: _Work | None = None
+        self.sending: Any = None
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Return whether there is capacity for a tensor; an empty bucket takes any."""
-        return not self.layout or _aligned(self.used_bytes) + tensor.nbytes <= self._size_bytes
+        return not self.layout or aligned(self.used_bytes) + tensor.nbytes <= self._size_bytes
 
     @property
     def is_full(self) -> bool:
         return self.used_bytes >= self._size_bytes
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        start = _aligned(self.used_bytes)
-        end = start + tensor.nbytes
-        if end > self.buffer.numel():
-            self.buffer = torch.empty(end, dtype=torch.uint8, device=self.buffer.device)
+        start = aligned(self.used_bytes)
+        self.used_bytes = start + tensor.nbytes
+        if self.used_bytes > self.buffer.numel():
+            self.buffer = self.buffer.new_empty(self.used_bytes)
         spec = TensorSpec.of(tensor)
-        _view(self.buffer, start, spec).copy_(tensor.detach())
+        spec.view(self.buffer, start).copy_(tensor.detach())
         self.layout.append((name, spec))
-        self.used_bytes = end
 
     def clear(self) -> None:
-        """Empty the bucket once it has been sent."""
         if self.sending is not None:
-            self.sending.wait()
+            with _losses():
+                self.sending.wait()
         self.sending = None
         self.layout, self.used_bytes = [], 0
+
+
+class _Message(NamedTuple):
+    kind: int
+    version: int
+    text: bytes
+    buffer_bytes: int
 
 
 class _Channel:
     """Broadcasts from one rank of a group."""
 
-    def __init__(self, group: dist.ProcessGroup, *, src: int, device: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, src: int, device: str) -> None:
         self._group = group
         self._src = src
         self._device = device
 
-    def start(self, tensor: torch.Tensor) -> "_Work":
-        try:
-            return _Work(dist.broadcast(tensor, group=self._group, group_src=self._src, async_op=True))
-        except RuntimeError as error:
-            raise _lost(error) from error
+    def start(self, tensor: torch.Tensor) -> Any:
+        with _losses():
+            return dist.broadcast(tensor, group=self._group, group_src=self._src, async_op=True)
 
-    def run(self, tensor: torch.Tensor) -> None:
-        self.start(tensor).wait()
+    def run(self, tensor: torch.Tensor) -> torch.Tensor:
+        work = self.start(tensor)
+        with _losses():
+            work.wait()
+        return tensor
 
-    def send_header(self, *header: int) -> None:
-        self.run(torch.tensor(header, dtype=torch.int64, device=self._device))
+    def send(self, kind: int, version: int, text: bytes = b"", buffer_bytes: int = 0) -> None:
+        self.run(torch.tensor([kind, version, len(text), buffer_bytes], dtype=torch.int64, device=self._device))
+        if text:
+            self.run(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device))
 
-    def receive_header(self) -> list[int]:
-        header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._device)
-        self.run(header)
-        return header.tolist()
-
-    def send_text(self, text: bytes) -> None:
-        self.run(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device))
-
-    def receive_text(self, size_bytes: int) -> bytes:
-        text = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
-        self.run(text)
-        return text.cpu().numpy().tobytes()
+    def receive(self) -> _Message:
+        header = self.run(torch.empty(4, dtype=torch.int64, device=self._device))
+        kind, version, text_bytes, buffer_bytes = header.tolist()
+        text = b""
+        if text_bytes:
+            text = self.run(torch.empty(text_bytes, dtype=torch.uint8, device=self._device)).cpu().numpy().tobytes()
+        return _Message(kind, version, text, buffer_bytes)
 
 
-class _Work:
-    """A broadcast in flight."""
-
-    def __init__(self, work: Any) -> None:
-        self._work = work
-
-    def wait(self) -> None:
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise _lost(error) from error
-
-
-def _lost(error: RuntimeError) -> PeerLostError:
-    return PeerLostError(f"a rank is gone, or did not take part in time: {error}")
-
-
-def _views(buffer: torch.Tensor, layout: BucketLayout) -> Iterator[tuple[str, torch.Tensor]]:
-    end = 0
-    for name, spec in layout:
-        start = _aligned(end)
-        end = start + spec.size_bytes
-        yield name, _view(buffer, start, spec)
-
-
-def _view(buffer: torch.Tensor, start: int, spec: TensorSpec) -> torch.Tensor:
-    return buffer[start : start + spec.size_bytes].view(spec.dtype).view(spec.shape)
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+@contextmanager
+def _losses() -> Generator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(f"a rank is gone, or did not take part in time: {error}") from error

@@ -1,4 +1,4 @@
-"""Layouts of weights: names, data types and shapes."""
+"""Layouts of weights: names, data types, shapes, and places in a flat buffer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import Self
 import torch
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,17 +39,24 @@ class TensorSpec:
         """Return values that JSON can hold."""
         return str(self.dtype).removeprefix("torch."), list(self.shape)
 
+    def view(self, buffer: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """Return the tensor whose bytes start at this place of a flat uint8 buffer, without a copy."""
+        return buffer[start : start + self.size_bytes].view(self.dtype).view(self.shape)
+
     def __str__(self) -> str:
         dtype, shape = self.plain()
         return f"{dtype} {shape}"
 
 
 Layout = Mapping[str, TensorSpec]
-"""Specs by name."""
+
+
+def aligned(end_bytes: int) -> int:
+    """Return the place in a buffer at which the next tensor starts."""
+    return -(-end_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def layout_of(weights: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
-    """Return the layout of weights."""
     return {name: TensorSpec.of(tensor) for name, tensor in weights.items()}
 
 

@@ -6,52 +6,28 @@ import os
 import warnings
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from math import prod
 
 import torch
 
+from gcore_rollout.engines.protocol import Digests
 from gcore_rollout.errors import RolloutError
-from gcore_rollout.weight_sync.report import Digests, digests_of
+from gcore_rollout.weight_sync.checked import digests_of
+from gcore_rollout.weight_sync.layout import TensorSpec, aligned
 
-_ALIGNMENT_BYTES = 64
 _MAX_MAPPINGS = 2
 
-
-@dataclass(frozen=True)
-class WeightSlot:
-    """The place of one tensor."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset_bytes: int
-
-    @property
-    def end_bytes(self) -> int:
-        return self.offset_bytes + prod(self.shape) * self.dtype.itemsize
-
-    def view(self, mapping: mmap.mmap) -> torch.Tensor:
-        """Return a view of the tensor, which keeps the mapping alive."""
-        count = prod(self.shape)
-        if count == 0:
-            return torch.empty(self.shape, dtype=self.dtype)
-        with warnings.catch_warnings():
-            # A reader's mapping is not writable: a write must fail and not change the weights.
-            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-            flat = torch.frombuffer(mapping, dtype=self.dtype, count=count, offset=self.offset_bytes)
-        return flat.view(self.shape)
+WeightsLayout = tuple[tuple[str, TensorSpec, int], ...]
+"""Name, spec and place of each tensor: its offset in bytes."""
 
 
-@dataclass(frozen=True)
-class WeightsLayout:
-    """The places of all tensors."""
-
-    slots: tuple[WeightSlot, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        return max((slot.end_bytes for slot in self.slots), default=0)
+def _view(mapping: mmap.mmap, spec: TensorSpec, offset: int) -> torch.Tensor:
+    """Return a view of a tensor, which keeps the mapping alive."""
+    if spec.numel == 0:
+        return torch.empty(spec.shape, dtype=spec.dtype)
+    with warnings.catch_warnings():
+        # A reader's mapping is not writable: a write must fail and not change the weights.
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        return torch.frombuffer(mapping, dtype=spec.dtype, count=spec.numel, offset=offset).view(spec.shape)
 
 
 class _Memory:
@@ -72,9 +48,6 @@ class _Memory:
             self._mapping = mmap.mmap(self.fd, self._capacity_bytes)
         return self._mapping
 
-    def close(self) -> None:
-        os.close(self.fd)
-
 
 class SharedWeights:
     """One model's weights in anonymous shared memory, written once for any number of engines.
@@ -85,13 +58,17 @@ class SharedWeights:
 
     Weights are complete before an engine takes the first of them, so that a sender which fails half-way leaves every
     engine with its old ones. Linux only.
+
+    Attributes:
+        digests: Digests that the weights came with; empty if there were none.
+        num_writes: Number of calls of `write`: two equal numbers mean the same weights.
     """
 
     def __init__(self) -> None:
         self._memories: list[_Memory] = []
         self._present: tuple[_Memory, WeightsLayout] | None = None
-        self._digests: Digests = {}
-        self._num_writes = 0
+        self.digests: Digests = {}
+        self.num_writes = 0
         self._is_closed = False
 
     @property
@@ -108,16 +85,6 @@ class SharedWeights:
         """True if there are weights."""
         return self._present is not None
 
-    @property
-    def digests(self) -> Digests:
-        """Digests that the weights came with; empty if there were none."""
-        return self._digests
-
-    @property
-    def num_writes(self) -> int:
-        """Number of calls of `write`; see `KeptWeights.num_writes`."""
-        return self._num_writes
-
     def fileno(self) -> int:
         """The file descriptor of the memory that holds the weights; another write may make it another."""
         return self._whole()[0].fd
@@ -133,24 +100,27 @@ class SharedWeights:
         if self._is_closed:
             raise RolloutError("the shared weights are closed")
         self._present = None
-        memory = self._unread_memory()
-        self._num_writes += 1
-        slots: list[WeightSlot] = []
+        # Memory of an earlier write, or new; other memories without readers are freed.
+        memory, *others = [memory for memory in self._memories if not memory.readers] or [_Memory()]
+        for other in others:
+            os.close(other.fd)
+        self._memories = [memory, *(memory for memory in self._memories if memory.readers)]
+        self.num_writes += 1
+        slots: list[tuple[str, TensorSpec, int]] = []
         end = 0
         for name, tensor in weights:
-            offset = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-            slot = WeightSlot(name, tensor.dtype, tuple(tensor.shape), offset)
-            end = slot.end_bytes
-            slot.view(memory.mapped(end)).copy_(tensor.detach())
-            slots.append(slot)
+            spec, offset = TensorSpec.of(tensor), aligned(end)
+            end = offset + spec.size_bytes
+            _view(memory.mapped(end), spec, offset).copy_(tensor.detach())
+            slots.append((name, spec, offset))
         memory.mapped(end)
-        self._present = (memory, WeightsLayout(tuple(slots)))
-        self._digests = dict(digests_of(weights))
+        self._present = memory, tuple(slots)
+        self.digests = dict(digests_of(weights))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         memory, layout = self._whole()
-        for slot in layout.slots:
-            yield slot.name, slot.view(memory.mapped(slot.end_bytes))
+        for name, spec, offset in layout:
+            yield name, _view(memory.mapped(offset + spec.size_bytes), spec, offset)
 
     @contextmanager
     def reading(self) -> Generator[None]:
@@ -171,7 +141,7 @@ class SharedWeights:
     def close(self) -> None:
         """Free the memory, once the last engine that reads it has released it. Idempotent."""
         for memory in self._memories:
-            memory.close()
+            os.close(memory.fd)
         self._memories.clear()
         self._present = None
         self._is_closed = True
@@ -180,14 +150,6 @@ class SharedWeights:
         if self._present is None:
             raise RolloutError("there are no weights: nothing was written, writing failed, or the memory was closed")
         return self._present
-
-    def _unread_memory(self) -> _Memory:
-        """Return memory to write to, of an earlier write or new; free other memories without readers."""
-        first, *others = [memory for memory in self._memories if not memory.readers] or [_Memory()]
-        for memory in others:
-            memory.close()
-        self._memories = [first, *(memory for memory in self._memories if memory.readers)]
-        return first
 
 
 class SharedWeightsReader:
@@ -201,10 +163,11 @@ class SharedWeightsReader:
 
     def read(self, fd: int, layout: WeightsLayout) -> Iterator[tuple[str, torch.Tensor]]:
         """Return read-only views of the memory; the descriptor is closed at once."""
+        size_bytes = max((offset + spec.size_bytes for _, spec, offset in layout), default=0)
         try:
             inode = os.fstat(fd).st_ino
             mapping = self._mappings.pop(inode, None)
-            if mapping is None or layout.size_bytes > len(mapping):
+            if mapping is None or size_bytes > len(mapping):
                 mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         finally:
             os.close(fd)
@@ -212,4 +175,4 @@ class SharedWeightsReader:
         self._mappings[inode] = mapping
         while len(self._mappings) > _MAX_MAPPINGS:
             del self._mappings[next(iter(self._mappings))]
-        return ((slot.name, slot.view(mapping)) for slot in layout.slots)
+        return ((name, _view(mapping, spec, offset)) for name, spec, offset in layout)

@@ -3,15 +3,17 @@
 import asyncio
 import os
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 
+from gcore_rollout.engines.protocol import Digests
 from gcore_rollout.errors import MissingExtraError
-from gcore_rollout.weight_sync.report import Digests, digests_of
+from gcore_rollout.weight_sync.checked import digests_of
+from gcore_rollout.weight_sync.layout import TensorSpec
 
 # In a program started by `uv run`, Ray would build its environment again for every process. Read on import.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -23,33 +25,25 @@ except ImportError as error:
 
 
 @dataclass(frozen=True)
-class _Slot:
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class _Bucket:
     """Tensors that are one object of the store: the bytes of each, as an array."""
 
     reference: Any
-    slots: tuple[_Slot, ...]
+    layout: tuple[tuple[str, TensorSpec], ...]
 
     @classmethod
     def put(cls, weights: Sequence[tuple[str, torch.Tensor]]) -> Self:
         """Copy tensors to the store, by way of this process's memory only if they are not on the CPU."""
         arrays = [tensor.cpu().reshape(-1).view(torch.uint8).numpy() for _, tensor in weights]
-        slots = tuple(_Slot(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights)
-        return cls(ray.put(arrays), slots)
+        return cls(ray.put(arrays), tuple((name, TensorSpec.of(tensor)) for name, tensor in weights))
 
     def tensors(self, arrays: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        for slot, array in zip(self.slots, arrays, strict=True):
+        for (name, spec), array in zip(self.layout, arrays, strict=True):
             with warnings.catch_warnings():
                 # The store's memory is read-only: a write must fail and not change the weights of others.
                 warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
                 flat = torch.from_numpy(array)
-            yield slot.name, flat.view(slot.dtype).view(slot.shape)
+            yield name, spec.view(flat)
 
 
 def _in_buckets(
@@ -73,11 +67,17 @@ class WeightReferences:
     Iterating yields (name, tensor), so it can be given to `update_weights` of any engine. A tensor is the store's own
     memory and must not be written to. The memory is freed with the last reference and tensor, or, except for tensors in
     use, when the process that put it ends.
+
+    Attributes:
+        digests: Digests that the weights came with; empty if there were none.
     """
+
+    is_whole = True
+    num_writes = 1
 
     def __init__(self, buckets: Sequence[_Bucket], *, digests: Digests | None = None) -> None:
         self._buckets = tuple(buckets)
-        self._digests = digests or {}
+        self.digests = digests or {}
 
     @classmethod
     def put(cls, weights: Iterable[tuple[str, torch.Tensor]], *, bucket_size_bytes: int = 256 << 20) -> Self:
@@ -103,22 +103,6 @@ class WeightReferences:
         contents = await asyncio.gather(*(bucket.reference for bucket in self._buckets))
         return [item for bucket, arrays in zip(self._buckets, contents, strict=True) for item in bucket.tensors(arrays)]
 
-    @property
-    def digests(self) -> Digests:
-        """Digests that the weights came with; empty if there were none."""
-        return self._digests
-
-    @property
-    def num_writes(self) -> int:
-        """Always 1: the weights never change."""
-        return 1
-
-    @property
-    def is_whole(self) -> bool:
-        """Always true: weights are never stored in part."""
-        return True
-
-    @contextmanager
-    def reading(self) -> Generator[None]:
+    def reading(self) -> AbstractContextManager[None]:
         """Do nothing: the weights are never overwritten."""
-        yield
+        return nullcontext()

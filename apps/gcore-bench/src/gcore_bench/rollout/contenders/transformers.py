@@ -11,8 +11,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from gcore_bench.rollout.local import as_engine
-from gcore_rollout import Engine, Request
+from gcore_rollout import Request
 
 
 class _LengthsReached(StoppingCriteria):
@@ -26,7 +25,9 @@ class _LengthsReached(StoppingCriteria):
         return input_ids.shape[1] >= self._lengths_B
 
 
-class _Transformers:
+class Transformers:
+    """A model of transformers in this process."""
+
     def __init__(self, model: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self._model.generation_config.eos_token_id = None
@@ -57,8 +58,3 @@ class _Transformers:
         log_probs_BT = torch.cat([s.log_softmax(-1).gather(1, tokens_B[:, None]) for s, tokens_B in steps], dim=1)
         is_sampled_BT = torch.arange(log_probs_BT.shape[1]) < lengths_B[:, None]
         return int(is_sampled_BT.sum()), float(log_probs_BT[is_sampled_BT].sum())
-
-
-def make_local(model: Path, output: Path) -> Engine:
-    """Make transformers in this process an engine."""
-    return as_engine(_Transformers(model), output)

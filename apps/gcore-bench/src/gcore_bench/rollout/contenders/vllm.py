@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from gcore_bench.rollout.local import as_engine
-from gcore_rollout import Engine, Request, sample_seeds
+from gcore_rollout import Request, sample_seeds
 
 _KV_CACHE_BYTES = 1 << 30
 
 
-class _VLLM:
+class VLLM:
+    """Bare vLLM in this process."""
+
     def __init__(self, model: Path, *, max_num_seqs: int) -> None:
         from vllm import LLM
 
@@ -54,8 +55,3 @@ class _VLLM:
                 )
         found: list[Any] = [output.outputs[0] for output in self._llm.generate(prompts, sampling, use_tqdm=False)]
         return sum(len(o.token_ids) for o in found), float(sum(sum(o.logprobs.logprobs) for o in found))
-
-
-def make_local(model: Path, output: Path, *, max_num_seqs: int) -> Engine:
-    """Make bare vLLM in this process an engine."""
-    return as_engine(_VLLM(model, max_num_seqs=max_num_seqs), output)

@@ -15,14 +15,12 @@ from numpy.typing import NDArray
 
 from gcore_rollout.engines.diffusion.kernels import FlowODE
 from gcore_rollout.engines.diffusion.recording import Recorded, StepAbortedError, Tape, load_pipeline
-from gcore_rollout.engines.diffusion.samples import condition_tensors, samples_of
+from gcore_rollout.engines.diffusion.samples import samples_of
 from gcore_rollout.engines.diffusion.types import ImageRequest, ImageSample, ImageSampling
-from gcore_rollout.engines.protocol import EngineStats
-from gcore_rollout.engines.queueing import Call, check_weights
-from gcore_rollout.engines.sampling import sample_seeds
+from gcore_rollout.engines.protocol import EngineStats, HeldWeights
+from gcore_rollout.engines.queueing import Call, check_weights, sample_seeds
 from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
-from gcore_rollout.weight_sync.digests import held
-from gcore_rollout.weight_sync.report import HeldWeights
+from gcore_rollout.weight_sync.checked import held
 
 _PROBED = (2, 3)
 """Sizes of two batches that show which of the model's arguments have a row for each image."""
@@ -30,8 +28,6 @@ _PROBED = (2, 3)
 
 @dataclass(eq=False)
 class _Waiting:
-    """One image to be made."""
-
     call: Call[ImageSample]
     request: ImageRequest
     index: int
@@ -54,6 +50,9 @@ class DiffusersEngine:
         max_num_images: largest batch.
         options: further arguments of the pipeline's call, such as max_sequence_length.
 
+    Attributes:
+        pipeline: The pipeline.
+
     Raises:
         UnsupportedModelError: its scheduler has no log-probability, or the pipeline makes something unknown of its
             model's output.
@@ -67,7 +66,7 @@ class DiffusersEngine:
             if isinstance(component, torch.nn.Module):
                 component.eval().requires_grad_(False)
         self._recorded = Recorded(pipeline)
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self._device: torch.device = pipeline.device
         self._accepted = set(inspect.signature(pipeline.__call__).parameters)
         self._options = dict(options or {})
@@ -106,9 +105,7 @@ class DiffusersEngine:
 
         Args:
             path: has a model_index.json.
-            device: such as cpu or cuda:0.
             dtype: of the weights: float32, bfloat16 or float16.
-            max_num_images: see `DiffusersEngine`, as `options`.
 
         Raises:
             UnsupportedModelError: see `DiffusersEngine`, or it is no pipeline's folder.
@@ -120,17 +117,7 @@ class DiffusersEngine:
     def weight_version(self) -> int:
         return self._version
 
-    @property
-    def pipeline(self) -> Any:
-        """diffusers' own."""
-        return self._pipeline
-
     async def generate(self, requests: Sequence[ImageRequest]) -> AsyncGenerator[ImageSample]:
-        """See `Engine.generate`.
-
-        Raises:
-            RequestError: the pipeline cannot serve a request.
-        """
         self._check_open()
         for request in requests:
             self._check(request)
@@ -144,20 +131,18 @@ class DiffusersEngine:
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         wanted = None if request_ids is None else set(request_ids)
-        kept: deque[_Waiting] = deque()
-        for waiting in self._line:
+        line, self._line = self._line, deque()
+        for waiting in line:
             if wanted is None or waiting.request.request_id in wanted:
                 waiting.abort()
             else:
-                kept.append(waiting)
-        self._line = kept
+                self._line.append(waiting)
         if self._running is not None:
             tape, batch = self._running
             if wanted is None or all(w.request.request_id in wanted or w.call.abandoned for w in batch):
                 tape.is_aborted = True
 
     async def pause(self) -> None:
-        """See `Engine.pause`; the batch that runs is finished."""
         self._is_paused = True
         self._may_begin.clear()
         async with self._turn:
@@ -168,24 +153,23 @@ class DiffusersEngine:
         self._let_begin()
 
     async def sleep(self) -> None:
-        """See `Engine.sleep`; on a CPU there is nothing to free."""
         self._check_open()
         if self._line or self._running is not None:
             raise RolloutError("images are running or waiting: abort them, or let them finish, before sleep")
         self._is_asleep = True
         self._may_begin.clear()
         async with self._turn:
-            self._pipeline.to("cpu")
+            self.pipeline.to("cpu")
 
     async def wake(self) -> None:
         self._check_open()
         async with self._turn:
-            self._pipeline.to(self._device)
+            self.pipeline.to(self._device)
         self._is_asleep = False
         self._let_begin()
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """See `Engine.update_weights`; of the denoiser alone, under the names that diffusers has for them."""
+        """Replace the weights of the denoiser alone, under the names that diffusers has for them."""
         self._check_open()
         if version <= self._version:
             raise ValueError(f"version is {version}; expected a version above the current {self._version}")
@@ -202,14 +186,13 @@ class DiffusersEngine:
             self._version = version
 
     async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
-        """See `ReportsWeights.held_weights`; of the denoiser."""
         self._check_open()
         own: dict[str, torch.Tensor] = dict(self._recorded.denoiser.named_parameters())
         wanted = own if names is None else names
         return HeldWeights(version=self._version, tensors=[held(name, own[name].detach) for name in wanted])
 
     def stats(self) -> EngineStats:
-        """See `Engine.stats`: of prompts and of denoising steps, summed over images."""
+        """Count prompts, and denoising steps summed over images."""
         return EngineStats(
             prompt_tokens=self._prompts_done,
             completion_tokens=self._steps_done,
@@ -243,7 +226,7 @@ class DiffusersEngine:
             raise RequestError(f"size is {request.sampling.size}; expected None, because the pipeline has one size")
 
     def _class_of(self, prompt: str) -> int:
-        names: Mapping[str, int] = getattr(self._pipeline, "labels", None) or {}
+        names: Mapping[str, int] = getattr(self.pipeline, "labels", None) or {}
         if prompt in names:
             return names[prompt]
         if not prompt.isdecimal():
@@ -306,7 +289,6 @@ class DiffusersEngine:
             tape,
             [(waiting.request, waiting.index) for waiting in batch],
             images,
-            latents_argument=self._recorded.latents_argument,
             per_image=self._per_image,
             version=version,
         )
@@ -334,8 +316,8 @@ class DiffusersEngine:
             options |= {"class_labels": [self._class_of(p) for p in prompts]}
         if sampling.size is not None:
             options |= dict(zip(("height", "width"), sampling.size, strict=True))
-        has_decoder = getattr(self._pipeline, "vae", None) is not None
-        images = self._pipeline(
+        has_decoder = getattr(self.pipeline, "vae", None) is not None
+        images = self.pipeline(
             **options,
             generator=list(generators),
             num_inference_steps=sampling.num_inference_steps,
@@ -360,7 +342,7 @@ class DiffusersEngine:
                 self._call([prompt] * count, sampling, generators)
             if tape.call is None:
                 raise UnsupportedModelError("the pipeline makes no step: its model was never asked")
-            for name, value in condition_tensors(tape.call, self._recorded.latents_argument):
+            for name, value in tape.call.conditions().items():
                 sizes.setdefault(name, []).append(len(value) if value.ndim else 0)
         return {name for name, found in sizes.items() if found == list(_PROBED)}
 

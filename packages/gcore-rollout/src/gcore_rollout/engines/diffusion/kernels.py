@@ -45,7 +45,6 @@ class Transition(NamedTuple):
 class Kernel(ABC):
     """A step of a sampler."""
 
-    @abstractmethod
     def __call__(
         self, output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor
     ) -> Transition:
@@ -57,21 +56,34 @@ class Kernel(ABC):
             level: [B] of the latents.
             next_level: [B] to go to.
         """
+        shape = (-1,) + (1,) * (latents.ndim - 1)
+        columns = (each.to(latents).expand(latents.shape[0]).reshape(shape) for each in (level, next_level))
+        return self._transition(output, latents, *columns)
+
+    @abstractmethod
+    def _transition(self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor) -> Transition:
+        """Return it for the model's output v and latents x [B, ...], and levels [B, 1, ...]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlowODE(Kernel):
     """Euler's step of the probability flow: x + v dt, without noise."""
 
-    def __call__(
-        self, output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor
-    ) -> Transition:
-        s, s_next = _columns(latents, level, next_level)
-        return Transition(latents + output * (s_next - s), torch.zeros_like(s))
+    def _transition(self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor) -> Transition:
+        return Transition(x + v * (s_next - s), torch.zeros_like(s))
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlowSDE(Kernel):
+class _NoisyFlow(Kernel):
+    noise_level: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.noise_level < math.inf:
+            raise RequestError(f"noise_level is {self.noise_level}; expected a finite number above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowSDE(_NoisyFlow):
     """Flow-GRPO's (arXiv 2505.05470, eq. 9): the SDE with the flow's marginals, g = a sqrt(s / (1 - s)).
 
     mean = x (1 + g^2 dt / 2s) + v (1 + g^2 (1 - s) / 2s) dt, std = g sqrt(-dt). At s = 1, where g has no value, the
@@ -81,22 +93,16 @@ class FlowSDE(Kernel):
     noise_level: float = 0.7
     """The a of the formula."""
 
-    def __post_init__(self) -> None:
-        _check_noise("noise_level", self.noise_level)
-
-    def __call__(
-        self, output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor
-    ) -> Transition:
-        s, s_next = _columns(latents, level, next_level)
+    def _transition(self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor) -> Transition:
         dt = s_next - s
         below_one = torch.where(s >= 1, s_next, s)
         g = self.noise_level * torch.sqrt(s / (1 - below_one))
-        mean = latents * (1 + g**2 / (2 * s) * dt) + output * (1 + g**2 * (1 - s) / (2 * s)) * dt
+        mean = x * (1 + g**2 / (2 * s) * dt) + v * (1 + g**2 * (1 - s) / (2 * s)) * dt
         return Transition(mean, g * torch.sqrt(-dt))
 
 
 @dataclass(frozen=True, kw_only=True)
-class DanceSDE(Kernel):
+class DanceSDE(_NoisyFlow):
     """DanceGRPO's (arXiv 2505.07818, eq. 8): the same family of SDEs with a constant g = eta.
 
     mean = x + v dt + eta^2 / 2 (x - (1 - s) x_0) / s^2 dt, with x_0 = x - s v; std = eta sqrt(-dt).
@@ -105,22 +111,16 @@ class DanceSDE(Kernel):
     noise_level: float = 0.3
     """The eta of the formula."""
 
-    def __post_init__(self) -> None:
-        _check_noise("noise_level", self.noise_level)
-
-    def __call__(
-        self, output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor
-    ) -> Transition:
-        s, s_next = _columns(latents, level, next_level)
+    def _transition(self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor) -> Transition:
         dt = s_next - s
-        clean = latents - s * output
-        against_score = (latents - (1 - s) * clean) / s**2
-        mean = latents + output * dt + 0.5 * self.noise_level**2 * against_score * dt
+        clean = x - s * v
+        against_score = (x - (1 - s) * clean) / s**2
+        mean = x + v * dt + 0.5 * self.noise_level**2 * against_score * dt
         return Transition(mean, self.noise_level * torch.sqrt(-dt))
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlowCPS(Kernel):
+class FlowCPS(_NoisyFlow):
     """Coefficient-preserving sampling (Flow-CPS, arXiv 2509.05952): as in DDIM, the level is kept whatever the noise.
 
     std = s' sin(eta pi / 2), mean = (1 - s') x_0 + sqrt(s'^2 - std^2) e, with x_0 = x - s v and e = x + (1 - s) v. The
@@ -131,16 +131,13 @@ class FlowCPS(Kernel):
     """The eta of the formula, in (0, 1]."""
 
     def __post_init__(self) -> None:
-        _check_noise("noise_level", self.noise_level)
+        super().__post_init__()
         if self.noise_level > 1:
             raise RequestError(f"noise_level is {self.noise_level}; expected at most 1")
 
-    def __call__(
-        self, output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor
-    ) -> Transition:
-        s, s_next = _columns(latents, level, next_level)
+    def _transition(self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor) -> Transition:
         std = s_next * math.sin(self.noise_level * math.pi / 2)
-        clean, noise = latents - s * output, latents + (1 - s) * output
+        clean, noise = x - s * v, x + (1 - s) * v
         return Transition((1 - s_next) * clean + torch.sqrt(s_next**2 - std**2) * noise, std)
 
 
@@ -158,32 +155,19 @@ class DDIM(Kernel):
     clip_sample_range: float | None = None
     """x_0 is clipped to +-this, as the scheduler's ``clip_sample`` says; e is the model's all the same."""
 
-    def __call__(
-        self, output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor
-    ) -> Transition:
-        a, a_next = _columns(latents, level, next_level)
+    def _transition(self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor) -> Transition:
+        a, a_next = s, s_next
         match self.prediction_type:
             case "epsilon":
-                noise = output
-                clean = (latents - torch.sqrt(1 - a) * noise) / torch.sqrt(a)
+                noise = v
+                clean = (x - torch.sqrt(1 - a) * noise) / torch.sqrt(a)
             case "v_prediction":
-                clean = torch.sqrt(a) * latents - torch.sqrt(1 - a) * output
-                noise = torch.sqrt(a) * output + torch.sqrt(1 - a) * latents
+                clean = torch.sqrt(a) * x - torch.sqrt(1 - a) * v
+                noise = torch.sqrt(a) * v + torch.sqrt(1 - a) * x
             case "sample":
-                clean = output
-                noise = (latents - torch.sqrt(a) * clean) / torch.sqrt(1 - a)
+                clean = v
+                noise = (x - torch.sqrt(a) * clean) / torch.sqrt(1 - a)
         if self.clip_sample_range is not None:
             clean = clean.clamp(-self.clip_sample_range, self.clip_sample_range)
         std = self.eta * torch.sqrt(((1 - a_next) / (1 - a) * (1 - a / a_next)).clamp(min=0.0))
         return Transition(torch.sqrt(a_next) * clean + torch.sqrt(1 - a_next - std**2) * noise, std)
-
-
-def _columns(latents: torch.Tensor, *levels: torch.Tensor) -> list[torch.Tensor]:
-    """Reshape levels, [B] or scalars, to [B, 1, ...]."""
-    shape = (-1,) + (1,) * (latents.ndim - 1)
-    return [level.to(latents).expand(latents.shape[0]).reshape(shape) for level in levels]
-
-
-def _check_noise(field: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise RequestError(f"{field} is {value}; expected a finite number above 0")

@@ -57,7 +57,31 @@ class ModelCall:
 
     arguments: dict[str, Any]
     """By the denoiser's names for them."""
+    latents_argument: str
+    """Its name for the latents."""
     output: torch.Tensor
+
+    @property
+    def timestep(self) -> float:
+        value = self.arguments.get("timestep", self.arguments.get("timesteps"))
+        if value is None:
+            raise UnsupportedModelError(
+                f"arguments of the pipeline's model are {sorted(self.arguments)}; expected a timestep among them"
+            )
+        return float(value.reshape(-1)[0]) if isinstance(value, torch.Tensor) else float(value)
+
+    def conditions(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that the model was given besides latents and timestep, by its names for them.
+
+        Raises:
+            UnsupportedModelError: it was given something else, which training could not give it again.
+        """
+        left_out = {"return_dict", "timestep", "timesteps", self.latents_argument}
+        given = {name: value for name, value in self.arguments.items() if name not in left_out}
+        for name, value in given.items():
+            if value is not None and not isinstance(value, torch.Tensor | bool):
+                raise UnsupportedModelError(f"the pipeline gives its model {name}={value!r}; expected tensors only")
+        return {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
 
 
 class Tape:
@@ -118,7 +142,7 @@ class Tape:
                     log_prob=transition.log_prob(following) if has_noise else torch.full((len(x),), torch.nan),
                     level=float(level),
                     next_level=float(next_level),
-                    timestep=_timestep_of(call),
+                    timestep=call.timestep,
                 )
             )
         self.final = following
@@ -133,7 +157,17 @@ class Tape:
             )
         if self.call is None:
             self.call = calls[0]
-            check_combination(calls[0].output, output, self._sampling.guidance_scale)
+            model_output = calls[0].output
+            own = combined(model_output, len(output), output.shape[1], self._sampling.guidance_scale)
+            is_own = own.shape == output.shape and torch.allclose(
+                own.float(), output.float(), rtol=_TOLERANCE, atol=_TOLERANCE
+            )
+            if not is_own:
+                raise UnsupportedModelError(
+                    f"the pipeline gives its scheduler {tuple(output.shape)} for its model's output of shape "
+                    f"{tuple(model_output.shape)}; expected the output itself, or u + guidance_scale (c - u) of its "
+                    "halves, which training can compute again"
+                )
         return calls[0]
 
     def _noise(self, like: torch.Tensor) -> torch.Tensor:
@@ -150,30 +184,13 @@ def combined(output: torch.Tensor, num_images: int, num_channels: int, guidance_
 
     Args:
         output: [num_images or 2 num_images, channels, ...] of the model.
-        num_images: rows of the result.
-        num_channels: its channels.
-        guidance_scale: of classifier-free guidance.
+        num_images: rows of the result, as `num_channels` are its channels.
     """
     output = output[:, :num_channels]
     if len(output) != 2 * num_images:
         return output
     without, with_prompt = output.chunk(2)
     return without + guidance_scale * (with_prompt - without)
-
-
-def check_combination(output: torch.Tensor, given: torch.Tensor, guidance_scale: float) -> None:
-    """Check that a pipeline combines its model's output as `combined` does.
-
-    Raises:
-        UnsupportedModelError: it does not.
-    """
-    own = combined(output, len(given), given.shape[1], guidance_scale)
-    if own.shape != given.shape or not torch.allclose(own.float(), given.float(), rtol=_TOLERANCE, atol=_TOLERANCE):
-        raise UnsupportedModelError(
-            f"the pipeline gives its scheduler {tuple(given.shape)} for its model's output of shape "
-            f"{tuple(output.shape)}; expected the output itself, or u + guidance_scale (c - u) of its halves, which "
-            "training can compute again"
-        )
 
 
 class _FlowScheduler(FlowMatchEulerDiscreteScheduler):
@@ -220,28 +237,27 @@ class Recorded:
         pipeline: a pipeline of diffusers with a flow-matching Euler or a DDIM scheduler, which is replaced.
 
     Raises:
-        UnsupportedModelError: another scheduler, or one with settings that have no log-probability.
+        UnsupportedModelError: another scheduler, one with settings that have no log-probability, or no known model.
+
+    Attributes:
+        denoiser: The model that is called at every step.
+        is_flow: True for a flow-matching model; otherwise one of DDPM's kind.
     """
 
     def __init__(self, pipeline: Any) -> None:
         self.pipeline = pipeline
         pipeline.scheduler = self._scheduler = _recording(pipeline.scheduler)
-        self.denoiser: torch.nn.Module = denoiser_of(pipeline)
+        models = (getattr(pipeline, name, None) for name in ("transformer", "unet"))
+        denoiser = next((model for model in models if isinstance(model, torch.nn.Module)), None)
+        if denoiser is None:
+            raise UnsupportedModelError(f"{type(pipeline).__name__} has no model; expected a transformer or a unet")
+        self.denoiser = denoiser
+        self.is_flow = isinstance(self._scheduler, _FlowScheduler)
         self._parameters = list(inspect.signature(self.denoiser.forward).parameters)
         self._calls: list[ModelCall] = []
         self._arguments: dict[str, Any] = {}
         self.denoiser.register_forward_pre_hook(self._called, with_kwargs=True)
         self.denoiser.register_forward_hook(self._answered)
-
-    @property
-    def is_flow(self) -> bool:
-        """True for a flow-matching model; otherwise one of DDPM's kind."""
-        return isinstance(self._scheduler, _FlowScheduler)
-
-    @property
-    def latents_argument(self) -> str:
-        """The denoiser's name for its latents."""
-        return self._parameters[0]
 
     def kernel(self, kernel: Kernel) -> Kernel:
         """Return a kernel with the scheduler's own settings.
@@ -276,7 +292,7 @@ class Recorded:
         self._arguments = dict(zip(self._parameters, args, strict=False)) | kwargs
 
     def _answered(self, _: torch.nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        self._calls.append(ModelCall(arguments=self._arguments, output=output[0]))
+        self._calls.append(ModelCall(arguments=self._arguments, latents_argument=self._parameters[0], output=output[0]))
 
 
 def suited(kernel: Kernel, scheduler: Any) -> Kernel:
@@ -290,10 +306,6 @@ def suited(kernel: Kernel, scheduler: Any) -> Kernel:
 
 def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Any:
     """Load a local pipeline folder; optional components that it lacks, such as a VAE, are None.
-
-    Args:
-        path: has a model_index.json.
-        dtype: of the weights.
 
     Raises:
         UnsupportedModelError: it is not the folder of a pipeline that diffusers knows, or its weights lack tensors.
@@ -326,18 +338,6 @@ def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> An
     return pipeline
 
 
-def denoiser_of(pipeline: Any) -> torch.nn.Module:
-    """Return the model of a pipeline that is called at every step.
-
-    Raises:
-        UnsupportedModelError: it has none that is known.
-    """
-    for name in ("transformer", "unet"):
-        if isinstance(module := getattr(pipeline, name, None), torch.nn.Module):
-            return module
-    raise UnsupportedModelError(f"{type(pipeline).__name__} has no model; expected a transformer or a unet")
-
-
 def _recording(scheduler: Any) -> Any:
     kinds: dict[type, type] = {FlowMatchEulerDiscreteScheduler: _FlowScheduler, DDIMScheduler: _DDIMScheduler}
     for kind, recording in kinds.items():
@@ -351,12 +351,3 @@ def _recording(scheduler: Any) -> Any:
         f"the pipeline's scheduler is {type(scheduler).__name__}, whose steps have no log-probability; expected one of "
         f"{known}"
     )
-
-
-def _timestep_of(call: ModelCall) -> float:
-    value = call.arguments.get("timestep", call.arguments.get("timesteps"))
-    if value is None:
-        raise UnsupportedModelError(
-            f"arguments of the pipeline's model are {sorted(call.arguments)}; expected a timestep among them"
-        )
-    return float(value.reshape(-1)[0]) if isinstance(value, torch.Tensor) else float(value)

@@ -6,11 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_rollout.engines.diffusion.recording import ModelCall, Tape
-from gcore_rollout.engines.diffusion.types import ImageRequest, ImageSample, Trajectory
-from gcore_rollout.errors import UnsupportedModelError
-
-_LEFT_OUT = {"return_dict", "timestep", "timesteps"}
+from gcore_rollout.engines.diffusion.recording import Tape
+from gcore_rollout.engines.diffusion.types import SCALARS, STACKED, ImageRequest, ImageSample, Trajectory
 
 
 def samples_of(
@@ -18,24 +15,29 @@ def samples_of(
     batch: Sequence[tuple[ImageRequest, int]],
     images: NDArray[np.uint8],
     *,
-    latents_argument: str,
     per_image: Collection[str],
     version: int,
 ) -> Iterator[ImageSample]:
     """Yield the samples of a batch of B images.
 
     Args:
-        tape: of the batch.
         batch: the request and the sample's index of each image.
         images: [B, H, W, 3].
-        latents_argument: the model's name for its latents.
         per_image: names of the model's arguments that have a row for each image.
-        version: of the weights.
     """
     assert tape.call is not None
     assert tape.final is not None
     final = tape.final.cpu().numpy()
-    own, shared = _conditions(tape.call, len(batch), latents_argument, per_image)
+    own: dict[str, NDArray[np.generic]] = {}
+    shared: dict[str, NDArray[np.generic]] = {}
+    for name, value in tape.call.conditions().items():
+        array = (value.float() if value.is_floating_point() else value).cpu().numpy()
+        if name not in per_image:
+            shared[name] = array
+        elif len(array) == 2 * len(batch):
+            own[name] = np.stack([array[: len(batch)], array[len(batch) :]], axis=1)
+        else:
+            own[name] = array
     is_guided = len(tape.call.output) == 2 * len(batch)
     guidance_scale = batch[0][0].sampling.guidance_scale if is_guided else None
     for row, (trajectory, (request, index)) in enumerate(zip(_trajectories(tape, final), batch, strict=True)):
@@ -53,63 +55,19 @@ def samples_of(
         )
 
 
-def condition_tensors(call: ModelCall, latents_argument: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that the model was given besides latents and timestep, by its names for them.
-
-    Raises:
-        UnsupportedModelError: it was given something else, which training could not give it again.
-    """
-    for name, value in call.arguments.items():
-        if isinstance(value, torch.Tensor) and name not in _LEFT_OUT and name != latents_argument:
-            yield name, value
-        elif value is not None and name not in _LEFT_OUT and not isinstance(value, torch.Tensor | bool):
-            raise UnsupportedModelError(f"the pipeline gives its model {name}={value!r}; expected tensors only")
-
-
-def _conditions(
-    call: ModelCall, num_images: int, latents_argument: str, per_image: Collection[str]
-) -> tuple[dict[str, NDArray[np.generic]], dict[str, NDArray[np.generic]]]:
-    """Return conditions with a row for each image, [B, ...] or with guidance [B, 2, ...], and those shared by all."""
-    own: dict[str, NDArray[np.generic]] = {}
-    shared: dict[str, NDArray[np.generic]] = {}
-    for name, value in condition_tensors(call, latents_argument):
-        array = (value.float() if value.is_floating_point() else value).cpu().numpy()
-        if name not in per_image:
-            shared[name] = array
-        elif len(array) == 2 * num_images:
-            own[name] = np.stack([array[:num_images], array[num_images:]], axis=1)
-        else:
-            own[name] = array
-    return own, shared
-
-
 def _trajectories(tape: Tape, final: NDArray[np.float32]) -> list[Trajectory]:
-    """Return the trajectory of each image."""
     steps = tape.steps
-    shape = (0, *final.shape)
 
     def stacked(name: str) -> NDArray[np.float32]:
         """Stack a tensor of all K steps: [K, B, ...]."""
         if not steps:
-            return np.zeros(shape if name != "log_prob" else shape[:2], np.float32)
+            return np.zeros((0, *final.shape) if name != "log_prob" else (0, len(final)), np.float32)
         return torch.stack([getattr(step, name) for step in steps]).cpu().numpy()
 
-    def scalars(name: str) -> NDArray[np.float32]:
-        return np.array([getattr(step, name) for step in steps], np.float32)
-
-    latents, following, means, log_probs = (stacked(n) for n in ("latents", "next_latents", "mean", "log_prob"))
-    levels, next_levels, timesteps = (scalars(name) for name in ("level", "next_level", "timestep"))
+    per_image = {field: stacked(name) for field, name in STACKED.items()}
+    shared = {field: np.array([getattr(step, name) for step in steps], np.float32) for field, name in SCALARS.items()}
     indices = np.array([step.index for step in steps], np.int64)
     return [
-        Trajectory(
-            latents=latents[:, row],
-            next_latents=following[:, row],
-            means=means[:, row],
-            log_probs=log_probs[:, row],
-            steps=indices,
-            levels=levels,
-            next_levels=next_levels,
-            timesteps=timesteps,
-        )
+        Trajectory(**{field: values[:, row] for field, values in per_image.items()}, **shared, steps=indices)
         for row in range(len(final))
     ]

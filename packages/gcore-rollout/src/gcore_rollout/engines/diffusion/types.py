@@ -8,8 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_rollout.engines.diffusion.kernels import FlowODE, Kernel
-from gcore_rollout.engines.types import AnyRequest, AnySample
+from gcore_rollout.engines.protocol import AnyRequest, AnySample
 from gcore_rollout.errors import RequestError
+
+STACKED = {"latents": "latents", "next_latents": "next_latents", "means": "mean", "log_probs": "log_prob"}
+"""Fields of a `Trajectory` that have a row for each image of a batch, and those of its steps that they come from."""
+SCALARS = {"levels": "level", "next_levels": "next_level", "timesteps": "timestep"}
+"""The same for fields that all images of a batch share."""
 
 ImageFinishReason = Literal["stop", "abort"]
 """All steps were made; `Engine.abort` cut it short."""
@@ -60,16 +65,7 @@ class ImageRequest(AnyRequest):
     def aborted(self, index: int) -> "ImageSample":
         """Return an aborted image without content."""
         nothing = np.zeros(0, np.float32)
-        trajectory = Trajectory(
-            latents=nothing,
-            next_latents=nothing,
-            means=nothing,
-            log_probs=nothing,
-            steps=np.zeros(0, np.int64),
-            levels=nothing,
-            next_levels=nothing,
-            timesteps=nothing,
-        )
+        trajectory = Trajectory(**dict.fromkeys((*STACKED, *SCALARS), nothing), steps=np.zeros(0, np.int64))
         return ImageSample(
             request_id=self.request_id,
             index=index,

@@ -4,30 +4,35 @@ It runs the vision-language models of `VISION_MODELS`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from gcore_rollout.engines.hf import slot_attention
-from gcore_rollout.engines.hf.probe import check_logits, probe_prompts
-from gcore_rollout.engines.hf.rows import Rows
-from gcore_rollout.engines.hf.slot_attention import Decode, Prefill, SlotCache
+from gcore_rollout.engines.hf.decoding import (
+    Decode,
+    Prefill,
+    Rows,
+    SlotCache,
+    extend_runs,
+    is_repetitive,
+    sample_tokens,
+)
+from gcore_rollout.engines.hf.loading import check_logits, load_model, longest_sequence
 from gcore_rollout.engines.hf.vision import HFVision
-from gcore_rollout.engines.in_process import InProcessEngine
-from gcore_rollout.engines.protocol import EngineStats
-from gcore_rollout.engines.queueing import Sample, check_request, check_weights
-from gcore_rollout.engines.repetition import extend_runs, is_repetitive
-from gcore_rollout.engines.sampling import sample_tokens, uniforms
-from gcore_rollout.engines.types import FinishReason, Request, SamplingParams
-from gcore_rollout.errors import UnsupportedModelError
-from gcore_rollout.images.vision_processor import VISION_MODELS, VisionProcessor, checkpoint_name
-from gcore_rollout.weight_sync.digests import held
-from gcore_rollout.weight_sync.report import HeldTensor, HeldWeights
+from gcore_rollout.engines.protocol import (
+    EngineStats,
+    FinishReason,
+    HeldTensor,
+    HeldWeights,
+    Request,
+    SamplingParams,
+)
+from gcore_rollout.engines.queueing import InProcessEngine, Sample, check_request, check_weights, uniforms
+from gcore_rollout.images.vision_processor import VisionProcessor, checkpoint_name
+from gcore_rollout.weight_sync.checked import held
 
 
 class HFEngine(InProcessEngine):
@@ -41,7 +46,7 @@ class HFEngine(InProcessEngine):
     and, if the device is not the CPU, moves the weights to the host's memory.
 
     Args:
-        model: loaded with ``attn_implementation=slot_attention.ATTENTION_NAME``; use `from_pretrained`.
+        model: loaded with ``attn_implementation=decoding.ATTENTION_NAME``; use `from_pretrained`.
         eos_token_ids: tokens that end a completion.
         max_num_seqs: largest number of running samples.
         vision: reads images for the model; None: it takes none.
@@ -61,7 +66,7 @@ class HFEngine(InProcessEngine):
         self._model = model.eval().requires_grad_(False)
         self._device: torch.device = model.device
         text_config: Any = model.config.get_text_config()
-        self._max_length = slot_attention.longest_sequence(text_config)
+        self._max_length = longest_sequence(text_config)
         self._vocab_size: int = model.get_input_embeddings().num_embeddings
         self._eos = np.asarray(eos_token_ids, dtype=np.int64)
         self._max_num_seqs = max_num_seqs
@@ -73,7 +78,10 @@ class HFEngine(InProcessEngine):
         # transformers has names of its own for parameters of these models.
         names: list[str] = [] if vision is None else list(model.state_dict())
         self._hub_names = {name: checkpoint_name(model, name) for name in names}
-        self._sources = _sources(model)
+        first = {id(parameter): name for name, parameter in model.named_parameters()}
+        # The first name of each parameter by all of its names: a tied head is the embedding.
+        named = model.named_parameters(remove_duplicate=False)
+        self._sources: dict[str, str] = {name: first[id(parameter)] for name, parameter in named}
         # Whether the parameters are memory of the caller, which must not be written to.
         self._is_borrowing = False
 
@@ -100,41 +108,12 @@ class HFEngine(InProcessEngine):
                 engine differ from those of transformers, it computes ``max_model_len`` tokens differently than fewer
                 (rope_type ``longrope``), or it reads images and the folder has no image processor.
         """
-        slot_attention.register()
-        config = AutoConfig.from_pretrained(path)
-        text_config: Any = config.get_text_config()
-        vision = VisionProcessor.from_pretrained(path) if config.model_type in VISION_MODELS else None
-        attention: Any = slot_attention.ATTENTION_NAME
-        if vision is not None:
-            attention = {"text_config": attention, "vision_config": "sdpa"}
-        auto_class: Any = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
-        try:
-            model: Any = auto_class.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention)
-        except (AttributeError, KeyError, TypeError) as error:
-            # Raised by models that have classes of their own for every attention that they know.
-            raise UnsupportedModelError(
-                f"{config.model_type!r} does not load with an attention that is not transformers' own "
-                f"({type(error).__name__}: {error}): the vllm engine may run it"
-            ) from error
-        # transformers itself ignores an attention that the model never calls, and the samples would mix.
-        others = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-        if not model.is_backend_compatible() or others:
-            raise UnsupportedModelError(
-                f"{config.model_type!r} does not run all its layers through transformers' attention interface: "
-                "the hf engine cannot run it, the vllm engine may"
-            )
-        longest = slot_attention.longest_sequence(text_config)
-        if max_model_len is not None and longest < min(max_model_len, text_config.max_position_embeddings):
-            raise UnsupportedModelError(
-                f"max_model_len is {max_model_len}; expected at most {longest} for rope_type 'longrope' of "
-                f"{config.model_type!r}, whose factors change there: the vllm engine computes longer sequences"
-            )
+        model, vision = load_model(path, dtype=dtype, max_model_len=max_model_len)
         if eos_token_ids is None:
             eos = model.generation_config.eos_token_id
             eos_token_ids = [eos] if isinstance(eos, int) else list(eos or [])
         engine = cls(model.to(device), eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs, vision=vision)
-        prompts = probe_prompts(engine._vocab_size, engine._max_length, max_num_seqs)
-        check_logits(model, prompts, partial(engine._logits_of, prompts))
+        check_logits(model, engine._logits_of, max_length=engine._max_length, max_num_seqs=max_num_seqs)
         return engine
 
     def stats(self) -> EngineStats:
@@ -147,7 +126,7 @@ class HFEngine(InProcessEngine):
         )
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """See `Engine.update_weights`. Unknown or missing names and wrong shapes are refused before any copy."""
+        """Replace the weights; unknown or missing names and wrong shapes are refused before any copy."""
         own, new = self._checked_weights(weights, version)
         for name, tensor in new.items():
             if self._is_borrowing:
@@ -181,7 +160,6 @@ class HFEngine(InProcessEngine):
     def _checked_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], version: int
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the model's own weights and the new ones, which fit."""
         self._check_update(version)
         own: dict[str, torch.Tensor] = self._model.state_dict(keep_vars=True)
         own = {self._hub_names.get(name, name): tensor for name, tensor in own.items()}
@@ -193,7 +171,7 @@ class HFEngine(InProcessEngine):
         return own, new
 
     async def close(self) -> None:
-        """See `Engine.close`. Calls still generating get a `RolloutError`."""
+        """Free the engine; calls still generating get a `RolloutError`."""
         self._stop()
         self._rows = Rows(0)
         self._cache.clear()
@@ -284,9 +262,9 @@ class HFEngine(InProcessEngine):
         if not any(sample.request.images for sample in samples):
             return self._forward(positions, plan, keep=keep, input_ids=self._tensor(tokens)[None])[which]
         assert self._vision is not None
-        seen = self._vision.see(samples, tokens, positions)
-        self._rows.rope_offsets[slots] = seen.offsets[slot_prompts]
-        return self._forward(seen.positions, plan, keep=keep, inputs_embeds=seen.embeddings)[which]
+        embeddings, rotary_positions, offsets = self._vision.see(samples, tokens, positions)
+        self._rows.rope_offsets[slots] = offsets[slot_prompts]
+        return self._forward(rotary_positions, plan, keep=keep, inputs_embeds=embeddings)[which]
 
     def _decode(self, batch: int) -> torch.Tensor:
         """Return logits [B, V] after the last sampled token of each of the first ``batch`` slots."""
@@ -316,8 +294,7 @@ class HFEngine(InProcessEngine):
         return output.logits[0]
 
     def _sample(self, logits_BV: torch.Tensor) -> None:
-        rows = self._rows
-        batch = len(rows)
+        rows, batch = self._rows, len(self._rows)
         at = rows.num_sampled[:batch].copy()
         u = uniforms(rows.seeds[:batch], at)
         tokens_B, log_probs_B = sample_tokens(logits_BV, rows.temperatures[:batch], u)
@@ -332,8 +309,7 @@ class HFEngine(InProcessEngine):
 
     def _retire(self) -> None:
         """Hand over the samples that ended with this step and free their slots."""
-        rows = self._rows
-        batch = len(rows)
+        rows, batch = self._rows, len(self._rows)
         stopped = np.isin(rows.last_tokens[:batch], self._eos)
         full = rows.num_sampled[:batch] >= rows.max_tokens[:batch]
         repetitive = is_repetitive(
@@ -374,12 +350,6 @@ class HFEngine(InProcessEngine):
 
     def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
-
-
-def _sources(model: Any) -> dict[str, str]:
-    """Map each parameter's name to the first name of the same parameter: a tied head is the embedding."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def _round_up(value: int, multiple: int, limit: int) -> int:

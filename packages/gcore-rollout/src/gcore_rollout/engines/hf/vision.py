@@ -4,7 +4,6 @@ Shapes: T packed tokens of P prompts, D hidden dimension.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,37 +14,27 @@ from gcore_rollout.engines.queueing import Sample
 from gcore_rollout.images.vision_processor import Pixels, VisionProcessor
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SeenPrompts:
-    """Packed prompts with embedded images."""
-
-    embeddings: torch.Tensor
-    """[1, T, D]."""
-    positions: NDArray[np.int64]
-    """[3, T] rotary positions in time, height and width (Qwen2-VL: arXiv 2409.12191, section 2.1)."""
-    offsets: NDArray[np.int64]
-    """[P] rotary position minus place of the tokens after a prompt; images take fewer positions than tokens."""
-
-
 class HFVision:
-    """The vision tower of a transformers model of the Qwen-VL kind.
-
-    Args:
-        model: ``...ForConditionalGeneration``.
-        processor: of the same folder.
-    """
+    """The vision tower of a transformers model of the Qwen-VL kind, ``...ForConditionalGeneration``."""
 
     def __init__(self, model: Any, processor: VisionProcessor) -> None:
         self._model = model
         self.processor = processor
 
-    def see(self, samples: Sequence[Sample], token_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> SeenPrompts:
+    def see(
+        self, samples: Sequence[Sample], token_ids: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> tuple[torch.Tensor, NDArray[np.int64], NDArray[np.int64]]:
         """Embed packed prompts, their images in one pass of the tower.
 
         Args:
             samples: one of each prompt, in the row's order.
             token_ids: [T].
             positions: [T] place of each token in its prompt.
+
+        Returns:
+            embeddings [1, T, D]; rotary positions in time, height and width [3, T] (Qwen2-VL: arXiv 2409.12191, section
+            2.1); and rotary position minus place of the tokens after each prompt [P], because images take fewer
+            positions than tokens.
         """
         device = self._model.device
         embeddings = self._model.get_input_embeddings()(torch.from_numpy(token_ids).to(device))
@@ -62,7 +51,12 @@ class HFVision:
                 is_image = prompt == self.processor.image_token_id
                 pixels = self.processor.process(sample.request.images)
                 here = positions_3T[:, start : start + length]
-                here[:, : prompt.size], offsets[i] = self._positions(prompt, is_image, pixels.grid_thw)
+                prompt_positions, offset = self._model.base_model.get_rope_index(
+                    torch.from_numpy(prompt)[None],
+                    mm_token_type_ids=torch.from_numpy(is_image.astype(np.int64))[None],
+                    image_grid_thw=torch.from_numpy(pixels.grid_thw),
+                )
+                here[:, : prompt.size], offsets[i] = prompt_positions[:, 0].numpy(), int(offset)
                 here[:, prompt.size :] += offsets[i]
                 places.append(start + np.flatnonzero(is_image))
                 seen.append(pixels)
@@ -74,14 +68,4 @@ class HFVision:
             )
             where = torch.from_numpy(np.concatenate(places)).to(device)
             embeddings[where] = torch.cat(features.pooler_output).to(embeddings.dtype)
-        return SeenPrompts(embeddings=embeddings[None], positions=positions_3T, offsets=offsets)
-
-    def _positions(
-        self, prompt: NDArray[np.int64], is_image: NDArray[np.bool_], grid_thw: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], int]:
-        positions, offset = self._model.base_model.get_rope_index(
-            torch.from_numpy(prompt)[None],
-            mm_token_type_ids=torch.from_numpy(is_image.astype(np.int64))[None],
-            image_grid_thw=torch.from_numpy(grid_thw),
-        )
-        return positions[:, 0].numpy(), int(offset)
+        return embeddings[None], positions_3T, offsets

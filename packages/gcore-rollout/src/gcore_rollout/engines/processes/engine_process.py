@@ -8,12 +8,14 @@ import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any, Generic, Self
+from typing import Any, Self
 
 import torch
 
-from gcore_rollout.engines.processes.child_process import ChildProcess
+from gcore_rollout.engines.processes.engine_server import BEAT_INTERVAL_S
+from gcore_rollout.engines.processes.fork_server import ChildProcess
 from gcore_rollout.engines.processes.wire import (
     Abandon,
     Beat,
@@ -24,19 +26,16 @@ from gcore_rollout.engines.processes.wire import (
     Finished,
     FromEngine,
     Generate,
+    RemoteEngine,
     Setup,
     UpdateWeights,
     exception,
 )
-from gcore_rollout.engines.protocol import Engine, EngineStats
+from gcore_rollout.engines.protocol import Engine, EngineStats, RequestT, SampleT
 from gcore_rollout.engines.registry import PRELOAD_HF
-from gcore_rollout.engines.types import RequestT, SampleT
-from gcore_rollout.engines.wrappers import ForwardingEngine
 from gcore_rollout.errors import EngineDiedError, EngineStartError, RolloutError
-from gcore_rollout.weight_sync.report import HeldWeights
 from gcore_rollout.weight_sync.shared_weights import SharedWeights
 
-_BEAT_INTERVAL_S = 0.25
 _END_TIMEOUT_S = 10.0
 
 
@@ -48,25 +47,22 @@ class _Stream:
     items: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
 
 
-class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
-    """An engine that another process runs; made by `start`.
+class EngineProcess(RemoteEngine[RequestT, SampleT]):
+    """An engine that a process on this machine runs; made by `start`. See `RemoteEngine`.
 
-    All calls of `Engine` are forwarded and may be made at the same time. Exceptions come back as they were raised
-    there, with a note that holds the traceback. `stats` and `weight_version` are as of the process's last message:
-    after every call, and within 20 ms of a change, unless the engine is in the middle of a long step.
-
-    When the process dies, every call in flight raises `EngineDiedError`, after the completions that arrived; so does
-    every later one. It ends with this process, however that ends, and leaves nothing. A process that is silent for
-    ``heartbeat_timeout_s`` is killed. It is bound to the event loop in which it was started, and ends with it. Linux
-    only.
+    The process ends with this one, however that ends, and leaves nothing. It is bound to the event loop in which it was
+    started, and ends with it. Linux only.
 
     Attributes:
         pid: The process id.
     """
 
+    _HOW_TO_OPEN = "start a new one"
+
     def __init__(
         self, process: ChildProcess, channel: Channel, weights_socket: socket.socket, *, heartbeat_timeout_s: float
     ) -> None:
+        super().__init__()
         self.pid = process.pid
         self._process = process
         self._channel = channel
@@ -80,10 +76,8 @@ class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
         self._last_update.set_result(None)
         self._streams: dict[int, _Stream] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
-        self._last_call_id = 0
+        self._call_ids = count(1)
         self._killed_because = ""
-        self._death: str | None = None
-        self._closed = False
         self._life = asyncio.create_task(self._live())
         # A callback, because a task that is cancelled before it has started runs none of its code.
         self._life.add_done_callback(self._part)
@@ -109,8 +103,7 @@ class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
                 before the engine is made, but after the modules of ``preload`` were imported.
             preload: modules that are imported once, in a server from which all processes with the same ``preload`` are
                 forked. None of them may start threads or touch a GPU on import.
-            heartbeat_timeout_s: how long the process may be silent. Its event loop is, during a step of the engine,
-                while a step compiles, and while weights are copied: be generous.
+            heartbeat_timeout_s: how long the process may be silent.
 
         Raises:
             EngineStartError: it was not ready in time.
@@ -133,7 +126,7 @@ class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
                     import_path=list(sys.path),
                     folder=str(Path.cwd()),
                     num_threads=num_threads,
-                    beat_interval_s=min(_BEAT_INTERVAL_S, heartbeat_timeout_s / 4),
+                    beat_interval_s=min(BEAT_INTERVAL_S, heartbeat_timeout_s / 4),
                     factory=packed,
                 )
                 engine._channel.send(setup)
@@ -169,18 +162,12 @@ class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
         return engine
 
     def stats(self) -> EngineStats:
-        """See `Engine.stats`; as of the process's last message, even if that was its last."""
         return self._stats
 
     async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
-        """See `Engine.generate`.
-
-        Raises:
-            EngineDiedError: with what was not finished.
-        """
         stream = _Stream({(r.request_id, i): None for r in requests for i in r.sample_indices})
         self._check_open(tuple(stream.unfinished))
-        call_id = self._new_call_id()
+        call_id = next(self._call_ids)
         self._streams[call_id] = stream
         self._channel.send(Generate(call_id, tuple(requests)))
         try:
@@ -193,12 +180,11 @@ class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
                 self._channel.send(Abandon(call_id))
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """See `Engine.update_weights`.
+        """Replace the weights, which are copied to shared memory, unless they are a `SharedWeights`.
 
-        Weights are copied to shared memory, unless they are a `SharedWeights`: an `HFEngine` on CPU computes with them
-        in place, others copy them once more. When this returns, the caller owns them again and may rewrite a
-        `SharedWeights`. An iterable that fails half-way leaves the engine with its old weights. If this is cancelled,
-        the update may still happen.
+        An `HFEngine` on CPU computes with them in place, others copy them once more. When this returns, the caller owns
+        them again and may rewrite a `SharedWeights`. An iterable that fails half-way leaves the engine with its old
+        weights. If this is cancelled, the update may still happen.
         """
         self._check_open()
         if isinstance(weights, SharedWeights):
@@ -221,12 +207,8 @@ class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
         self._channel.send(UpdateWeights(call_id, layout, version))
         await asyncio.shield(reply)
 
-    async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights | None:
-        self._check_open()
-        return await self._reply_to("held_weights", names)
-
     async def close(self) -> None:
-        """See `Engine.close`. Calls still generating raise what the engine raises; a process that hangs is killed."""
+        """End the process: calls still generating raise what the engine raises; a process that hangs is killed."""
         if not self._closed:
             self._closed = True
             try:
@@ -239,9 +221,9 @@ class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
                 self._weights.close()
         await asyncio.wait([self._life])
 
-    async def _call(self, method: str, *arguments: Any) -> None:
+    async def _call(self, method: str, *arguments: Any) -> Any:
         self._check_open()
-        await self._reply_to(method, *arguments)
+        return await self._reply_to(method, *arguments)
 
     async def _reply_to(self, method: str, *arguments: Any) -> Any:
         if self._death is not None:
@@ -251,18 +233,8 @@ class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
         # Without the shield, cancelling the caller would cancel the future that the process answers.
         return await asyncio.shield(reply)
 
-    def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
-        if self._closed:
-            raise RolloutError("the engine is closed: start a new one")
-        if self._death is not None:
-            raise EngineDiedError(self._death, unfinished=unfinished)
-
-    def _new_call_id(self) -> int:
-        self._last_call_id += 1
-        return self._last_call_id
-
     def _new_reply(self) -> "tuple[int, asyncio.Future[Any]]":
-        call_id = self._new_call_id()
+        call_id = next(self._call_ids)
         reply = self._replies[call_id] = self._new_future()
         return call_id, reply
 
@@ -349,7 +321,7 @@ class EngineProcess(ForwardingEngine, Generic[RequestT, SampleT]):
 
     async def _watch(self) -> None:
         """Kill the process when it has been silent for too long."""
-        interval_s = min(_BEAT_INTERVAL_S, self._heartbeat_timeout_s / 4)
+        interval_s = min(BEAT_INTERVAL_S, self._heartbeat_timeout_s / 4)
         while self._silent_s < self._heartbeat_timeout_s:
             await asyncio.sleep(interval_s)
             # Not by the clock: after a pause of this event loop, messages that came meanwhile are read before the next

@@ -1,4 +1,4 @@
-"""The process of an engine: it makes the engine and answers its owner's messages."""
+"""The process of an engine: it makes the engine and answers its owner's messages. Actors of engines do so, too."""
 
 import asyncio
 import inspect
@@ -6,9 +6,9 @@ import os
 import pickle
 import socket
 import sys
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from gcore_rollout.engines.processes.wire import (
     Abandon,
@@ -23,14 +23,63 @@ from gcore_rollout.engines.processes.wire import (
     UpdateWeights,
     failure,
 )
-from gcore_rollout.engines.protocol import Engine, EngineStats, TakesWeightsInPlace
-from gcore_rollout.engines.types import AnyRequest, AnySample
-from gcore_rollout.weight_sync.report import report_weights
+from gcore_rollout.engines.protocol import (
+    AnyRequest,
+    AnySample,
+    Engine,
+    EngineStats,
+    TakesWeightsInPlace,
+    report_weights,
+)
 
 if TYPE_CHECKING:
+    import torch
+
     from gcore_rollout.weight_sync.shared_weights import SharedWeightsReader
 
-_STATS_INTERVAL_S = 0.02
+STATS_INTERVAL_S = 0.02
+BEAT_INTERVAL_S = 0.25
+
+AnyEngine = Engine[AnyRequest, AnySample]
+
+
+async def make_engine(factory: bytes, num_threads: int | None) -> AnyEngine:
+    """Make an engine by a pickled function, which may be asynchronous.
+
+    Args:
+        num_threads: of torch on CPU; None: its own choice.
+    """
+    if num_threads is not None:
+        import torch
+
+        torch.set_num_threads(num_threads)
+    made = pickle.loads(factory)()
+    return await made if inspect.isawaitable(made) else made
+
+
+async def call_engine(engine: AnyEngine, method: str, *arguments: Any) -> Any:
+    """Call a method of an engine; one of the user's own may have no ``held_weights``."""
+    if method == "held_weights":
+        return await report_weights(engine, *arguments)
+    return await getattr(engine, method)(*arguments)
+
+
+async def generate(engine: AnyEngine, requests: Iterable[AnyRequest], take: Callable[[AnySample], None]) -> None:
+    """Hand over each sample as it is finished; when cancelled, the rest is abandoned."""
+    samples: Any = engine.generate(tuple(requests))
+    try:
+        async for sample in samples:
+            take(sample)
+    finally:
+        if hasattr(samples, "aclose"):
+            await samples.aclose()
+
+
+async def update_weights(engine: AnyEngine, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int) -> bool:
+    if isinstance(engine, TakesWeightsInPlace):
+        return await engine.update_weights_in_place(weights, version=version)
+    await engine.update_weights(weights, version=version)
+    return False
 
 
 def run(channel: socket.socket, weights: socket.socket) -> None:
@@ -49,7 +98,7 @@ class _EngineServer:
     def __init__(self, weights: socket.socket) -> None:
         self._weights = weights
         self._shared_weights: SharedWeightsReader | None = None
-        self._engine: Engine[AnyRequest, AnySample] | None = None
+        self._engine: AnyEngine | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._is_called = asyncio.Event()
 
@@ -63,20 +112,22 @@ class _EngineServer:
 
     def _take(self, message: ToEngine) -> None:
         self._is_called.set()
+        engine: Any = self._engine
         match message:
             case Setup(call_id):
                 self._start(call_id, self._build(message))
             case Generate(call_id, requests):
-                self._start(call_id, self._generate(call_id, requests))
+
+                def take(sample: AnySample) -> None:
+                    self._channel.send(Finished(call_id, sample))
+
+                self._start(call_id, generate(engine, requests, take))
             case UpdateWeights(call_id):
                 # Here and not in the task: descriptors come in the order of messages.
                 _, (fd,), _, _ = socket.recv_fds(self._weights, 1, 1, socket.MSG_CMSG_CLOEXEC)
                 self._start(call_id, self._update(fd, message))
-            case Call(call_id, "held_weights", (names,)):
-                # An engine of the user's own may not have the method.
-                self._start(call_id, report_weights(self._engine, names))
             case Call(call_id, method, arguments):
-                self._start(call_id, getattr(self._engine, method)(*arguments))
+                self._start(call_id, call_engine(engine, method, *arguments))
             case Abandon(call_id):
                 if task := self._tasks.get(call_id):
                     task.cancel()
@@ -100,16 +151,10 @@ class _EngineServer:
         os.environ.update(setup.environment)
         os.chdir(setup.folder)
         sys.path[:] = setup.import_path
-        if setup.num_threads is not None:
-            import torch
+        self._engine = await make_engine(setup.factory, setup.num_threads)
+        self._start(0, self._beat(self._engine, setup.beat_interval_s))
 
-            torch.set_num_threads(setup.num_threads)
-        made = pickle.loads(setup.factory)()
-        engine: Engine[AnyRequest, AnySample] = await made if inspect.isawaitable(made) else made
-        self._engine = engine
-        self._start(0, self._beat(engine, setup.beat_interval_s))
-
-    async def _beat(self, engine: Engine[AnyRequest, AnySample], interval_s: float) -> None:
+    async def _beat(self, engine: AnyEngine, interval_s: float) -> None:
         """Report changed stats soon, and unchanged ones at intervals."""
         clock = asyncio.get_running_loop().time
         reported: EngineStats | None = None
@@ -124,20 +169,9 @@ class _EngineServer:
                 # Nothing changes until the next call.
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._is_called.wait(), interval_s)
-            await asyncio.sleep(min(_STATS_INTERVAL_S, interval_s))
-
-    async def _generate(self, call_id: int, requests: tuple[AnyRequest, ...]) -> None:
-        assert self._engine is not None
-        completions = self._engine.generate(requests)
-        try:
-            async for completion in completions:
-                self._channel.send(Finished(call_id, completion))
-        finally:
-            if hasattr(completions, "aclose"):
-                await cast(AsyncGenerator[Any], completions).aclose()
+            await asyncio.sleep(min(STATS_INTERVAL_S, interval_s))
 
     async def _update(self, fd: int, update: UpdateWeights) -> bool:
-        """Update the weights, and return whether the engine uses the shared memory from now on."""
         assert self._engine is not None
         if self._shared_weights is None:
             # Not before: it imports torch, which may come later than the fork and in another configuration.
@@ -145,7 +179,4 @@ class _EngineServer:
 
             self._shared_weights = SharedWeightsReader()
         weights = self._shared_weights.read(fd, update.layout)
-        if isinstance(self._engine, TakesWeightsInPlace):
-            return await self._engine.update_weights_in_place(weights, version=update.version)
-        await self._engine.update_weights(weights, version=update.version)
-        return False
+        return await update_weights(self._engine, weights, version=update.version)

@@ -1,20 +1,17 @@
-"""The messages between an engine process and its owner: pickled, each after its length."""
+"""The messages between an engine process and its owner, pickled, and what both kinds of remote engines share."""
 
 import asyncio
 import pickle
 import socket
 import struct
 import traceback
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Generic, Self, cast
 
-from gcore_rollout.engines.protocol import EngineStats
-from gcore_rollout.engines.types import AnyRequest, AnySample
-from gcore_rollout.errors import RolloutError
-
-if TYPE_CHECKING:
-    from gcore_rollout.weight_sync.shared_weights import WeightsLayout
+from gcore_rollout.engines.protocol import AnyRequest, AnySample, EngineStats, HeldWeights, RequestT, SampleT
+from gcore_rollout.errors import EngineDiedError, RolloutError
 
 _LENGTH = struct.Struct("!Q")
 
@@ -49,8 +46,6 @@ class Abandon:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a method of the engine."""
-
     call_id: int
     method: str
     arguments: tuple[Any, ...] = ()
@@ -61,7 +56,8 @@ class UpdateWeights:
     """An update; its memory has been sent before, over the socket for file descriptors."""
 
     call_id: int
-    layout: "WeightsLayout"
+    layout: Any
+    """The `SharedWeights.layout` of that memory."""
     version: int
 
 
@@ -80,13 +76,10 @@ class Done:
     call_id: int
     stats: EngineStats
     value: Any = None
-    """The value that it returned."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A call has raised."""
-
     call_id: int
     error: bytes | None
     """Pickled type, arguments and attributes, if they can be."""
@@ -136,7 +129,6 @@ class Channel(asyncio.Protocol):
         self._transport.close()
 
     def abort(self) -> None:
-        """Close this end at once. Idempotent."""
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -160,11 +152,10 @@ class Channel(asyncio.Protocol):
 
 
 def failure(call_id: int, error: Exception) -> Failed:
-    """Return an exception as a message."""
+    """Return an exception as a message, without its arguments if they cannot be pickled."""
     try:
         packed = pickle.dumps((type(error), error.args, vars(error)), protocol=5)
     except Exception:
-        # The arguments of an exception need not be picklable; its description always is.
         packed = None
     description = f"{type(error).__name__}: {error}"
     return Failed(call_id, packed, description, "".join(traceback.format_exception(error)))
@@ -172,19 +163,69 @@ def failure(call_id: int, error: Exception) -> Failed:
 
 def exception(failed: Failed, pid: int) -> Exception:
     """Return the exception of a message, of the same type if that can be imported here."""
-    error = _unpickled(failed.error) or RolloutError(failed.description)
+    error: Exception = RolloutError(failed.description)
+    if failed.error is not None:
+        try:
+            kind, arguments, attributes = pickle.loads(failed.error)
+            # Not kind(*arguments): the arguments of a constructor need not be those of the exception.
+            error = kind.__new__(kind, *arguments)
+            vars(error).update(attributes)
+        except Exception:
+            error = RolloutError(failed.description)
     error.add_note(f"raised in engine process {pid}:\n{failed.traceback}")
     return error
 
 
-def _unpickled(packed: bytes | None) -> Exception | None:
-    if packed is None:
-        return None
-    try:
-        kind, arguments, attributes = pickle.loads(packed)
-        # Not kind(*arguments): the arguments of a constructor need not be those of the exception.
-        error: Exception = kind.__new__(kind, *arguments)
-        vars(error).update(attributes)
-    except Exception:
-        return None
-    return error
+class RemoteEngine(ABC, Generic[RequestT, SampleT]):
+    """An engine that another process runs.
+
+    All calls of `Engine` are forwarded and may be made at the same time. Exceptions come back as they were raised
+    there, with a note that holds the traceback. `stats` and `weight_version` are as of the process's last message:
+    after every call, and within 20 ms of a change, unless the engine is in the middle of a long step.
+
+    When the process dies, every call in flight raises `EngineDiedError`, after the completions that arrived; so does
+    every later one. A process that is silent for ``heartbeat_timeout_s`` is killed. Its event loop is silent during a
+    step of the engine, while a step compiles, and while weights are copied: be generous.
+    """
+
+    _HOW_TO_OPEN: str
+    """Advice for errors once the engine is closed."""
+
+    def __init__(self) -> None:
+        self._death: str | None = None
+        self._closed = False
+
+    @property
+    def weight_version(self) -> int:
+        return self.stats().weight_version
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        await self._call("abort", None if request_ids is None else tuple(request_ids))
+
+    async def pause(self) -> None:
+        await self._call("pause")
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def sleep(self) -> None:
+        await self._call("sleep")
+
+    async def wake(self) -> None:
+        await self._call("wake")
+
+    async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights | None:
+        return await self._call("held_weights", names)
+
+    def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
+        if self._closed:
+            raise RolloutError(f"the engine is closed: {self._HOW_TO_OPEN}")
+        if self._death is not None:
+            raise EngineDiedError(self._death, unfinished=unfinished)
+
+    @abstractmethod
+    def stats(self) -> EngineStats: ...
+
+    @abstractmethod
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the open engine, and return what it returns."""

@@ -2,26 +2,30 @@
 
 import asyncio
 import gc
-import inspect
 import os
 import pickle
 import platform
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from gcore_rollout.engines.processes.engine_server import (
+    BEAT_INTERVAL_S,
+    STATS_INTERVAL_S,
+    AnyEngine,
+    call_engine,
+    generate,
+    make_engine,
+    update_weights,
+)
 from gcore_rollout.engines.processes.wire import Failed, failure
-from gcore_rollout.engines.protocol import Engine, EngineStats, TakesWeightsInPlace
-from gcore_rollout.engines.types import AnyRequest, AnySample
+from gcore_rollout.engines.protocol import AnyRequest, AnySample, EngineStats
 from gcore_rollout.errors import EngineDiedError
-from gcore_rollout.weight_sync.report import report_weights
 
 if TYPE_CHECKING:
-    import torch
+    from gcore_rollout.weight_sync.weight_references import WeightReferences
 
-_STATS_INTERVAL_S = 0.02
-_BEAT_INTERVAL_S = 0.25
 _CLIENT_PATIENCE = 5.0
 """An actor waits for a silent client this many times as long as it may be silent itself."""
 _LATE_CALL_S = 60.0
@@ -57,15 +61,6 @@ class EngineReply:
     stats: EngineStats | None
     """None until the engine is made."""
     value: Any = None
-    """The value that was returned, or a `Failed`."""
-
-
-class FetchesWeights(Protocol):
-    """Weights that are to be fetched from elsewhere."""
-
-    async def fetch(self) -> "Iterable[tuple[str, torch.Tensor]]":
-        """Return the weights once they are on this node."""
-        ...
 
 
 class EngineActor:
@@ -79,7 +74,7 @@ class EngineActor:
         self._num_threads = num_threads
         self._factory = b""
         self._incarnation = Incarnation()
-        self._engine: Engine[AnyRequest, AnySample] | None = None
+        self._engine: AnyEngine | None = None
         self._is_making = asyncio.Lock()
         self._num_replies = 0
         self._running: dict[ClientCall, asyncio.Task[None]] = {}
@@ -88,7 +83,6 @@ class EngineActor:
         self._leases: dict[str, asyncio.TimerHandle] = {}
 
     async def incarnation(self) -> Incarnation:
-        """Return the current incarnation."""
         return self._incarnation
 
     async def make(self, factory: bytes) -> EngineReply:
@@ -103,29 +97,20 @@ class EngineActor:
                     await self._end_engine()
                     self._factory = factory
                 if self._engine is None:
-                    self._engine = await self._make()
+                    self._engine = await make_engine(self._factory, self._num_threads)
                 return self._incarnation
 
         return await self._answer(make)
 
     async def call(self, token: str, method: str, *arguments: Any) -> EngineReply:
-        """ClientCall a method of the engine."""
-        return await self._answer(lambda: getattr(self._engine_of(token), method)(*arguments))
+        return await self._answer(lambda: call_engine(self._engine_of(token), method, *arguments))
 
-    async def held_weights(self, token: str, names: Sequence[str] | None) -> EngineReply:
-        return await self._answer(lambda: report_weights(self._engine_of(token), names))
-
-    async def update_weights(self, token: str, weights: FetchesWeights, version: int) -> EngineReply:
-        """See `Engine.update_weights`; an engine that can do so uses the weights in place."""
+    async def update_weights(self, token: str, weights: "WeightReferences", version: int) -> EngineReply:
 
         async def update() -> None:
             self._engine_of(token)
             here = await weights.fetch()
-            engine = self._engine_of(token)
-            if isinstance(engine, TakesWeightsInPlace):
-                await engine.update_weights_in_place(here, version=version)
-            else:
-                await engine.update_weights(here, version=version)
+            await update_weights(self._engine_of(token), here, version=version)
 
         return await self._answer(update)
 
@@ -156,7 +141,6 @@ class EngineActor:
             self._running.pop(call).cancel()
 
     async def abandon(self, call: ClientCall) -> None:
-        """Abandon the rest of a `generate`."""
         if call in self._running:
             self._running[call].cancel()
         else:
@@ -171,7 +155,7 @@ class EngineActor:
         loop = asyncio.get_running_loop()
         self._end_lease(client)
         self._leases[client] = loop.call_later(_CLIENT_PATIENCE * heartbeat_timeout_s, self._forget, client)
-        interval_s = min(_BEAT_INTERVAL_S, heartbeat_timeout_s / 4)
+        interval_s = min(BEAT_INTERVAL_S, heartbeat_timeout_s / 4)
         end = loop.time() + heartbeat_timeout_s
         reported: EngineStats | None = None
         reported_at = 0.0
@@ -181,27 +165,18 @@ class EngineActor:
                     message = self._reply()
                     reported, reported_at = message.stats, loop.time()
                     yield message
-                await asyncio.sleep(min(_STATS_INTERVAL_S, interval_s))
+                await asyncio.sleep(min(STATS_INTERVAL_S, interval_s))
         except EngineDiedError as death:
             self._end_lease(client)
             yield self._reply(failure(0, death))
 
     async def leave(self, client: str) -> None:
-        """Abandon everything of a client."""
         self._forget(client)
 
     async def close(self) -> None:
         """Free the engine, before the actor ends."""
         if self._engine is not None:
             await self._engine.close()
-
-    async def _make(self) -> Engine[AnyRequest, AnySample]:
-        if self._num_threads is not None:
-            import torch
-
-            torch.set_num_threads(self._num_threads)
-        made = pickle.loads(self._factory)()
-        return await made if inspect.isawaitable(made) else made
 
     async def _end_engine(self) -> None:
         """Free the engine, which is dead for its clients."""
@@ -228,18 +203,11 @@ class EngineActor:
         self, token: str, packed_requests: bytes, items: "asyncio.Queue[AnySample | Failed | None]"
     ) -> None:
         try:
-            completions = self._engine_of(token).generate(pickle.loads(packed_requests))
-            try:
-                async for completion in completions:
-                    items.put_nowait(completion)
-            finally:
-                if hasattr(completions, "aclose"):
-                    await cast(AsyncGenerator[Any], completions).aclose()
+            await generate(self._engine_of(token), pickle.loads(packed_requests), items.put_nowait)
         except Exception as error:
             items.put_nowait(failure(0, error))
 
-    def _engine_of(self, token: str) -> Engine[AnyRequest, AnySample]:
-        """Return the engine of this incarnation."""
+    def _engine_of(self, token: str) -> AnyEngine:
         if token != self._incarnation.token:
             raise EngineDiedError(_RESTARTED)
         assert self._engine is not None
@@ -261,5 +229,4 @@ class EngineActor:
 
 
 def pack(items: Sequence[AnyRequest] | Sequence[AnySample | Failed | None]) -> bytes:
-    """Pickle items in one piece."""
     return pickle.dumps(items, protocol=5)

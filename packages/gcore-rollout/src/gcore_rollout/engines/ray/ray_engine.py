@@ -6,18 +6,15 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mappi
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 from uuid import uuid4
 
 import torch
 
-from gcore_rollout.engines.processes.wire import Failed, exception
-from gcore_rollout.engines.protocol import Engine, EngineStats
+from gcore_rollout.engines.processes.wire import Failed, RemoteEngine, exception
+from gcore_rollout.engines.protocol import AnySample, Engine, EngineStats, RequestT, SampleT
 from gcore_rollout.engines.ray.engine_actor import ClientCall, EngineActor, EngineReply, Incarnation, pack
-from gcore_rollout.engines.types import AnySample, RequestT, SampleT
-from gcore_rollout.engines.wrappers import ForwardingEngine
 from gcore_rollout.errors import EngineDiedError, EngineStartError, MissingExtraError, RolloutError
-from gcore_rollout.weight_sync.report import HeldWeights
 from gcore_rollout.weight_sync.weight_references import WeightReferences
 
 # Not before `weight_references`, which sets Ray's environment.
@@ -64,7 +61,6 @@ def start_engine_actor(
     num_gpus: float = 0.0,
     resources: Mapping[str, float] | None = None,
     num_threads: int | None = None,
-    scheduling_strategy: Any = None,
     name: str | None = None,
 ) -> EngineHandle:
     """Start an actor for an engine, which is made by the first `RayEngine.connect`.
@@ -77,8 +73,6 @@ def start_engine_actor(
             path)``.
         num_cpus: CPUs that it reserves, like `num_gpus` and `resources`, which have Ray's names.
         num_threads: of torch on CPU; default: what Ray gives it.
-        scheduling_strategy: see `ray.remote`.
-        name: for `ray.get_actor`.
     """
     if num_threads is not None and num_threads < 1:
         raise ValueError(f"num_threads is {num_threads}; expected at least 1")
@@ -87,7 +81,6 @@ def start_engine_actor(
         "num_cpus": num_cpus,
         "num_gpus": num_gpus,
         "resources": dict(resources or {}),
-        "scheduling_strategy": scheduling_strategy,
         "name": name,
         "max_restarts": -1,
         "max_concurrency": _MAX_CONCURRENCY,
@@ -111,26 +104,23 @@ async def end_engine_actor(handle: EngineHandle) -> None:
                 await asyncio.sleep(_END_POLL_S)
 
 
-class RayEngine(ForwardingEngine, Generic[RequestT, SampleT]):
-    """A client of an engine that a Ray actor runs; made by `connect`.
-
-    All calls of `Engine` are forwarded and may be made at the same time. Exceptions come back as they were raised
-    there, with a note that holds the traceback. `stats` and `weight_version` are as of the actor's last message: after
-    every call, and within 20 ms of a change, unless the engine is in the middle of a long step.
+class RayEngine(RemoteEngine[RequestT, SampleT]):
+    """A client of an engine that a Ray actor runs; made by `connect`. See `RemoteEngine`.
 
     Several clients may share an actor. Each gets its own samples; `pause`, `update_weights` and `abort` act on those of
     all clients. The unfinished samples of a client that closed, or whose process died, are abandoned.
 
-    When the actor's process dies, every call in flight raises `EngineDiedError`, after the completions that arrived; so
-    does every later one, even if Ray has restarted the actor: `connect` again, to an engine with the weights that its
-    factory gave it. An actor that is silent for ``heartbeat_timeout_s`` is killed, and restarted by Ray. The client is
-    bound to the event loop in which it was connected.
+    A client of an actor that died stays dead, even if Ray has restarted the actor: `connect` again, to an engine with
+    the weights that its factory gave it. The client is bound to the event loop in which it was connected.
 
     Attributes:
         handle: The handle of the actor.
     """
 
+    _HOW_TO_OPEN = "connect again"
+
     def __init__(self, handle: EngineHandle, reply: EngineReply, *, heartbeat_timeout_s: float) -> None:
+        super().__init__()
         self.handle = handle
         self._actor = handle.actor
         self._incarnation: Incarnation = reply.value
@@ -138,8 +128,6 @@ class RayEngine(ForwardingEngine, Generic[RequestT, SampleT]):
         self._client = uuid4().hex
         self._numbers = count()
         self._last_reply = reply
-        self._death: str | None = None
-        self._closed = False
         # Done once no reply of Ray is awaited any more.
         self._given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._life = asyncio.create_task(self._live())
@@ -152,9 +140,7 @@ class RayEngine(ForwardingEngine, Generic[RequestT, SampleT]):
 
         Args:
             handle: from `start_engine_actor`.
-            heartbeat_timeout_s: how long the actor may be silent. Its event loop is, during a step of the engine, while
-                a step compiles, and while weights are copied: be generous. The actor waits five times as long for this
-                client.
+            heartbeat_timeout_s: how long the actor may be silent; it waits five times as long for this client.
 
         Raises:
             EngineStartError: it was not ready in time.
@@ -193,16 +179,10 @@ class RayEngine(ForwardingEngine, Generic[RequestT, SampleT]):
                     raise
 
     def stats(self) -> EngineStats:
-        """See `Engine.stats`; as of the actor's last message, even if that was its last."""
         assert self._last_reply.stats is not None
         return self._last_reply.stats
 
     async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
-        """See `Engine.generate`.
-
-        Raises:
-            EngineDiedError: with what was not finished.
-        """
         unfinished = {(r.request_id, i): None for r in requests for i in r.sample_indices}
         call = ClientCall(self._client, next(self._numbers))
         is_running = False
@@ -226,20 +206,15 @@ class RayEngine(ForwardingEngine, Generic[RequestT, SampleT]):
                 self._actor.abandon.remote(call)
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """See `Engine.update_weights`.
+        """Send weights as references; other weights than `WeightReferences` are put into the object store first.
 
-        A `WeightReferences` is sent as references; other weights are put into the object store first. Engines of one
-        node read the same copy, and an `HFEngine` on CPU uses it in place. An iterable that fails half-way leaves the
-        engine with its old weights. If this is cancelled, the update may still happen.
+        Engines of one node read the same copy, and an `HFEngine` on CPU uses it in place. An iterable that fails
+        half-way leaves the engine with its old weights. If this is cancelled, the update may still happen.
         """
         self._check_open()
         references = weights if isinstance(weights, WeightReferences) else WeightReferences.put(weights)
         update = self._actor.update_weights.remote(self._incarnation.token, references, version)
         await self._ask(_answer_of(update))
-
-    async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights | None:
-        self._check_open()
-        return await self._ask(_answer_of(self._actor.held_weights.remote(self._incarnation.token, names)))
 
     async def close(self) -> None:
         """Abandon what this client generates. Idempotent; the actor and its engine stay: see `end_engine_actor`."""
@@ -253,18 +228,11 @@ class RayEngine(ForwardingEngine, Generic[RequestT, SampleT]):
             with suppress(TimeoutError, RayActorError):
                 await asyncio.wait_for(_answer_of(self._actor.leave.remote(self._client)), _END_TIMEOUT_S)
 
-    async def _call(self, method: str, *arguments: Any) -> None:
+    async def _call(self, method: str, *arguments: Any) -> Any:
         self._check_open()
-        await self._ask(_answer_of(self._actor.call.remote(self._incarnation.token, method, *arguments)))
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RolloutError("the engine is closed: connect again")
-        if self._death is not None:
-            raise EngineDiedError(self._death)
+        return await self._ask(_answer_of(self._actor.call.remote(self._incarnation.token, method, *arguments)))
 
     async def _ask(self, answer: Awaitable[EngineReply]) -> Any:
-        """Await a reply, and return its value."""
         asking = asyncio.ensure_future(answer)
         # Retrieve the exception here, in case the waiting caller is cancelled.
         asking.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -287,7 +255,6 @@ class RayEngine(ForwardingEngine, Generic[RequestT, SampleT]):
         return reply.value
 
     def _die(self, reason: str) -> None:
-        """Note the first reason that is found."""
         if self._death is None:
             self._death = f"engine actor, {self._incarnation}, died: {reason}"
 
@@ -353,7 +320,6 @@ def _raise_failure(value: Any, incarnation: Incarnation) -> None:
 
 
 def _reason(error: RayError) -> str:
-    """Describe an error of Ray briefly."""
     if isinstance(error, ActorUnavailableError):
         return "it was killed, crashed, or cannot be reached"
     last_line = str(error).strip().rpartition("\n")[2]

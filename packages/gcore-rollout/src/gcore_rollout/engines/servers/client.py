@@ -1,14 +1,12 @@
 """HTTP client of an engine's server: one connection a call, and errors that name the server."""
 
 import asyncio
-import http.client
 import json
-import urllib.error
-import urllib.request
 from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlencode
 
 from gcore_rollout.errors import EngineDiedError, MissingExtraError, ServerRequestError
 
@@ -42,38 +40,16 @@ class ServerClient:
             raise ValueError(f"url is {url!r}; expected http://HOST:PORT or https://HOST:PORT")
         if timeout_s <= 0:
             raise ValueError(f"timeout_s is {timeout_s}; expected more than 0")
-        try:
-            # Only checks that it is installed.
-            import aiohttp  # noqa: F401  # pyright: ignore[reportUnusedImport]
-        except ModuleNotFoundError as error:
-            if error.name != "aiohttp":
-                raise
-            raise MissingExtraError("aiohttp", "http") from error
+        if find_spec("aiohttp") is None:
+            raise MissingExtraError("aiohttp", "http")
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
-    def call_blocking(
-        self, method: str, path: str, *, params: Mapping[str, str] | None = None, body: Any = None
-    ) -> Any:
-        """Call the server as `call` does, without an event loop."""
-        query = f"?{urlencode(params)}" if params else ""
-        request = urllib.request.Request(
-            self.url + path + query,
-            method=method,
-            data=None if body is None else json.dumps(body).encode(),
-            headers={**self._headers, "Content-Type": "application/json"},
-        )
-        # A proxy from the environment is not for servers of the same cluster; aiohttp uses none either.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(request, timeout=self.timeout_s) as response:
-                return _decoded(response.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                raise self._refusal(method, path, error.code, error.read()) from None
-        except (OSError, http.client.HTTPException) as error:
-            raise self._loss(error) from error
+    def call_blocking(self, method: str, path: str, **arguments: Any) -> Any:
+        """Call the server as `call` does, without an event loop or while one waits."""
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(lambda: asyncio.run(self.call(method, path, **arguments))).result()
 
     async def call(self, method: str, path: str, *, params: Mapping[str, str] | None = None, body: Any = None) -> Any:
         """Call the server, and return the answer's JSON, or its text if it is not JSON.
@@ -84,7 +60,11 @@ class ServerClient:
         """
         async with self._response(method, path, params=params, body=body) as response, self._losses():
             async with asyncio.timeout(self.timeout_s):
-                return _decoded(await response.read())
+                answer = await response.read()
+            try:
+                return json.loads(answer)
+            except ValueError:
+                return answer.decode(errors="replace")
 
     async def events(self, path: str, body: Any, *, may_be_silent: Callable[[], bool]) -> AsyncGenerator[Any]:
         """POST, and yield the JSON of each server-sent event, until the server reports the last one.
@@ -133,7 +113,8 @@ class ServerClient:
             async with response:
                 if response.status >= 400:
                     async with self._losses():
-                        raise self._refusal(method, path, response.status, await response.read())
+                        answer = (await response.read()).decode(errors="replace")
+                        raise ServerRequestError(f"{method} {self.url}{path}", status=response.status, answer=answer)
                 yield response
 
     @asynccontextmanager
@@ -143,19 +124,7 @@ class ServerClient:
         try:
             yield
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise self._loss(error) from error
-
-    def _loss(self, error: Exception) -> EngineDiedError:
-        if isinstance(error, TimeoutError):
-            return EngineDiedError(f"the server at {self.url} said nothing for {self.timeout_s} s")
-        return EngineDiedError(f"the server at {self.url} was lost: {error or repr(error)}")
-
-    def _refusal(self, method: str, path: str, status: int, answer: bytes) -> ServerRequestError:
-        return ServerRequestError(f"{method} {self.url}{path}", status=status, answer=answer.decode(errors="replace"))
-
-
-def _decoded(answer: bytes) -> Any:
-    try:
-        return json.loads(answer)
-    except ValueError:
-        return answer.decode(errors="replace")
+            how = f"said nothing for {self.timeout_s} s"
+            if not isinstance(error, TimeoutError):
+                how = f"was lost: {error or repr(error)}"
+            raise EngineDiedError(f"the server at {self.url} {how}") from error

@@ -2,21 +2,24 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from gcore_rollout.engines.protocol import EngineStats
+from gcore_rollout.engines.protocol import EngineStats, Request
 from gcore_rollout.engines.queueing import Call, Sample, check_request, check_weights
-from gcore_rollout.engines.servers.calls import ServerCalls
 from gcore_rollout.engines.servers.client import ServerClient
-from gcore_rollout.engines.servers.model import ServedModel, ServerInfo
-from gcore_rollout.engines.servers.sample import RunningSample
-from gcore_rollout.engines.servers.weights_folder import remove_weights, write_weights
-from gcore_rollout.engines.types import Request
+from gcore_rollout.engines.servers.served import (
+    RunningSample,
+    ServedModel,
+    ServerCalls,
+    ServerInfo,
+    remove_weights,
+    write_weights,
+)
 from gcore_rollout.engines.vllm.process import TIED_HEAD
 from gcore_rollout.errors import EngineDiedError, RolloutError, ServerRequestError
 
@@ -58,7 +61,7 @@ class ServerEngine(ServerCalls):
         self._prompt_tokens = 0
         self._completion_tokens = 0
         self._is_held = False
-        self._control: asyncio.Future[None] | None = None
+        self._controlling_call: asyncio.Future[None] | None = None
         self._notifications: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -96,7 +99,7 @@ class ServerEngine(ServerCalls):
         client = ServerClient(url, timeout_s=timeout_s, api_key=api_key)
         info = cls._ask(client)
         path = Path(info.model_path if model_path is None else model_path)
-        model = ServedModel.from_folder(path, max_length=info.max_length)
+        model = ServedModel.from_folder(path)
         engine = cls(
             client,
             info,
@@ -121,12 +124,12 @@ class ServerEngine(ServerCalls):
     async def pause(self) -> None:
         async with self._controlling():
             self._is_paused = True
-            await self._pause_server()
+            await self._control_server("pause")
             await self._settle()
 
     async def resume(self) -> None:
         async with self._controlling():
-            await self._resume_server()
+            await self._control_server("resume")
             self._is_paused = False
         self._start()
 
@@ -138,7 +141,7 @@ class ServerEngine(ServerCalls):
             # First, so that no sample starts meanwhile.
             self._is_asleep = True
             try:
-                await self._sleep_server()
+                await self._control_server("sleep")
             except ServerRequestError:
                 self._is_asleep = False
                 self._start()
@@ -148,12 +151,12 @@ class ServerEngine(ServerCalls):
         async with self._controlling():
             if not self._is_asleep:
                 return
-            await self._wake_server()
+            await self._control_server("wake")
             self._is_asleep = False
         self._start()
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """See `Engine.update_weights`. Unknown or missing names and wrong shapes are refused before anything is sent.
+        """Replace the weights; unknown or missing names and wrong shapes are refused before anything is sent.
 
         They are written to a new folder under ``weights_dir``, which the server loads between two steps and which stays
         until the next update. Running samples continue with the new weights, over keys and values of the old ones;
@@ -176,7 +179,7 @@ class ServerEngine(ServerCalls):
         self._start()
 
     async def close(self) -> None:
-        """See `Engine.close`. The server stays, awake and not paused; calls still generating get a `RolloutError`."""
+        """Leave the server, awake and not paused; calls still generating get a `RolloutError`."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -186,9 +189,9 @@ class ServerEngine(ServerCalls):
             if self._death is None:
                 await self._abort_on_server([running.server_id for running in left])
                 if self._is_paused:
-                    await self._resume_server()
+                    await self._control_server("resume")
                 if self._is_asleep:
-                    await self._wake_server()
+                    await self._control_server("wake")
         if self._notifications:
             await asyncio.wait(self._notifications)
         if self._weights_folder is not None:
@@ -199,21 +202,20 @@ class ServerEngine(ServerCalls):
         """Serialize the calls that change the state of the server. A loss of the server ends the engine."""
         self._check_open()
         # Not an asyncio.Lock: that stays bound to the event loop of its first user.
-        while self._control is not None:
-            await asyncio.wait([self._control])
+        while self._controlling_call is not None:
+            await asyncio.wait([self._controlling_call])
         self._check_open()
-        self._control = mine = asyncio.get_running_loop().create_future()
+        self._controlling_call = mine = asyncio.get_running_loop().create_future()
         try:
             yield
         except EngineDiedError as error:
             self._die(error.reason)
             raise
         finally:
-            self._control = None
+            self._controlling_call = None
             mine.set_result(None)
 
     def _start(self) -> None:
-        """Request waiting samples while there is capacity."""
         if self._is_paused or self._is_asleep or self._is_held or self._is_closed or self._death is not None:
             return
         for group in self._waiting.admit(self._max_num_seqs - len(self._running)):
@@ -225,16 +227,21 @@ class ServerEngine(ServerCalls):
                 running.task = asyncio.create_task(self._run(running))
 
     async def _run(self, running: RunningSample) -> None:
-        """Receive a sample's pieces until it is finished."""
         read = self._reader(running)
         try:
             events = self._client.events(
-                self._GENERATE_PATH, self._body(running), may_be_silent=lambda: self._is_paused or self._is_held
+                self._GENERATE_PATH,
+                self._body(running.sample, running.server_id),
+                may_be_silent=lambda: self._is_paused or self._is_held,
             )
             async with aclosing(events):
                 async for event in events:
+                    if "error" in event:
+                        error = event["error"]
+                        raise self._failure(running.sample, status=int(error["code"]), answer=error["message"])
                     piece = read(event)
-                    running.take(piece)
+                    running.token_ids += piece.token_ids
+                    running.log_probs += piece.log_probs
                     self._completion_tokens += len(piece.token_ids)
                     if piece.finish_reason is not None:
                         # Before the completion is handed over: its receiver may ask how much is running.
@@ -243,7 +250,10 @@ class ServerEngine(ServerCalls):
                         if piece.ended_here:
                             self._notify_gone([running])
                         else:
-                            await _read_to_end(events)
+                            # Read the stream to its end, instead of hanging up.
+                            with suppress(EngineDiedError):
+                                async for _ in events:
+                                    pass
                         return
             raise EngineDiedError(f"the server at {self._client.url} ended a stream without a finish reason")
         except EngineDiedError as error:
@@ -294,14 +304,15 @@ class ServerEngine(ServerCalls):
 
     def _notify_gone(self, gone: Sequence[RunningSample]) -> None:
         """Notify the server, in the background, that these samples are not wanted any more."""
-        notification = asyncio.create_task(self._forget_on_server([running.server_id for running in gone]))
+
+        async def forget() -> None:
+            # If the server is lost, the calls in flight fail.
+            with suppress(EngineDiedError, ServerRequestError):
+                await self._abort_on_server([running.server_id for running in gone])
+
+        notification = asyncio.create_task(forget())
         self._notifications.add(notification)
         notification.add_done_callback(self._notifications.discard)
-
-    async def _forget_on_server(self, server_ids: list[str]) -> None:
-        # If the server is lost, the calls in flight fail.
-        with suppress(EngineDiedError, ServerRequestError):
-            await self._abort_on_server(server_ids)
 
     async def _replace_weights(self, tensors: Mapping[str, torch.Tensor], parent: Path, version: int) -> None:
         model_path = self._model.path
@@ -320,7 +331,7 @@ class ServerEngine(ServerCalls):
         self._is_held = True
         try:
             if not self._is_paused:
-                await self._pause_server()
+                await self._control_server("pause")
                 await self._settle()
             try:
                 await self._load_on_server(folder, version)
@@ -331,7 +342,7 @@ class ServerEngine(ServerCalls):
             for running in self._running.values():
                 running.updates.append((len(running.token_ids), version))
             if not self._is_paused:
-                await self._resume_server()
+                await self._control_server("resume")
         finally:
             self._is_held = False
 
@@ -364,14 +375,7 @@ class ServerEngine(ServerCalls):
         return len(self._running)
 
     def _check_request(self, request: Request) -> None:
-        check_request(request, max_length=self._model.max_length, vocab_size=self._model.vocab_size)
-
-
-async def _read_to_end(events: AsyncIterator[Any]) -> None:
-    """Read a stream to its end, instead of hanging up."""
-    with suppress(EngineDiedError):
-        async for _ in events:
-            pass
+        check_request(request, max_length=self._info.max_length, vocab_size=self._model.vocab_size)
 
 
 async def _completed(work: Coroutine[Any, Any, None]) -> None:

@@ -2,14 +2,18 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
+from gcore_rollout.engines.hf.decoding import extend_runs, is_repetitive, runs_at_end
+from gcore_rollout.engines.protocol import FinishReason, Request
+from gcore_rollout.engines.queueing import Sample
 from gcore_rollout.engines.servers.client import ServerClient
 from gcore_rollout.engines.servers.engine import ServerEngine
-from gcore_rollout.engines.servers.model import ServerInfo
-from gcore_rollout.engines.servers.sample import Piece, RunningSample
-from gcore_rollout.engines.types import FinishReason, RepetitionDetection, Request
+from gcore_rollout.engines.servers.served import Control, Controls, Piece, RunningSample, ServerInfo, spans_of
 from gcore_rollout.errors import RequestError, RolloutError
 
 # Below this SGLang takes the most probable token.
@@ -37,6 +41,12 @@ class SGLangServerEngine(ServerEngine):
     """
 
     _GENERATE_PATH: ClassVar[str] = "/generate"
+    _CONTROLS: ClassVar[Controls] = {
+        "pause": ("/pause_generation", {"body": {"mode": "in_place"}}),
+        "resume": ("/continue_generation", {"body": {}}),
+        "sleep": ("/release_memory_occupation", {"body": {}}),
+        "wake": ("/resume_memory_occupation", {"body": {}}),
+    }
     _ENDS_PAUSED_SAMPLES: ClassVar[bool] = False
 
     @classmethod
@@ -67,12 +77,11 @@ class SGLangServerEngine(ServerEngine):
                 f"SGLang takes 0 (greedy) or {_MIN_TEMPERATURE} and above"
             )
 
-    def _body(self, running: RunningSample) -> dict[str, Any]:
-        sample = running.sample
+    def _body(self, sample: Sample, server_id: str) -> dict[str, Any]:
         sampling = sample.request.sampling
         return {
             # An abort ends all requests whose id starts with the given one: these ids all have one length.
-            "rid": running.server_id,
+            "rid": server_id,
             "input_ids": sample.start_token_ids,
             "stream": True,
             "return_logprob": True,
@@ -81,7 +90,7 @@ class SGLangServerEngine(ServerEngine):
             "sampling_params": {
                 "max_new_tokens": sampling.max_tokens - sample.prefix_length,
                 "temperature": sampling.temperature,
-                "sampling_seed": running.seed,
+                "sampling_seed": sample.generator_seed,
                 "stop_token_ids": self._eos,
                 "no_stop_trim": True,
                 "skip_special_tokens": False,
@@ -94,44 +103,46 @@ class SGLangServerEngine(ServerEngine):
         }
 
     def _reader(self, running: RunningSample) -> Callable[[Any], Piece]:
-        detection = running.sample.request.sampling.repetition_detection
-        watch = None if detection is None else _RepetitionWatch(detection)
-        if watch is not None and running.sample.prefix is not None:
-            for token in running.sample.prefix.token_ids.tolist():
-                watch.sees(token)
+        sampling = running.sample.request.sampling
+        detection, prefix = sampling.repetition_detection, running.sample.prefix
+        if detection is None:
+            return partial(self._piece, running)
+        sizes = np.array([[detection.min_pattern_size], [detection.max_pattern_size], [detection.min_count]])
+        tokens_1T = np.zeros((1, sampling.max_tokens), np.int64)
+        length = running.sample.prefix_length
+        runs_1P = np.zeros((1, detection.max_pattern_size), np.int64)
+        if prefix is not None:
+            tokens_1T[0, :length] = prefix.token_ids
+            runs_1P[0] = runs_at_end(prefix.token_ids, detection.max_pattern_size)
 
         def read(event: Any) -> Piece:
+            nonlocal length
             piece = self._piece(running, event)
-            if watch is None:
-                return piece
             for end, token in enumerate(piece.token_ids, start=1):
-                if watch.sees(token) and not (end == len(piece.token_ids) and piece.finish_reason == "stop"):
-                    return Piece(
-                        token_ids=piece.token_ids[:end],
-                        log_probs=piece.log_probs[:end],
-                        finish_reason="repetition",
-                        ended_here=True,
-                    )
+                tokens_1T[0, length] = token
+                extend_runs(runs_1P, tokens_1T, np.array([length]))
+                length += 1
+                is_stop = end == len(piece.token_ids) and piece.finish_reason == "stop"
+                if is_repetitive(runs_1P, *sizes)[0] and not is_stop:
+                    tokens, log_probs = piece.token_ids[:end], piece.log_probs[:end]
+                    return Piece(token_ids=tokens, log_probs=log_probs, finish_reason="repetition", ended_here=True)
             return piece
 
         return read
 
     def _piece(self, running: RunningSample, event: Any) -> Piece:
-        if "error" in event:
-            raise self._failure(running, status=int(event["error"]["code"]), answer=event["error"]["message"])
         meta = event["meta_info"]
         end: dict[str, Any] | None = meta["finish_reason"]
         if end is not None and end["type"] == "abort" and end.get("status_code"):
-            raise self._failure(running, status=int(end["status_code"]), answer=end["message"])
+            raise self._failure(running.sample, status=int(end["status_code"]), answer=end["message"])
         # Only new tokens come, except with some aborts: then all do.
         num_new = meta["completion_tokens"] - len(running.token_ids)
         entries: list[Any] = (meta.get("output_token_logprobs") or [])[-num_new:] if num_new else []
-        spans = meta.get("weight_versions")
         return Piece(
             token_ids=[entry[1] for entry in entries],
             log_probs=[entry[0] for entry in entries],
             finish_reason=None if end is None else self._finish_reason(end["type"], running, entries),
-            version_spans=None if spans is None else [(int(s["version"]), s["start"], s["end"]) for s in spans],
+            version_spans=spans_of(meta.get("weight_versions")),
         )
 
     def _finish_reason(self, kind: str, running: RunningSample, entries: list[Any]) -> FinishReason:
@@ -151,45 +162,13 @@ class SGLangServerEngine(ServerEngine):
         calls = (self._client.call("POST", "/abort_request", body={"rid": server_id}) for server_id in server_ids)
         await asyncio.gather(*calls)
 
-    async def _pause_server(self) -> None:
-        await self._client.call("POST", "/pause_generation", body={"mode": "in_place"})
-        # The pause was only queued: this call is answered after the last step.
-        await self._client.call("GET", "/server_info")
-
-    async def _resume_server(self) -> None:
-        await self._client.call("POST", "/continue_generation", body={})
-
-    async def _sleep_server(self) -> None:
-        await self._client.call("POST", "/release_memory_occupation", body={})
-
-    async def _wake_server(self) -> None:
-        await self._client.call("POST", "/resume_memory_occupation", body={})
-
-    async def _check_update_possible(self) -> None:
-        """Accept every update."""
+    async def _control_server(self, name: Control) -> None:
+        await super()._control_server(name)
+        if name == "pause":
+            # The pause was only queued: this call is answered after the last step.
+            await self._client.call("GET", "/server_info")
 
     async def _load_on_server(self, folder: Path, version: int) -> None:
         # Flushing would fail while samples run; what is cached has the older version in its key.
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": False}
         await self._client.call("POST", "/update_weights_from_disk", body=body)
-
-
-class _RepetitionWatch:
-    """Detects the token at which a sample ends in a pattern that is repeated often enough."""
-
-    def __init__(self, detection: RepetitionDetection) -> None:
-        self._detection = detection
-        self._tokens: list[int] = []
-        # For each pattern size from 1, how many of the last tokens in a row equal the one that far before.
-        self._runs = [0] * detection.max_pattern_size
-
-    def sees(self, token: int) -> bool:
-        """Add the next token, and return whether it makes the sample repetitive."""
-        self._tokens.append(token)
-        sizes = range(1, len(self._runs) + 1)
-        self._runs = [
-            run + 1 if len(self._tokens) > size and self._tokens[-1 - size] == token else 0
-            for size, run in zip(sizes, self._runs, strict=True)
-        ]
-        copies = self._detection.min_count - 1
-        return any(self._runs[size - 1] >= size * copies for size in sizes[self._detection.min_pattern_size - 1 :])

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from gcore_rollout.engines.protocol import Request
+from gcore_rollout.engines.queueing import Sample
 from gcore_rollout.engines.servers.client import ServerClient
 from gcore_rollout.engines.servers.engine import ServerEngine
-from gcore_rollout.engines.servers.model import ServerInfo
-from gcore_rollout.engines.servers.sample import Piece, RunningSample
-from gcore_rollout.engines.types import Request
+from gcore_rollout.engines.servers.served import Controls, Piece, RunningSample, ServerInfo, spans_of
 from gcore_rollout.engines.vllm.requests import check_temperature
 from gcore_rollout.errors import RolloutError, ServerRequestError
 
@@ -40,6 +39,12 @@ class VLLMServerEngine(ServerEngine):
     """
 
     _GENERATE_PATH: ClassVar[str] = "/inference/v1/generate"
+    _CONTROLS: ClassVar[Controls] = {
+        "pause": ("/pause", {"params": {"mode": "keep", "clear_cache": "false"}}),
+        "resume": ("/resume", {}),
+        "sleep": ("/sleep", {"params": {"level": "1"}}),
+        "wake": ("/wake_up", {}),
+    }
     _ENDS_PAUSED_SAMPLES: ClassVar[bool] = True
 
     @classmethod
@@ -76,19 +81,18 @@ class VLLMServerEngine(ServerEngine):
         super()._check_request(request)
         check_temperature(request)
 
-    def _body(self, running: RunningSample) -> dict[str, Any]:
-        sample = running.sample
+    def _body(self, sample: Sample, server_id: str) -> dict[str, Any]:
         sampling = sample.request.sampling
         detection = sampling.repetition_detection
         return {
-            "request_id": running.server_id,
+            "request_id": server_id,
             "token_ids": sample.start_token_ids,
             "stream": True,
             "cache_salt": self._cache_salt,
             "sampling_params": {
                 "max_tokens": sampling.max_tokens - sample.prefix_length,
                 "temperature": sampling.temperature,
-                "seed": running.seed,
+                "seed": sample.generator_seed,
                 "repetition_detection": None if detection is None else asdict(detection),
                 "stop_token_ids": self._eos,
                 # Only stop_token_ids end a completion.
@@ -98,39 +102,14 @@ class VLLMServerEngine(ServerEngine):
             },
         }
 
-    def _reader(self, running: RunningSample) -> Callable[[Any], Piece]:
-        return partial(self._piece, running)
-
-    def _piece(self, running: RunningSample, event: Any) -> Piece:
-        if "error" in event:
-            raise self._failure(running, status=int(event["error"]["code"]), answer=event["error"]["message"])
-        (choice,) = event["choices"]
-        content: list[Any] = (choice["logprobs"] or {}).get("content") or []
-        spans = choice["weight_versions"]
-        return Piece(
-            token_ids=choice["token_ids"] or [],
-            log_probs=[entry["logprob"] for entry in content],
-            finish_reason=choice["finish_reason"],
-            version_spans=None if spans is None else [(int(s["version"]), s["start"], s["end"]) for s in spans],
-        )
+    def _reader(self, running: RunningSample) -> Callable[[Any], Piece]:  # noqa: ARG002 - each event says all
+        return _piece
 
     async def _abort_on_server(self, server_ids: Sequence[str]) -> None:
         # Without ids vLLM would abort everything.
         if server_ids:
             ids = [f"generate-tokens-{server_id}" for server_id in server_ids]
             await self._client.call("POST", "/abort_requests", body={"request_ids": ids})
-
-    async def _pause_server(self) -> None:
-        await self._client.call("POST", "/pause", params={"mode": "keep", "clear_cache": "false"})
-
-    async def _resume_server(self) -> None:
-        await self._client.call("POST", "/resume")
-
-    async def _sleep_server(self) -> None:
-        await self._client.call("POST", "/sleep", params={"level": "1"})
-
-    async def _wake_server(self) -> None:
-        await self._client.call("POST", "/wake_up")
 
     async def _check_update_possible(self) -> None:
         if self._repacks_head:
@@ -153,8 +132,18 @@ class VLLMServerEngine(ServerEngine):
         await self._client.call("POST", "/collective_rpc", body=_REPACK)
 
 
+def _piece(event: Any) -> Piece:
+    (choice,) = event["choices"]
+    content: list[Any] = (choice["logprobs"] or {}).get("content") or []
+    return Piece(
+        token_ids=choice["token_ids"] or [],
+        log_probs=[entry["logprob"] for entry in content],
+        finish_reason=choice["finish_reason"],
+        version_spans=spans_of(choice["weight_versions"]),
+    )
+
+
 def _config(client: ServerClient) -> Any:
-    """Return the server's configuration of vLLM."""
     try:
         return client.call_blocking("GET", "/server_info", params={"config_format": "json"})["vllm_config"]
     except ServerRequestError as error:

@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
-from gcore_rollout.engines.in_process import InProcessEngine
-from gcore_rollout.engines.protocol import EngineStats
-from gcore_rollout.engines.queueing import Sample, check_request, check_weights
-from gcore_rollout.engines.types import Request
+from gcore_rollout.engines.protocol import EngineStats, HeldWeights, Request
+from gcore_rollout.engines.queueing import InProcessEngine, Sample, check_request, check_weights
 from gcore_rollout.engines.vllm.process import (
     TIED_HEAD,
     check_head_size,
+    check_speculation,
     checkpoint_shapes,
     eos_token_ids as declared_eos_token_ids,
     free_kv_cache,
-    import_vllm,
     load_vision,
     process_state_kept,
     repack_head,
+    repair_rejection_sampler,
     set_environment,
     shut_down,
 )
@@ -33,11 +32,9 @@ from gcore_rollout.engines.vllm.requests import (
     prompt_of,
     sampling_params,
 )
-from gcore_rollout.engines.vllm.speculation import check_speculation, repair_rejection_sampler
 from gcore_rollout.engines.vllm.weights import held_tensors
-from gcore_rollout.errors import RolloutError, UnsupportedModelError
+from gcore_rollout.errors import MissingExtraError, RolloutError, UnsupportedModelError
 from gcore_rollout.images.vision_processor import VisionProcessor
-from gcore_rollout.weight_sync.report import HeldWeights
 
 if TYPE_CHECKING:
     from vllm import LLMEngine, RequestOutput
@@ -119,7 +116,6 @@ class VLLMEngine(InProcessEngine):
         max_num_seqs: int = 256,
         kv_cache_memory_bytes: int | None = None,
         eos_token_ids: Sequence[int] | None = None,
-        enforce_eager: bool | None = None,
         recompute_kv: bool = False,
         enable_sleep_mode: bool = False,
         speculative_config: Mapping[str, Any] | None = None,
@@ -132,7 +128,6 @@ class VLLMEngine(InProcessEngine):
             max_num_seqs: largest number of running samples.
             kv_cache_memory_bytes: default: 1 GiB on CPU, the free memory on a GPU.
             eos_token_ids: default: those of the model's generation config.
-            enforce_eager: no compilation and no CUDA graphs; default: on CPU, where compiling costs more than it saves.
             recompute_kv: on `update_weights`, compute the keys and values of running samples again with the new
                 weights. By default those computed before stay, as in the `hf` engine: no stall, and the log-probs
                 are still those of the distribution sampled from.
@@ -157,15 +152,18 @@ class VLLMEngine(InProcessEngine):
             eos_token_ids = declared_eos_token_ids(path)
         vision = load_vision(path)
         on_cpu = not torch.cuda.is_available()
-        eager = on_cpu if enforce_eager is None else enforce_eager
         if kv_cache_memory_bytes is None and on_cpu:
             kv_cache_memory_bytes = _CPU_KV_CACHE_BYTES
         set_environment()
         # With compilation off while vLLM is imported, its `torch.compile`d helpers stay plain functions: on CPU the
         # first log-probs would wait 10 to 30 s for one of them.
-        with process_state_kept(), torch._dynamo.config.patch(disable=on_cpu and eager):  # pyright: ignore[reportPrivateUsage]
-            import_vllm()
-            from vllm import EngineArgs
+        with process_state_kept(), torch._dynamo.config.patch(disable=on_cpu):  # pyright: ignore[reportPrivateUsage]
+            try:
+                from vllm import EngineArgs
+            except ModuleNotFoundError as error:
+                if error.name != "vllm":
+                    raise
+                raise MissingExtraError("vllm", "vllm") from error
 
             if speculative_config is not None and on_cpu:
                 repair_rejection_sampler()
@@ -175,7 +173,7 @@ class VLLMEngine(InProcessEngine):
                 max_model_len=cast(Any, max_model_len),
                 max_num_seqs=max_num_seqs,
                 kv_cache_memory_bytes=kv_cache_memory_bytes,
-                enforce_eager=eager,
+                enforce_eager=on_cpu,  # where compiling costs more than it saves
                 enable_sleep_mode=enable_sleep_mode and not on_cpu,
                 speculative_config=None if speculative_config is None else dict(speculative_config),
                 # vLLM is given processed images, but needs a tokenizer to start with a vision-language model.
@@ -199,7 +197,7 @@ class VLLMEngine(InProcessEngine):
             return cls(config, shapes=shapes, eos_token_ids=eos_token_ids, recompute_kv=recompute_kv, vision=vision)
 
     def stats(self) -> EngineStats:
-        """See `Engine.stats`. A prompt counts when its first sample starts, whatever vLLM's cache then saves."""
+        """Count; a prompt counts when its first sample starts, whatever vLLM's cache then saves."""
         return EngineStats(
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._finished_tokens + self._tokens_sampled(self._running),
@@ -209,7 +207,7 @@ class VLLMEngine(InProcessEngine):
         )
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """See `Engine.update_weights`. Unknown or missing names and wrong shapes are refused before any copy.
+        """Replace the weights; unknown or missing names and wrong shapes are refused before any copy.
 
         Running samples continue with the new weights, over keys and values of the old ones unless
         ``recompute_kv`` was set; samples that start later share no cached prefix with them.
@@ -232,13 +230,13 @@ class VLLMEngine(InProcessEngine):
             engine.reset_prefix_cache(reset_running_requests=True)
 
     async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
-        """See `ReportsWeights.held_weights`; of a mixture of experts, all but the experts."""
+        """Digest the weights; of a mixture of experts, all but the experts."""
         read = partial(held_tensors, shapes=self._shapes, is_tied=self._tied, names=names)
         (tensors,) = self._open().apply_model(read)
         return HeldWeights(version=self._version, tensors=tensors)
 
     async def close(self) -> None:
-        """See `Engine.close`. Calls still generating get a `RolloutError`."""
+        """Free the engine; calls still generating get a `RolloutError`."""
         engine = self._engine
         if engine is None:
             return
@@ -290,7 +288,6 @@ class VLLMEngine(InProcessEngine):
             self._finish(cast("RequestOutput", output))
 
     def _admit(self, engine: "LLMEngine") -> None:
-        """Hand waiting samples to vLLM while there is capacity."""
         for group in self._waiting.admit(self._max_num_seqs - len(self._running)):
             prompt = prompt_of(group[0], self._vision, version=self._version)
             for sample in group:
@@ -337,11 +334,9 @@ class VLLMEngine(InProcessEngine):
             finish(samples[output.request_id], output.outputs[0], "abort")
 
     def _tokens_sampled(self, sample_ids: Iterable[str]) -> int:
-        """Count the tokens sampled so far by running samples."""
         return sum(state.detokenizer.num_output_tokens() for state in self._states(sample_ids))
 
     def _states(self, sample_ids: Iterable[str]) -> list[Any]:
-        """Return the states of running samples in vLLM's front end."""
         if self._engine is None:
             return []
         wanted = set(sample_ids)

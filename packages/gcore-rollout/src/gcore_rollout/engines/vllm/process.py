@@ -7,7 +7,7 @@ import mmap
 import os
 import random
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,21 +28,6 @@ if TYPE_CHECKING:
 
 TIED_HEAD = "lm_head.weight"
 """The tensor that a checkpoint may leave out if the model uses its embedding in its place."""
-
-
-def import_vllm() -> None:
-    """Import vLLM.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
-    try:
-        # Only checks that it is installed.
-        import vllm  # noqa: F401  # pyright: ignore[reportUnusedImport]
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise MissingExtraError("vllm", "vllm") from error
 
 
 def load_vision(folder: Path) -> VisionProcessor | None:
@@ -160,6 +145,59 @@ def repack_head(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+class TiedHeadWorker:
+    """Methods for vLLM's workers.
+
+    ``vllm serve --worker-extension-cls gcore_rollout.TiedHeadWorker`` adds them.
+    """
+
+    model_runner: Any
+
+    def repack_tied_head(self) -> None:
+        """Pack the head again after weights were loaded; `VLLMServerEngine` calls this by its name."""
+        repack_head(self.model_runner.get_model())
+
+
+def check_speculation(config: Mapping[str, Any]) -> None:
+    """Check that samples are drawn from the policy.
+
+    Raises:
+        ValueError: with these settings they are not.
+    """
+    method = config.get("rejection_sample_method", "standard")
+    if method == "synthetic":
+        raise ValueError(
+            f"speculative_config has rejection_sample_method {method!r}; expected 'standard' or 'block', which sample "
+            "from the policy"
+        )
+
+
+def repair_rejection_sampler() -> None:
+    """Replace a function of vLLM 0.32 that is wrong on CPU, and that only speculative decoding calls.
+
+    Its kernel for CPU writes each token's temperature to a copy, so that logits are divided by uninitialised memory:
+    all samples and log-probs of a step with any temperature above 0 would be wrong.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
+
+
+def _expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Repeat the value of each of B samples for each of its tokens, shape [num_tokens].
+
+    Args:
+        x: shape [B].
+        cu_num_tokens: tokens of the samples so far, summed up, shape [B].
+        replace_from: a value of ``x`` that becomes ``replace_to``.
+    """
+    counts_B = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    replaced_B = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return replaced_B.repeat_interleave(counts_B, output_size=num_tokens)
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

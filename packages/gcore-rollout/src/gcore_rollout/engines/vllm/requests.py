@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from gcore_rollout.engines.protocol import FinishReason, Request
 from gcore_rollout.engines.queueing import Sample
-from gcore_rollout.engines.sampling import continued_seed
-from gcore_rollout.engines.types import FinishReason, Request
 from gcore_rollout.errors import RequestError
 from gcore_rollout.images.vision_processor import VisionProcessor
 
@@ -78,7 +77,6 @@ def options_for_images(*, on_cpu: bool) -> dict[str, Any]:
 
 
 def sampling_params(sample: Sample, eos_token_ids: Sequence[int]) -> "SamplingParams":
-    """Return vLLM's sampling parameters of a sample."""
     from vllm import SamplingParams
     from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
 
@@ -89,7 +87,7 @@ def sampling_params(sample: Sample, eos_token_ids: Sequence[int]) -> "SamplingPa
         temperature=sampling.temperature,
         repetition_detection=None if detection is None else RepetitionDetectionParams(**asdict(detection)),
         # vLLM's generators take signed 64-bit seeds, and -1 for none.
-        seed=continued_seed(sample.request.seed, sample.index, sample.prefix_length),
+        seed=sample.generator_seed,
         stop_token_ids=list(eos_token_ids),
         # Without a tokenizer vLLM knows no other end-of-sequence token.
         ignore_eos=True,
@@ -102,7 +100,6 @@ def sampling_params(sample: Sample, eos_token_ids: Sequence[int]) -> "SamplingPa
 
 
 def finish(sample: Sample, result: "CompletionOutput", reason: FinishReason) -> None:
-    """Hand over a sample's completion from vLLM's result."""
     spans = result.weight_versions or []
     versions = [np.full(span.end - span.start, int(span.version), np.int32) for span in spans]
     sample.finish(

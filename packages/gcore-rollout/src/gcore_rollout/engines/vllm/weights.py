@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from gcore_rollout.engines.protocol import HeldTensor
 from gcore_rollout.engines.vllm.process import TIED_HEAD
-from gcore_rollout.weight_sync.digests import held
-from gcore_rollout.weight_sync.report import HeldTensor
+from gcore_rollout.weight_sync.checked import held
 
 _ROWS_AT_ONCE = 1024
 
@@ -22,7 +22,6 @@ def held_tensors(
     Layers of experts and others that vLLM keeps in layouts of its own are left out.
 
     Args:
-        model: vLLM's.
         shapes: of the published tensors, by Hugging Face name; without a tied head.
         is_tied: whether the head is the embedding, which is then reported as a tensor of its own.
         names: the tensors; None: all that can be read.

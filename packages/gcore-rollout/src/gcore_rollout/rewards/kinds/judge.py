@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from gcore_rollout.engines.types import SamplingParams
+from gcore_rollout.engines.protocol import SamplingParams
 from gcore_rollout.errors import NoScoreError, RewardConfigError
 from gcore_rollout.rewards.kinds.judge_model import Judge, JudgeModel
 from gcore_rollout.rewards.reward import Scored

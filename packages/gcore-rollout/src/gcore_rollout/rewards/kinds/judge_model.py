@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from gcore_rollout.engines.protocol import Engine
-from gcore_rollout.engines.types import Request, SamplingParams
+from gcore_rollout.engines.protocol import Engine, Request, SamplingParams
 from gcore_rollout.errors import RewardConfigError, RewardError
 
 if TYPE_CHECKING:

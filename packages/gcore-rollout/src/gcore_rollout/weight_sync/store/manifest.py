@@ -13,9 +13,8 @@ from typing import Literal, Self
 import torch
 
 from gcore_rollout.errors import CorruptWeightsError
-from gcore_rollout.weight_sync.delta import SparseValues, WeightDelta
 from gcore_rollout.weight_sync.layout import Layout, TensorSpec
-from gcore_rollout.weight_sync.mirror import FullWeights
+from gcore_rollout.weight_sync.updates import FullWeights, SparseValues, WeightDelta
 
 PARTS, VERSIONS = "parts", "versions"
 _DENSE, _INDICES, _VALUES = "dense/", "indices/", "values/"

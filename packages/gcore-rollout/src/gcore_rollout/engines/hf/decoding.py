@@ -1,19 +1,22 @@
-"""Key-value slots for the `hf` engine, and the attention function that transformers' models call to use them.
+"""Decoding in the `hf` engine: rows of running samples, slots of keys and values, attention, and the draw of tokens.
 
 Tokens reach the model packed in one row, [1, T], so no padding passes through the matrix products. Keys and values live
 in slots of a preallocated cache, one live sample a slot, slots 0..B-1 in use; only attention itself sees a rectangle.
 
-Shapes: T packed tokens, B live samples, P prompts, Lq/Lk longest query/key in tokens, H query heads, K key-value heads,
-D head dimension.
+Shapes: T packed tokens, B live samples, P prompts (of repetitions: pattern sizes 1..P), Lq/Lk longest query/key in
+tokens, H query heads, K key-value heads, D head dimension, V vocabulary.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from gcore_rollout.engines.queueing import Sample, sample_seeds
 from gcore_rollout.errors import UnsupportedModelError
 
 ATTENTION_NAME = "gcore_slots"
@@ -23,6 +26,127 @@ _LEAVE_WINDOW_TO_MASK = ("phimoe", "qwen2_moe")
 
 _NUM_PLAIN_SCORES = 1 << 26
 """Most scores in memory at a time where torch's own attention does not compute them: 256 MB in float32."""
+
+
+class Rows:
+    """State of the running samples, slot i in row i, so that the bookkeeping of a step is a few vector operations."""
+
+    def __init__(self, num_rows: int) -> None:
+        def zeros() -> NDArray[np.int64]:
+            return np.zeros(num_rows, np.int64)
+
+        self.samples: list[Sample] = []
+        self.seeds = np.zeros(num_rows, np.uint64)
+        self.temperatures = np.zeros(num_rows, np.float32)
+        self.prompt_lengths, self.num_sampled, self.max_tokens = zeros(), zeros(), zeros()
+        self.last_tokens, self.rope_offsets = zeros(), zeros()
+        self.tokens = np.zeros((num_rows, 0), np.int64)
+        self.log_probs = np.zeros((num_rows, 0), np.float32)
+        self.versions = np.zeros((num_rows, 0), np.int32)
+        self.min_pattern_sizes, self.max_pattern_sizes, self.min_counts = zeros(), zeros(), zeros()
+        self.runs = np.zeros((num_rows, 0), np.int64)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def add(self, group: list[Sample]) -> None:
+        """Put samples of one request that start from the same tokens into the next rows."""
+        sampling, prefix_length = group[0].request.sampling, group[0].prefix_length
+        detection = sampling.repetition_detection
+        if detection is not None:
+            self._widen("runs", detection.max_pattern_size)
+        for name in ("tokens", "log_probs", "versions"):
+            self._widen(name, sampling.max_tokens)
+
+        slots = slice(len(self), len(self) + len(group))
+        self.samples.extend(group)
+        self.seeds[slots] = sample_seeds(group[0].request.seed, np.array([s.index for s in group]))
+        self.temperatures[slots] = sampling.temperature
+        self.prompt_lengths[slots] = len(group[0].request.prompt_token_ids)
+        self.num_sampled[slots] = prefix_length
+        self.max_tokens[slots] = sampling.max_tokens
+        self.rope_offsets[slots] = 0
+        self.min_pattern_sizes[slots] = detection.min_pattern_size if detection else 0
+        self.max_pattern_sizes[slots] = detection.max_pattern_size if detection else 0
+        self.min_counts[slots] = detection.min_count if detection else 0
+        prefix = group[0].prefix
+        if prefix is None:
+            self.runs[slots] = 0
+        else:
+            self.tokens[slots, :prefix_length] = prefix.token_ids
+            self.runs[slots] = runs_at_end(prefix.token_ids, self.runs.shape[1])
+
+    def move(self, src: NDArray[np.int64], dst: NDArray[np.int64]) -> None:
+        """Copy rows ``src`` to rows ``dst``, both of shape [M]."""
+        for array in vars(self).values():
+            if isinstance(array, np.ndarray):
+                array[dst] = array[src]
+        for s, d in zip(src.tolist(), dst.tolist(), strict=True):
+            self.samples[d] = self.samples[s]
+
+    def _widen(self, name: str, num_columns: int) -> None:
+        array = getattr(self, name)
+        if (missing := num_columns - array.shape[1]) > 0:
+            setattr(self, name, np.pad(array, ((0, 0), (0, missing))))
+
+
+def runs_at_end(tokens_T: NDArray[np.int64], num_sizes: int) -> NDArray[np.int64]:
+    """Count, for each pattern size p, how many of the last tokens in a row equal the one p before; shape [P]."""
+    runs_P = np.zeros(num_sizes, np.int64)
+    for size in range(1, min(num_sizes, len(tokens_T) - 1) + 1):
+        differs = np.flatnonzero(tokens_T[:-size] != tokens_T[size:])
+        runs_P[size - 1] = len(tokens_T) - size - (differs[-1] + 1 if len(differs) else 0)
+    return runs_P
+
+
+def extend_runs(runs_BP: NDArray[np.int64], tokens_BT: NDArray[np.int64], last_B: NDArray[np.int64]) -> None:
+    """Update `runs_at_end` in place, after a token was written at column ``last_B`` of each row."""
+    before_BP = last_B[:, None] - np.arange(1, runs_BP.shape[1] + 1)
+    earlier_BP = np.take_along_axis(tokens_BT, np.maximum(before_BP, 0), axis=1)
+    newest_B1 = np.take_along_axis(tokens_BT, last_B[:, None], axis=1)
+    runs_BP[:] = np.where((before_BP >= 0) & (earlier_BP == newest_B1), runs_BP + 1, 0)
+
+
+def is_repetitive(
+    runs_BP: NDArray[np.int64], min_size_B: NDArray[np.int64], max_size_B: NDArray[np.int64], count_B: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Return whether each row ends in ``count_B`` times a pattern of a size within its bounds; never for bounds of 0.
+
+    The last tokens are c times one pattern of p tokens if and only if the last p (c - 1) tokens each equal the one p
+    before them. So it is enough to count, for every p, for how many tokens in a row that has held.
+    """
+    sizes_P = np.arange(1, runs_BP.shape[1] + 1)
+    in_bounds_BP = (sizes_P >= min_size_B[:, None]) & (sizes_P <= max_size_B[:, None])
+    return (in_bounds_BP & (runs_BP >= sizes_P * (count_B[:, None] - 1))).any(axis=1)
+
+
+def sample_tokens(
+    logits_BV: torch.Tensor, temperatures: NDArray[np.float32], u: NDArray[np.float64]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token a row by inverting the cumulative distribution at ``u``.
+
+    Args:
+        logits_BV: raw logits.
+        temperatures: shape [B]; rows with 0 take the arg max.
+        u: shape [B], in (0, 1).
+
+    Returns:
+        tokens (int64, [B]) and their log-probabilities (float32, [B]) at the row's temperature (1 for greedy rows).
+    """
+    logits_BV = logits_BV.float()
+    greedy = temperatures == 0
+    if (temperatures != 1).any():
+        divisors = torch.from_numpy(np.where(greedy, np.float32(1), temperatures)).to(logits_BV.device)
+        logits_BV = logits_BV / divisors[:, None]
+    log_probs_BV = torch.log_softmax(logits_BV, dim=-1)
+    cdf_BV = log_probs_BV.double().exp_().cumsum(dim=-1)
+    threshold_B1 = torch.from_numpy(u).to(cdf_BV.device)[:, None] * cdf_BV[:, -1:]
+    # right=True lands on the first entry strictly above the threshold, so a token of probability 0 is never drawn.
+    tokens_B1 = torch.searchsorted(cdf_BV, threshold_B1, right=True).clamp_(max=cdf_BV.shape[1] - 1)
+    if greedy.any():
+        rows_B1 = torch.from_numpy(greedy).to(tokens_B1.device)[:, None]
+        tokens_B1 = torch.where(rows_B1, logits_BV.argmax(dim=-1, keepdim=True), tokens_B1)
+    return tokens_B1[:, 0], log_probs_BV.gather(1, tokens_B1)[:, 0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +189,9 @@ class SlotCache:
         for buffers in (self.keys, self.values):
             for layer, old in enumerate(buffers):
                 if old is not None:
-                    buffers[layer] = self._grown(old)
-
-    def _grown(self, old_BKLD: torch.Tensor) -> torch.Tensor:
-        num_slots, num_heads, capacity, head_dim = old_BKLD.shape
-        new = old_BKLD.new_zeros(self.num_slots, num_heads, self.capacity, head_dim)
-        new[:num_slots, :, :capacity] = old_BKLD
-        return new
+                    stored_slots, num_heads, stored_length, head_dim = old.shape
+                    buffers[layer] = new = old.new_zeros(self.num_slots, num_heads, self.capacity, head_dim)
+                    new[:stored_slots, :, :stored_length] = old
 
     def layer(self, index: int, like_1KTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return key and value buffers [num_slots, K, capacity, D] of one layer, made on first use."""
@@ -84,7 +204,6 @@ class SlotCache:
         return keys, values
 
     def clear(self) -> None:
-        """Free the buffers."""
         self.keys = [None] * len(self.keys)
         self.values = [None] * len(self.values)
         self.num_slots = 0
@@ -141,7 +260,6 @@ class Decode:
 
     cache: SlotCache
     slots: torch.Tensor
-    """[B] 0..B-1."""
     positions: torch.Tensor
     """[B] position of the new token in its sample."""
     mask: torch.Tensor
@@ -259,20 +377,6 @@ def _window_of_mask(module: torch.nn.Module, layer: int) -> int | None:
         f"sliding_window of {config.model_type!r} is {window}, and its layers do not pass it to their attention: "
         "the hf engine cannot tell where it applies, the vllm engine may run the model"
     )
-
-
-def longest_sequence(config: Any) -> int:
-    """Return the tokens of the longest sequence that a model of this config computes alike in every batch.
-
-    transformers chooses the factors of rope_type ``longrope`` (LongRoPE, arXiv 2402.13753) by the largest position of a
-    batch, and the base of ``dynamic`` beyond ``max_position_embeddings``.
-    """
-    longest: int = config.max_position_embeddings
-    rope: Any = getattr(config, "rope_parameters", None) or {}
-    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if parameters.get("rope_type") == "longrope":
-            longest = min(longest, parameters["original_max_position_embeddings"])
-    return longest
 
 
 def register() -> None:

@@ -23,7 +23,6 @@ class EngineConfig:
 
     @property
     def kind(self) -> EngineKind:
-        """The needs of the engine."""
         return engine_kind(self.engine)
 
     @property
@@ -39,11 +38,7 @@ class EngineConfig:
         return self.kind.takes_speculative_config
 
     def check_engine(self, prefix: str) -> None:
-        """Check that the settings fit together; ``prefix`` is their place, for errors.
-
-        Raises:
-            UserError: they do not.
-        """
+        """Raise a `UserError` if the settings do not fit together; ``prefix`` is their place."""
         check_at_least(f"{prefix}.num_processes", self.num_processes, 0)
         try:
             is_on_servers = self.is_on_servers
@@ -95,11 +90,8 @@ class SpeculativeConfig:
         """Return the setting as vLLM takes it; None: no speculation."""
         if not self.num_speculative_tokens:
             return None
-        guess: dict[str, object] = {"method": "draft_model", "model": self.model}
-        if not self.model:
-            guess = {
-                "method": "ngram",
-                "prompt_lookup_max": self.prompt_lookup_max,
-                "prompt_lookup_min": self.prompt_lookup_min,
-            }
-        return {"num_speculative_tokens": self.num_speculative_tokens, **guess}
+        guess: dict[str, object] = {"num_speculative_tokens": self.num_speculative_tokens}
+        if self.model:
+            return guess | {"method": "draft_model", "model": self.model}
+        bounds = {"prompt_lookup_max": self.prompt_lookup_max, "prompt_lookup_min": self.prompt_lookup_min}
+        return guess | {"method": "ngram"} | bounds

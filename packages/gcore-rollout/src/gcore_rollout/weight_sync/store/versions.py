@@ -1,0 +1,241 @@
+"""Writer of versions of the weights below a URL, and their reader on another site."""
+
+import asyncio
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from safetensors.torch import load, save
+
+from gcore_rollout.errors import CorruptWeightsError, WeightSyncError
+from gcore_rollout.weight_sync.layout import Layout, host_copy, layout_of
+from gcore_rollout.weight_sync.store.manifest import (
+    PARTS,
+    Manifest,
+    Part,
+    cut,
+    joined,
+    manifest_key,
+    sha256,
+    tensors_of,
+    versions_in,
+)
+from gcore_rollout.weight_sync.store.objects import Objects, Pending
+from gcore_rollout.weight_sync.updates import FullWeights, WeightDelta, apply_delta, make_delta
+
+_TRIES = 3
+
+
+class WeightPublisher:
+    """Writes versions of the weights, in full or as what changed since the last one.
+
+    A version exists once its manifest does, which is written last and atomically; so a publisher that is killed leaves
+    only unused parts, which the next one removes. A new publisher starts with a full version.
+
+    Before it writes a version, it removes those older than the last ``keep`` full ones: their manifests now, their
+    parts at the next version, so that earlier readers have all that time to finish.
+
+    It keeps a copy of the last version in the host's memory. One publisher to a URL; its calls block.
+
+    Args:
+        url: see `Objects`.
+        full_every: period of full versions; 1: all are full.
+        keep: number of full versions that stay, with the deltas after them.
+        part_bytes: largest number of bytes of tensors in an object.
+        max_in_flight: largest number of parts that are written concurrently.
+    """
+
+    def __init__(
+        self, url: str, *, full_every: int = 8, keep: int = 2, part_bytes: int = 64 << 20, max_in_flight: int = 4
+    ) -> None:
+        for name, value, least in (
+            ("full_every", full_every, 1),
+            ("keep", keep, 1),
+            ("part_bytes", part_bytes, 16),
+            ("max_in_flight", max_in_flight, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name} is {value}; expected at least {least}")
+        self._objects = Objects(url)
+        self._full_every = full_every
+        self._keep = keep
+        self._part_bytes = part_bytes
+        self._max_in_flight = max_in_flight
+        self._last: dict[str, torch.Tensor] = {}
+        self._last_version: int | None = None
+        self._num_deltas = 0
+        """Since the last full version."""
+
+    def publish(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> Manifest:
+        """Write a version.
+
+        Args:
+            weights: Hugging Face names and full tensors, on any device; requested one by one.
+            version: above all existing ones.
+
+        Raises:
+            ValueError: the version is not above the existing ones, or after a full version came other names, shapes
+                or data types.
+            WeightSyncError: another publisher has written this version.
+            OSError: the store failed, or did not answer in time (`TimeoutError`); the version is not there.
+        """
+        keys = self._objects.keys()
+        newest = max(versions_in(keys), default=None)
+        if newest is not None and version <= newest:
+            raise ValueError(f"version is {version}: {self._objects} has versions up to {newest}, so it must be above")
+        self._clean(keys)
+        if self._last_version is None or newest != self._last_version or self._num_deltas + 1 >= self._full_every:
+            return self._publish_full({name: host_copy(tensor) for name, tensor in weights}, version)
+        delta = make_delta(self._last, weights, base_version=self._last_version, version=version)
+        if delta.dense.keys() == self._last.keys():
+            return self._publish_full(dict(delta.dense), version)
+        manifest = self._write(tensors_of(delta.dense, delta.sparse), delta.layout, version, base=delta.base_version)
+        apply_delta(self._last, delta, version=delta.base_version)
+        self._last_version = version
+        self._num_deltas += 1
+        return manifest
+
+    def _publish_full(self, weights: dict[str, torch.Tensor], version: int) -> Manifest:
+        manifest = self._write(tensors_of(weights), layout_of(weights), version, base=None)
+        self._last, self._last_version, self._num_deltas = weights, version, 0
+        return manifest
+
+    def _write(self, tensors: dict[str, torch.Tensor], layout: Layout, version: int, *, base: int | None) -> Manifest:
+        """Write the parts of a version, and then its manifest."""
+        folder = f"{PARTS}/{version:012d}-{secrets.token_hex(8)}"
+        parts: list[Part] = []
+        writing = deque[Pending]()
+        for slices in cut(tensors, self._part_bytes):
+            if len(writing) == self._max_in_flight:
+                writing.popleft().result()
+            data = save(slices)
+            part = Part(key=f"{folder}/{len(parts):06d}.safetensors", size_bytes=len(data), sha256=sha256(data))
+            parts.append(part)
+            writing.append(self._objects.start_write(part.key, data))
+        for write in writing:
+            write.result()
+        manifest = Manifest(
+            version=version, base_version=base, layout=layout, tensors=layout_of(tensors), parts=tuple(parts)
+        )
+        if not self._objects.create(manifest.key, manifest.to_bytes()):
+            raise WeightSyncError(f"{self._objects} has version {manifest.version} already, by another publisher")
+        return manifest
+
+    def _clean(self, keys: Sequence[str]) -> None:
+        """Remove parts without a manifest, then the manifests of old versions; ``keys`` are all existing ones."""
+        there = versions_in(keys)
+        for folder in {key.rpartition("/")[0] for key in keys if key.startswith(f"{PARTS}/")}:
+            if int(folder.removeprefix(f"{PARTS}/").partition("-")[0]) not in there:
+                self._objects.delete_folder(folder)
+        full = [version for version, kind in there.items() if kind == "full"]
+        oldest = min(full[-self._keep :], default=0)
+        for version, kind in there.items():
+            if version < oldest:
+                self._objects.delete(manifest_key(version, kind))
+
+
+class _RemovedError(Exception):
+    """An object has been removed."""
+
+
+class WeightSubscriber:
+    """Loads versions of the weights; it writes nothing.
+
+    Args:
+        url: see `Objects`.
+        max_in_flight: largest number of parts that are read concurrently.
+    """
+
+    def __init__(self, url: str, *, max_in_flight: int = 4) -> None:
+        if max_in_flight < 1:
+            raise ValueError(f"max_in_flight is {max_in_flight}; expected at least 1")
+        self._objects = Objects(url)
+        self._max_in_flight = max_in_flight
+
+    async def versions(self) -> list[int]:
+        """Return the existing versions in order."""
+        return list(await asyncio.to_thread(self._versions))
+
+    async def wait(self, *, newer_than: int | None, timeout_s: float, poll_s: float = 1.0) -> int:
+        """Return the newest version as soon as it is above ``newer_than``; None: as soon as there is one.
+
+        Raises:
+            TimeoutError: there is none in time.
+        """
+        end_s = time.monotonic() + timeout_s
+        while True:
+            newest = max(await self.versions(), default=None)
+            if newest is not None and (newer_than is None or newest > newer_than):
+                return newest
+            if time.monotonic() >= end_s:
+                raise TimeoutError(f"{self._objects}: no version above {newer_than} within {timeout_s} s")
+            await asyncio.sleep(min(poll_s, timeout_s))
+
+    async def load(self, *, have: int | None = None) -> list[FullWeights | WeightDelta]:
+        """Return the updates that lead to the newest version, for one call of `WeightMirror.apply`.
+
+        These are the deltas since ``have`` if there is no full version in between, else the last full version and the
+        deltas since; none if there is nothing above ``have``.
+
+        Args:
+            have: the version of the current weights; None: there are none.
+
+        Raises:
+            CorruptWeightsError: an object is damaged, or one of an existing manifest is missing.
+            OSError: the store failed, or did not answer in time (`TimeoutError`).
+        """
+        return await asyncio.to_thread(self._load, have)
+
+    def _versions(self) -> dict[int, str]:
+        return dict(versions_in(self._objects.keys()))
+
+    def _load(self, have: int | None) -> list[FullWeights | WeightDelta]:
+        missing = ""
+        for _ in range(_TRIES):
+            try:
+                return [m.update_of(joined(m.tensors, self._parts(m))) for m in self._chain(have)]
+            except _RemovedError as error:
+                # Either this reader was so slow that its versions were removed, or the store has lost an object.
+                missing = str(error)
+        raise CorruptWeightsError(f"{self._objects}: {missing} is missing")
+
+    def _chain(self, have: int | None) -> list[Manifest]:
+        """Return the manifests that lead to the newest version, in order."""
+        there = versions_in(self._objects.keys())
+        newest = max(there, default=None)
+        if newest is None or (have is not None and newest <= have):
+            return []
+        chain: list[Manifest] = []
+        version: int | None = newest
+        while version is not None and version != have:
+            key = manifest_key(version, there.get(version, "full"))
+            data = self._value(key, self._objects.start_read(key))
+            chain.append(Manifest.from_bytes(data, key=f"{self._objects}: {key}"))
+            version = chain[-1].base_version
+        return chain[::-1]
+
+    def _parts(self, manifest: Manifest) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the parts of a version in order, while the next ones are read."""
+        reading = deque[tuple[Part, Pending]]()
+        for part in manifest.parts:
+            reading.append((part, self._objects.start_read(part.key, part.size_bytes)))
+            if len(reading) == self._max_in_flight:
+                yield self._checked(*reading.popleft())
+        while reading:
+            yield self._checked(*reading.popleft())
+
+    def _checked(self, part: Part, read: Pending) -> dict[str, torch.Tensor]:
+        data = self._value(part.key, read)
+        if sha256(data) != part.sha256:
+            raise CorruptWeightsError(
+                f"{self._objects}: {part.key} is damaged: its SHA-256 is not that of what was written"
+            )
+        return load(data)
+
+    def _value(self, key: str, read: Pending) -> bytes:
+        found = read.result()
+        if found.state != "value":
+            raise _RemovedError(key)
+        return found.value
