@@ -9,7 +9,7 @@ from typing import Any
 
 from gcore_rollout.engines.protocol import Engine
 from gcore_rollout.errors import RequestError
-from gcore_rollout.python_file import load_function
+from gcore_rollout.rewards.registry import load_function
 
 PRELOAD_HF = ("gcore_rollout.engines.hf.engine",)
 """Modules that the process of any engine needs."""

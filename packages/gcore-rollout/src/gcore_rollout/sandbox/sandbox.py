@@ -1,4 +1,4 @@
-"""Isolated Python programs in other processes, under limits, without blocking the event loop."""
+"""Isolated Python programs in other processes, under limits, without blocking the event loop: what starts them."""
 
 import asyncio
 import json
@@ -12,16 +12,18 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from gcore_rollout.errors import SandboxError
 from gcore_rollout.sandbox.child import HOME, READY_FOR_TESTS, SET_UP
-from gcore_rollout.sandbox.types import Outcome, Report, SandboxLimits, SandboxResult, Setup
 
 Isolation = Literal["namespaces", "limits"]
 """The isolation of a program from the machine; see `Sandbox`."""
+
+Outcome = Literal["finished", "failed", "timed_out", "output_limit"]
+"""Exit status 0; any other or a signal; killed at ``wall_s`` or ``cpu_s``; killed for writing too much."""
 
 CHILD = Path(__file__).with_name("child.py")
 
@@ -42,6 +44,49 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 """The whole environment of a program. Sets are iterated in the same order each time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxLimits:
+    """Limits of one program. Beyond a limit its call fails or it is killed; neither passes a test."""
+
+    wall_s: float = 10.0
+    """Seconds from the start to the end of the program, waiting included."""
+    cpu_s: int = 10
+    """Seconds of CPU time, of each process."""
+    memory_bytes: int = 1 << 30
+    """Address space, of each process."""
+    disk_bytes: int = 16 << 20
+    """Largest size of a file in its folder, and with namespaces of all files."""
+    output_bytes: int = 1 << 20
+    """Largest output on each of stdout and stderr."""
+    open_files: int = 64
+    """Open files, of each process."""
+    processes: int = 16
+    """Processes and threads at one time, the program's own among them. Held with namespaces only."""
+
+    def __post_init__(self) -> None:
+        for name in asdict(self):
+            value = getattr(self, name)
+            if not value > 0:
+                raise SandboxError(f"{name} is {value}; expected more than 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxResult:
+    """The result of one program."""
+
+    outcome: Outcome
+    exit_code: int
+    """128 + n if signal n ended it."""
+    stdout: str
+    stderr: str
+    passed: tuple[bool, ...]
+    """For each of the tests, whether it ran to its end without an exception."""
+    cpu_s: float
+    """Seconds of CPU time of the program and the children that it waited for."""
+    wall_s: float
+    """Seconds from the call to the end, the time in the queue included."""
 
 
 class Sandbox:
@@ -166,7 +211,7 @@ class Sandbox:
             wall_s=time.monotonic() - began,
         )
 
-    def _result(self, report: Report, *, too_much: bool, **fields: Any) -> SandboxResult:
+    def _result(self, report: dict[str, Any], *, too_much: bool, **fields: Any) -> SandboxResult:
         # The kernel's count at the kill, in ticks, and the one reported differ a little.
         out_of_cpu = report["exit_code"] == KILLED and report["cpu_s"] > 0.9 * self._limits.cpu_s
         outcome: Outcome = "failed" if report["exit_code"] else "finished"
@@ -177,19 +222,13 @@ class Sandbox:
         return SandboxResult(outcome=outcome, exit_code=report["exit_code"], cpu_s=report["cpu_s"], **fields)
 
     def _command(self, control_fd: int, report_fd: int) -> list[str]:
-        limits = self._limits
-        setup = Setup(
-            isolation=self._isolation,
-            control_fd=control_fd,
-            report_fd=report_fd,
-            import_paths=[str(path) for path in self._import_paths],
-            wall_s=limits.wall_s,
-            cpu_s=limits.cpu_s,
-            memory_bytes=limits.memory_bytes,
-            disk_bytes=limits.disk_bytes,
-            open_files=limits.open_files,
-            processes=limits.processes,
-        )
+        setup = {
+            "isolation": self._isolation,
+            "control_fd": control_fd,
+            "report_fd": report_fd,
+            "import_paths": [str(path) for path in self._import_paths],
+            **asdict(self._limits),
+        }
         # Bare: no site-packages, none of the user's, no folder of the script, and no .pyc written.
         return [self._python, "-s", "-S", "-P", "-B", str(CHILD), json.dumps(setup)]
 

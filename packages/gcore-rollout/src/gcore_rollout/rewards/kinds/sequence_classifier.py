@@ -84,9 +84,7 @@ class SequenceClassifierReward:
         apply_chat_template: bool = False,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
-        max_batch_tokens: int = 16384,
-        max_wait_s: float = 0.005,
-        max_length: int | None = None,
+        **options: Any,
     ) -> Self:
         """Load a local Hugging Face folder.
 
@@ -94,15 +92,11 @@ class SequenceClassifierReward:
             path: folder with ``config.json``, weights and, without ``encode``, a tokenizer.
             encode: default: the folder's tokenizer, see `encoder`.
             apply_chat_template: for that default.
+            options: further arguments of the class.
         """
         model: Any = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
-        return cls(
-            model.to(device),
-            encode=encode or encoder(AutoTokenizer.from_pretrained(path), apply_chat_template=apply_chat_template),
-            max_batch_tokens=max_batch_tokens,
-            max_wait_s=max_wait_s,
-            max_length=max_length,
-        )
+        encode = encode or encoder(AutoTokenizer.from_pretrained(path), apply_chat_template=apply_chat_template)
+        return cls(model.to(device), encode=encode, **options)
 
     @property
     def num_batches(self) -> int:

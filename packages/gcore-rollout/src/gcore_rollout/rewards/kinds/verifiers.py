@@ -1,17 +1,93 @@
-"""Reward of programs in completions that pass the row's tests."""
+"""Rewards of answers that a program verifies: by reasoning-gym, by math-verify, or by the row's tests in a sandbox."""
 
 import asyncio
+import logging
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from gcore_rollout.errors import RewardError
+from gcore_rollout.errors import MissingExtraError, RewardError
 from gcore_rollout.rewards.reward import Scored
-from gcore_rollout.sandbox.sandbox import Sandbox
-from gcore_rollout.sandbox.types import SandboxResult
+from gcore_rollout.sandbox.sandbox import Sandbox, SandboxResult
 
 _BLOCK = re.compile(r"^[ ]{0,3}```[ ]*(\w*)[^\n]*\n(.*?)^[ ]{0,3}```[ ]*$", re.DOTALL | re.MULTILINE)
 _PYTHON = {"", "py", "python", "python3"}
+
+
+def import_reasoning_gym() -> Any:
+    """Import reasoning_gym.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        with warnings.catch_warnings():
+            # A package it imports has two literals compared with `is`; Python says so whenever it compiles them.
+            warnings.simplefilter("ignore", SyntaxWarning)
+            import reasoning_gym
+    except ImportError as error:
+        raise MissingExtraError("reasoning_gym", "reasoning-gym") from error
+    return reasoning_gym
+
+
+class ReasoningGymReward:
+    """1 if the task's verifier gives full marks, else 0.
+
+    Partial marks are not used: the library's default gives some to any answer that contains the right one, and a
+    policy soon learns to write long answers.
+
+    Args:
+        answer_after: the answer is what follows the last occurrence of this string; empty: the whole completion.
+    """
+
+    def __init__(self, *, answer_after: str = "") -> None:
+        self._answer_after = answer_after
+        self._gym = import_reasoning_gym()
+        self._verifiers: dict[str, Callable[[str, Mapping[str, Any]], float]] = {}
+
+    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+        """Score one completion of a row whose ``entry`` is the task's own, as reasoning_gym made it."""
+        del prompt
+        try:
+            entry: Mapping[str, Any] = row["entry"]
+            name: str = entry["metadata"]["source_dataset"]
+        except KeyError as error:
+            raise RewardError(f"the row has no {error}; expected reasoning-gym's own entry under 'entry'") from None
+        if name not in self._verifiers:
+            self._verifiers[name] = self._gym.get_score_answer_fn(name)
+        answer = completion.rpartition(self._answer_after)[2] if self._answer_after else completion
+        return float(self._verifiers[name](answer.strip(), entry) >= 1.0)
+
+
+class MathVerifyReward:
+    """1 if math-verify finds the completion's answer equal to the row's, else 0.
+
+    Args:
+        answer_key: the row's column that holds the right answer (LaTeX or a plain expression).
+    """
+
+    def __init__(self, *, answer_key: str = "answer") -> None:
+        try:
+            import math_verify
+        except ImportError as error:
+            raise MissingExtraError("math_verify", "math-verify") from error
+        # It warns at every call that its time-out is off.
+        for name in ("math_verify.parser", "math_verify.grader"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        self._library = math_verify
+        self._answer_key = answer_key
+
+    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+        del prompt
+        if self._answer_key not in row:
+            raise RewardError(
+                f"the row has no {self._answer_key!r} for math-verify to compare with: it has {sorted(row)}"
+            )
+        # Its own time-outs use SIGALRM, which works in the main thread alone and would break the event loop's timers.
+        gold = self._library.parse(f"${row[self._answer_key]}$", parsing_timeout=0)
+        answer = self._library.parse(completion, parsing_timeout=0)
+        return float(self._library.verify(gold, answer, timeout_seconds=0))
 
 
 def last_code_block(completion: str) -> str | None:
