@@ -5,11 +5,13 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from gcore_rollout.errors import MissingExtraError, RewardError
 from gcore_rollout.rewards.reward import Scored
-from gcore_rollout.sandbox.sandbox import Sandbox, SandboxResult
+
+if TYPE_CHECKING:
+    from gcore_rollout.sandbox.sandbox import Sandbox, SandboxResult
 
 _BLOCK = re.compile(r"^[ ]{0,3}```[ ]*(\w*)[^\n]*\n(.*?)^[ ]{0,3}```[ ]*$", re.DOTALL | re.MULTILINE)
 _PYTHON = {"", "py", "python", "python3"}
@@ -116,7 +118,7 @@ class CodeReward:
         partial: score the fraction of tests that passed; all of them are run then.
     """
 
-    def __init__(self, sandbox: Sandbox, *, tests_key: str = "tests", partial: bool = False) -> None:
+    def __init__(self, sandbox: "Sandbox", *, tests_key: str = "tests", partial: bool = False) -> None:
         self._sandbox = sandbox
         self._tests_key = tests_key
         self._partial = partial
@@ -150,7 +152,7 @@ class CodeReward:
 
     async def _run_cases(
         self, program: str, cases: Sequence[Mapping[str, str]]
-    ) -> tuple[list[bool], list[SandboxResult]]:
+    ) -> tuple[list[bool], list["SandboxResult"]]:
         if self._partial:
             results = list(await asyncio.gather(*(self._sandbox.run(program, stdin=c["input"]) for c in cases)))
             return [_is_right(r, c["output"]) for r, c in zip(results, cases, strict=True)], results
@@ -181,7 +183,7 @@ def _is_case(test: Any) -> bool:
     return isinstance(test, Mapping) and all(isinstance(test.get(key), str) for key in ("input", "output"))
 
 
-def _is_right(result: SandboxResult, output: str) -> bool:
+def _is_right(result: "SandboxResult", output: str) -> bool:
     return result.outcome == "finished" and _lines(result.stdout) == _lines(output)
 
 
