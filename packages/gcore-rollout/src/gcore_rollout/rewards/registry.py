@@ -25,7 +25,7 @@ class JudgeOptions:
     """Settings of the questions to a generative reward model and of the reading of its verdicts; a base of settings."""
 
     template: str = ""
-    """File with the question, with fields in braces; empty: a question of the application."""
+    """File with the question, with fields in braces; empty: how good it is, from 0 to 10."""
     n: int = 1
     """Verdicts on each question."""
     reduce: Reduce = "mean"
@@ -41,32 +41,26 @@ class JudgeOptions:
     high: float = 10.0
     """The score that is scaled to 1."""
 
-    def check(self, prefix: str) -> None:
-        """Check the settings; ``prefix`` is their place, for errors.
+    def check(self) -> None:
+        """Check the settings.
 
         Raises:
             RewardConfigError: a setting is out of its range.
         """
         for name, least in (("n", 1), ("max_response_length", 1), ("temperature", 0)):
             if not getattr(self, name) >= least:
-                raise RewardConfigError(f"{prefix}.{name} is {getattr(self, name)}; expected at least {least}")
+                raise RewardConfigError(f"{name} is {getattr(self, name)}; expected at least {least}")
         if self.low == self.high:
-            raise RewardConfigError(f"{prefix}.low and {prefix}.high are both {self.low}; expected two scores")
+            raise RewardConfigError(f"low and high are both {self.low}; expected two scores")
 
-    def question(self, default: str, *, setting: str) -> str:
-        """Read the template.
-
-        Args:
-            default: the question if no file is set.
-            setting: the name of the setting, for errors.
+    def question(self, *, setting: str) -> str:
+        """Read the file of the question; empty: there is none. ``setting`` is its name, for errors.
 
         Raises:
             RewardConfigError: the file cannot be read.
         """
-        if not self.template:
-            return default
         try:
-            return Path(self.template).read_text("utf-8")
+            return Path(self.template).read_text("utf-8") if self.template else ""
         except (OSError, UnicodeDecodeError) as error:
             raise RewardConfigError(f"{setting} is {self.template!r}: {error}") from None
 

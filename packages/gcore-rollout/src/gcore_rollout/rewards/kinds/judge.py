@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gcore_rollout.images.vision_processor import VisionProcessor
 
 T = TypeVar("T")
-QUESTION = """Here are a request and an answer to it.
+_QUESTION = """Here are a request and an answer to it.
 
 Request:
 {prompt}
@@ -32,7 +32,7 @@ Answer:
 
 How good is the answer? Think about it briefly, then end with "Score: N", where N is a whole number from 0 to 10.
 """
-IMAGE_QUESTION = """How well does the image show this: {prompt}
+_IMAGE_QUESTION = """How well does the image show this: {prompt}
 
 Think about it briefly, then end with "Score: N", where N is a whole number from 0 to 10.
 """
@@ -179,6 +179,11 @@ class ScorePattern:
                 f"low and high are {self.low} and {self.high}; expected finite numbers, low below high"
             )
 
+    @classmethod
+    def with_options(cls, options: JudgeOptions) -> Self:
+        """Return the pattern that the settings name."""
+        return cls(pattern=options.pattern or cls.pattern, low=options.low, high=options.high)
+
     def __call__(self, text: str) -> float | None:
         matches = list(re.finditer(self.pattern, text))
         try:
@@ -274,7 +279,8 @@ class JudgeReward(_ScoreJudge):
 
     Args:
         model: the model, and how often it is asked.
-        template: the question, with ``{prompt}``, ``{completion}`` and columns of the row as ``{column}``.
+        template: the question, with ``{prompt}``, ``{completion}`` and columns of the row as ``{column}``; empty: how
+            good the answer is, from 0 to 10.
         parse: reads the score of a verdict; None: it has none.
         reduce: how several verdicts become one score.
         on_unparsable: "drop" leaves such verdicts out, and gives no score if none is left; a number counts as their
@@ -285,13 +291,15 @@ class JudgeReward(_ScoreJudge):
         self,
         *,
         model: JudgeModel,
-        template: str = QUESTION,
+        template: str = "",
         parse: Callable[[str], float | None] | None = None,
         reduce: Reduce = "mean",
         on_unparsable: Literal["drop"] | float = "drop",
     ) -> None:
         substitute = None if isinstance(on_unparsable, str) else float(on_unparsable)
-        super().__init__(model, template, needed=["completion"], parse=parse, reduce=reduce, substitute=substitute)
+        super().__init__(
+            model, template or _QUESTION, needed=["completion"], parse=parse, reduce=reduce, substitute=substitute
+        )
         if on_unparsable != "drop" and not (substitute is not None and math.isfinite(substitute)):
             raise RewardConfigError(f"on_unparsable is {on_unparsable!r}; expected 'drop' or a finite number")
 
@@ -331,7 +339,8 @@ class ImageJudgeReward(_ScoreJudge):
 
     Args:
         model: the model with its `JudgeModel.vision`, and how often it is asked.
-        template: the question, with ``{prompt}`` and columns of the row as ``{column}``.
+        template: the question, with ``{prompt}`` and columns of the row as ``{column}``; empty: how well the image
+            shows the prompt, from 0 to 10.
         parse: reads the score of a verdict; None: it has none.
         reduce: how several verdicts become one score.
         unparsable_score: score of a verdict that cannot be parsed.
@@ -344,7 +353,7 @@ class ImageJudgeReward(_ScoreJudge):
         self,
         *,
         model: JudgeModel,
-        template: str = IMAGE_QUESTION,
+        template: str = "",
         parse: Callable[[str], float | None] | None = None,
         reduce: Reduce = "mean",
         unparsable_score: float = 0.0,
@@ -353,7 +362,14 @@ class ImageJudgeReward(_ScoreJudge):
             raise RewardConfigError("vision is None; expected a vision-language model to judge images")
         if not math.isfinite(unparsable_score):
             raise RewardConfigError(f"unparsable_score is {unparsable_score}; expected a finite number")
-        super().__init__(model, template, needed=["prompt"], parse=parse, reduce=reduce, substitute=unparsable_score)
+        super().__init__(
+            model,
+            template or _IMAGE_QUESTION,
+            needed=["prompt"],
+            parse=parse,
+            reduce=reduce,
+            substitute=unparsable_score,
+        )
 
     async def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> list[float]:
         """Return scores [B].

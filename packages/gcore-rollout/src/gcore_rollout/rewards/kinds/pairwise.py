@@ -15,8 +15,7 @@ Winner = Literal["A", "B", "tie"]
 _POINTS: dict[Winner, float] = {"A": 1.0, "B": 0.0, "tie": 0.5}
 """Points of the completion shown first."""
 
-
-COMPARISON = """Here are a request and two answers to it.
+_QUESTION = """Here are a request and two answers to it.
 
 Request:
 {prompt}
@@ -59,7 +58,8 @@ class PairwiseJudge(Judge[Winner]):
 
     Args:
         model: the model; with several verdicts on each question all of them count.
-        template: the question, with ``{completion_a}`` and ``{completion_b}``, and ``{prompt}`` and columns of the row.
+        template: the question, with ``{completion_a}`` and ``{completion_b}``, and ``{prompt}`` and columns of the row;
+            empty: which of the two answers is better.
         parse: reads the winner of a verdict; None: it has none.
         on_unparsable: "drop" leaves such verdicts out, and the group has no scores if one of its completions has none
             left; "tie" counts them as ties.
@@ -69,13 +69,15 @@ class PairwiseJudge(Judge[Winner]):
         self,
         *,
         model: JudgeModel,
-        template: str = COMPARISON,
+        template: str = "",
         parse: Callable[[str], Winner | None] | None = None,
         on_unparsable: Literal["drop", "tie"] = "drop",
     ) -> None:
         if on_unparsable not in ("drop", "tie"):
             raise RewardConfigError(f"on_unparsable is {on_unparsable!r}; expected one of drop, tie")
-        super().__init__(model, template, needed=["completion_a", "completion_b"], parse=parse or WinnerPattern())
+        super().__init__(
+            model, template or _QUESTION, needed=["completion_a", "completion_b"], parse=parse or WinnerPattern()
+        )
         self._on_unparsable = on_unparsable
 
     async def __call__(self, prompt: str, completions: Sequence[str], row: Mapping[str, Any]) -> list[Scored]:
