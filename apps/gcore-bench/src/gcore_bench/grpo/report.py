@@ -31,8 +31,8 @@ class StepRun(Run):
 
 
 Line = dict[str, Any]
-"""Figures of one contender over all rounds. Seconds are medians over all measured steps of all rounds; ``cpu_s`` is None
-for several processes; ``peak_pss_bytes`` is of the process and all that it started, the highest of all rounds."""
+"""Figures of one contender over all rounds. Seconds are medians over all measured steps of all rounds; ``cpu_s`` is
+None for several processes; ``peak_pss_bytes`` is of the process and all that it started, the highest of all rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)

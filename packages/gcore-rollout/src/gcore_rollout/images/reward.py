@@ -54,11 +54,7 @@ async def evaluate_images(
 
 
 def import_pillow() -> Any:
-    """Import Pillow's module of images.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
+    """Import Pillow's module of images; raise `MissingExtraError` if it is not installed."""
     try:
         import PIL.Image
     except ImportError:

@@ -13,15 +13,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from gcore_rollout.errors import NoScoreError, RewardConfigError, RewardError, RewardExitError, RolloutError
 
 T = TypeVar("T")
 
 _MAX_KINDS = 100
-"""Most kinds of failures that are told apart."""
-
+"""Most kinds of failures that are distinguished."""
 _logger = logging.getLogger(__name__)
 _blocking_limit_s: ContextVar[float | None] = ContextVar("blocking_limit_s", default=None)
 _interrupted: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
@@ -42,20 +41,12 @@ class Scored:
 RewardFunction = Callable[[str, str, Mapping[str, Any]], float | Scored | Awaitable[float | Scored]]
 """``reward(prompt, completion, row)``: both texts, and the data set's row. May be async."""
 
+GroupRewardFunction = Callable[[str, Sequence[str], Mapping[str, Any]], Awaitable[Sequence[Scored]]]
+"""``reward(prompt, completions, row)`` scores the completions of one prompt against each other, in their order. It
+raises `NoScoreError` for a group that is to be dropped."""
+
 Limit = Callable[[Awaitable[Any]], Awaitable[Any]]
 """Wraps the wait for an async reward, such as by a time limit."""
-
-
-class GroupRewardFunction(Protocol):
-    """Scores the completions of one prompt against each other."""
-
-    async def __call__(self, prompt: str, completions: Sequence[str], row: Mapping[str, Any]) -> Sequence[Scored]:
-        """Return one `Scored` for each completion, in their order.
-
-        Raises:
-            NoScoreError: the group is to be dropped.
-        """
-        ...
 
 
 async def score(reward: RewardFunction, *, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
@@ -99,11 +90,7 @@ async def evaluate_group(
 
 
 def checked(value: object) -> Scored:
-    """Check that a reward returned finite numbers, and return them.
-
-    Raises:
-        RewardError: it is something else.
-    """
+    """Return what a reward returned, finite numbers; raise `RewardError` for anything else."""
     if not isinstance(value, Scored):
         return Scored(score=_finite("returned", value))
     parts = {name: _finite(f"returned a part {name!r} of", part) for name, part in value.parts.items()}

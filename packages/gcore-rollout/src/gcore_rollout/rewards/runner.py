@@ -61,12 +61,7 @@ class RetryPolicy:
         may_pass: Callable[[Exception], bool],
         on_retry: Callable[[], None] | None = None,
     ) -> T:
-        """Return the result of ``attempt``, or raise its last error.
-
-        Args:
-            may_pass: whether an error is worth another attempt.
-            on_retry: called before each attempt after the first.
-        """
+        """Return the result of ``attempt``, or raise its last error; ``may_pass``: it is worth another attempt."""
         for retry in range(self.max_retries):
             try:
                 return await attempt()

@@ -65,15 +65,10 @@ class JSONServer:
         self._session: Any = None
 
     async def post(self, message: Mapping[str, Any], *, expected: str) -> Mapping[str, Any]:
-        """Send a message, and return the answer, an object.
-
-        Args:
-            message: to be sent.
-            expected: a field that the answer must have.
+        """Send a message, and return the answer, an object that must have a field ``expected``.
 
         Raises:
-            RewardError: the message is not JSON, or the server refused, answered with something else, or did not
-                answer in any attempt.
+            RewardError: the message is not JSON, or the server refused, answered otherwise, or in no attempt.
         """
         try:
             body = json.dumps(message, allow_nan=False).encode()

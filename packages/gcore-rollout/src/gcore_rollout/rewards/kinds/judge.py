@@ -144,11 +144,7 @@ class QuestionTemplate:
 
 
 def check_pattern(pattern: str, *, wanted: str) -> None:
-    """Check a regular expression whose first group is to hold what is ``wanted``.
-
-    Raises:
-        RewardConfigError: it is no regular expression, or has no group.
-    """
+    """Raise `RewardConfigError` unless it is a regular expression with a group, which is to hold what is wanted."""
     try:
         groups = re.compile(pattern).groups
     except re.error as error:

@@ -18,11 +18,7 @@ _PYTHON = {"", "py", "python", "python3"}
 
 
 def import_reasoning_gym() -> Any:
-    """Import reasoning_gym.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
+    """Import reasoning_gym; raise `MissingExtraError` if it is not installed."""
     try:
         with warnings.catch_warnings():
             # A package it imports has two literals compared with `is`; Python says so whenever it compiles them.
