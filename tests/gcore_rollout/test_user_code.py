@@ -72,7 +72,7 @@ async def test_a_reward_that_ends_the_process(reward: Any, name: str, reason: st
 
 
 async def test_a_reward_of_images_that_ends_the_process() -> None:
-    with pytest.raises(RewardExitError, match=r"reward 'leaving' tried to end the process: SystemExit\(3\)"):
+    with pytest.raises(RewardExitError, match=r"reward 'leaving' on 1 images: tried to end the process: SystemExit: 3"):
         await evaluate_images(leaving, np.zeros((1, 2, 2, 3), np.uint8), ["p"], [{}])
 
 

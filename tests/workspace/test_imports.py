@@ -24,8 +24,8 @@ ADAPTERS = {
         "apps/gcore-bench/src/gcore_bench/rollout/contenders/vllm.py",
         "apps/gcore-bench/src/gcore_bench/grpo/contenders/trl.py",
     ],
-    "reasoning_gym": ["packages/gcore-rollout/src/gcore_rollout/rewards/kinds/reasoning_gym.py"],
-    "math_verify": ["packages/gcore-rollout/src/gcore_rollout/rewards/kinds/math_verify.py"],
+    "reasoning_gym": ["packages/gcore-rollout/src/gcore_rollout/rewards/kinds/verifiers.py"],
+    "math_verify": ["packages/gcore-rollout/src/gcore_rollout/rewards/kinds/verifiers.py"],
     "trl": [
         "apps/gcore-bench/src/gcore_bench/grpo/",
         "apps/gcore-bench/src/gcore_bench/trainer/contenders/trl.py",

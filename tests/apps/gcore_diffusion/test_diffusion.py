@@ -394,7 +394,7 @@ def leaving(images, prompts, rows):
     assert finished.code == 130
     assert "trying the pipeline and the reward" in finished.out
     message = cli.refused(*own_args, "--reward.kind", "odd.py:leaving")
-    assert "reward 'leaving' tried to end the process: SystemExit(3)" in " ".join(message.split())
+    assert "reward 'leaving' on 2 images: tried to end the process: SystemExit: 3" in " ".join(message.split())
 
 
 def broken_index(model: Path) -> None:

@@ -224,7 +224,7 @@ def test_programs_are_run(cli: Cli, own_args: list[str]) -> None:
             [*PAIRWISE, "--reward-model.path", "x", "--algorithm.adv-estimator", "remax"],
             "reward_model.judge.pairwise is true and algorithm.adv_estimator is 'remax'",
         ),
-        (["--reward-calls.timeout-s", "0"], "reward_calls.timeout_s is 0.0; expected a number above 0"),
+        (["--reward-calls.timeout-s", "0"], "reward_calls.timeout_s is 0.0; expected more than 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

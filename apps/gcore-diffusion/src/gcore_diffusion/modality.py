@@ -24,8 +24,7 @@ from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.learning.preparation import prepared, training_sample, updates
 from gcore_diffusion.roles import Roles
 from gcore_diffusion.sampling.evaluate import Evaluation, evaluate
-from gcore_diffusion.sampling.groups import Group
-from gcore_diffusion.sampling.image_sampling import has_reference_pass, image_sampling, scored
+from gcore_diffusion.sampling.image_sampling import Group, has_reference_pass, image_sampling, scored
 from gcore_diffusion.sampling.prompts import Prompt, PromptSets
 from gcore_rollout import ImageRequest, ImageSample
 from gcore_runs.loop.job import RunJob

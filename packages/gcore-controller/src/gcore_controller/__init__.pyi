@@ -33,12 +33,7 @@ from .rlhf.modality import (
     Wave as Wave,
 )
 from .rlhf.step import Recorder as Recorder, RLHFLoop as RLHFLoop
-from .runtimes.backend import (
-    Backend as Backend,
-    Recovery as Recovery,
-    SizedConfig as SizedConfig,
-    Sizes as Sizes,
-)
+from .runtimes.backend import Backend as Backend, Recovery as Recovery, SizedConfig as SizedConfig, Sizes as Sizes
 from .runtimes.events import Announced as Announced, Announcer as Announcer, RemoteRecorder as RemoteRecorder
 from .runtimes.inline import (
     InlineBackend as InlineBackend,

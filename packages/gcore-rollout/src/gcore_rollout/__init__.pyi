@@ -81,66 +81,71 @@ from .errors import (
     WrongBaseError as WrongBaseError,
     WrongWeightsError as WrongWeightsError,
 )
-from .images.blip import ImageRewardScore as ImageRewardScore
-from .images.clip import AestheticReward as AestheticReward, CLIPReward as CLIPReward
-from .images.colour import ColourReward as ColourReward
-from .images.http import HTTPImageReward as HTTPImageReward
-from .images.jpeg import JPEGCompressibility as JPEGCompressibility
-from .images.judge import ImageJudgeReward as ImageJudgeReward
-from .images.registry import (
-    ImageRewardKind as ImageRewardKind,
-    ImageRewardSettings as ImageRewardSettings,
-    build_image_reward as build_image_reward,
-    register_image_reward as register_image_reward,
+from .images.models import (
+    AestheticReward as AestheticReward,
+    CLIPReward as CLIPReward,
+    ImageRewardScore as ImageRewardScore,
 )
-from .images.reward import ImageRewardFunction as ImageRewardFunction, evaluate_images as evaluate_images
+from .images.reward import (
+    ColourReward as ColourReward,
+    ImageRewardFunction as ImageRewardFunction,
+    JPEGCompressibility as JPEGCompressibility,
+    evaluate_images as evaluate_images,
+)
 from .images.vision_processor import VisionProcessor as VisionProcessor
 from .multi_turn.chat import ChatEncoder as ChatEncoder, Message as Message
-from .multi_turn.environment import Environment as Environment, Opening as Opening, Reply as Reply
+from .multi_turn.environment import (
+    Environment as Environment,
+    Opening as Opening,
+    Reply as Reply,
+    RevisionEnvironment as RevisionEnvironment,
+    Tool as Tool,
+    ToolCall as ToolCall,
+    ToolEnvironment as ToolEnvironment,
+    hermes_calls as hermes_calls,
+)
 from .multi_turn.episode import (
     Episode as Episode,
     EpisodeEnd as EpisodeEnd,
     EpisodeLimits as EpisodeLimits,
     run_episode as run_episode,
 )
-from .multi_turn.revision import RevisionEnvironment as RevisionEnvironment
-from .multi_turn.tools import (
-    Tool as Tool,
-    ToolCall as ToolCall,
-    ToolEnvironment as ToolEnvironment,
-    hermes_calls as hermes_calls,
-)
-from .python_file import load_function as load_function, load_reward as load_reward
-from .rewards.composite import CompositeReward as CompositeReward
-from .rewards.failures import Failure as Failure, FailureLog as FailureLog
-from .rewards.kinds.code import CodeReward as CodeReward, last_code_block as last_code_block
-from .rewards.kinds.http import HTTPReward as HTTPReward
+from .rewards.kinds.http import HTTPImageReward as HTTPImageReward, HTTPReward as HTTPReward
 from .rewards.kinds.judge import (
-    JudgeOptions as JudgeOptions,
+    ImageJudgeReward as ImageJudgeReward,
+    JudgeModel as JudgeModel,
     JudgeReward as JudgeReward,
-    Reduce as Reduce,
+    JudgeStats as JudgeStats,
+    QuestionTemplate as QuestionTemplate,
     ScorePattern as ScorePattern,
     Verdict as Verdict,
 )
-from .rewards.kinds.judge_model import (
-    JudgeModel as JudgeModel,
-    JudgeStats as JudgeStats,
-    QuestionTemplate as QuestionTemplate,
-)
-from .rewards.kinds.math_verify import MathVerifyReward as MathVerifyReward
 from .rewards.kinds.pairwise import PairwiseJudge as PairwiseJudge, Winner as Winner, WinnerPattern as WinnerPattern
-from .rewards.kinds.reasoning_gym import (
+from .rewards.kinds.sequence_classifier import SequenceClassifierReward as SequenceClassifierReward
+from .rewards.kinds.verifiers import (
+    CodeReward as CodeReward,
+    MathVerifyReward as MathVerifyReward,
     ReasoningGymReward as ReasoningGymReward,
     import_reasoning_gym as import_reasoning_gym,
+    last_code_block as last_code_block,
 )
-from .rewards.kinds.sequence_classifier import SequenceClassifierReward as SequenceClassifierReward
 from .rewards.registry import (
+    ImageRewardKind as ImageRewardKind,
+    ImageRewardSettings as ImageRewardSettings,
+    JudgeOptions as JudgeOptions,
+    Reduce as Reduce,
+    build_image_reward as build_image_reward,
     build_reward as build_reward,
+    load_function as load_function,
+    load_reward as load_reward,
+    register_image_reward as register_image_reward,
     register_reward as register_reward,
     reward_names as reward_names,
 )
-from .rewards.retry import RetryPolicy as RetryPolicy
 from .rewards.reward import (
+    CompositeReward as CompositeReward,
+    Failure as Failure,
+    FailureLog as FailureLog,
     GroupRewardFunction as GroupRewardFunction,
     RewardFunction as RewardFunction,
     Scored as Scored,
@@ -152,15 +157,21 @@ from .rewards.runner import (
     Failed as Failed,
     GroupRewardRunner as GroupRewardRunner,
     OnError as OnError,
+    RetryPolicy as RetryPolicy,
     RewardRunner as RewardRunner,
     RewardRunnerConfig as RewardRunnerConfig,
     RewardStats as RewardStats,
+    ThreadedReward as ThreadedReward,
     part_means as part_means,
     reward_metrics as reward_metrics,
 )
-from .rewards.threads import ThreadedReward as ThreadedReward
-from .sandbox.sandbox import Isolation as Isolation, Sandbox as Sandbox
-from .sandbox.types import Outcome as Outcome, SandboxLimits as SandboxLimits, SandboxResult as SandboxResult
+from .sandbox.sandbox import (
+    Isolation as Isolation,
+    Outcome as Outcome,
+    Sandbox as Sandbox,
+    SandboxLimits as SandboxLimits,
+    SandboxResult as SandboxResult,
+)
 from .weight_sync.broadcast import WeightReceiver as WeightReceiver, WeightSender as WeightSender
 from .weight_sync.checked import (
     CheckedEngine as CheckedEngine,

@@ -10,8 +10,7 @@ from rich.console import Console
 from gcore_bench.grpo.measure import StepFigures
 from gcore_bench.grpo.options import GrpoOptions
 from gcore_bench.grpo.report import StepRun, notes, summarise_steps, table
-from gcore_bench.grpo.work import FLOOR, MODEL
-from gcore_bench.grpo.workload import WORKLOADS, Task, Workload
+from gcore_bench.grpo.workload import FLOOR, MODEL, WORKLOADS, Task, Workload
 from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.processes import Footprint, Program, Spec, child_program, run_program
 from gcore_bench.harness.report import Rounds, Session

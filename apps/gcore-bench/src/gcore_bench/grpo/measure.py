@@ -43,6 +43,21 @@ class StepFigures:
             **figures,
         )
 
+    @classmethod
+    def reported(cls, row: Mapping[str, float], num_samples: int, *, gen_s: float, train_s: float) -> Self:
+        """Make the figures of a step from the metrics of a system of several processes; its gen includes rewards."""
+        return cls(
+            wall_s=row["timing_s/step"],
+            cpu_s=None,
+            gen_s=gen_s,
+            reward_s=0.0,
+            train_s=train_s,
+            score=row["critic/score/mean"],
+            num_samples=num_samples,
+            mean_length=row["response_length/mean"],
+            max_length=int(row["response_length/max"]),
+        )
+
     @property
     def other_s(self) -> float:
         """Time for advantages, batches and bookkeeping."""
@@ -53,16 +68,12 @@ class StepClock:
     """Measures wall and CPU seconds between one call of `lap` and the next."""
 
     def __init__(self) -> None:
-        self._wall_s, self._cpu_s = self._now()
+        self._last = time.perf_counter(), time.process_time()
 
     def lap(self) -> tuple[float, float]:
         """Return wall and CPU seconds since the last call."""
-        before_wall_s, before_cpu_s = self._wall_s, self._cpu_s
-        self._wall_s, self._cpu_s = self._now()
-        return self._wall_s - before_wall_s, self._cpu_s - before_cpu_s
-
-    def _now(self) -> tuple[float, float]:
-        return time.perf_counter(), time.process_time()
+        (wall_s, cpu_s), self._last = self._last, (time.perf_counter(), time.process_time())
+        return self._last[0] - wall_s, self._last[1] - cpu_s
 
 
 class TimedReward:
@@ -86,3 +97,20 @@ class TimedReward:
         seconds, scores = self._seconds, self._scores
         self._seconds, self._scores = 0.0, []
         return seconds, sum(scores) / max(len(scores), 1)
+
+
+class StepRecorder:
+    """Collects the figures of every step of a contender that runs in one process."""
+
+    def __init__(self, reward: TimedReward) -> None:
+        self.steps: list[StepFigures] = []
+        self.clock = StepClock()
+        self._reward = reward
+
+    def ended(self, lengths: Sequence[int], *, gen_s: float, train_s: float, has_reward_in_gen: bool = False) -> None:
+        """Record a step, from the end of the previous one until now."""
+        wall_s, cpu_s = self.clock.lap()
+        reward_s, score = self._reward.drain()
+        gen_s -= reward_s if has_reward_in_gen else 0.0
+        seconds = {"wall_s": wall_s, "cpu_s": cpu_s, "gen_s": gen_s, "reward_s": reward_s, "train_s": train_s}
+        self.steps.append(StepFigures.of(lengths, **seconds, score=score))

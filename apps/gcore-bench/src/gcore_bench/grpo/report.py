@@ -1,15 +1,15 @@
 """Figures of GRPO steps by contender, gcore's ratios to its peers, aims, table and notes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import Any
 
 from rich.table import Table
 
 from gcore_bench.grpo.measure import StepFigures
 from gcore_bench.grpo.options import GrpoOptions
-from gcore_bench.grpo.work import FLOOR
-from gcore_bench.grpo.workload import Workload
+from gcore_bench.grpo.workload import FLOOR, Workload
 from gcore_bench.harness.processes import Footprint
 from gcore_bench.harness.report import Run, figures_table, mb, ratio, verdict
 
@@ -29,30 +29,9 @@ class StepRun(Run):
     """The measured steps."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """One contender over all rounds. Seconds are medians over all measured steps of all rounds."""
-
-    contender: str
-    num_steps: int
-    samples_per_step: int
-    samples_per_s: float
-    """Completions that are trained on, over the median step."""
-    step_s: float
-    gen_s: float
-    reward_s: float
-    train_s: float
-    other_s: float
-    cpu_s: float | None
-    """None for contenders of several processes."""
-    peak_pss_bytes: int
-    """Memory of the process and all that it started; highest of all rounds."""
-    num_processes: int
-    """Most processes at one time."""
-    mean_length: float
-    """Mean length of completions, in tokens."""
-    max_length: int
-    score: float
+Line = dict[str, Any]
+"""Figures of one contender over all rounds. Seconds are medians over all measured steps of all rounds; ``cpu_s`` is
+None for several processes; ``peak_pss_bytes`` is of the process and all that it started, the highest of all rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,54 +53,52 @@ def summarise_steps(runs: Sequence[StepRun]) -> Summary:
     names = list(dict.fromkeys(run.contender for run in runs))
     by_name = {name: _line(name, [run for run in runs if run.contender == name]) for name in names}
     floor = by_name.pop(FLOOR, None)
-    ours = [line for name, line in by_name.items() if name.startswith("gcore")]
-    peers = [line for name, line in by_name.items() if not name.startswith("gcore")]
     return Summary(
         lines=list(by_name.values()),
         floor=floor,
-        speed_ratios={our.contender: {peer.contender: peer.step_s / our.step_s for peer in peers} for our in ours},
-        cpu_ratios={
-            our.contender: {peer.contender: peer.cpu_s / our.cpu_s for peer in peers if peer.cpu_s is not None}
-            for our in ours
-            if our.cpu_s is not None
-        },
+        speed_ratios=_ratios(by_name, "step_s"),
+        cpu_ratios=_ratios(by_name, "cpu_s"),
         load=fmean(run.load for run in runs),
     )
+
+
+def _ratios(lines: Mapping[str, Line], metric: str) -> dict[str, dict[str, float]]:
+    """Return a figure of each peer over that of each contender of ours, where both have it."""
+    found = {name: line[metric] for name, line in lines.items() if line[metric] is not None}
+    peers = [name for name in found if not name.startswith("gcore")]
+    return {ours: {peer: found[peer] / found[ours] for peer in peers} for ours in found if ours not in peers}
 
 
 def _line(contender: str, runs: Sequence[StepRun]) -> Line:
     steps = [step for run in runs for step in run.steps]
     step_s = median(step.wall_s for step in steps)
     cpu_s = [step.cpu_s for step in steps if step.cpu_s is not None]
-    samples_per_step = steps[0].num_samples
-    return Line(
-        contender=contender,
-        num_steps=len(steps),
-        samples_per_step=samples_per_step,
-        samples_per_s=samples_per_step / step_s,
-        step_s=step_s,
-        gen_s=median(step.gen_s for step in steps),
-        reward_s=median(step.reward_s for step in steps),
-        train_s=median(step.train_s for step in steps),
-        other_s=median(step.other_s for step in steps),
-        cpu_s=median(cpu_s) if cpu_s else None,
-        peak_pss_bytes=max(run.footprint.pss_bytes for run in runs),
-        num_processes=max(run.footprint.num_processes for run in runs),
-        mean_length=fmean(step.mean_length for step in steps),
-        max_length=max(step.max_length for step in steps),
-        score=fmean(step.score for step in steps),
-    )
+    return {
+        "contender": contender,
+        "num_steps": len(steps),
+        "samples_per_step": steps[0].num_samples,
+        "samples_per_s": steps[0].num_samples / step_s,
+        "step_s": step_s,
+        **{f"{stage}_s": median(getattr(step, f"{stage}_s") for step in steps) for stage in _STAGES},
+        "cpu_s": median(cpu_s) if cpu_s else None,
+        "peak_pss_bytes": max(run.footprint.pss_bytes for run in runs),
+        "num_processes": max(run.footprint.num_processes for run in runs),
+        "mean_length": fmean(step.mean_length for step in steps),
+        "max_length": max(step.max_length for step in steps),
+        "score": fmean(step.score for step in steps),
+    }
 
 
 def aims(lines: Sequence[Line]) -> list[str]:
     """Return a line for each contender of ours that has an aim, if verl ran."""
-    by_name = {line.contender: line for line in lines}
+    by_name = {line["contender"]: line for line in lines}
     verl = by_name.get("verl")
     found: list[str] = []
     for name, least in _AIM_SPEED.items():
         if verl is None or name not in by_name:
             continue
-        speed, memory = verl.step_s / by_name[name].step_s, by_name[name].peak_pss_bytes / verl.peak_pss_bytes
+        ours = by_name[name]
+        speed, memory = verl["step_s"] / ours["step_s"], ours["peak_pss_bytes"] / verl["peak_pss_bytes"]
         found.append(
             f"{name} / verl: {speed:.1f}x the speed (aim: at least {least:.0f}x, {verdict(speed >= least)}), "
             f"{memory:.2f} of the memory (aim: at most {_AIM_MEMORY:.2f}, {verdict(memory <= _AIM_MEMORY)})"
@@ -136,10 +113,10 @@ def table(workload: Workload, summary: Summary) -> Table:
         f"{workload.name}: {workload.description}, {workload.samples_per_step} completions a step",
         *(*columns, "CPU s", "peak MB", "processes", "length mean/max", "score"),
     )
-    caption = f"medians of {summary.lines[0].num_steps} steps; load of the machine {summary.load:.1f}"
+    caption = f"medians of {summary.lines[0]['num_steps']} steps; load of the machine {summary.load:.1f}"
     shown.caption = "\n".join([caption, *aims(summary.lines)])
     for line in summary.lines:
-        shown.add_row(line.contender, *_cells(line), f"{line.score:.3f}")
+        shown.add_row(line["contender"], *_cells(line), f"{line['score']:.3f}")
     if summary.floor is not None:
         shown.add_section()
         shown.add_row("floor", *_cells(summary.floor), "")
@@ -153,13 +130,12 @@ def table(workload: Workload, summary: Summary) -> Table:
 
 def _cells(line: Line) -> list[str]:
     return [
-        f"{line.samples_per_s:,.0f}",
-        f"{line.step_s:.3f}",
-        *(f"{getattr(line, f'{stage}_s'):.3f}" for stage in _STAGES),
-        "" if line.cpu_s is None else f"{line.cpu_s:.3f}",
-        mb(line.peak_pss_bytes),
-        str(line.num_processes),
-        f"{line.mean_length:.1f} / {line.max_length}",
+        f"{line['samples_per_s']:,.0f}",
+        *(f"{line[f'{part}_s']:.3f}" for part in ("step", *_STAGES)),
+        "" if line["cpu_s"] is None else f"{line['cpu_s']:.3f}",
+        mb(line["peak_pss_bytes"]),
+        str(line["num_processes"]),
+        f"{line['mean_length']:.1f} / {line['max_length']}",
     ]
 
 

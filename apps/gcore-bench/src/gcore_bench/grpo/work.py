@@ -1,4 +1,4 @@
-"""The process of a contender: it makes the steps and returns the figures of each; or it makes the workload's model."""
+"""The process of a contender, which returns the figures of its steps; or which makes the workload's model."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -7,9 +7,6 @@ from typing import Any
 from gcore_bench.grpo.measure import StepFigures
 from gcore_bench.grpo.workload import WORKLOADS, Task
 from gcore_bench.harness.processes import Spec
-
-MODEL = "model"
-FLOOR = "floor"
 
 
 def run(spec: Spec) -> list[dict[str, Any]]:
@@ -35,11 +32,11 @@ def _steps(spec: Spec, task: Task) -> list[StepFigures]:
 
             return trl.run(task, use_vllm=spec.contender == "trl-vllm")
         case "floor":
-            from gcore_bench.grpo import floor
+            from gcore_bench.grpo.contenders import floor
 
             return floor.run(task, lengths=spec.options["lengths"])
         case _:
-            from gcore_bench.grpo.models import make_model
+            from gcore_bench.grpo.setup import make_model
 
             make_model(task.workload, task.model, threads=task.threads)
             return []

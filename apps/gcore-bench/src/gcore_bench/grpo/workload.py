@@ -8,6 +8,8 @@ from gcore_bench.grpo import digit_reward
 
 PROMPT_LENGTH = 4
 """Length of every prompt, in tokens, which are characters: ``7+8=``."""
+MODEL, FLOOR = "model", "floor"
+"""Names of the processes that make a workload's model and measure its physical limit."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from gcore_diffusion.config import DiffusionConfig
-from gcore_diffusion.sampling.groups import Group
+from gcore_diffusion.sampling.image_sampling import Group
 from gcore_rollout import ImageSample
 from gcore_trainer import DiffusionSample, grpo_advantages
 

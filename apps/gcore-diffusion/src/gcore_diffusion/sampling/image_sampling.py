@@ -1,9 +1,11 @@
-"""Sampling and scoring of images."""
+"""Sampling and scoring of images, and groups of those of one prompt."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gcore_controller import Context
 from gcore_diffusion.config import DiffusionConfig
@@ -20,8 +22,68 @@ from gcore_rollout import (
     ImageSample,
     ImageSampling,
     Kernel,
+    Trajectory,
     evaluate_images,
 )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Group:
+    """One prompt's images."""
+
+    prompt_index: int
+    """Position of the prompt in the global order, unique in the run."""
+    prompt: Prompt
+    samples: list[ImageSample]
+    scores: NDArray[np.float64]
+    """[n]."""
+    ref_means: list[NDArray[np.float32]] | None = None
+    """The reference's means of each image's recorded steps, [K, ...]; None: the algorithm does not need them."""
+
+    @property
+    def has_signal(self) -> bool:
+        """True if the scores differ, so that something can be learned from them."""
+        return bool(np.ptp(self.scores) > 0)
+
+    @property
+    def oldest_version(self) -> int:
+        """Oldest weight version that generated an image."""
+        return min(sample.weight_version for sample in self.samples)
+
+    def state(self) -> dict[str, Any]:
+        """Return plain arrays and numbers for a checkpoint."""
+        samples = [
+            {
+                **vars(s),
+                "conditions": dict(s.conditions),
+                "shared_conditions": dict(s.shared_conditions),
+                "trajectory": dict(vars(s.trajectory)),
+            }
+            for s in self.samples
+        ]
+        return {
+            "ticket": self.prompt_index,
+            "text": self.prompt.text,
+            "row": dict(self.prompt.row),
+            "scores": self.scores,
+            "samples": samples,
+            "ref_means": self.ref_means,
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Group":
+        """Return the group that `state` gave this state for."""
+        samples: list[ImageSample] = []
+        for saved in state["samples"]:
+            fields: dict[str, Any] = {**saved, "trajectory": Trajectory(**saved["trajectory"])}
+            samples.append(ImageSample(**fields))
+        return cls(
+            prompt_index=state["ticket"],
+            prompt=Prompt(text=state["text"], row=state["row"]),
+            samples=samples,
+            scores=np.asarray(state["scores"], np.float64),
+            ref_means=None if state["ref_means"] is None else [np.asarray(m, np.float32) for m in state["ref_means"]],
+        )
 
 
 def kernel_of(config: DiffusionConfig) -> Kernel:

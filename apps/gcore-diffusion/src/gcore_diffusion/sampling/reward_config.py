@@ -39,11 +39,9 @@ class JudgeConfig(JudgeOptions):
         check_at_least(f"{prefix}.max_num_seqs", self.max_num_seqs, 1)
         check_at_least(f"{prefix}.num_processes", self.num_processes, 0)
         try:
-            self.check(prefix)
+            self.check()
             kind = self.kind
-        except RewardConfigError as error:
-            raise UserError(str(error)) from None
-        except RequestError as error:
+        except (RewardConfigError, RequestError) as error:
             raise UserError(f"{prefix}.{error}") from None
         if not (kind.takes_images or kind.is_own):
             names = " or ".join(engine_names(lambda kind: kind.takes_images))

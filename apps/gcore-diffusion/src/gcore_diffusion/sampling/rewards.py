@@ -18,6 +18,7 @@ from gcore_rollout import (
     ImageRewardSettings,
     JudgeModel,
     RewardConfigError,
+    ScorePattern,
     UnsupportedModelError,
     VisionProcessor,
     build_image_reward,
@@ -26,11 +27,6 @@ from gcore_rollout import (
     register_image_reward,
 )
 from gcore_runs.errors import UserError
-
-_QUESTION = """How well does the image show this: {prompt}
-
-Think about it briefly, then end with "Score: N", where N is a whole number from 0 to 10.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,19 +53,22 @@ def build_rewards(config: DiffusionConfig, *, judge: Engine | None) -> Rewards:
         RewardError: a file does not import, or local weights are of another model.
     """
     settings, gradient = config.reward, reward_gradient(config)
-    build = partial(_build, settings=settings, device=config.device)
-    if gradient is not None:
-        trained = _score_of(gradient)
-    elif settings.is_judged:
-        assert judge is not None
-        trained = _judge_reward(settings, judge)
-    else:
-        trained = build(settings.kind or "digit", setting="reward.kind")
-    return Rewards(
-        trained=trained,
-        held_out=build(settings.held_out, setting="reward.held_out") if settings.held_out else None,
-        is_judged=settings.is_judged,
+    known = ImageRewardSettings(
+        path=settings.path, head=settings.head, jpeg_size=settings.jpeg_size, device=config.device
     )
+    try:
+        if gradient is not None:
+            trained = _score_of(gradient)
+        elif judge is not None:
+            trained = _judge_reward(settings, judge)
+        else:
+            trained = build_image_reward(settings.kind or "digit", known, setting="reward.kind")
+        held_out = None
+        if settings.held_out:
+            held_out = build_image_reward(settings.held_out, known, setting="reward.held_out")
+    except RewardConfigError as error:
+        raise UserError(str(error)) from error
+    return Rewards(trained=trained, held_out=held_out, is_judged=settings.is_judged)
 
 
 def reward_gradient(config: DiffusionConfig) -> Callable[..., Any] | None:
@@ -96,14 +95,6 @@ async def try_reward(reward: Callable[..., Any], prompt: Any, *, height: int, wi
     await evaluate_images(reward, images, [prompt.text] * 2, [prompt.row] * 2)
 
 
-def _build(kind: str, *, settings: RewardConfig, device: str, setting: str) -> Callable[..., Any]:
-    known = ImageRewardSettings(path=settings.path, head=settings.head, jpeg_size=settings.jpeg_size, device=device)
-    try:
-        return build_image_reward(kind, known, setting=setting)
-    except RewardConfigError as error:
-        raise UserError(str(error)) from error
-
-
 def _digit(_: ImageRewardSettings) -> Callable[..., Any]:
     from gcore_diffusion.demo.digits import DigitReward
 
@@ -121,12 +112,7 @@ register_image_reward("colour", ImageRewardKind(make=_colour))
 
 
 def _judge_reward(settings: RewardConfig, engine: Engine) -> ImageJudgeReward:
-    """Return the reward that asks an engine of the judge's model.
-
-    Raises:
-        UserError: the folder has no such model.
-        RewardConfigError: the template or the pattern cannot be used.
-    """
+    """Return the reward that asks an engine of the judge's model."""
     path, judge = judge_folder(settings.path), settings.judge
     tokenizer = judge_tokenizer(path)
     try:
@@ -140,18 +126,13 @@ def _judge_reward(settings: RewardConfig, engine: Engine) -> ImageJudgeReward:
         text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    model = JudgeModel(
-        engine=engine,
-        encode=encode,
-        decode=partial(tokenizer.decode, skip_special_tokens=True),
-        sampling=judge.sampling,
-        n=judge.n,
-        vision=vision,
+    model = JudgeModel.with_options(
+        judge, engine=engine, encode=encode, decode=partial(tokenizer.decode, skip_special_tokens=True), vision=vision
     )
     return ImageJudgeReward(
         model=model,
-        template=judge.question(_QUESTION, setting="reward.judge.template"),
-        parse=judge.score_pattern,
+        template=judge.question(setting="reward.judge.template"),
+        parse=ScorePattern.with_options(judge),
         reduce=judge.reduce,
         unparsable_score=judge.unparsable_score,
     )

@@ -2,28 +2,20 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gcore_llm.data.prompts import Prompt
-from gcore_llm.sampling.groups import Group, Response
-from gcore_rollout import Failed, GroupRewardRunner, Scored
+from gcore_llm.sampling.groups import Group
+from gcore_rollout import Failed, GroupRewardRunner
 
 
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Add to each response's own score a weighted score against the other responses of its group.
+    """Adds to each response's own score a weighted score against the other responses of its group."""
 
-    Args:
-        runner: scores the responses of a group against each other.
-        weight: factor of that score.
-
-    Attributes:
-        runner: The same.
-    """
-
-    def __init__(self, runner: GroupRewardRunner, *, weight: float) -> None:
-        self.runner = runner
-        self._weight = weight
+    runner: GroupRewardRunner
+    weight: float
 
     async def run(self, groups: Sequence[tuple[Group, Prompt]], tokenizer: Any) -> list[Group]:
         """Return the groups with their new scores, without those whose comparison failed.
@@ -51,8 +43,16 @@ class Comparison:
         scored = await self.runner.score(prompt=prompt.text, completions=texts, row=prompt.row)
         if isinstance(scored, Failed):
             return None
-        return replace(group, responses=[self._added(r, s) for r, s in zip(group.responses, scored, strict=True)])
-
-    def _added(self, response: Response, scored: Scored) -> Response:
-        parts = {"model": scored.score, **{f"model/{name}": part for name, part in scored.parts.items()}}
-        return replace(response, score=response.score + self._weight * scored.score, parts={**response.parts, **parts})
+        responses = [
+            replace(
+                response,
+                score=response.score + self.weight * one.score,
+                parts={
+                    **response.parts,
+                    "model": one.score,
+                    **{f"model/{name}": part for name, part in one.parts.items()},
+                },
+            )
+            for response, one in zip(group.responses, scored, strict=True)
+        ]
+        return replace(group, responses=responses)

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gcore_rollout import JudgeOptions, OnError, RewardConfigError
-from gcore_runs.errors import UserError, check_at_least
+from gcore_rollout import JudgeOptions, OnError, RetryPolicy, RewardConfigError, RewardRunnerConfig
+from gcore_runs.errors import UserError, check_fraction
 from gcore_runs.settings.engine_config import EngineConfig
 
 
@@ -33,9 +33,9 @@ class JudgeConfig(EngineConfig, JudgeOptions):
         prefix = "reward_model.judge"
         self.check_engine(prefix)
         try:
-            self.check(prefix)
+            self.check()
         except RewardConfigError as error:
-            raise UserError(str(error)) from None
+            raise UserError(f"{prefix}.{error}") from None
         if self.pairwise and self.unparsable_score not in (None, 0.5):
             raise UserError(
                 f"{prefix}.unparsable_score is {self.unparsable_score}; expected 0.5, a tie, or none with "
@@ -100,9 +100,19 @@ class RewardCallsConfig:
     """Call a synchronous reward in a thread, so that generation continues meanwhile: for one that takes long."""
 
     def __post_init__(self) -> None:
-        check_at_least("reward_calls.max_concurrency", self.max_concurrency, 1)
-        check_at_least("reward_calls.max_retries", self.max_retries, 0)
-        if not 0 <= self.max_failed_share <= 1:
-            raise UserError(f"reward_calls.max_failed_share is {self.max_failed_share}; expected a number from 0 to 1")
-        if not self.timeout_s > 0:
-            raise UserError(f"reward_calls.timeout_s is {self.timeout_s}; expected a number above 0")
+        check_fraction("reward_calls.max_failed_share", self.max_failed_share)
+        try:
+            _ = self.runner
+        except RewardConfigError as error:
+            raise UserError(f"reward_calls.{error}") from None
+
+    @property
+    def runner(self) -> RewardRunnerConfig:
+        """The settings of a `RewardRunner`."""
+        return RewardRunnerConfig(
+            max_concurrency=self.max_concurrency,
+            timeout_s=self.timeout_s,
+            retry=RetryPolicy(max_retries=self.max_retries),
+            on_error=self.on_error,
+            sync_in_threads=self.in_threads,
+        )

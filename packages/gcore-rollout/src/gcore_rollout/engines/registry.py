@@ -10,7 +10,7 @@ from typing import Any
 
 from gcore_rollout.engines.protocol import Engine
 from gcore_rollout.errors import EngineDiedError, RequestError, RolloutError
-from gcore_rollout.python_file import load_function
+from gcore_rollout.rewards.registry import load_function
 
 _NOTES = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
 """Entries of a model's config.json that do not change what the model computes."""

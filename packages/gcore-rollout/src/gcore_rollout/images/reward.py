@@ -1,6 +1,6 @@
-"""Rewards of images, and their evaluation."""
+"""Rewards of images: their evaluation, and those of pixels alone."""
 
-import inspect
+import io
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -8,51 +8,143 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_rollout.errors import RewardError, RewardExitError
-from gcore_rollout.rewards.reward import name_of
-from gcore_rollout.rewards.threads import DaemonThreads
+from gcore_rollout.errors import MissingExtraError, RewardConfigError, RewardError
+from gcore_rollout.rewards.reward import answer, is_async, located, name_of
+from gcore_rollout.rewards.runner import ThreadedReward
 
 Images = NDArray[np.uint8]
 """Images [B, H, W, 3]."""
+Rows = Sequence[Mapping[str, Any]]
+"""The data set's rows [B]."""
+Scores = NDArray[np.float64]
+"""Scores [B]."""
 
-ImageRewardFunction = Callable[[Images, Sequence[str], Sequence[Mapping[str, Any]]], Any | Awaitable[Any]]
+ImageRewardFunction = Callable[[Images, Sequence[str], Rows], Any | Awaitable[Any]]
 """``reward(images, prompts, rows)`` returns B scores, and may be async. A method ``check(height, width)``, if there is
 one, raises `RewardConfigError` before a run for images of a size that it cannot score."""
 
+_QUALITY = 95
+
 
 async def evaluate_images(
-    reward: ImageRewardFunction, images: Images, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    reward: ImageRewardFunction, images: Images, prompts: Sequence[str], rows: Rows
 ) -> list[float]:
     """Call a reward, in a thread unless it is async, and check what it returns.
 
     Raises:
         RewardError: it raised, or did not return as many finite numbers as there are images.
+        RewardExitError: it tried to end the process.
     """
+    # A daemon thread: one of asyncio would keep the process from ending while the reward blocks.
+    threaded = None if is_async(reward) else ThreadedReward(reward, max_workers=1)
     try:
-        if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None)):  # noqa: B004 - an object whose call is async
-            values = await reward(images, prompts, rows)
-        else:
-            # A thread of its own: one of asyncio would keep the process from ending while the reward blocks.
-            threads = DaemonThreads(1, name=f"reward-{name_of(reward)}")
-            try:
-                values = await threads.run(reward, images, prompts, rows)
-            finally:
-                threads.close()
-            if inspect.isawaitable(values):
-                values = await values
+        values = await answer(threaded or reward, images, prompts, rows)
         scores = [float(value) for value in np.asarray(values, dtype=np.float64).reshape(-1)]
-    except SystemExit as error:
-        raise RewardExitError(f"reward {name_of(reward)!r} tried to end the process: {error!r}") from error
+        if len(scores) != len(images):
+            raise RewardError(f"returned {len(scores)} scores; expected one for each of {len(images)} images")
+        for score, prompt in zip(scores, prompts, strict=True):
+            if not math.isfinite(score):
+                raise RewardError(f"returned {score} for an image of {prompt!r}; expected a finite number")
     except Exception as error:
-        reason = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
-        raise RewardError(f"reward {name_of(reward)!r} on {len(images)} images: {reason}") from error
-    if len(scores) != len(images):
-        raise RewardError(
-            f"reward {name_of(reward)!r} returned {len(scores)} scores; expected one for each of {len(images)} images"
-        )
-    for score, prompt in zip(scores, prompts, strict=True):
-        if not math.isfinite(score):
-            raise RewardError(
-                f"reward {name_of(reward)!r} returned {score} for an image of {prompt!r}; expected a finite number"
-            )
+        raise located(error, f"reward {name_of(reward)!r} on {len(images)} images") from error
+    finally:
+        if threaded is not None:
+            threaded.close()
     return scores
+
+
+def import_pillow() -> Any:
+    """Import Pillow's module of images; raise `MissingExtraError` if it is not installed."""
+    try:
+        import PIL.Image
+    except ImportError:
+        raise MissingExtraError("PIL", "images") from None
+    return PIL.Image
+
+
+def png(image: Any) -> bytes:
+    """Encode an image [H, W, 3] of uint8 as a PNG file."""
+    return _encoded(import_pillow().fromarray(image), format="PNG")
+
+
+def _encoded(picture: Any, **options: Any) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, **options)
+    return file.getvalue()
+
+
+class JPEGCompressibility:
+    """DDPO's rewards (arXiv 2305.13301, section 5.1): kilobytes (1,000 bytes) of a JPEG of quality 95, or minus these.
+
+    Args:
+        sign: -1: small files are good (compressibility); 1: large ones are (incompressibility).
+        size: pixels that a side is resized to before; 0: as it is. The file of a very small image is mostly header.
+
+    Raises:
+        MissingExtraError: pillow is not installed.
+        RewardConfigError: another sign or a negative size.
+    """
+
+    def __init__(self, *, sign: int = -1, size: int = 0) -> None:
+        self._library = import_pillow()
+        if sign not in (-1, 1):
+            raise RewardConfigError(f"sign is {sign}; expected -1 or 1")
+        if size < 0:
+            raise RewardConfigError(f"size is {size}; expected 0 or more")
+        self._sign = sign
+        self._size = size
+
+    def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
+        """Return scores [B]."""
+        del prompts, rows
+        return np.array([self._sign * self._kilobytes(image) for image in images])
+
+    def _kilobytes(self, image: NDArray[np.uint8]) -> float:
+        picture = self._library.fromarray(image)
+        if self._size:
+            picture = picture.resize((self._size, self._size), self._library.Resampling.BICUBIC)
+        return len(_encoded(picture, format="JPEG", quality=_QUALITY)) / 1000
+
+
+class ColourReward:
+    """Cosine similarity, from 0 to 1, of the prompt's colour and the image's mean colour, weighted by brightness.
+
+    Args:
+        colours: by the word of a prompt that names them; each red, green and blue from 0 to 1.
+
+    Raises:
+        RewardConfigError: there are no colours, or one is out of range.
+    """
+
+    def __init__(self, colours: Mapping[str, tuple[float, float, float]]) -> None:
+        if not colours:
+            raise RewardConfigError("colours is empty; expected at least one")
+        for word, colour in colours.items():
+            if len(colour) != 3 or not all(0 <= part <= 1 for part in colour) or not any(colour):
+                raise RewardConfigError(
+                    f"colours has {word!r}: {colour}; expected three numbers from 0 to 1, one above 0"
+                )
+        self._colours = {word: np.asarray(c, np.float64) / np.linalg.norm(c) for word, c in colours.items()}
+
+    def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
+        """Return scores [B].
+
+        Raises:
+            RewardConfigError: a prompt names no known colour.
+        """
+        del rows
+        wanted = np.stack([self._wanted(prompt) for prompt in prompts])
+        return (mean_colours(images) * wanted).sum(1)
+
+    def _wanted(self, prompt: str) -> NDArray[np.float64]:
+        for word in prompt.split():
+            if word in self._colours:
+                return self._colours[word]
+        raise RewardConfigError(f"prompt {prompt!r} names no colour; expected one of {', '.join(self._colours)}")
+
+
+def mean_colours(images: Images) -> NDArray[np.float64]:
+    """Return unit vectors [B, 3] of the mean colour of each image, pixels weighted by their brightest channel."""
+    pixels = images.astype(np.float64) / 255
+    means = (pixels * pixels.max(-1, keepdims=True)).sum((1, 2))
+    return means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)

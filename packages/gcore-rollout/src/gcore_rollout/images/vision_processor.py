@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_rollout.errors import MissingExtraError, RequestError, UnsupportedModelError
+from gcore_rollout.errors import RequestError, UnsupportedModelError
+from gcore_rollout.images.reward import import_pillow
 
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
 """Model types whose images are supported."""
@@ -59,7 +60,7 @@ class VisionProcessor:
             raise UnsupportedModelError(
                 f"model type of {path} is {config.model_type!r}; expected {' or '.join(VISION_MODELS)} for images"
             )
-        _import_pillow()
+        import_pillow()
         try:
             processor = AutoImageProcessor.from_pretrained(path)
         except (OSError, ValueError) as error:
@@ -139,18 +140,10 @@ def checkpoint_name(model: Any, name: str) -> str:
     return renamed
 
 
-def _import_pillow() -> Any:
-    try:
-        import PIL.Image
-    except ModuleNotFoundError:
-        raise MissingExtraError("PIL", "images") from None
-    return PIL.Image
-
-
 def _opened(image: bytes) -> Any:
     """Open an image, which reads its size and leaves its pixels encoded."""
     try:
-        return _import_pillow().open(io.BytesIO(image))
+        return import_pillow().open(io.BytesIO(image))
     except OSError as error:
         raise RequestError(f"an image of {len(image)} bytes is no image file that Pillow reads: {error}") from None
 

@@ -1,10 +1,18 @@
-"""Environments in which a policy acts."""
+"""Environments in which a policy acts: the protocol, revisions after a reward's feedback, and tools."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import json
+import math
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from gcore_rollout.errors import RequestError
 from gcore_rollout.multi_turn.chat import Message
+from gcore_rollout.rewards.reward import Scored
+
+_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,3 +62,157 @@ class Environment(Protocol):
             completion: the text of the turn, without special tokens.
         """
         ...
+
+
+class RevisionEnvironment:
+    """Returns an answer with its reward's feedback until it is good enough (G-Core, arXiv 2507.22789).
+
+    A turn's reward is the gain of its answer's score over the one before, so an episode's score is that of its last.
+
+    Args:
+        messages: the request.
+        reward: scores an answer; its feedback, such as a judge's verdict, is the policy's next message; without any,
+            that is the score.
+        good_enough: an answer of this score or more ends the episode.
+        max_revisions: largest number of revisions.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        reward: Callable[[str], Awaitable[Scored]],
+        *,
+        good_enough: float,
+        max_revisions: int,
+    ) -> None:
+        if not math.isfinite(good_enough):
+            raise RequestError(f"good_enough is {good_enough}; expected a finite number")
+        if max_revisions < 1:
+            raise RequestError(f"max_revisions is {max_revisions}; expected at least 1")
+        self._messages = list(messages)
+        self._reward = reward
+        self._good_enough = good_enough
+        self._num_left = max_revisions
+        self._score = 0.0
+
+    async def reset(self) -> Opening:
+        return Opening(messages=self._messages)
+
+    async def step(self, completion: str) -> Reply:
+        scored = await self._reward(completion)
+        gain, self._score = scored.score - self._score, scored.score
+        if scored.score >= self._good_enough or not self._num_left:
+            return Reply(reward=gain, done=True)
+        self._num_left -= 1
+        feedback = scored.feedback or f"The answer scores {scored.score:.3g}."
+        return Reply(messages=[{"role": "user", "content": feedback}], reward=gain)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """One call that a turn holds."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    error: str = ""
+    """Why the call cannot be read; empty: it can."""
+
+
+CallParser = Callable[[str], Sequence[ToolCall]]
+"""Parses the text of a turn to its calls; a turn without calls is an answer."""
+
+
+def hermes_calls(text: str) -> list[ToolCall]:
+    """Parse calls as Hermes and Qwen write them: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
+    return [_call(match) for match in _HERMES.findall(text)]
+
+
+def _call(text: str) -> ToolCall:
+    try:
+        call = json.loads(text)
+    except json.JSONDecodeError as error:
+        return ToolCall(name="", arguments={}, error=f"the call is not JSON: {error}")
+    arguments = call.get("arguments", {}) if isinstance(call, dict) else None
+    if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
+        return ToolCall(name="", arguments={}, error="a call is an object with a name and an object of arguments")
+    return ToolCall(name=call["name"], arguments=arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tool:
+    """A function that a policy may call.
+
+    A failure of a call is reported to the policy, which may correct it, and is no error of the run.
+    """
+
+    name: str
+    description: str
+    function: Callable[..., Awaitable[object]]
+    """Called with the arguments by name; its result is reported as text."""
+    parameters: Mapping[str, Any]
+    """JSON schema of the arguments, an object."""
+    timeout_s: float = 10.0
+    max_characters: int = 2_000
+    """Largest length of the answer, which is cut."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The function's schema in the form of chat templates."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+    async def __call__(self, arguments: Mapping[str, Any]) -> str:
+        """Call the function, and return the answer to the policy."""
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                answer = str(await self.function(**arguments))
+        except TimeoutError:
+            return f"error: {self.name} took longer than {self.timeout_s} s"
+        except Exception as error:
+            answer = f"error: {type(error).__name__}: {error}"
+        if len(answer) > self.max_characters:
+            return f"{answer[: self.max_characters]} ... ({len(answer):,} characters)"
+        return answer
+
+
+class ToolEnvironment:
+    """An environment that runs the calls of every turn, all at once; a turn without calls is the answer and ends it.
+
+    Args:
+        messages: the first ones.
+        tools: what may be called.
+        parse: how calls are written.
+        reward: scores the answer; None: the episode is scored elsewhere.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        *,
+        parse: CallParser = hermes_calls,
+        reward: Callable[[str], float | Awaitable[float]] | None = None,
+    ) -> None:
+        self._messages = list(messages)
+        self._tools = {tool.name: tool for tool in tools}
+        self._parse = parse
+        self._reward = reward
+
+    async def reset(self) -> Opening:
+        return Opening(messages=self._messages, tools=[tool.schema for tool in self._tools.values()])
+
+    async def step(self, completion: str) -> Reply:
+        calls = self._parse(completion)
+        if calls:
+            answers = await asyncio.gather(*(self._answer(call) for call in calls))
+            named = zip(calls, answers, strict=True)
+            return Reply(messages=[{"role": "tool", "name": call.name, "content": answer} for call, answer in named])
+        reward = self._reward(completion) if self._reward else 0.0
+        return Reply(done=True, reward=reward if isinstance(reward, int | float) else await reward)
+
+    async def _answer(self, call: ToolCall) -> str:
+        if call.error:
+            return f"error: {call.error}"
+        if call.name not in self._tools:
+            return f"error: there is no tool {call.name!r}: there are {', '.join(sorted(self._tools))}"
+        return await self._tools[call.name](call.arguments)

@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from gcore_rollout.engines.protocol import Completion, Engine, Request, SamplingParams
 from gcore_rollout.errors import EpisodeError, RequestError
 from gcore_rollout.multi_turn.chat import ChatEncoder
-from gcore_rollout.multi_turn.environment import Environment, Reply
+from gcore_rollout.multi_turn.environment import Environment
 
 T = TypeVar("T")
+_Piece = tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.float32], NDArray[np.int32]]
+"""Token ids, where the policy wrote them, log-probs and weight versions of a part of the response."""
 EpisodeEnd = Literal["done", "truncated_turn", "length", "max_turns"]
 """The environment ended it; a turn was cut off before its end, such as at ``max_tokens_per_turn``; the tokens of the
 episode were used up; its turns were."""
@@ -93,40 +95,66 @@ async def run_episode(
     takes_truncated = "truncated" in inspect.signature(environment.step).parameters
     opening = await _within(environment.reset(), limits.step_timeout_s, f"episode {request_id!r}: reset")
     prompt_ids = encoder.first(opening.messages, tools=opening.tools)
-    pieces = _Pieces()
+    pieces: list[_Piece] = []
+    response: list[int] = []
     turns: list[str] = []
     score = 0.0
-    while True:
-        num_left = sampling.max_tokens - pieces.num_tokens
+    end: EpisodeEnd | None = None
+    while end is None:
+        num_left = sampling.max_tokens - len(response)
         request = Request(
             request_id=f"{request_id}/{len(turns)}",
-            prompt_token_ids=(*prompt_ids, *pieces.token_ids()),
+            prompt_token_ids=(*prompt_ids, *response),
             sampling=dataclasses.replace(sampling, max_tokens=min(num_left, limits.max_tokens_per_turn or num_left)),
             seed=hash((seed, len(turns))),
         )
         completion = await _completed(engine, request)
-        pieces.add_completion(completion)
+        written = np.ones(completion.token_ids.size, np.bool_)
+        pieces.append((completion.token_ids, written, completion.log_probs, completion.weight_versions))
+        response += completion.token_ids.tolist()
         turns.append(encoder.text(completion.token_ids.tolist()))
         what = f"episode {request_id!r}: step {len(turns)}"
         is_truncated = completion.finish_reason != "stop"
         answering = environment.step(turns[-1], **({"truncated": is_truncated} if takes_truncated else {}))
         reply = await _within(answering, limits.step_timeout_s, what)
-        score += _checked(reply, what).reward
-        end: EpisodeEnd | None = None
-        said: list[int] = []
+        if not math.isfinite(reply.reward):
+            raise EpisodeError(f"{what}: the reward is {reply.reward}; expected a finite number")
+        score += reply.reward
         if reply.done:
             end = "done"
         elif is_truncated:
             # A turn that was cut off has no end after which a message could come.
-            end = "length" if pieces.num_tokens >= sampling.max_tokens else "truncated_turn"
+            end = "length" if len(response) >= sampling.max_tokens else "truncated_turn"
         elif len(turns) == limits.max_turns:
             end = "max_turns"
         else:
-            said = encoder.next(reply.messages, last_token=int(completion.token_ids[-1]))
-            end = "length" if pieces.num_tokens + len(said) >= sampling.max_tokens else None
-        if end is not None:
-            return pieces.episode(prompt_ids, turns=tuple(turns), score=score, end=end)
-        pieces.add_environment(said)
+            said = encoder.next(reply.messages, last_token=response[-1])
+            if len(response) + len(said) >= sampling.max_tokens:
+                end = "length"
+            else:
+                pieces.append(_of_environment(said))
+                response += said
+    token_ids, mask, log_probs, versions = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    return Episode(
+        prompt_ids=np.array(prompt_ids, np.int64),
+        token_ids=token_ids,
+        response_mask=mask,
+        log_probs=log_probs,
+        weight_versions=versions,
+        turns=tuple(turns),
+        score=score,
+        end=end,
+    )
+
+
+def _of_environment(token_ids: list[int]) -> _Piece:
+    size = len(token_ids)
+    return (
+        np.array(token_ids, np.int64),
+        np.zeros(size, np.bool_),
+        np.zeros(size, np.float32),
+        np.full(size, -1, np.int32),
+    )
 
 
 async def _completed(engine: Engine, request: Request) -> Completion:
@@ -146,56 +174,3 @@ async def _within(answer: Awaitable[T], timeout_s: float, what: str) -> T:
         raise EpisodeError(f"{what} took longer than {timeout_s} s") from None
     except (Exception, SystemExit) as error:
         raise EpisodeError(f"{what}: {type(error).__name__}: {error}") from error
-
-
-def _checked(reply: Reply, what: str) -> Reply:
-    if not math.isfinite(reply.reward):
-        raise EpisodeError(f"{what}: the reward is {reply.reward}; expected a finite number")
-    return reply
-
-
-class _Pieces:
-    """The response so far."""
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.float32], NDArray[np.int32]]] = []
-        self.num_tokens = 0
-
-    def token_ids(self) -> list[int]:
-        return [token for ids, *_ in self._parts for token in ids.tolist()]
-
-    def add_completion(self, completion: Completion) -> None:
-        written = np.ones(completion.token_ids.size, np.bool_)
-        self._add(completion.token_ids, written, completion.log_probs, completion.weight_versions)
-
-    def add_environment(self, token_ids: list[int]) -> None:
-        size = len(token_ids)
-        self._add(
-            np.array(token_ids, np.int64),
-            np.zeros(size, np.bool_),
-            np.zeros(size, np.float32),
-            np.full(size, -1, np.int32),
-        )
-
-    def episode(self, prompt_ids: list[int], *, turns: tuple[str, ...], score: float, end: EpisodeEnd) -> Episode:
-        token_ids, mask, log_probs, versions = (np.concatenate(column) for column in zip(*self._parts, strict=True))
-        return Episode(
-            prompt_ids=np.array(prompt_ids, np.int64),
-            token_ids=token_ids,
-            response_mask=mask,
-            log_probs=log_probs,
-            weight_versions=versions,
-            turns=turns,
-            score=score,
-            end=end,
-        )
-
-    def _add(
-        self,
-        token_ids: NDArray[np.int64],
-        mask: NDArray[np.bool_],
-        log_probs: NDArray[np.float32],
-        versions: NDArray[np.int32],
-    ) -> None:
-        self._parts.append((token_ids, mask, log_probs, versions))
-        self.num_tokens += token_ids.size

@@ -1,31 +1,78 @@
-"""Concurrent scoring of completions, with time limits, retries and counts of failures."""
+"""Concurrent scoring of completions, with time limits, bounded retries, threads, and counts of failures."""
 
 import asyncio
+import contextvars
 import inspect
 import math
+import queue
+import random
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from gcore_rollout.errors import NoScoreError, RewardConfigError, RewardError, RewardExitError
-from gcore_rollout.rewards.failures import FailureLog
-from gcore_rollout.rewards.retry import RetryPolicy
 from gcore_rollout.rewards.reward import (
+    FailureLog,
     GroupRewardFunction,
     RewardFunction,
     Scored,
+    blocking_limit,
+    call,
     evaluate,
     evaluate_group,
+    is_async,
     name_of,
 )
-from gcore_rollout.rewards.threads import ThreadedReward
-from gcore_rollout.rewards.user_code import blocking_limit, call
 
 OnError = Literal["raise", "drop"]
 """A reward that fails after its retries raises, or gives `Failed`."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetryPolicy:
+    """The number of retries and the time between them."""
+
+    max_retries: int = 2
+    """Attempts after the first."""
+    backoff_s: float = 0.5
+    """Seconds before the first retry. It doubles with each, and is shortened by up to half at random, so that calls
+    which failed together do not come back together."""
+    max_backoff_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_retries", "backoff_s"):
+            if not getattr(self, name) >= 0:
+                raise RewardConfigError(f"{name} is {getattr(self, name)}; expected 0 or more")
+        if not self.max_backoff_s >= self.backoff_s:
+            raise RewardConfigError(
+                f"max_backoff_s is {self.max_backoff_s}; expected at least backoff_s={self.backoff_s}"
+            )
+
+    async def run(
+        self,
+        attempt: Callable[[], Awaitable[T]],
+        *,
+        may_pass: Callable[[Exception], bool],
+        on_retry: Callable[[], None] | None = None,
+    ) -> T:
+        """Return the result of ``attempt``, or raise its last error; ``may_pass``: it is worth another attempt."""
+        for retry in range(self.max_retries):
+            try:
+                return await attempt()
+            except Exception as error:
+                if not may_pass(error):
+                    raise
+            wait_s = min(self.max_backoff_s, self.backoff_s * 2**retry)
+            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+            if on_retry is not None:
+                on_retry()
+        return await attempt()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,21 +83,21 @@ class Failed:
     """The error, with the reward's name, the prompt and the completion."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RewardStats:
     """Counters since the runner was made."""
 
-    num_scored: int
-    num_failed: int
+    num_scored: int = 0
+    num_failed: int = 0
     """Calls that ended in an error after their retries; `NoScoreError` is not one."""
-    num_no_score: int
+    num_no_score: int = 0
     """Calls to which the reward had no score to give."""
-    num_retries: int
-    num_timeouts: int
+    num_retries: int = 0
+    num_timeouts: int = 0
     """Attempts that were given up after ``timeout_s``."""
-    num_running: int
-    num_waiting: int
-    busy_s: float
+    num_running: int = 0
+    num_waiting: int = 0
+    busy_s: float = 0.0
     """Total seconds of all attempts."""
 
 
@@ -89,55 +136,47 @@ class _Runner(Generic[T]):
         self.failures = FailureLog()
         self._config = config or RewardRunnerConfig()
         self._places = asyncio.Semaphore(self._config.max_concurrency)
-        self._num_scored = self._num_failed = self._num_no_score = self._num_retries = self._num_timeouts = 0
-        self._num_running = self._num_waiting = 0
-        self._busy_s = 0.0
+        self._stats = RewardStats()
 
     def stats(self) -> RewardStats:
-        return RewardStats(
-            num_scored=self._num_scored,
-            num_failed=self._num_failed,
-            num_no_score=self._num_no_score,
-            num_retries=self._num_retries,
-            num_timeouts=self._num_timeouts,
-            num_running=self._num_running,
-            num_waiting=self._num_waiting,
-            busy_s=self._busy_s,
-        )
+        return replace(self._stats)
 
     async def _run(self, call: Callable[[], Awaitable[T]]) -> T | Failed:
+        stats = self._stats
+
+        async def attempt() -> T:
+            stats.num_waiting += 1
+            try:
+                await self._places.acquire()
+            finally:
+                stats.num_waiting -= 1
+            began = time.monotonic()
+            stats.num_running += 1
+            try:
+                return await call()
+            finally:
+                stats.num_running -= 1
+                stats.busy_s += time.monotonic() - began
+                self._places.release()
+
+        def count_retry() -> None:
+            stats.num_retries += 1
+
         try:
-            result = await self._config.retry.run(
-                lambda: self._attempt(call), may_pass=_may_pass, on_retry=self._count_retry
-            )
+            result = await self._config.retry.run(attempt, may_pass=_may_pass, on_retry=count_retry)
         except NoScoreError as error:
-            self._num_no_score += 1
+            stats.num_no_score += 1
             self.failures.succeeded()
             return Failed(error=error)
         except RewardError as error:
-            self._num_failed += 1
+            stats.num_failed += 1
             self.failures.failed(error)
             if self._config.on_error == "raise" or isinstance(error, RewardExitError):
                 raise
             return Failed(error=error)
-        self._num_scored += 1
+        stats.num_scored += 1
         self.failures.succeeded()
         return result
-
-    async def _attempt(self, call: Callable[[], Awaitable[T]]) -> T:
-        self._num_waiting += 1
-        try:
-            await self._places.acquire()
-        finally:
-            self._num_waiting -= 1
-        began = time.monotonic()
-        self._num_running += 1
-        try:
-            return await call()
-        finally:
-            self._num_running -= 1
-            self._busy_s += time.monotonic() - began
-            self._places.release()
 
     async def _in_time(self, work: Awaitable[Any]) -> Any:
         timeout = asyncio.timeout(self._config.timeout_s)
@@ -147,11 +186,8 @@ class _Runner(Generic[T]):
         except TimeoutError:
             if not timeout.expired():
                 raise
-            self._num_timeouts += 1
+            self._stats.num_timeouts += 1
             raise TimeoutError(f"no answer within timeout_s={self._config.timeout_s}") from None
-
-    def _count_retry(self) -> None:
-        self._num_retries += 1
 
 
 class RewardRunner(_Runner[Scored]):
@@ -160,8 +196,7 @@ class RewardRunner(_Runner[Scored]):
     def __init__(self, reward: RewardFunction, config: RewardRunnerConfig | None = None) -> None:
         super().__init__(config)
         self._threads: ThreadedReward | None = None
-        self.__name__ = name_of(reward)
-        if self._config.sync_in_threads and not _is_async(reward):
+        if self._config.sync_in_threads and not is_async(reward):
             reward = self._threads = ThreadedReward(reward, max_workers=self._config.max_concurrency)
         self._reward = reward
 
@@ -175,7 +210,9 @@ class RewardRunner(_Runner[Scored]):
             RewardError: the reward failed, after its retries, and ``on_error`` is "raise".
             RewardExitError: the reward tried to end the process.
         """
-        return await self._run(lambda: evaluate(self._limited, prompt=prompt, completion=completion, row=row))
+        return await self._run(
+            partial(evaluate, self._reward, prompt=prompt, completion=completion, row=row, limit=self._in_time)
+        )
 
     async def try_on(self, *, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored | Failed:
         """Score one completion before a run starts, with ``timeout_s`` for a synchronous reward, too.
@@ -196,39 +233,19 @@ class RewardRunner(_Runner[Scored]):
         if self._threads is not None:
             self._threads.close()
 
-    @property
-    def _limited(self) -> RewardFunction:
-        async def limited(prompt: str, completion: str, row: Mapping[str, Any]) -> float | Scored:
-            value = call(self._reward, prompt, completion, row)
-            return await self._in_time(value) if inspect.isawaitable(value) else value
-
-        limited.__name__ = self.__name__
-        return limited
-
 
 class GroupRewardRunner(_Runner[list[Scored]]):
     """Scores groups of completions, for example by `PairwiseJudge`; a group is one call."""
 
     def __init__(self, reward: GroupRewardFunction, config: RewardRunnerConfig | None = None) -> None:
         super().__init__(config)
-        self.__name__ = name_of(reward)
         self._reward = reward
 
     async def score(self, *, prompt: str, completions: Sequence[str], row: Mapping[str, Any]) -> list[Scored] | Failed:
-        """One `Scored` for each completion, in their order; otherwise as `RewardRunner.score`."""
-        return await self._run(lambda: evaluate_group(self._limited, prompt=prompt, completions=completions, row=row))
-
-    @property
-    def _limited(self) -> GroupRewardFunction:
-        async def limited(prompt: str, completions: Sequence[str], row: Mapping[str, Any]) -> Sequence[Scored]:
-            return await self._in_time(self._reward(prompt, completions, row))
-
-        limited.__name__ = self.__name__
-        return limited
-
-
-def _is_async(reward: RewardFunction) -> bool:
-    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
+        """Return one `Scored` for each completion, in their order; otherwise as `RewardRunner.score`."""
+        return await self._run(
+            partial(evaluate_group, self._reward, prompt=prompt, completions=completions, row=row, limit=self._in_time)
+        )
 
 
 def _may_pass(error: BaseException | None) -> bool:
@@ -238,6 +255,76 @@ def _may_pass(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+class ThreadedReward:
+    """Runs a reward in at most ``max_workers`` daemon threads, so that generation continues meanwhile.
+
+    No thread can be stopped: a call that was abandoned holds its thread until it returns, and one that never returns
+    holds it until the process ends; threads of `concurrent.futures` and `asyncio.to_thread` would keep the process from
+    ending. Code that can hang belongs in a sandbox or on a server.
+
+    Args:
+        reward: synchronous, and safe to be called by several threads.
+        max_workers: threads, which are started on demand.
+    """
+
+    def __init__(self, reward: Callable[..., Any], *, max_workers: int = 8) -> None:
+        if max_workers < 1:
+            raise RewardConfigError(f"max_workers is {max_workers}; expected at least 1")
+        self._reward = reward
+        self.__name__ = name_of(reward)
+        self._max_workers = max_workers
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._num_threads = 0
+        self._num_pending = 0
+
+    async def __call__(self, *arguments: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[Any] = loop.create_future()
+        work = partial(contextvars.copy_context().run, call, self._reward, *arguments)
+        self._num_pending += 1
+        if self._num_pending > self._num_threads < self._max_workers:
+            self._num_threads += 1
+            name = f"reward-{self.__name__}-{self._num_threads}"
+            threading.Thread(target=self._work, name=name, daemon=True).start()
+        self._calls.put(partial(self._call, work, result, loop))
+        value = await result
+        return await value if inspect.isawaitable(value) else value
+
+    def close(self) -> None:
+        """Let the threads end when they are done. Idempotent."""
+        for _ in range(self._num_threads):
+            self._calls.put(None)
+        self._num_threads = 0
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+    def _call(self, work: Callable[[], Any], result: "asyncio.Future[Any]", loop: asyncio.AbstractEventLoop) -> None:
+        """Make one call, and pass its outcome to the event loop."""
+        value: Any = None
+        error: BaseException | None = None
+        try:
+            value = work()
+        except BaseException as raised:
+            error = raised
+        # A loop that is closed has no use for the outcome of a call that was given up.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._settle, result, value, error)
+
+    def _settle(self, result: "asyncio.Future[Any]", value: Any, error: BaseException | None) -> None:
+        # A call that was given up has held its thread until now.
+        self._num_pending -= 1
+        if result.done():
+            return
+        if error is None:
+            result.set_result(value)
+        elif isinstance(error, StopIteration):
+            result.set_exception(RuntimeError(f"the function raised {error!r}"))
+        else:
+            result.set_exception(error)
 
 
 def part_means(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:

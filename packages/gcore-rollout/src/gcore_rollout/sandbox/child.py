@@ -1,9 +1,12 @@
 """The sandboxed process: it isolates itself, runs the program, and watches it.
 
 It is started by path in a bare interpreter, so it imports only modules of the standard library that import quickly:
-each program waits for them. Its one argument is the JSON of `types.Setup`. It makes three processes: the watcher, which
-stays outside; the first process of the namespaces, which lives as long as the program and reaps its children; and the
-program.
+each program waits for them. Its one argument is JSON, a `Setup`: the fields of `SandboxLimits`, and ``isolation``;
+``control_fd``, a socket into which the program and its tests come, and out of which lines say how far it got;
+``report_fd``, a pipe for the watcher's report, which the program never holds; and ``import_paths``.
+
+It makes three processes: the watcher, which stays outside; the first process of the namespaces, which lives as long as
+the program and reaps its children; and the program.
 """
 
 import ctypes
@@ -20,7 +23,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-    from gcore_rollout.sandbox.types import Report, Setup
+    Setup = dict[str, Any]
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -36,14 +39,11 @@ NOBODY = 65534
 
 HOME = "/sandbox"
 """The folder in which a program starts and to which it may write."""
-
 NEW_ROOT = "/proc"
-"""Mount point of the program's file system while it is assembled; it exists on every Linux, and its files are
+"""Mount point of the program's file system while it is assembled: it exists on every Linux, and its files are
 hidden."""
-
 SET_UP, READY_FOR_TESTS = b"set up\n", b"ready for tests\n"
 """Messages of the program's process before the program, and between it and its tests."""
-
 VISIBLE = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache"]
 DEVICES = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
 
@@ -77,7 +77,7 @@ def main() -> None:
     os._exit(0)
 
 
-def _watch(first: int, watched: set[signal.Signals]) -> "Report":
+def _watch(first: int, watched: set[signal.Signals]) -> "dict[str, Any]":
     timed_out = False
     # A child that is stopped sends the same signal as one that ends.
     while os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:

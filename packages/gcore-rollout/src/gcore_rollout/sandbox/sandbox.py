@@ -1,4 +1,4 @@
-"""Isolated Python programs in other processes, under limits, without blocking the event loop."""
+"""Isolated Python programs in other processes, under limits, without blocking the event loop: what starts them."""
 
 import asyncio
 import json
@@ -12,24 +12,23 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import IO, Any, Literal, Self, get_args
 
 from gcore_rollout.errors import SandboxError
 from gcore_rollout.sandbox.child import HOME, READY_FOR_TESTS, SET_UP
-from gcore_rollout.sandbox.types import Outcome, Report, SandboxLimits, SandboxResult, Setup
 
 Isolation = Literal["namespaces", "limits"]
 """The isolation of a program from the machine; see `Sandbox`."""
 
-CHILD = Path(__file__).with_name("child.py")
+Outcome = Literal["finished", "failed", "timed_out", "output_limit"]
+"""Exit status 0; any other or a signal; killed at ``wall_s`` or ``cpu_s``; killed for writing too much."""
 
+CHILD = Path(__file__).with_name("child.py")
 GRACE_S = 60.0
 """Time after a program's limit, at which its watcher kills it, until the watcher itself is killed."""
-
 KILLED = 128 + signal.SIGKILL
-
 LEFT_OPEN_S = 1.0
 """Time to wait for the end of output that an escaped process may hold open (``limits`` only)."""
 
@@ -42,6 +41,49 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 """The whole environment of a program. Sets are iterated in the same order each time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxLimits:
+    """Limits of one program. Beyond a limit its call fails or it is killed; neither passes a test."""
+
+    wall_s: float = 10.0
+    """Seconds from the start to the end of the program, waiting included."""
+    cpu_s: int = 10
+    """Seconds of CPU time, of each process."""
+    memory_bytes: int = 1 << 30
+    """Address space, of each process."""
+    disk_bytes: int = 16 << 20
+    """Largest size of a file in its folder, and with namespaces of all files."""
+    output_bytes: int = 1 << 20
+    """Largest output on each of stdout and stderr."""
+    open_files: int = 64
+    """Open files, of each process."""
+    processes: int = 16
+    """Processes and threads at one time, the program's own among them. Held with namespaces only."""
+
+    def __post_init__(self) -> None:
+        for name in asdict(self):
+            value = getattr(self, name)
+            if not value > 0:
+                raise SandboxError(f"{name} is {value}; expected more than 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxResult:
+    """The result of one program."""
+
+    outcome: Outcome
+    exit_code: int
+    """128 + n if signal n ended it."""
+    stdout: str
+    stderr: str
+    passed: tuple[bool, ...]
+    """For each of the tests, whether it ran to its end without an exception."""
+    cpu_s: float
+    """Seconds of CPU time of the program and the children that it waited for."""
+    wall_s: float
+    """Seconds from the call to the end, the time in the queue included."""
 
 
 class Sandbox:
@@ -91,10 +133,6 @@ class Sandbox:
         self._places = asyncio.Semaphore(self._max_concurrency)
         self._try_isolation()
 
-    @property
-    def limits(self) -> SandboxLimits:
-        return self._limits
-
     async def run(self, program: str, *, stdin: str = "", tests: Sequence[str] = ()) -> SandboxResult:
         """Run a program to its end, and then, if it did not exit, the tests among its variables.
 
@@ -108,40 +146,32 @@ class Sandbox:
             SandboxError: the program could not be started.
         """
         began = time.monotonic()
+        tokens = [secrets.token_hex(16) for _ in tests]
+        heard: list[bytes] = []
+        bound = self._limits.output_bytes
         async with self._places:
             with ExitStack() as stack:
                 folder = HOME
                 if self._isolation == "limits":
                     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gcore-sandbox-"))
-                text = os.memfd_create("stdin")
-                stack.callback(os.close, text)
-                os.write(text, stdin.encode("utf-8", "surrogatepass"))
-                os.lseek(text, 0, os.SEEK_SET)
-                return await self._run(_Talk(program=program, tests=tests), text, folder, began)
-
-    async def _run(self, talk: "_Talk", stdin: int, folder: str, began: float) -> SandboxResult:
-        bound = self._limits.output_bytes
-        with _OutputPipe(bound) as stdout, _OutputPipe(bound) as stderr, _OutputPipe(1 << 16) as report:
-            ours, theirs = socket.socketpair()
-            with ours, theirs:
-                process = subprocess.Popen(
-                    self._command(theirs.fileno(), report.write_fd),
-                    stdin=stdin,
-                    stdout=stdout.write_fd,
-                    stderr=stderr.write_fd,
+                text = stack.enter_context(os.fdopen(os.memfd_create("stdin"), "w+b", buffering=0))
+                text.write(stdin.encode("utf-8", "surrogatepass"))
+                text.seek(0)
+                stdout, stderr, report = (stack.enter_context(_OutputPipe(size)) for size in (bound, bound, 1 << 16))
+                ours, theirs = socket.socketpair()
+                stack.enter_context(ours)
+                process = self._start(
+                    theirs,
+                    report.write_end,
+                    stdin=text,
+                    stdout=stdout.write_end,
+                    stderr=stderr.write_end,
                     cwd="/" if self._isolation == "namespaces" else folder,
                     env=ENVIRONMENT | {"HOME": folder, "TMPDIR": folder},
-                    pass_fds=(theirs.fileno(), report.write_fd),
                 )
-                theirs.close()
-                tasks = [
-                    asyncio.create_task(work)
-                    for work in (
-                        talk.over(ours),
-                        stdout.read(on_too_much=process.terminate),
-                        stderr.read(on_too_much=process.terminate),
-                    )
-                ]
+                works = [_talk(ours, program, tests, tokens, heard)]
+                works += [output.read(on_too_much=process.terminate) for output in (stdout, stderr)]
+                tasks = [asyncio.create_task(work) for work in works]
                 try:
                     async with asyncio.timeout(self._limits.wall_s + GRACE_S):
                         await report.read()
@@ -155,67 +185,53 @@ class Sandbox:
                     await asyncio.gather(*tasks, return_exceptions=True)
                     await _stop(process)
         error = stderr.data.decode(errors="replace")
-        if not talk.started or not report.data:
-            raise SandboxError(f"a program could not be started: {talk.first_line or error or process.returncode}")
-        return self._result(
-            json.loads(report.data),
-            too_much=stdout.too_much or stderr.too_much,
+        if heard[:1] != [SET_UP] or not report.data:
+            said = b"".join(heard[:1]).decode(errors="replace")
+            raise SandboxError(f"a program could not be started: {said or error or process.returncode}")
+        end = json.loads(report.data)
+        # The kernel's count at the kill, in ticks, and the one reported differ a little.
+        out_of_cpu = end["exit_code"] == KILLED and end["cpu_s"] > 0.9 * self._limits.cpu_s
+        outcome: Outcome = "failed" if end["exit_code"] else "finished"
+        if stdout.too_much or stderr.too_much:
+            outcome = "output_limit"
+        elif end["timed_out"] or out_of_cpu:
+            outcome = "timed_out"
+        return SandboxResult(
+            outcome=outcome,
+            exit_code=end["exit_code"],
             stdout=stdout.data.decode(errors="replace"),
             stderr=error,
-            passed=talk.passed(),
+            passed=tuple(token.encode() in heard for token in tokens),
+            cpu_s=end["cpu_s"],
             wall_s=time.monotonic() - began,
         )
 
-    def _result(self, report: Report, *, too_much: bool, **fields: Any) -> SandboxResult:
-        # The kernel's count at the kill, in ticks, and the one reported differ a little.
-        out_of_cpu = report["exit_code"] == KILLED and report["cpu_s"] > 0.9 * self._limits.cpu_s
-        outcome: Outcome = "failed" if report["exit_code"] else "finished"
-        if too_much:
-            outcome = "output_limit"
-        elif report["timed_out"] or out_of_cpu:
-            outcome = "timed_out"
-        return SandboxResult(outcome=outcome, exit_code=report["exit_code"], cpu_s=report["cpu_s"], **fields)
-
-    def _command(self, control_fd: int, report_fd: int) -> list[str]:
-        limits = self._limits
-        setup = Setup(
-            isolation=self._isolation,
-            control_fd=control_fd,
-            report_fd=report_fd,
-            import_paths=[str(path) for path in self._import_paths],
-            wall_s=limits.wall_s,
-            cpu_s=limits.cpu_s,
-            memory_bytes=limits.memory_bytes,
-            disk_bytes=limits.disk_bytes,
-            open_files=limits.open_files,
-            processes=limits.processes,
-        )
+    def _start(self, control: socket.socket, report: IO[bytes], **options: Any) -> "subprocess.Popen[bytes]":
+        """Start a child with one end of a socket, which is closed here, and the write end of the report's pipe."""
+        setup = {
+            "isolation": self._isolation,
+            "control_fd": control.fileno(),
+            "report_fd": report.fileno(),
+            "import_paths": [str(path) for path in self._import_paths],
+            **asdict(self._limits),
+        }
         # Bare: no site-packages, none of the user's, no folder of the script, and no .pyc written.
-        return [self._python, "-s", "-S", "-P", "-B", str(CHILD), json.dumps(setup)]
+        command = [self._python, "-s", "-S", "-P", "-B", str(CHILD), json.dumps(setup)]
+        with control:
+            return subprocess.Popen[bytes](command, pass_fds=(control.fileno(), report.fileno()), **options)
 
     def _try_isolation(self) -> None:
         """Start a child that gets no program."""
-        report_end, report = os.pipe()
         ours, theirs = socket.socketpair()
-        try:
-            with ours, theirs:
-                ours.settimeout(GRACE_S)
-                fds = (theirs.fileno(), report)
-                child = subprocess.Popen(
-                    self._command(*fds),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    env=ENVIRONMENT,
-                    pass_fds=fds,
-                )
-                theirs.close()
-                with ours.makefile("rb") as lines:
-                    answer = lines.readline()
-            said = child.communicate(timeout=GRACE_S)[1]
-        finally:
-            os.close(report_end)
-            os.close(report)
+        with ours, _OutputPipe(1) as report:
+            ours.settimeout(GRACE_S)
+            null = subprocess.DEVNULL
+            child = self._start(
+                theirs, report.write_end, stdin=null, stdout=null, stderr=subprocess.PIPE, env=ENVIRONMENT
+            )
+            with ours.makefile("rb") as lines:
+                answer = lines.readline()
+        said = child.communicate(timeout=GRACE_S)[1]
         if answer != SET_UP:
             reason = answer.decode().strip() or said.decode(errors="replace").strip()
             raise SandboxError(
@@ -227,17 +243,13 @@ class Sandbox:
 
 
 class _OutputPipe:
-    """Made before the other process, which is given ``write_fd``; read by this event loop.
-
-    Args:
-        max_bytes: most that is read.
-    """
+    """A pipe whose write end another process is given, and which this event loop reads up to ``max_bytes``."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        read_fd, self.write_fd = os.pipe()
-        self._file = os.fdopen(read_fd, "rb", buffering=0)
-        self._is_ours = True
+        self._read_end, self.write_end = (
+            os.fdopen(fd, mode, buffering=0) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True)
+        )
         self.data = bytearray()
         """The output so far."""
         self.too_much = False
@@ -246,15 +258,15 @@ class _OutputPipe:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close_write_end()
-        self._file.close()
+        self.write_end.close()
+        self._read_end.close()
 
     async def read(self, *, on_too_much: Callable[[], None] | None = None) -> None:
-        """Read to the end, or to ``max_bytes``. Call it once the other process has its own copy of ``write_fd``."""
-        self._close_write_end()
+        """Read to the end, or to ``max_bytes``. Call it once the other process has its own copy of the write end."""
+        self.write_end.close()
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self._file)
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self._read_end)
         try:
             while part := await reader.read(1 << 16):
                 self.data += part[: self._max_bytes - len(self.data)]
@@ -266,63 +278,45 @@ class _OutputPipe:
         finally:
             transport.close()
 
-    def _close_write_end(self) -> None:
-        if self._is_ours:
-            self._is_ours = False
-            os.close(self.write_fd)
+
+async def _talk(
+    ours: socket.socket, program: str, tests: Sequence[str], tokens: Sequence[str], heard: list[bytes]
+) -> None:
+    """Send a program, and then its tests, each with the token that says it passed; add the answers to ``heard``."""
+    reader, writer = await asyncio.open_connection(sock=ours)
+
+    async def say(message: object) -> None:
+        writer.write(json.dumps(message).encode() + b"\n")
+        await writer.drain()
+
+    # The program may close its end or write anything: then the tokens do not come, and only they count.
+    try:
+        with suppress(ConnectionError, ValueError):
+            heard.append(await reader.readline())
+            if heard == [SET_UP]:
+                await say({"program": program, "tests": bool(tests)})
+                if tests and await reader.readline() == READY_FOR_TESTS:
+                    await say({"tests": list(zip(tests, tokens, strict=True))})
+                    for _ in tests:
+                        line = await reader.readline()
+                        heard.append(line.strip())
+    finally:
+        writer.close()
 
 
-@dataclass
-class _Talk:
-    """The messages to one program's harness and its answers."""
-
-    program: str
-    tests: Sequence[str]
-    first_line: str = ""
-    started: bool = False
-    heard: set[str] = field(default_factory=set[str])
-
-    def __post_init__(self) -> None:
-        self._tokens = [secrets.token_hex(16) for _ in self.tests]
-
-    async def over(self, ours: socket.socket) -> None:
-        reader, writer = await asyncio.open_connection(sock=ours)
-        # The program may close its end or write anything: then the tokens do not come, and only they count.
-        try:
-            with suppress(ConnectionError, ValueError):
-                line = await reader.readline()
-                self.first_line, self.started = line.decode(errors="replace"), line == SET_UP
-                if self.started:
-                    await _say(writer, {"program": self.program, "tests": bool(self.tests)})
-                if self.started and self.tests and await reader.readline() == READY_FOR_TESTS:
-                    await _say(writer, {"tests": list(zip(self.tests, self._tokens, strict=True))})
-                    for _ in self.tests:
-                        self.heard.add((await reader.readline()).decode(errors="replace").strip())
-        finally:
-            writer.close()
-
-    def passed(self) -> tuple[bool, ...]:
-        return tuple(token in self.heard for token in self._tokens)
-
-
-async def _say(writer: asyncio.StreamWriter, message: object) -> None:
-    writer.write(json.dumps(message).encode() + b"\n")
-    await writer.drain()
-
-
-async def _stop(process: subprocess.Popen[bytes]) -> None:
+async def _stop(process: "subprocess.Popen[bytes]") -> None:
     """Have the watcher kill its program, if it has not ended, and wait for the watcher."""
+
+    def wait() -> None:
+        try:
+            process.wait(timeout=GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
     process.terminate()
     try:
         # It has usually ended, so that no thread is needed.
         process.wait(timeout=0.01)
     except subprocess.TimeoutExpired:
-        await asyncio.to_thread(_wait, process)
-
-
-def _wait(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(timeout=GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        await asyncio.to_thread(wait)

@@ -6,18 +6,18 @@ from typing import Literal
 
 import torch
 
-from gcore_bench.grpo.measure import StepClock, StepFigures, TimedReward
-from gcore_bench.grpo.settings import load_train_prompts, train_config
+from gcore_bench.grpo.measure import StepFigures, StepRecorder, TimedReward
+from gcore_bench.grpo.setup import load_train_prompts, train_config
 from gcore_bench.grpo.workload import Task
-from gcore_controller import Program, Span, State, run_inline
+from gcore_controller import Span, State, run_inline
 from gcore_llm.learning.preparation import workload_of
 from gcore_llm.learning.trainer_worker import start_trainer
 from gcore_llm.modality import Job, rlhf_program
 from gcore_llm.roles import SamplingRoles, build_engine, build_tokenizer
 from gcore_llm.sampling.evaluate import Evaluation
-from gcore_llm.sampling.rewards import make_runner, reward_function
+from gcore_llm.sampling.rewards import reward_function
 from gcore_llm.services import sharing
-from gcore_rollout import Completion, Engine, Failure, Request, WrappedEngine
+from gcore_rollout import Completion, Engine, Failure, Request, RewardRunner, WrappedEngine
 from gcore_runs.settings.values import resolve
 
 
@@ -29,7 +29,7 @@ def run(task: Task, *, engine: Literal["hf", "vllm"]) -> list[StepFigures]:
     torch.manual_seed(config.seed)
     tokenizer = build_tokenizer(model)
     reward = TimedReward(reward_function(config))
-    runner = make_runner(reward, config)
+    runner = RewardRunner(reward, config.reward_calls.runner)
     watched = _WatchedEngine(asyncio.run(build_engine(config, model, tokenizer)))
     # No checkpoint is saved in this run.
     learner = start_trainer(config, model, model.parent / "checkpoints")
@@ -43,16 +43,16 @@ def run(task: Task, *, engine: Literal["hf", "vllm"]) -> list[StepFigures]:
         controllers=None,
         is_policy_behind=False,
     )
-    program = sharing(learner, rlhf_program(job, recorder))
-    asyncio.run(_run(program, SamplingRoles(policy=watched, reward=runner, tokenizer=tokenizer)))
+
+    async def make_steps() -> None:
+        roles = SamplingRoles(policy=watched, reward=runner, tokenizer=tokenizer)
+        try:
+            await run_inline(sharing(learner, rlhf_program(job, recorder)), roles=roles)
+        finally:
+            await watched.close()
+
+    asyncio.run(make_steps())
     return recorder.steps
-
-
-async def _run(program: Program[SamplingRoles, None], sampler: SamplingRoles) -> None:
-    try:
-        await run_inline(program, roles=sampler)
-    finally:
-        await sampler.policy.close()
 
 
 class _WatchedEngine(WrappedEngine):
@@ -68,15 +68,13 @@ class _WatchedEngine(WrappedEngine):
             yield completion
 
 
-class _Recorder:
-    """Collects the figures of every step."""
+class _Recorder(StepRecorder):
+    """Collects the figures of every step from the loop's own metrics."""
 
     def __init__(self, engine: _WatchedEngine, reward: TimedReward) -> None:
-        self.steps: list[StepFigures] = []
+        super().__init__(reward)
         self._engine = engine
-        self._reward = reward
         self._metrics: dict[str, float] = {}
-        self._clock = StepClock()
 
     async def evaluated(self, step: int, evaluation: Evaluation) -> None:
         raise AssertionError(f"step {step} evaluated the policy: {evaluation}")
@@ -95,19 +93,8 @@ class _Recorder:
 
     async def reached(self, step: int, controllers: list[State]) -> None:
         del step, controllers
-        wall_s, cpu_s = self._clock.lap()
-        reward_s, score = self._reward.drain()
         # gcore-llm scores completions while others are being generated: those seconds are inside its gen stage.
-        gen_s = sum(self._metrics.get(f"timing_s/{stage}", 0.0) for stage in ("gen", "reward", "sync")) - reward_s
-        self.steps.append(
-            StepFigures.of(
-                self._engine.lengths,
-                wall_s=wall_s,
-                cpu_s=cpu_s,
-                gen_s=gen_s,
-                reward_s=reward_s,
-                train_s=self._metrics["timing_s/train"],
-                score=score,
-            )
-        )
+        gen_s = sum(self._metrics.get(f"timing_s/{stage}", 0.0) for stage in ("gen", "reward", "sync"))
+        train_s = self._metrics["timing_s/train"]
+        self.ended(self._engine.lengths, gen_s=gen_s, train_s=train_s, has_reward_in_gen=True)
         self._engine.lengths = []

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gcore_bench.grpo.measure import StepFigures
-from gcore_bench.grpo.settings import train_config
+from gcore_bench.grpo.setup import train_config
 from gcore_bench.grpo.workload import Task, Workload
 from gcore_bench.harness.processes import Program
 from gcore_runs.settings.values import to_toml
@@ -44,17 +44,12 @@ _MAIN = "from gcore_llm.cli import main; main()"
 def _figures(workload: Workload, metrics: Path) -> list[StepFigures]:
     rows: list[Mapping[str, float]] = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [
-        StepFigures(
-            wall_s=row["timing_s/step"],
-            cpu_s=None,
+        StepFigures.reported(
+            row,
+            workload.samples_per_step,
             # Responses are scored while others of the step are being generated.
             gen_s=sum(row.get(f"timing_s/{stage}", 0.0) for stage in ("gen", "reward", "sync")),
-            reward_s=0.0,
             train_s=row["timing_s/train"],
-            score=row["critic/score/mean"],
-            num_samples=workload.samples_per_step,
-            mean_length=row["response_length/mean"],
-            max_length=int(row["response_length/max"]),
         )
         # Evaluations have rows of their own.
         for row in rows

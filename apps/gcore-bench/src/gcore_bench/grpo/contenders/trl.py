@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from gcore_bench.grpo.measure import StepClock, StepFigures, TimedReward
-from gcore_bench.grpo.settings import load_train_prompts, train_config
+from gcore_bench.grpo.measure import StepFigures, StepRecorder, TimedReward
+from gcore_bench.grpo.setup import load_train_prompts, train_config
 from gcore_bench.grpo.workload import PROMPT_LENGTH, Task
 from gcore_llm.roles import build_tokenizer
 from gcore_llm.sampling.rewards import reward_function
@@ -39,8 +39,8 @@ def run(task: Task, *, use_vllm: bool) -> list[StepFigures]:
         )
         if use_vllm:
             _correct_weight_sync(trainer.vllm_generation)
-        recorder = _Recorder(trainer, reward)
-        trainer.add_callback(recorder)
+        recorder = StepRecorder(reward)
+        trainer.add_callback(_Callback(trainer, recorder))
         trainer.train()
     return recorder.steps
 
@@ -113,35 +113,22 @@ class _TimedTrainer(GRPOTrainer):
         return super().training_step(*args, **kwargs)
 
 
-class _Recorder(TrainerCallback):
-    """Collects the figures of every step."""
+class _Callback(TrainerCallback):
+    """Notifies the recorder of every step."""
 
-    def __init__(self, trainer: _TimedTrainer, reward: TimedReward) -> None:
-        self.steps: list[StepFigures] = []
+    def __init__(self, trainer: _TimedTrainer, recorder: StepRecorder) -> None:
         self._trainer = trainer
-        self._reward = reward
-        self._clock = StepClock()
+        self._recorder = recorder
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._clock.lap()
+        self._recorder.clock.lap()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Called when the optimizer has stepped."""
-        wall_s, cpu_s = self._clock.lap()
-        reward_s, score = self._reward.drain()
         trainer = self._trainer
         assert trainer.train_start_s is not None
-        self.steps.append(
-            StepFigures.of(
-                trainer.lengths,
-                wall_s=wall_s,
-                cpu_s=cpu_s,
-                gen_s=trainer.gen_s,
-                reward_s=reward_s,
-                train_s=time.perf_counter() - trainer.train_start_s - trainer.prepare_s,
-                score=score,
-            )
-        )
+        train_s = time.perf_counter() - trainer.train_start_s - trainer.prepare_s
+        self._recorder.ended(trainer.lengths, gen_s=trainer.gen_s, train_s=train_s)
         trainer.train_start_s = None
         trainer.prepare_s = 0.0
 

@@ -8,7 +8,7 @@ from typing import Any
 from datasets import Dataset, disable_progress_bars
 
 from gcore_bench.grpo.measure import StepFigures
-from gcore_bench.grpo.settings import load_train_prompts, train_config
+from gcore_bench.grpo.setup import load_train_prompts, train_config
 from gcore_bench.grpo.workload import PROMPT_LENGTH, Task, Workload
 from gcore_bench.harness.processes import Program
 from gcore_llm.roles import build_tokenizer
@@ -171,16 +171,11 @@ def _hydra(value: object) -> str:
 def _figures(workload: Workload, metrics: Path) -> list[StepFigures]:
     rows: list[Mapping[str, float]] = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
     return [
-        StepFigures(
-            wall_s=row["timing_s/step"],
-            cpu_s=None,
+        StepFigures.reported(
+            row,
+            workload.samples_per_step,
             gen_s=row["timing_s/gen"] + row["timing_s/update_weights"],
-            reward_s=0.0,
             train_s=row["timing_s/old_log_prob"] + row["timing_s/update_actor"],
-            score=row["critic/score/mean"],
-            num_samples=workload.samples_per_step,
-            mean_length=row["response_length/mean"],
-            max_length=int(row["response_length/max"]),
         )
         for row in rows
     ]

@@ -1,13 +1,15 @@
-"""Rewards from a server of the user's, by JSON over HTTP."""
+"""Rewards of completions and of images from a server of the user's, by JSON over HTTP."""
 
 import asyncio
+import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from gcore_rollout.errors import MissingExtraError, RewardConfigError, RewardError
-from gcore_rollout.rewards.retry import RetryPolicy
+from gcore_rollout.images.reward import Images, Rows, import_pillow, png
 from gcore_rollout.rewards.reward import Scored, checked
+from gcore_rollout.rewards.runner import RetryPolicy
 
 _LONGEST_ERROR_TEXT = 500
 """Characters of a server's answer that an error shows."""
@@ -39,8 +41,8 @@ class JSONServer:
         self,
         url: str,
         *,
-        timeout_s: float,
-        retry: RetryPolicy,
+        timeout_s: float = 30.0,
+        retry: RetryPolicy | None = None,
         max_connections: int = 64,
         headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -57,21 +59,16 @@ class JSONServer:
         self._library = aiohttp
         self._url = url
         self._timeout_s = timeout_s
-        self._retry = retry
+        self._retry = retry or RetryPolicy()
         self._connections = asyncio.Semaphore(max_connections)
         self._headers = dict(headers or {})
         self._session: Any = None
 
     async def post(self, message: Mapping[str, Any], *, expected: str) -> Mapping[str, Any]:
-        """Send a message, and return the answer, an object.
-
-        Args:
-            message: to be sent.
-            expected: a field that the answer must have.
+        """Send a message, and return the answer, an object that must have a field ``expected``.
 
         Raises:
-            RewardError: the message is not JSON, or the server refused, answered with something else, or did not
-                answer in any attempt.
+            RewardError: the message is not JSON, or the server refused, answered otherwise, or in no attempt.
         """
         try:
             body = json.dumps(message, allow_nan=False).encode()
@@ -133,18 +130,6 @@ class HTTPReward(JSONServer):
     retries; a `RewardRunner` around this does not retry again.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        timeout_s: float = 30.0,
-        retry: RetryPolicy | None = None,
-        max_connections: int = 64,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        retry = retry or RetryPolicy()
-        super().__init__(url, timeout_s=timeout_s, retry=retry, max_connections=max_connections, headers=headers)
-
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         """Score one completion.
 
@@ -157,3 +142,40 @@ class HTTPReward(JSONServer):
         if not isinstance(parts, dict) or not isinstance(feedback, str):
             raise self.unexpected(answer, '"parts" to be an object and "feedback" a string')
         return checked(Scored(score=answer["score"], parts=cast(dict[str, float], parts), feedback=feedback))
+
+
+class HTTPImageReward:
+    """Posts a batch of images and returns their scores.
+
+    Request: ``POST url``, JSON ``{"images": [PNG in base64, ...], "prompts": [str, ...], "rows": [{...}, ...]}``.
+    Answer: status 200, JSON ``{"scores": [number, ...]}``. Nothing is tried again.
+
+    Args:
+        url: http or https.
+        timeout_s: of a request.
+
+    Raises:
+        MissingExtraError: aiohttp or pillow is not installed.
+        RewardConfigError: a setting is out of its range.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = 60.0) -> None:
+        import_pillow()
+        self._server = JSONServer(url, timeout_s=timeout_s, retry=RetryPolicy(max_retries=0))
+
+    async def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> list[float]:
+        """Return scores [B].
+
+        Raises:
+            RewardError: the server refused, answered with something else, or not in time.
+        """
+        encoded = [base64.b64encode(png(image)).decode() for image in images]
+        message = {"images": encoded, "prompts": list(prompts), "rows": [dict(row) for row in rows]}
+        try:
+            answer = await self._server.post(message, expected="scores")
+        finally:
+            await self._server.close()
+        try:
+            return [float(score) for score in answer["scores"]]
+        except (ValueError, TypeError):
+            raise self._server.unexpected(answer, 'JSON {"scores": [number, ...]}') from None

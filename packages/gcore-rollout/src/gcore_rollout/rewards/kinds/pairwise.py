@@ -7,14 +7,27 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gcore_rollout.errors import NoScoreError, RewardConfigError
-from gcore_rollout.rewards.kinds.judge import check_pattern
-from gcore_rollout.rewards.kinds.judge_model import Judge, JudgeModel
+from gcore_rollout.rewards.kinds.judge import Judge, JudgeModel, check_pattern
 from gcore_rollout.rewards.reward import Scored
 
 Winner = Literal["A", "B", "tie"]
 
-POINTS: dict[Winner, float] = {"A": 1.0, "B": 0.0, "tie": 0.5}
+_POINTS: dict[Winner, float] = {"A": 1.0, "B": 0.0, "tie": 0.5}
 """Points of the completion shown first."""
+
+_QUESTION = """Here are a request and two answers to it.
+
+Request:
+{prompt}
+
+Answer A:
+{completion_a}
+
+Answer B:
+{completion_b}
+
+Which answer is better? Think about it briefly, then end with "Winner: A", "Winner: B" or "Winner: tie".
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +58,8 @@ class PairwiseJudge(Judge[Winner]):
 
     Args:
         model: the model; with several verdicts on each question all of them count.
-        template: the question, with ``{completion_a}`` and ``{completion_b}``, and ``{prompt}`` and columns of the row.
+        template: the question, with ``{completion_a}`` and ``{completion_b}``, and ``{prompt}`` and columns of the row;
+            empty: which of the two answers is better.
         parse: reads the winner of a verdict; None: it has none.
         on_unparsable: "drop" leaves such verdicts out, and the group has no scores if one of its completions has none
             left; "tie" counts them as ties.
@@ -55,13 +69,15 @@ class PairwiseJudge(Judge[Winner]):
         self,
         *,
         model: JudgeModel,
-        template: str,
+        template: str = "",
         parse: Callable[[str], Winner | None] | None = None,
         on_unparsable: Literal["drop", "tie"] = "drop",
     ) -> None:
         if on_unparsable not in ("drop", "tie"):
             raise RewardConfigError(f"on_unparsable is {on_unparsable!r}; expected one of drop, tie")
-        super().__init__(model, template, needed=["completion_a", "completion_b"], parse=parse or WinnerPattern())
+        super().__init__(
+            model, template or _QUESTION, needed=["completion_a", "completion_b"], parse=parse or WinnerPattern()
+        )
         self._on_unparsable = on_unparsable
 
     async def __call__(self, prompt: str, completions: Sequence[str], row: Mapping[str, Any]) -> list[Scored]:
@@ -79,33 +95,29 @@ class PairwiseJudge(Judge[Winner]):
             for a, b in orders
         ]
         answers = await self._model.ask(questions)
-        points = {order: self._points(texts) for order, texts in zip(orders, answers, strict=True)}
+        points = {
+            order: [_POINTS[winner] if winner else None for winner in self._read(texts)]
+            for order, texts in zip(orders, answers, strict=True)
+        }
         return [self._scored(one, points, len(completions)) for one in range(len(completions))]
 
-    def _points(self, texts: Sequence[str]) -> list[float | None]:
-        """Return the points that each verdict gives the completion shown first."""
-        return [POINTS[winner] if winner else None for winner in self._read(texts)]
-
     def _scored(self, one: int, points: Mapping[tuple[int, int], list[float | None]], num_completions: int) -> Scored:
-        counted: list[float] = []
+        """Score a completion by the points of the first in each verdict."""
+        verdicts: list[float | None] = []
         agreements: list[bool] = []
-        num_verdicts = num_parsed = 0
         for other in range(num_completions):
             if other == one:
                 continue
             first = points[one, other]
             second = [None if p is None else 1.0 - p for p in points[other, one]]
             agreements += [a == b for a, b in zip(first, second, strict=True) if a is not None and b is not None]
-            verdicts = [*first, *second]
-            num_verdicts += len(verdicts)
-            read = [p for p in verdicts if p is not None]
-            num_parsed += len(read)
-            counted += read
-            if self._on_unparsable == "tie":
-                counted += [POINTS["tie"]] * (len(verdicts) - len(read))
+            verdicts += [*first, *second]
+        num_parsed = sum(p is not None for p in verdicts)
+        substitute = _POINTS["tie"] if self._on_unparsable == "tie" else None
+        counted = [p for p in (substitute if p is None else p for p in verdicts) if p is not None]
         if not counted:
-            raise NoScoreError(f"none of {num_verdicts} verdicts on completion {one} could be parsed")
-        parts = {"parsed": num_parsed / num_verdicts}
+            raise NoScoreError(f"none of {len(verdicts)} verdicts on completion {one} could be parsed")
+        parts = {"parsed": num_parsed / len(verdicts)}
         if agreements:
             parts["consistent"] = sum(agreements) / len(agreements)
         return Scored(score=sum(counted) / len(counted), parts=parts)

@@ -6,7 +6,6 @@ Shapes: B sequences of a batch, T tokens of the longest.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,10 +18,8 @@ Encode = Callable[[str, str], Sequence[int]]
 """The token ids of a prompt and its completion."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Waiting:
-    token_ids: Sequence[int]
-    score: "asyncio.Future[float]"
+_Waiting = tuple[Sequence[int], "asyncio.Future[float]"]
+"""The token ids of a call, and its score to come."""
 
 
 class SequenceClassifierReward:
@@ -84,9 +81,7 @@ class SequenceClassifierReward:
         apply_chat_template: bool = False,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
-        max_batch_tokens: int = 16384,
-        max_wait_s: float = 0.005,
-        max_length: int | None = None,
+        **options: Any,
     ) -> Self:
         """Load a local Hugging Face folder.
 
@@ -94,15 +89,11 @@ class SequenceClassifierReward:
             path: folder with ``config.json``, weights and, without ``encode``, a tokenizer.
             encode: default: the folder's tokenizer, see `encoder`.
             apply_chat_template: for that default.
+            options: further arguments of the class.
         """
         model: Any = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
-        return cls(
-            model.to(device),
-            encode=encode or encoder(AutoTokenizer.from_pretrained(path), apply_chat_template=apply_chat_template),
-            max_batch_tokens=max_batch_tokens,
-            max_wait_s=max_wait_s,
-            max_length=max_length,
-        )
+        encode = encode or encoder(AutoTokenizer.from_pretrained(path), apply_chat_template=apply_chat_template)
+        return cls(model.to(device), encode=encode, **options)
 
     @property
     def num_batches(self) -> int:
@@ -119,11 +110,11 @@ class SequenceClassifierReward:
         token_ids = self._encode(prompt, completion)
         if not 1 <= len(token_ids) <= self._max_length:
             raise RewardError(f"the text has {len(token_ids)} tokens; expected 1 to max_length={self._max_length}")
-        one = _Waiting(token_ids=token_ids, score=asyncio.get_running_loop().create_future())
-        self._waiting.append(one)
+        score: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._waiting.append((token_ids, score))
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
-        return await one.score
+        return await score
 
     def close(self) -> None:
         """Free the thread. Idempotent."""
@@ -132,9 +123,9 @@ class SequenceClassifierReward:
     async def _drive(self) -> None:
         """Score waiting sequences until there are none."""
         await asyncio.sleep(self._max_wait_s)
-        while taken := [one for one in self._waiting if not one.score.done()]:
+        while taken := [one for one in self._waiting if not one[1].done()]:
             self._waiting.clear()
-            lengths = [len(one.token_ids) for one in taken]
+            lengths = [len(token_ids) for token_ids, _ in taken]
             for batch in batches_by_length(lengths, max_tokens=self._max_batch_tokens):
                 await self._score([taken[i] for i in batch])
         self._waiting.clear()
@@ -142,16 +133,16 @@ class SequenceClassifierReward:
     async def _score(self, batch: Sequence[_Waiting]) -> None:
         loop = asyncio.get_running_loop()
         try:
-            scores = await loop.run_in_executor(self._thread, self._forward, [one.token_ids for one in batch])
+            found = await loop.run_in_executor(self._thread, self._forward, [token_ids for token_ids, _ in batch])
         except Exception as error:
-            for one in batch:
-                if not one.score.done():
-                    one.score.set_exception(error)
+            for _, score in batch:
+                if not score.done():
+                    score.set_exception(error)
             return
-        for one, score in zip(batch, scores, strict=True):
+        for (_, score), value in zip(batch, found, strict=True):
             # Its caller may have given up.
-            if not one.score.done():
-                one.score.set_result(score)
+            if not score.done():
+                score.set_result(value)
 
     @torch.inference_mode()
     def _forward(self, sequences: Sequence[Sequence[int]]) -> list[float]:

@@ -6,7 +6,6 @@ No program that multiplies the same weights with the same tokens in the same num
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,64 +17,47 @@ from gcore_bench.grpo.workload import PROMPT_LENGTH, Task
 
 def run(task: Task, *, lengths: Sequence[int]) -> list[StepFigures]:
     """Make the matrix products of steps whose responses have these ``lengths``."""
-    weights = _Weights.random(json.loads((task.model / "config.json").read_text()))
+    layers, head = _random_weights(json.loads((task.model / "config.json").read_text()))
     figures: list[StepFigures] = []
     clock = StepClock()
     for _ in range(task.steps):
         clock.lap()
-        _generate(weights, lengths, num_prompts=task.workload.train_batch_size)
+        _generate(layers, head, lengths, num_prompts=task.workload.train_batch_size)
         gen_s, gen_cpu_s = clock.lap()
-        _train(weights, lengths, num_prompts=task.workload.train_batch_size)
+        _train(layers, head, lengths, num_prompts=task.workload.train_batch_size)
         train_s, train_cpu_s = clock.lap()
-        figures.append(
-            StepFigures.of(
-                lengths,
-                wall_s=gen_s + train_s,
-                cpu_s=gen_cpu_s + train_cpu_s,
-                gen_s=gen_s,
-                reward_s=0.0,
-                train_s=train_s,
-                score=0.0,
-            )
-        )
+        seconds = {"wall_s": gen_s + train_s, "cpu_s": gen_cpu_s + train_cpu_s, "gen_s": gen_s, "train_s": train_s}
+        figures.append(StepFigures.of(lengths, **seconds, reward_s=0.0, score=0.0))
     return figures
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Weights:
-    layers: list[torch.Tensor]
-    """Every matrix of every layer, [out, in]."""
-    head: torch.Tensor
-
-    @classmethod
-    def random(cls, config: dict[str, Any]) -> "_Weights":
-        width, inner = config["hidden_size"], config["intermediate_size"]
-        kv_width = width // config["num_attention_heads"] * config["num_key_value_heads"]
-        shapes = [(width, width), (kv_width, width), (kv_width, width), (width, width)]
-        shapes += [(inner, width), (inner, width), (width, inner)]
-        return cls(
-            layers=[torch.randn(shape) for _ in range(config["num_hidden_layers"]) for shape in shapes],
-            head=torch.randn(config["vocab_size"], width),
-        )
+def _random_weights(config: dict[str, Any]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return every matrix of every layer, [out, in], and the head."""
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    kv_width = width // config["num_attention_heads"] * config["num_key_value_heads"]
+    shapes = [(width, width), (kv_width, width), (kv_width, width), (width, width)]
+    shapes += [(inner, width), (inner, width), (width, inner)]
+    layers = [torch.randn(shape) for _ in range(config["num_hidden_layers"]) for shape in shapes]
+    return layers, torch.randn(config["vocab_size"], width)
 
 
 @torch.inference_mode()
-def _generate(weights: _Weights, lengths: Sequence[int], *, num_prompts: int) -> None:
+def _generate(layers: list[torch.Tensor], head: torch.Tensor, lengths: Sequence[int], *, num_prompts: int) -> None:
     """Compute prompts once, then one pass for every further token of the responses that have not ended."""
     passes = [(num_prompts * PROMPT_LENGTH, num_prompts)]
     passes += [(alive, alive) for t in range(1, max(lengths)) if (alive := sum(n > t for n in lengths))]
     for num_tokens, num_logits in passes:
-        for weight in weights.layers:
+        for weight in layers:
             linear(_inputs(num_tokens, weight.shape[1]), weight)
-        linear(_inputs(num_logits, weights.head.shape[1]), weights.head)
+        linear(_inputs(num_logits, head.shape[1]), head)
 
 
 @torch.inference_mode()
-def _train(weights: _Weights, lengths: Sequence[int], *, num_prompts: int) -> None:
+def _train(layers: list[torch.Tensor], head: torch.Tensor, lengths: Sequence[int], *, num_prompts: int) -> None:
     """Compute the forward product and both products of the backward pass."""
     num_inner = sum(n - 1 for n in lengths)
-    passes = [(num_prompts * PROMPT_LENGTH + num_inner, w) for w in weights.layers]
-    passes.append((num_prompts + num_inner, weights.head))
+    passes = [(num_prompts * PROMPT_LENGTH + num_inner, w) for w in layers]
+    passes.append((num_prompts + num_inner, head))
     for num_tokens, weight in passes:
         inputs, gradient = (_inputs(num_tokens, width) for width in reversed(weight.shape))
         linear(inputs, weight)

@@ -1,17 +1,91 @@
-"""Reward of programs in completions that pass the row's tests."""
+"""Rewards of answers that a program verifies: by reasoning-gym, by math-verify, or by the row's tests in a sandbox."""
 
 import asyncio
+import logging
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
-from gcore_rollout.errors import RewardError
+from gcore_rollout.errors import MissingExtraError, RewardError
 from gcore_rollout.rewards.reward import Scored
-from gcore_rollout.sandbox.sandbox import Sandbox
-from gcore_rollout.sandbox.types import SandboxResult
+
+if TYPE_CHECKING:
+    from gcore_rollout.sandbox.sandbox import Sandbox, SandboxResult
 
 _BLOCK = re.compile(r"^[ ]{0,3}```[ ]*(\w*)[^\n]*\n(.*?)^[ ]{0,3}```[ ]*$", re.DOTALL | re.MULTILINE)
 _PYTHON = {"", "py", "python", "python3"}
+
+
+def import_reasoning_gym() -> Any:
+    """Import reasoning_gym; raise `MissingExtraError` if it is not installed."""
+    try:
+        with warnings.catch_warnings():
+            # A package it imports has two literals compared with `is`; Python says so whenever it compiles them.
+            warnings.simplefilter("ignore", SyntaxWarning)
+            import reasoning_gym
+    except ImportError as error:
+        raise MissingExtraError("reasoning_gym", "reasoning-gym") from error
+    return reasoning_gym
+
+
+class ReasoningGymReward:
+    """1 if the task's verifier gives full marks, else 0.
+
+    Partial marks are not used: the library's default gives some to any answer that contains the right one, and a
+    policy soon learns to write long answers.
+
+    Args:
+        answer_after: the answer is what follows the last occurrence of this string; empty: the whole completion.
+    """
+
+    def __init__(self, *, answer_after: str = "") -> None:
+        self._answer_after = answer_after
+        self._gym = import_reasoning_gym()
+        self._verifiers: dict[str, Callable[[str, Mapping[str, Any]], float]] = {}
+
+    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+        """Score one completion of a row whose ``entry`` is the task's own, as reasoning_gym made it."""
+        del prompt
+        try:
+            entry: Mapping[str, Any] = row["entry"]
+            name: str = entry["metadata"]["source_dataset"]
+        except KeyError as error:
+            raise RewardError(f"the row has no {error}; expected reasoning-gym's own entry under 'entry'") from None
+        if name not in self._verifiers:
+            self._verifiers[name] = self._gym.get_score_answer_fn(name)
+        answer = completion.rpartition(self._answer_after)[2] if self._answer_after else completion
+        return float(self._verifiers[name](answer.strip(), entry) >= 1.0)
+
+
+class MathVerifyReward:
+    """1 if math-verify finds the completion's answer equal to the row's, else 0.
+
+    Args:
+        answer_key: the row's column that holds the right answer (LaTeX or a plain expression).
+    """
+
+    def __init__(self, *, answer_key: str = "answer") -> None:
+        try:
+            import math_verify
+        except ImportError as error:
+            raise MissingExtraError("math_verify", "math-verify") from error
+        # It warns at every call that its time-out is off.
+        for name in ("math_verify.parser", "math_verify.grader"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        self._library = math_verify
+        self._answer_key = answer_key
+
+    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+        del prompt
+        if self._answer_key not in row:
+            raise RewardError(
+                f"the row has no {self._answer_key!r} for math-verify to compare with: it has {sorted(row)}"
+            )
+        # Its own time-outs use SIGALRM, which works in the main thread alone and would break the event loop's timers.
+        gold = self._library.parse(f"${row[self._answer_key]}$", parsing_timeout=0)
+        answer = self._library.parse(completion, parsing_timeout=0)
+        return float(self._library.verify(gold, answer, timeout_seconds=0))
 
 
 def last_code_block(completion: str) -> str | None:
@@ -40,7 +114,7 @@ class CodeReward:
         partial: score the fraction of tests that passed; all of them are run then.
     """
 
-    def __init__(self, sandbox: Sandbox, *, tests_key: str = "tests", partial: bool = False) -> None:
+    def __init__(self, sandbox: "Sandbox", *, tests_key: str = "tests", partial: bool = False) -> None:
         self._sandbox = sandbox
         self._tests_key = tests_key
         self._partial = partial
@@ -74,7 +148,7 @@ class CodeReward:
 
     async def _run_cases(
         self, program: str, cases: Sequence[Mapping[str, str]]
-    ) -> tuple[list[bool], list[SandboxResult]]:
+    ) -> tuple[list[bool], list["SandboxResult"]]:
         if self._partial:
             results = list(await asyncio.gather(*(self._sandbox.run(program, stdin=c["input"]) for c in cases)))
             return [_is_right(r, c["output"]) for r, c in zip(results, cases, strict=True)], results
@@ -105,7 +179,7 @@ def _is_case(test: Any) -> bool:
     return isinstance(test, Mapping) and all(isinstance(test.get(key), str) for key in ("input", "output"))
 
 
-def _is_right(result: SandboxResult, output: str) -> bool:
+def _is_right(result: "SandboxResult", output: str) -> bool:
     return result.outcome == "finished" and _lines(result.stdout) == _lines(output)
 
 

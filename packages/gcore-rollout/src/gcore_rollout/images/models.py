@@ -1,16 +1,14 @@
-"""ImageReward: a BLIP model trained on preferences that scores an image and its prompt."""
+"""Scores of images by local models: CLIP, heads on it, and BLIP with ImageReward's head."""
 
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from gcore_rollout.errors import RewardConfigError
-from gcore_rollout.images.reward import Images
+from gcore_rollout.images.reward import Images, Rows, Scores
 
 _MEAN, _STD = 0.16717362830052426, 1.0333394966054072
 """Mean and standard deviation of scores on the published validation set, by which scores are standardised."""
@@ -30,6 +28,102 @@ _VISION_NAMES = (
     (r"^visual_encoder\.blocks\.(\d+)\.", r"encoder.layers.\1."),
 )
 """Patterns from BLIP's names to those of transformers."""
+
+
+class CLIPReward:
+    """Similarity of images and prompts under a CLIP model of transformers: CLIPScore, or PickScore with its weights.
+
+    CLIPScore (arXiv 2104.08718) is the cosine; PickScore (arXiv 2305.01569, eq. 1) is the cosine times the model's
+    learned scale, divided by 26 as Flow-GRPO's code does.
+
+    Args:
+        path: a Hugging Face folder of a CLIP model, with tokenizer and image processor.
+        device: such as cpu or cuda:0.
+        scale: factor of the cosine; None: the model's own over 26.
+
+    Raises:
+        RewardConfigError: the folder holds no such model.
+    """
+
+    def __init__(self, path: str | Path, *, device: str = "cpu", scale: float | None = 1.0) -> None:
+        from transformers import AutoTokenizer
+
+        self._model, self._processor = _load_clip(path, device)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        self._device = device
+        self._scale = float(self._model.logit_scale.exp()) / 26 if scale is None else scale
+
+    @torch.no_grad()
+    def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
+        """Return scores [B]."""
+        del rows
+        texts = self._tokenizer(list(prompts), padding=True, truncation=True, return_tensors="pt").to(self._device)
+        pixels = self._processor(list(images), return_tensors="pt").to(self._device)
+        found = self._model(**texts, pixel_values=pixels["pixel_values"])
+        cosines = torch.nn.functional.cosine_similarity(found.image_embeds, found.text_embeds)
+        return (self._scale * cosines).double().cpu().numpy()
+
+
+class AestheticReward:
+    """A linear head, or several layers of them, on CLIP's image embeddings of length 1: LAION's aesthetic predictor.
+
+    Args:
+        path: a Hugging Face folder of a CLIP model, with its image processor.
+        head: a safetensors file of the head: ``layers.N.weight`` and ``layers.N.bias``, or ``weight`` and ``bias``.
+        device: such as cpu or cuda:0.
+
+    Raises:
+        RewardConfigError: there is no such model or head.
+    """
+
+    def __init__(self, path: str | Path, head: str | Path, *, device: str = "cpu") -> None:
+        from safetensors.torch import load_file
+
+        self._model, self._processor = _load_clip(path, device)
+        try:
+            tensors = load_file(str(head), device=device)
+        except Exception as error:
+            raise RewardConfigError(f"head is {str(head)!r}: {error}") from None
+        names = sorted((n for n in tensors if n.endswith("weight") and tensors[n].ndim == 2), key=_layer_of)
+        width = int(self._model.config.projection_dim)
+        if not names or tensors[names[0]].shape[1] != width or tensors[names[-1]].shape[0] != 1:
+            shapes = {name: tuple(tensors[name].shape) for name in tensors}
+            raise RewardConfigError(f"head {head} has {shapes}; expected layers from {width} embeddings to 1 score")
+        self._layers = [(tensors[n], tensors[n.removesuffix("weight") + "bias"]) for n in names]
+        self._device = device
+
+    @torch.no_grad()
+    def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
+        """Return scores [B]."""
+        del prompts, rows
+        pixels = self._processor(list(images), return_tensors="pt").to(self._device)
+        seen = self._model.vision_model(pixel_values=pixels["pixel_values"]).pooler_output
+        x = torch.nn.functional.normalize(self._model.visual_projection(seen), dim=-1)
+        return _head(x, self._layers).cpu().numpy()
+
+
+def _load_clip(path: str | Path, device: str) -> tuple[Any, Any]:
+    from transformers import CLIPImageProcessor, CLIPModel
+
+    if not (Path(path) / "config.json").is_file():
+        raise RewardConfigError(f"path is {str(path)!r}; expected a Hugging Face folder of a CLIP model")
+    try:
+        model: Any = CLIPModel.from_pretrained(path, local_files_only=True)
+        return model.to(device).eval().requires_grad_(False), CLIPImageProcessor.from_pretrained(path)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise RewardConfigError(f"path is {str(path)!r}: {error}") from None
+
+
+def _head(x: torch.Tensor, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Return the one output [B] of linear layers."""
+    for weight, bias in layers:
+        x = torch.nn.functional.linear(x, weight, bias)
+    return x[:, 0].double()
+
+
+def _layer_of(name: str) -> int:
+    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+    return numbers[0] if numbers else 0
 
 
 class ImageRewardScore:
@@ -53,10 +147,10 @@ class ImageRewardScore:
         tensors = _read(Path(weights))
         self._vision, self._text = _models(tensors, weights)
         try:
-            self._head = [(tensors[f"mlp.layers.{i}.weight"], tensors[f"mlp.layers.{i}.bias"]) for i in _HEAD_LAYERS]
+            layers = [(tensors[f"mlp.layers.{i}.weight"], tensors[f"mlp.layers.{i}.bias"]) for i in _HEAD_LAYERS]
         except KeyError as missing:
             raise RewardConfigError(f"weights is {str(weights)!r}: it is not ImageReward's: no {missing}") from None
-        self._head = [(weight.to(device), bias.to(device)) for weight, bias in self._head]
+        self._layers = [(weight.to(device), bias.to(device)) for weight, bias in layers]
         self._vision.to(device)
         self._text.to(device)
         try:
@@ -71,9 +165,7 @@ class ImageRewardScore:
         self._device = device
 
     @torch.no_grad()
-    def __call__(
-        self, images: Images, prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]
-    ) -> NDArray[np.float64]:
+    def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
         """Return scores [B]."""
         del rows
         pixels = self._processor(list(images), return_tensors="pt")["pixel_values"].to(self._device)
@@ -87,10 +179,7 @@ class ImageRewardScore:
             encoder_hidden_states=seen,
             encoder_attention_mask=torch.ones(seen.shape[:2], dtype=torch.long, device=self._device),
         )
-        x = read.last_hidden_state[:, 0]
-        for weight, bias in self._head:
-            x = torch.nn.functional.linear(x, weight, bias)
-        return ((x[:, 0].double() - _MEAN) / _STD).cpu().numpy()
+        return ((_head(read.last_hidden_state[:, 0], self._layers) - _MEAN) / _STD).cpu().numpy()
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:

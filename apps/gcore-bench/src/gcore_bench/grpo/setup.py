@@ -1,0 +1,122 @@
+"""The settings of a workload under gcore, from which those of its peers are derived, and the model that all train."""
+
+import asyncio
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from gcore_bench.grpo.workload import PROMPT_LENGTH, Workload
+from gcore_llm.config import ActorConfig, AlgorithmConfig, DataConfig, TaskConfig, TrainConfig, WarmupConfig
+from gcore_llm.data.prompts import PromptSets
+from gcore_llm.data.tasks import load_task
+from gcore_llm.settings.rollout_config import RolloutConfig
+from gcore_llm.settings.trainer_config import TrainerConfig
+from gcore_runs.run_folder import RunFolder, write_atomically
+from gcore_runs.settings.values import resolve
+from gcore_trainer import OptimizerConfig, PolicyLossConfig
+
+MEAN_LENGTH = 50
+"""Mean length of the long-tailed model's answers without a limit."""
+_NUM_JUDGED = 256
+
+
+def train_config(
+    workload: Workload, *, engine: Literal["hf", "vllm"] = "hf", steps: int = 1, threads: int = 1, seed: int = 0
+) -> TrainConfig:
+    """Return gcore-llm's settings for a workload: plain GRPO, no dynamic sampling, one update a step."""
+    return TrainConfig(
+        reward=workload.reward,
+        seed=seed,
+        threads=threads,
+        device="cpu",
+        task=TaskConfig(
+            name="chain_sum",
+            params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+            num_train=4096,
+            # There are about two hundred such sums; those held out are not trained on.
+            num_val=8,
+        ),
+        data=DataConfig(
+            train_batch_size=workload.train_batch_size,
+            max_prompt_length=PROMPT_LENGTH,
+            max_response_length=workload.max_response_length,
+        ),
+        rollout=RolloutConfig(engine=engine, n=workload.n, max_num_seqs=workload.samples_per_step),
+        algorithm=AlgorithmConfig(filter_groups=False),
+        actor=ActorConfig(
+            optim=OptimizerConfig(lr=workload.lr, grad_clip=workload.max_grad_norm), loss=PolicyLossConfig()
+        ),
+        trainer=TrainerConfig(total_training_steps=steps, save_freq=steps, test_freq=steps, tensorboard=False),
+    )
+
+
+def load_train_prompts(config: TrainConfig, tokenizer: Any) -> PromptSets:
+    """Return the workload's prompts without validation prompts, so that no step evaluates."""
+    return replace(load_task(config.task, config.data, tokenizer, seed=config.seed), val=[])
+
+
+def make_model(workload: Workload, folder: Path, *, threads: int) -> None:
+    """Make the model that the workload trains."""
+    import torch
+
+    torch.set_num_threads(threads)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if workload.model == "warmed_up":
+        _make_warmed_up(workload, folder, threads)
+    else:
+        write_atomically(folder, lambda partial: _write_long_tailed(workload, partial))
+
+
+def _make_warmed_up(workload: Workload, folder: Path, threads: int) -> None:
+    """Fine-tune gcore-llm's tiny model until about four of ten sampled sums are correct."""
+    from gcore_llm.demo.tiny_model import make_tiny_model
+    from gcore_llm.demo.warmup import warm_up
+    from gcore_llm.roles import build_tokenizer
+    from gcore_llm.sampling.rewards import reward_function
+    from gcore_rollout import RewardRunner
+    from gcore_runs.display import Display
+
+    warmup = WarmupConfig(max_steps=400, target_accuracy=0.4, test_freq=10)
+    config = replace(resolve(train_config(workload, threads=threads)), warmup=warmup)
+    run = RunFolder(folder.with_name(f"{folder.name}-run"))
+    initial = run.path / "initial-model"
+    make_tiny_model(initial, seed=config.seed)
+    tokenizer = build_tokenizer(initial)
+    prompts = load_train_prompts(config, tokenizer)
+    judged = replace(prompts, val=prompts.train[:_NUM_JUDGED])
+    with Display() as display:
+        reward = RewardRunner(reward_function(config), config.reward_calls.runner)
+        asyncio.run(warm_up(config, run, initial, judged, tokenizer, reward, display))
+    run.model.rename(folder)
+    shutil.rmtree(run.path)
+
+
+def _write_long_tailed(workload: Workload, folder: Path) -> None:
+    """Make gcore-llm's tiny model, untrained, end after every token with the same probability.
+
+    Channel 0 of the embedding, which is tied to the head, is a constant: for any text it dominates that channel of the
+    last hidden state, so that a token's value in it acts as a bias of its logit. The end of the sequence has the bias
+    that makes its probability 1 / MEAN_LENGTH; tokens that are not printable characters are excluded.
+    """
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from gcore_llm.demo.tiny_model import make_tiny_model
+    from gcore_llm.roles import build_tokenizer
+
+    make_tiny_model(folder, seed=train_config(workload).seed)
+    tokenizer = build_tokenizer(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    special = {tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id}
+    printable = [i for i in range(len(tokenizer)) if i not in special]
+    with torch.no_grad():
+        channel_V = model.get_input_embeddings().weight[:, 0]
+        channel_V.fill_(-1.0)
+        channel_V[printable] = 1.0
+        hidden_PC = model.model(torch.tensor(printable)[:, None]).last_hidden_state[:, 0]
+        odds = len(printable) / (MEAN_LENGTH - 1)
+        channel_V[tokenizer.eos_token_id] = 1.0 + math.log(odds) / hidden_PC[:, 0].mean()
+    model.save_pretrained(folder)
