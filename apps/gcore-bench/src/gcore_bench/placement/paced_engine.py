@@ -45,7 +45,8 @@ class PacedEngine(HFEngine):
         cls, model: Path, *, step_s: float, swap_s: float = 0.0, phases: Phases | None = None, **options: Any
     ) -> Self:
         """Return an engine of this pace, with the weights of a model folder."""
-        engine = cls.from_pretrained(model, **options | {"eos_token_ids": ()})
+        options["eos_token_ids"] = ()
+        engine = cls.from_pretrained(model, **options)
         engine.step_s, engine.swap_s, engine.phases = step_s, swap_s, phases
         return engine
 

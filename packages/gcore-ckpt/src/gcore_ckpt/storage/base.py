@@ -27,12 +27,15 @@ class StepFiles(Protocol):
 
     def read_index(self) -> bytes:
         """Return the bytes of `index.json`; `FileNotFoundError` if there is none."""
+        ...
 
     def open(self, name: str) -> int:
         """Open a data file by its plain name and return its size in bytes; `ValueError` if it is no regular file."""
+        ...
 
     def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> int:
         """Fill `buffer` from an open file and return how many bytes there were. Safe to call from many threads."""
+        ...
 
 
 class Storage(Protocol):
@@ -40,6 +43,7 @@ class Storage(Protocol):
 
     def __str__(self) -> str:
         """Return the path as its user wrote it."""
+        ...
 
     @property
     def max_file_bytes(self) -> int | None:
@@ -47,9 +51,11 @@ class Storage(Protocol):
 
     def steps(self) -> list[int]:
         """Return the committed steps, ascending."""
+        ...
 
     def open_step(self, step: int) -> AbstractContextManager[StepFiles]:
         """Open a committed step; `FileNotFoundError` if it is no longer there."""
+        ...
 
     def acquire(self) -> None:
         """Make ready for writing (root): create the place, refuse a second writer, remove what dead ones left."""
@@ -59,6 +65,7 @@ class Storage(Protocol):
 
     def begin(self, step: int) -> str:
         """Start to write a step and return the name of this attempt, for all processes of the group (root)."""
+        ...
 
     def write_file(self, attempt: str, name: str, parts: Sequence[memoryview]) -> None:
         """Write a data file, the parts one after another; on return it survives a power cut (any process)."""
@@ -92,6 +99,7 @@ class Storage(Protocol):
 
     def steps_set_aside(self) -> list[int]:
         """Return the steps that were set aside, ascending; one that was set aside twice is there twice."""
+        ...
 
     def remove_set_aside(self) -> None:
         """Delete what was set aside (root)."""
