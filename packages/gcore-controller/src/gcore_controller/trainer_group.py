@@ -19,7 +19,7 @@ BatchT = TypeVar("BatchT", bound=Sequence[Any])
 BatchT_contra = TypeVar("BatchT_contra", bound=Sequence[Any], contravariant=True)
 
 State = dict[str, Any]
-"""What a checkpoint holds besides the models, such as the states of the controllers."""
+"""The part of a checkpoint besides the models, such as the states of the controllers."""
 Weights = Iterable[tuple[str, "torch.Tensor"]]
 """Names and tensors, which can be iterated over once. Their attribute ``digests``, if any, is filled on the way."""
 

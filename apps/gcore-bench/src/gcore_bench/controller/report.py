@@ -29,7 +29,7 @@ NOTES = {
     "sim": "sim: the real program with the models of gcore-llm simulate. Load: processor seconds of the busiest "
     "controller's own code for a simulated second; the cost of messages is not modelled.",
 }
-"""What a reader must know to judge the figures of each part."""
+"""A line for each part, without which its figures cannot be judged."""
 
 
 Row = dict[str, Any]
