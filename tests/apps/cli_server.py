@@ -21,7 +21,7 @@ HEAVY = {
         "gcore_llm.inspect_run",
         "gcore_llm.recorder",
         "gcore_llm.report",
-        "gcore_llm.services",
+        "gcore_llm.backend",
         "gcore_llm.training",
         "gcore_rollout.engines.hf.engine",
         "gcore_runs.loop.run_loop",

@@ -35,7 +35,7 @@ MUST_NOT_LOAD = {
     "gcore_rollout.rewards": HEAVY | FOR_APPS | {"safetensors"},
     "gcore_llm": HEAVY,
     "gcore_llm.cli": HEAVY,
-    "gcore_llm.recipes": HEAVY,
+    "gcore_llm.cli": HEAVY,
     "gcore_llm.training": (HEAVY - {"torch"}) | {"sklearn", "sympy"},
     "gcore_diffusion": HEAVY,
     "gcore_diffusion.cli": HEAVY,

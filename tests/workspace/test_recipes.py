@@ -4,9 +4,9 @@ import tomllib
 
 import pytest
 
+from gcore_llm.cli import RECIPES
 from gcore_llm.config import TrainConfig
 from gcore_llm.finetune.recipes import FINE_TUNING_RECIPES
-from gcore_llm.recipes import RECIPES
 from gcore_runs.settings.values import merge, to_toml
 
 

@@ -21,9 +21,9 @@ from prometheus_client.parser import text_string_to_metric_families
 sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
 from server_processes import free_port  # pyright: ignore[reportMissingImports]
 
-from gcore_llm.demo.tiny_model import tiny_tokenizer
 from gcore_llm.finetune.data import sft_tokens
 from gcore_llm.finetune.tokens import Encoder
+from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_runs.errors import UserError
 
 EOS = 1

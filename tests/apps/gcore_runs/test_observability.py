@@ -34,9 +34,7 @@ from fake_engine import FakeEngine  # pyright: ignore[reportMissingImports]
 
 import gcore_runs.logs.merging as merging
 from gcore_controller import Context, DeviceTimers, SharedTrainerClient, Span, merge_spans, on_wall_clock, run_inline
-from gcore_llm.cli import main
-from gcore_llm.recipes import own_data
-from gcore_llm.report import write_report
+from gcore_llm.cli import main, own_data
 from gcore_llm.sampling.engines import start_policy
 from gcore_rollout import EngineReplicas, Request, SamplingParams
 from gcore_runs.display import Display

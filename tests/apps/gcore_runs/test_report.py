@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from gcore_llm.report import write_report
-
 CONFIG = '[data]\ntask = "chain_sum"\n\n[trainer]\ntotal_training_steps = 40\n'
 HOSTILE = "</pre><script>alert('x')</script>"
 

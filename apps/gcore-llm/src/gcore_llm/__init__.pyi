@@ -1,3 +1,4 @@
+from .cli import embedded as embedded, own_data as own_data
 from .config import (
     ActorConfig as ActorConfig,
     AlgorithmConfig as AlgorithmConfig,
@@ -7,6 +8,7 @@ from .config import (
     OverlongConfig as OverlongConfig,
     TaskConfig as TaskConfig,
     TrainConfig as TrainConfig,
+    TrainerConfig as TrainerConfig,
     WarmupConfig as WarmupConfig,
 )
 from .finetune.config import (
@@ -18,12 +20,10 @@ from .finetune.config import (
     SFTRunConfig as SFTRunConfig,
 )
 from .finetune.run import fine_tune as fine_tune
-from .recipes import embedded as embedded, own_data as own_data
 from .settings.reward_config import (
     JudgeConfig as JudgeConfig,
     RewardCallsConfig as RewardCallsConfig,
     RewardModelConfig as RewardModelConfig,
 )
 from .settings.rollout_config import MultiTurnConfig as MultiTurnConfig, RolloutConfig as RolloutConfig
-from .settings.trainer_config import TrainerConfig as TrainerConfig
 from .training import train as train

@@ -4,22 +4,27 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
+from gcore_controller import RLHFConfig
 from gcore_llm.settings.engine_config import EngineConfig
 from gcore_llm.settings.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_llm.settings.rollout_config import RolloutConfig
-from gcore_llm.settings.trainer_config import TrainerConfig
-from gcore_runs.errors import UserError, check_at_least, check_finite, check_fraction
-from gcore_runs.settings.run_config import (
+from gcore_runs import (
     BaseActorConfig,
     BaseAlgorithmConfig,
     BaseDataConfig,
     BaseRLConfig,
+    BaseTrainerConfig,
+    UserError,
+    check_finite,
+    check_fraction,
+    check_lowest,
     check_one_source,
 )
 from gcore_trainer import (
     AdvantageEstimator,
     ConfigError,
     OptimizerConfig,
+    ParallelConfig,
     PolicyLossConfig,
     RewardKL,
     RolloutCorrectionConfig,
@@ -44,8 +49,7 @@ class TaskConfig:
     """Held-out problems to generate."""
 
     def __post_init__(self) -> None:
-        for name in ("num_train", "num_val"):
-            check_at_least(f"task.{name}", getattr(self, name), 1)
+        check_lowest("task", self, num_train=1, num_val=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +76,7 @@ class DataConfig(BaseDataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, lowest in (("max_prompt_length", 1), ("max_response_length", 1), ("num_workers", 0)):
-            check_at_least(f"data.{name}", getattr(self, name), lowest)
+        check_lowest("data", self, max_prompt_length=1, max_response_length=1, num_workers=0)
 
     @property
     def max_length(self) -> int:
@@ -97,11 +100,8 @@ class WarmupConfig:
     """Updates between two such checks."""
 
     def __post_init__(self) -> None:
-        check_at_least("warmup.max_steps", self.max_steps, 0)
-        for name in ("batch_size", "test_freq"):
-            check_at_least(f"warmup.{name}", getattr(self, name), 1)
+        check_lowest("warmup", self, max_steps=0, batch_size=1, test_freq=1, target_accuracy=0)
         check_finite("warmup.lr", self.lr, above_zero=True)
-        check_at_least("warmup.target_accuracy", self.target_accuracy, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class OverlongConfig:
     """Do not train on responses that were cut off."""
 
     def __post_init__(self) -> None:
-        check_at_least("algorithm.overlong.buffer_len", self.buffer_len, 0)
+        check_lowest("algorithm.overlong", self, buffer_len=0)
         check_finite("algorithm.overlong.penalty_factor", self.penalty_factor)
 
 
@@ -138,7 +138,7 @@ class KLControlConfig:
     def __post_init__(self) -> None:
         check_finite("algorithm.kl_ctrl.kl_coef", self.kl_coef)
         check_finite("algorithm.kl_ctrl.target_kl", self.target_kl, above_zero=True)
-        check_at_least("algorithm.kl_ctrl.horizon", self.horizon, 1)
+        check_lowest("algorithm.kl_ctrl", self, horizon=1)
         if self.type == "adaptive" and not self.kl_coef:
             raise UserError("algorithm.kl_ctrl.kl_coef is 0; expected above 0 with algorithm.kl_ctrl.type 'adaptive'")
 
@@ -216,8 +216,7 @@ class ActorConfig(BaseActorConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, lowest in (("ppo_mini_batch_size", 0), ("ppo_epochs", 1), ("ppo_max_token_len", 1)):
-            check_at_least(f"actor.{name}", getattr(self, name), lowest)
+        check_lowest("actor", self, ppo_mini_batch_size=0, ppo_epochs=1, ppo_max_token_len=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +231,31 @@ class CriticConfig:
     """First steps that train the critic alone."""
 
     def __post_init__(self) -> None:
-        check_at_least("critic.warmup_steps", self.warmup_steps, 0)
+        check_lowest("critic", self, warmup_steps=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig(BaseTrainerConfig):
+    """Settings of training, of the run's length and of its output."""
+
+    backend: Literal["torch", "megatron"] = "torch"
+    """torch: a transformers model, sharded by FSDP2 over several processes; megatron: Megatron-Core."""
+    num_processes: int = 1
+    """Ranks, each a process with a device of its own; 1 with torch: training runs in the main process."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    schedule: Literal["sync", "one_step_off", "async"] = "sync"
+    """sync: a step samples, then trains. one_step_off: the next step's batch is sampled while this one's is trained on,
+    by the weights before it. async: batches are sampled without a pause, up to rollout.max-staleness steps ahead, and
+    new weights come in the middle of responses."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            if self.backend == "torch":
+                self.parallel.check_torch()
+            self.parallel.data_parallel_size(self.num_processes)
+        except ConfigError as error:
+            raise UserError(f"trainer.parallel: {error} (trainer.num_processes={self.num_processes})") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,9 +321,8 @@ class TrainConfig(BaseRLConfig):
     @property
     def judge(self) -> tuple[str, EngineConfig | None]:
         """See `BaseRLConfig.judge`."""
-        model = self.reward_model
-        is_own = self.reward_model.is_judge and not model.judge.is_on_servers
-        return "reward_model.judge", model.judge if is_own else None
+        judge = self.reward_model.judge
+        return "reward_model.judge", judge if self.reward_model.is_judge and not judge.is_on_servers else None
 
     def process_sections(self, *, engines: int, judges: int, ranks: int) -> dict[str, Any]:
         """See `BaseRLConfig.process_sections`."""
@@ -321,19 +343,32 @@ class TrainConfig(BaseRLConfig):
             parallel.model_parallel_size, parallel.pipeline_model_parallel_size * parallel.expert_model_parallel_size
         )
 
+    @property
+    def loop(self) -> RLHFConfig:
+        """See `BaseRLConfig.loop`."""
+        return replace(
+            super().loop,
+            schedule=self.trainer.schedule,
+            partial_rollout=self.rollout.partial_rollout,
+            over_sample_rate=self.rollout.over_sample_rate,
+            max_staleness=self.rollout.max_staleness,
+            num_workers=self.data.num_workers,
+            max_failed_share=self.reward_calls.max_failed_share,
+        )
+
     def _check_group(self) -> None:
-        n, name, fewest = self.rollout.n, self.algorithm.adv_estimator, self.algorithm.estimator.min_group_size
-        compared_by = {
-            f"at least {fewest} for algorithm.adv_estimator {name!r}, which compares the responses of a group": n
-            < fewest,
-            "at least 2 with algorithm.filter_groups, which drops groups whose responses all score alike, or "
-            "algorithm.filter_groups False": n < 2 and self.algorithm.filter_groups,
-            "at least 2 with reward_model.judge.pairwise, which compares the responses of a group": (
-                n < 2 and self.reward_model.is_pairwise
+        algorithm, model = self.algorithm, self.reward_model
+        needed_by = {
+            f"for algorithm.adv_estimator {algorithm.adv_estimator!r}, which compares the responses of a group": (
+                algorithm.estimator.min_group_size
             ),
+            "with algorithm.filter_groups, which drops groups whose responses all score alike, or "
+            "algorithm.filter_groups False": 2 * algorithm.filter_groups,
+            "with reward_model.judge.pairwise, which compares the responses of a group": 2 * model.is_pairwise,
         }
-        if found := [expected for expected, is_too_small in compared_by.items() if is_too_small]:
-            raise UserError(f"rollout.n is {n}; expected {found[0]}")
+        for reason, fewest in needed_by.items():
+            if self.rollout.n < fewest:
+                raise UserError(f"rollout.n is {self.rollout.n}; expected at least {fewest} {reason}")
 
     def _check_lengths(self) -> None:
         longest, overlong = self.data.max_length, self.algorithm.overlong.buffer_len
@@ -349,15 +384,13 @@ class TrainConfig(BaseRLConfig):
             )
 
     def _check_images(self) -> None:
-        sizes = self.trainer.parallel
+        trainer, num_cp = self.trainer, self.trainer.parallel.context_parallel_size
         unfit = {
             "model is ''": not self.model,
-            f"trainer.backend is {self.trainer.backend!r}": self.trainer.backend != "torch",
-            f"trainer.parallel.context_parallel_size is {sizes.context_parallel_size}": sizes.context_parallel_size > 1,
+            f"trainer.backend is {trainer.backend!r}": trainer.backend != "torch",
+            f"trainer.parallel.context_parallel_size is {num_cp}": num_cp > 1,
             f"rollout.engine is {self.rollout.engine!r}": not self.rollout.takes_images,
-            "rollout.multi_turn makes several turns": bool(
-                self.rollout.multi_turn.environment or self.rollout.multi_turn.max_revisions
-            ),
+            "rollout.multi_turn makes several turns": self.rollout.multi_turn.is_used,
             f"algorithm.adv_estimator is {self.algorithm.adv_estimator!r}": self.algorithm.estimator.needs_critic,
         }
         if found := [name for name, is_unfit in unfit.items() if is_unfit]:

@@ -25,6 +25,16 @@ def check_at_least(field: str, value: float, lowest: int) -> None:
         raise UserError(f"{field} is {value}; expected {lowest} or more")
 
 
+def check_lowest(section: str, settings: object, **lowest: int) -> None:
+    """Check that each named setting of a section is at least so much.
+
+    Raises:
+        UserError: one is below.
+    """
+    for name, bound in lowest.items():
+        check_at_least(f"{section}.{name}", getattr(settings, name), bound)
+
+
 def check_fraction(field: str, value: float, *, above_zero: bool = False, below_one: bool = False) -> None:
     """
     Raises:

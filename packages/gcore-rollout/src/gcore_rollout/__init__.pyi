@@ -74,6 +74,19 @@ from .errors import (
     WrongBaseError as WrongBaseError,
     WrongWeightsError as WrongWeightsError,
 )
+from .generation import (
+    Generation as Generation,
+    GroupComparison as GroupComparison,
+    RolloutRoles as RolloutRoles,
+)
+from .groups import (
+    Group as Group,
+    Prompt as Prompt,
+    PromptImages as PromptImages,
+    Response as Response,
+    UnfinishedGroup as UnfinishedGroup,
+    vision_processor as vision_processor,
+)
 from .images.blip import ImageRewardScore as ImageRewardScore
 from .images.clip import AestheticReward as AestheticReward, CLIPReward as CLIPReward
 from .images.colour import ColourReward as ColourReward
@@ -89,6 +102,7 @@ from .images.registry import (
 from .images.reward import ImageRewardFunction as ImageRewardFunction, evaluate_images as evaluate_images
 from .images.vision_processor import VisionProcessor as VisionProcessor
 from .multi_turn.chat import ChatEncoder as ChatEncoder, Message as Message
+from .multi_turn.config import EnvironmentRole as EnvironmentRole, MultiTurnConfig as MultiTurnConfig
 from .multi_turn.environment import Environment as Environment, Opening as Opening, Reply as Reply
 from .multi_turn.episode import (
     Episode as Episode,

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from gcore_bench.grpo.settings import load_train_prompts, train_config
 from gcore_bench.grpo.workload import Workload
 from gcore_llm.config import WarmupConfig
-from gcore_llm.demo.tiny_model import make_tiny_model
-from gcore_llm.demo.warmup import warm_up
-from gcore_llm.roles import build_tokenizer
+from gcore_llm.finetune.warmup import warm_up
 from gcore_llm.sampling.rewards import make_runner, reward_function
+from gcore_llm.tiny_model import make_tiny_model
+from gcore_runs import build_tokenizer
 from gcore_runs.display import Display
 from gcore_runs.run_folder import RunFolder, write_atomically
 from gcore_runs.settings.values import resolve

@@ -4,11 +4,10 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from gcore_bench.grpo.workload import PROMPT_LENGTH, Workload
-from gcore_llm.config import ActorConfig, AlgorithmConfig, DataConfig, TaskConfig, TrainConfig
+from gcore_llm.config import ActorConfig, AlgorithmConfig, DataConfig, TaskConfig, TrainConfig, TrainerConfig
 from gcore_llm.data.prompts import PromptSets
 from gcore_llm.data.tasks import load_task
 from gcore_llm.settings.rollout_config import RolloutConfig
-from gcore_llm.settings.trainer_config import TrainerConfig
 from gcore_trainer import OptimizerConfig, PolicyLossConfig
 
 

@@ -7,7 +7,7 @@ from gcore_bench.harness.models import make_model
 from gcore_bench.harness.rounds import Figures
 from gcore_bench.trainer.options import TrainerOptions
 from gcore_bench.trainer.workload import long_workload, make_samples, off_policy, save_samples, step_workload
-from gcore_llm.demo.tiny_model import tiny_tokenizer
+from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_trainer import PackedModel
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gcore_llm.sampling.groups import Group
 from gcore_placement import TransformerWorkload, micro_batches
+from gcore_rollout import Group
 from gcore_trainer import Sample
 
 

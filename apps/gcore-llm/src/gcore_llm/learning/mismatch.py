@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_controller import Collectives
-from gcore_llm.sampling.groups import Group, Response
-from gcore_rollout import Completion, Engine, Request, SamplingParams
+from gcore_rollout import Completion, Engine, Group, Request, Response, SamplingParams
 
 K3 = "training/rollout_k3_kl"
 _SHARE = 0.02

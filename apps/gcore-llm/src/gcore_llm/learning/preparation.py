@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from gcore_controller import Collectives
 from gcore_llm.config import AlgorithmConfig, KLControlConfig
-from gcore_llm.sampling.groups import Group
+from gcore_rollout import Group
 from gcore_trainer import (
     AdaptiveKLController,
     AdvantageConfig,

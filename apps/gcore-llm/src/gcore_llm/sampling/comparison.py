@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from gcore_llm.data.prompts import Prompt
-from gcore_llm.sampling.groups import Group, Response
-from gcore_rollout import Failed, GroupRewardRunner, Scored
+from gcore_rollout import Failed, Group, GroupRewardRunner, Prompt, Response, Scored
 
 
 class Comparison:

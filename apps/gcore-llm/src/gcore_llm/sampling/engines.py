@@ -8,7 +8,7 @@ from typing import Any
 
 from gcore_ckpt import load
 from gcore_llm.config import TrainConfig
-from gcore_llm.data.model_limits import longest_sequence
+from gcore_llm.data.prompts import longest_sequence
 from gcore_llm.settings.engine_config import EngineConfig
 from gcore_llm.settings.rollout_config import RolloutConfig
 from gcore_rollout import (

@@ -1,44 +1,10 @@
 """Settings of generation."""
 
-import math
 from dataclasses import dataclass, field
 
 from gcore_llm.settings.engine_config import EngineConfig, SpeculativeConfig
-from gcore_runs.errors import UserError, check_at_least, check_finite
-
-
-@dataclass(frozen=True, kw_only=True)
-class MultiTurnConfig:
-    """Responses of several turns, in an environment or with tools."""
-
-    environment: str = ""
-    """PATH.py:function, which makes from a row an environment of one episode (gcore_rollout.Environment),
-    such as a ToolEnvironment; it rewards turns, and the reward, if there is one, scores the last. Empty: one turn."""
-    max_revisions: int = 0
-    """Instead of an environment: how many times a response is returned with its reward's feedback, such as a judge's
-    verdict, for the policy to revise; the last one's score counts."""
-    good_enough: float = 1.0
-    """A response of this score is not revised."""
-    max_assistant_turns: int = 8
-    """Most turns of the policy; together with the environment's answers they have data.max-response-length tokens."""
-    max_tokens_per_turn: int = 0
-    """Most tokens of one turn; 0: what is left."""
-    step_timeout_s: float = 60.0
-    """Seconds for the environment to answer one turn."""
-
-    def __post_init__(self) -> None:
-        check_at_least("rollout.multi_turn.max_assistant_turns", self.max_assistant_turns, 1)
-        check_at_least("rollout.multi_turn.max_tokens_per_turn", self.max_tokens_per_turn, 0)
-        check_at_least("rollout.multi_turn.max_revisions", self.max_revisions, 0)
-        if not math.isfinite(self.good_enough):
-            raise UserError(f"rollout.multi_turn.good_enough is {self.good_enough}; expected a finite number")
-        if self.environment and self.max_revisions:
-            raise UserError(
-                f"rollout.multi_turn.max_revisions is {self.max_revisions}; expected 0 with "
-                f"rollout.multi_turn.environment {self.environment!r}"
-            )
-        if not self.step_timeout_s > 0:
-            raise UserError(f"rollout.multi_turn.step_timeout_s is {self.step_timeout_s}; expected above 0")
+from gcore_rollout import MultiTurnConfig
+from gcore_runs import UserError, check_finite, check_lowest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +41,12 @@ class RolloutConfig(EngineConfig):
                 f"rollout.engine is {self.engine!r}; expected 'vllm' with rollout.speculative.num_speculative_tokens "
                 f"{self.speculative.num_speculative_tokens}; a server has an option of its own for it"
             )
-        check_at_least("rollout.n", self.n, 1)
-        check_at_least("rollout.max_staleness", self.max_staleness, 1)
+        check_lowest("rollout", self, n=1, max_staleness=1, max_num_seqs=1)
         check_finite("rollout.over_sample_rate", self.over_sample_rate)
-        if self.partial_rollout and (self.multi_turn.environment or self.multi_turn.max_revisions):
+        if self.partial_rollout and self.multi_turn.is_used:
             raise UserError(
                 "rollout.partial_rollout is true; expected false with several turns (rollout.multi_turn): an "
                 "environment cannot wait for the next step"
             )
-        check_at_least("rollout.max_num_seqs", self.max_num_seqs, 1)
         if not self.temperature > 0:
             raise UserError(f"rollout.temperature is {self.temperature}; expected above 0: greedy samples never differ")

@@ -7,11 +7,10 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from gcore_controller import Context, Span, StageTimer, State, run_simulated
-from gcore_llm.modality import Job, rlhf_program
-from gcore_llm.roles import SamplingRoles
+from gcore_controller import Context, Span, StageTimer, State, run_simulated, share_trainer
+from gcore_llm.modality import Job
+from gcore_llm.roles import Roles, SamplingRoles
 from gcore_llm.sampling.evaluate import Evaluation
-from gcore_llm.services import sharing
 from gcore_llm.simulate.config import SimulateConfig
 from gcore_llm.simulate.engine import ModelledEngine, ModelledWeights
 from gcore_llm.simulate.learner import ModelledLearner
@@ -109,7 +108,7 @@ def simulate(
         controllers=None,
         is_policy_behind=False,
     )
-    real = sharing(learner, rlhf_program(job, recorder))
+    real = share_trainer(learner, job.program(recorder), roles=Roles)
 
     async def program(ctx: Context[Sequence[SamplingRoles]]) -> None:
         own = ctx.with_roles(ctx.roles[ctx.rank])

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gcore_llm.data.prompts import Prompt, PromptSets
+from gcore_llm.data.prompts import PromptSets
 from gcore_llm.learning.micro_batches import workload_of
 from gcore_llm.simulate.config import LengthConfig, SimulateConfig
 from gcore_placement import TransformerWorkload, log_normal, uniform
+from gcore_rollout import Prompt
 from gcore_runs.errors import UserError
 
 _BUILT_IN = {

@@ -44,7 +44,7 @@ class Supervisor:
             if first_step is not None:
                 ...
                 supervisor.export(model.save_pretrained)
-            return supervisor.finish(write_report)
+            return supervisor.finish(KINDS)
 
     Inside the block Ctrl-C raises `KeyboardInterrupt` at any time, until a training loop takes it over.
 

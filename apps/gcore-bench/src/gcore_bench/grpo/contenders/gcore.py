@@ -9,15 +9,15 @@ import torch
 from gcore_bench.grpo.measure import StepClock, StepFigures, TimedReward
 from gcore_bench.grpo.settings import load_train_prompts, train_config
 from gcore_bench.grpo.workload import Task
-from gcore_controller import Program, Span, State, run_inline
+from gcore_controller import Program, Span, State, run_inline, share_trainer
 from gcore_llm.learning.micro_batches import workload_of
 from gcore_llm.learning.trainer_worker import start_trainer
-from gcore_llm.modality import Job, rlhf_program
-from gcore_llm.roles import SamplingRoles, build_engine, build_tokenizer
+from gcore_llm.modality import Job
+from gcore_llm.roles import Roles, SamplingRoles, build_engine
 from gcore_llm.sampling.evaluate import Evaluation
 from gcore_llm.sampling.rewards import make_runner, reward_function
-from gcore_llm.services import sharing
 from gcore_rollout import Completion, Engine, Failure, Request, WrappedEngine
+from gcore_runs import build_tokenizer
 from gcore_runs.settings.values import resolve
 
 
@@ -43,7 +43,7 @@ def run(task: Task, *, engine: Literal["hf", "vllm"]) -> list[StepFigures]:
         controllers=None,
         is_policy_behind=False,
     )
-    program = sharing(learner, rlhf_program(job, recorder))
+    program = share_trainer(learner, job.program(recorder), roles=Roles)
     asyncio.run(_run(program, SamplingRoles(policy=watched, reward=runner, tokenizer=tokenizer)))
     return recorder.steps
 

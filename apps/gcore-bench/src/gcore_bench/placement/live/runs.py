@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from gcore_bench.harness.errors import BenchError
 from gcore_bench.harness.processes import Program, run_program
 from gcore_bench.placement.options import PlacementOptions
-from gcore_llm.demo.tiny_model import make_tiny_model
+from gcore_llm.tiny_model import make_tiny_model
 from gcore_placement.ledger import CAUSES, Ledger, read_spans
 
 PHASE_TOKENS = (8, 72, 8)

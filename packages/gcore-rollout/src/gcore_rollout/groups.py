@@ -1,16 +1,67 @@
-"""A group: one prompt's scored responses, from sampling to training."""
+"""Prompts, and groups: the scored responses to one prompt, complete or to be continued."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_llm.config import AlgorithmConfig
-from gcore_llm.data.images import PromptImages
-from gcore_rollout import Completion, EpisodeEnd
-from gcore_trainer import Sample
+from gcore_rollout.engines.types import Completion
+from gcore_rollout.multi_turn.episode import EpisodeEnd
+
+if TYPE_CHECKING:
+    from gcore_rollout.images.vision_processor import Pixels, VisionProcessor
+
+
+@cache
+def vision_processor(folder: str) -> "VisionProcessor":
+    """Load the image processor of a model folder, once."""
+    from gcore_rollout.images.vision_processor import VisionProcessor
+
+    return VisionProcessor.from_pretrained(folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptImages:
+    """The images of one prompt, in order; files are read whenever they are needed."""
+
+    model: str
+    """Hugging Face folder of the model that the images are for."""
+    sources: tuple[bytes | Path, ...]
+    """Encoded image files, or their paths."""
+
+    def encoded(self) -> tuple[bytes, ...]:
+        """Return the encoded image files, for a request."""
+        return tuple(s if isinstance(s, bytes) else s.read_bytes() for s in self.sources)
+
+    def pixels(self) -> "Pixels":
+        """Return the images as the model takes them."""
+        return vision_processor(self.model).process(self.encoded())
+
+    def state(self) -> dict[str, Any]:
+        """Return plain arrays and strings for a checkpoint."""
+        sources = [np.frombuffer(s, np.uint8) if isinstance(s, bytes) else str(s) for s in self.sources]
+        return {"model": self.model, "sources": sources}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "PromptImages":
+        """Return the images that `state` gave this state for."""
+        sources = (Path(s) if isinstance(s, str) else np.asarray(s).tobytes() for s in state["sources"])
+        return cls(model=state["model"], sources=tuple(sources))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt, ready for an engine."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    row: Mapping[str, Any]
+    """Every column of the data set, for the reward."""
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,27 +81,13 @@ class Response:
     """Numbers that explain the score, by name."""
 
     def state(self) -> dict[str, Any]:
-        """Return plain arrays and numbers for a checkpoint."""
+        """Return the arguments that make the response, as plain arrays and numbers for a checkpoint."""
         return {**vars(self), "parts": dict(self.parts)}
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> "Response":
-        mask = state.get("mask")
-        return cls(
-            token_ids=np.asarray(state["token_ids"]),
-            log_probs=np.asarray(state["log_probs"]),
-            weight_versions=np.asarray(state["weight_versions"]),
-            truncated=state["truncated"],
-            score=state["score"],
-            mask=None if mask is None else np.asarray(mask),
-            end=state.get("end"),
-            parts=state.get("parts", {}),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnfinishedGroup:
-    """A group some of whose responses were cut short, to be continued in a later step."""
+    """A group some of whose responses were cut short, to be continued later."""
 
     prompt_index: int
     responses: Mapping[int, Response] = field(default_factory=dict[int, Response])
@@ -61,7 +98,7 @@ class UnfinishedGroup:
     @property
     def oldest_version(self) -> int | None:
         """Oldest weight version that generated any token; None: there is no token yet."""
-        versions = [*(r.weight_versions for r in self.responses.values()), *(c.weight_versions for c in self.partial)]
+        versions = [own.weight_versions for own in (*self.responses.values(), *self.partial)]
         return min((int(v.min()) for v in versions if v.size), default=None)
 
     def restarted(self) -> "UnfinishedGroup":
@@ -78,9 +115,14 @@ class UnfinishedGroup:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "UnfinishedGroup":
+        """Return the group that `state` gave this state for."""
+        responses: dict[int, Response] = {}
+        for entry in state["responses"]:
+            fields = dict(entry)
+            responses[fields.pop("index")] = Response(**fields)
         return cls(
             prompt_index=state["ticket"],
-            responses={r["index"]: Response.from_state(r) for r in state["responses"]},
+            responses=responses,
             partial=[Completion(**completion) for completion in state["begun"]],
         )
 
@@ -105,6 +147,7 @@ class Group:
 
     @property
     def scores(self) -> list[float]:
+        """Score of each response."""
         return [r.score for r in self.responses]
 
     @property
@@ -117,23 +160,6 @@ class Group:
         """Response lengths in tokens, shape [n]."""
         return np.array([r.token_ids.size for r in self.responses])
 
-    def samples(self, algorithm: AlgorithmConfig) -> list[Sample]:
-        """Return the samples to train on, without advantages yet; no token of a filtered response counts."""
-        images = None if self.images is None else self.images.for_training()
-        return [
-            Sample(
-                prompt_ids=self.prompt_ids,
-                response_ids=r.token_ids,
-                response_mask=np.zeros(r.token_ids.shape, np.bool_)
-                if r.truncated and algorithm.overlong.filter
-                else r.mask,
-                old_log_probs=r.log_probs if algorithm.old_log_probs == "rollout" else None,
-                rollout_log_probs=r.log_probs,
-                images=images,
-            )
-            for r in self.responses
-        ]
-
     def state(self) -> dict[str, Any]:
         """Return plain arrays and numbers for a checkpoint."""
         return {
@@ -141,16 +167,17 @@ class Group:
             "prompt_ids": self.prompt_ids,
             "responses": [r.state() for r in self.responses],
             "greedy_score": self.greedy_score,
-            "images": None if self.images is None else self.images.state(),
+            "images": self.images and self.images.state(),
         }
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Group":
+        """Return the group that `state` gave this state for."""
         images = state.get("images")
         return cls(
             prompt_index=state["ticket"],
-            prompt_ids=np.asarray(state["prompt_ids"]),
-            responses=[Response.from_state(r) for r in state["responses"]],
+            prompt_ids=state["prompt_ids"],
+            responses=[Response(**r) for r in state["responses"]],
             greedy_score=state["greedy_score"],
-            images=None if images is None else PromptImages.from_state(images),
+            images=images and PromptImages.from_state(images),
         )

@@ -10,10 +10,8 @@ import numpy as np
 from gcore_llm.config import TrainConfig
 from gcore_llm.data.prompts import PromptSets
 from gcore_llm.data.tasks import WORKED_EXAMPLES
-from gcore_llm.demo.tiny_model import make_tiny_model
-from gcore_runs.display import Display
-from gcore_runs.errors import UserError
-from gcore_runs.run_folder import RunFolder, append_json, write_atomically, write_jsonl
+from gcore_llm.tiny_model import make_tiny_model
+from gcore_runs import Display, RunFolder, append_json, write_atomically, write_jsonl
 from gcore_trainer import OptimizerConfig, Sample
 
 if TYPE_CHECKING:
@@ -22,19 +20,6 @@ if TYPE_CHECKING:
 
 Check = Callable[[int, float], Awaitable[bool]]
 """Called with an update's number and its loss; returns whether the model is good enough."""
-
-
-def require_worked_examples(task: str, *, instead: str) -> None:
-    """
-    Args:
-        instead: what to do with other tasks, for the error.
-
-    Raises:
-        UserError: the task has none.
-    """
-    if task not in WORKED_EXAMPLES:
-        known = ", ".join(WORKED_EXAMPLES)
-        raise UserError(f"task.name is {task!r}; expected a task with worked examples ({known}), {instead}")
 
 
 async def make_warm_model(
@@ -65,10 +50,9 @@ async def warm_up(
 
     Each check samples answers to the held-out prompts, and is recorded in ``warmup.jsonl``.
     """
-    from gcore_controller import InlineCollectives, InlineGroup, StageTimer
-    from gcore_llm.roles import SamplingRoles, build_engine
+    from gcore_llm.roles import SamplingRoles, build_engine, sampling_params
     from gcore_llm.sampling.evaluate import evaluate
-    from gcore_runs.loop.instrumented_engine import Instrumentation
+    from gcore_runs import Instrumentation
 
     worked, warmup = WORKED_EXAMPLES[config.task.name], config.warmup
     samples = [worked_sample(tokenizer, p.token_ids, worked(p.row)) for p in prompts.train]
@@ -80,18 +64,11 @@ async def warm_up(
         max_length=config.data.max_length,
     )
     policy = await build_engine(config, initial, tokenizer, instrumentation=Instrumentation(logs=run.logs))
-    sampler = SamplingRoles(policy=policy, reward=reward, tokenizer=tokenizer)
+    roles = SamplingRoles(policy=policy, reward=reward, tokenizer=tokenizer)
 
     async def check(step: int, loss: float) -> bool:
         await policy.update_weights(trainer.export_weights(), version=step)
-        result = await evaluate(
-            sampler,
-            prompts.val,
-            group=InlineCollectives(InlineGroup(1), 0),
-            timer=StageTimer(),
-            max_tokens=config.data.max_response_length,
-            temperature=config.rollout.temperature,
-        )
+        result = await evaluate(roles, prompts.val, sampling_params(config))
         append_json(run.warmup, {"step": step, "sft/loss": loss, **result.metrics()})
         display.warmed_up(step, loss=loss, accuracy=result.sampled)
         return result.sampled >= warmup.target_accuracy
