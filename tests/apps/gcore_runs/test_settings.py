@@ -14,10 +14,9 @@ from hypothesis import given, settings, strategies as st
 from gcore_diffusion.cli import parse_train as parse_diffusion
 from gcore_diffusion.config import DiffusionConfig
 from gcore_llm.cli import parse_train
-from gcore_llm.config import TrainConfig
+from gcore_llm.config import RolloutConfig, TrainConfig
 from gcore_llm.finetune.command import parse_fine_tuning
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
-from gcore_llm.settings.rollout_config import RolloutConfig
 from gcore_llm.simulate.command import parse_simulate
 from gcore_llm.simulate.config import SimulateConfig
 from gcore_runs.errors import UserError, check_at_least

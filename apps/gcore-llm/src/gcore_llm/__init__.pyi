@@ -5,7 +5,9 @@ from .config import (
     CriticConfig as CriticConfig,
     DataConfig as DataConfig,
     KLControlConfig as KLControlConfig,
+    MultiTurnConfig as MultiTurnConfig,
     OverlongConfig as OverlongConfig,
+    RolloutConfig as RolloutConfig,
     TaskConfig as TaskConfig,
     TrainConfig as TrainConfig,
     TrainerConfig as TrainerConfig,
@@ -25,5 +27,4 @@ from .settings.reward_config import (
     RewardCallsConfig as RewardCallsConfig,
     RewardModelConfig as RewardModelConfig,
 )
-from .settings.rollout_config import MultiTurnConfig as MultiTurnConfig, RolloutConfig as RolloutConfig
 from .training import train as train

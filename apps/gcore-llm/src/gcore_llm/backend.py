@@ -9,19 +9,33 @@ from gcore_controller import Backend, Context, DeviceTimers
 from gcore_llm.config import TrainConfig
 from gcore_llm.learning.micro_batches import sample_flops
 from gcore_llm.learning.trainer_worker import ray_trainer_spec, start_trainer
-from gcore_llm.modality import Job
-from gcore_llm.roles import Roles, SamplingRoles, build_engine, build_environment
-from gcore_llm.sampling.engines import engine_factory
+from gcore_llm.modality import Job, Roles, SamplingRoles
+from gcore_llm.sampling.engines import engine_factory, start_policy
 from gcore_llm.sampling.evaluate import Evaluation
 from gcore_llm.sampling.rewards import Rewards
 from gcore_llm.settings.engine_config import EngineConfig
-from gcore_rollout import EnvironmentRole
-from gcore_runs import Instrumentation, build_tokenizer, eos_token_ids, inline_backend, logs_of
+from gcore_rollout import Engine, EnvironmentRole, RewardRunner
+from gcore_runs import build_tokenizer, eos_token_ids, inline_backend, logs_of
+from gcore_runs.loop.instrumented_engine import NO_INSTRUMENTATION, Instrumentation
 
 if TYPE_CHECKING:
     from gcore_controller import ActorRole, Handles, RemoteRecorder
     from gcore_runs.on_ray.controller_process import ControllerServices
     from gcore_runs.on_ray.start import EngineFactory
+
+
+async def build_engine(
+    config: TrainConfig, model: Path, tokenizer: Any, *, instrumentation: Instrumentation = NO_INSTRUMENTATION
+) -> Engine:
+    """Start the policy's engine with the weights of a model folder."""
+    eos = eos_token_ids(tokenizer, model)
+    return await start_policy(config, model, eos_token_ids=eos, instrumentation=instrumentation)
+
+
+def build_environment(config: TrainConfig, tokenizer: Any, reward: RewardRunner) -> EnvironmentRole | None:
+    """Build the environment that the config names; see `MultiTurnConfig.build`."""
+    prompt_key, on_error = config.data.prompt_key, config.reward_calls.on_error
+    return config.rollout.multi_turn.build(tokenizer, reward, prompt_key=prompt_key, on_error=on_error)
 
 
 async def start_backend(
@@ -35,19 +49,9 @@ async def start_backend(
     devices: DeviceTimers,
     announce: Callable[[str], None] | None = None,
 ) -> Backend[Job, TrainConfig, Evaluation]:
-    """Load the model for every role that needs it, where ``runtime`` says.
-
-    Args:
-        config: the run's.
-        model: folder of the model that the run starts from.
-        checkpoints: folder of its checkpoints.
-        tokenizer: of the model.
-        rewards: score responses; on Ray they are closed, because each controller starts its own.
-        environment: of responses with several turns.
-        devices: timers of the rewards' devices.
-        announce: prints a line on the screen.
-    """
+    """Load the model in a folder for every role that needs it; ``announce`` prints a line on the screen."""
     if config.runtime == "ray":
+        # Each controller starts rewards of its own.
         await rewards.close()
         return await _start_on_ray(config, model, checkpoints, tokenizer, announce)
     # vLLM sets process-wide state as it starts, so it comes first.

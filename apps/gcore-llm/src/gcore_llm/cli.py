@@ -8,9 +8,16 @@ from pathlib import Path
 
 import tyro
 
-from gcore_llm.config import ActorConfig, DataConfig, TaskConfig, TrainConfig, TrainerConfig, WarmupConfig
+from gcore_llm.config import (
+    ActorConfig,
+    DataConfig,
+    RolloutConfig,
+    TaskConfig,
+    TrainConfig,
+    TrainerConfig,
+    WarmupConfig,
+)
 from gcore_llm.finetune.command import run_fine_tuning
-from gcore_llm.settings.rollout_config import RolloutConfig
 from gcore_runs import (
     Command,
     RunArgs,

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
-from gcore_llm.settings.engine_config import EngineConfig
+from gcore_llm.settings.engine_config import EngineConfig, SpeculativeConfig
 from gcore_llm.settings.reward_config import RewardCallsConfig, RewardModelConfig
-from gcore_llm.settings.rollout_config import RolloutConfig
+from gcore_rollout import MultiTurnConfig
 from gcore_runs import (
     BaseActorConfig,
     BaseAlgorithmConfig,
@@ -23,10 +23,11 @@ from gcore_runs import (
 from gcore_trainer import (
     AdvantageEstimator,
     ConfigError,
+    KLControlConfig,
     OptimizerConfig,
+    OverlongConfig,
     ParallelConfig,
     PolicyLossConfig,
-    RewardKL,
     RolloutCorrectionConfig,
     ValueLossConfig,
     advantage_estimators,
@@ -105,42 +106,48 @@ class WarmupConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverlongConfig:
-    """Scoring and training of responses that reach or come close to data.max-response-length."""
+class RolloutConfig(EngineConfig):
+    """Generation."""
 
-    buffer_len: int = 0
-    """Number of last tokens over which a response's score falls linearly (DAPO's soft punishment); 0: none."""
-    penalty_factor: float = 1.0
-    """How far the score has fallen at the limit."""
-    filter: bool = False
-    """Do not train on responses that were cut off."""
-
-    def __post_init__(self) -> None:
-        check_lowest("algorithm.overlong", self, buffer_len=0)
-        check_finite("algorithm.overlong.penalty_factor", self.penalty_factor)
-
-
-@dataclass(frozen=True, kw_only=True)
-class KLControlConfig:
-    """The KL penalty in the reward."""
-
-    kl_coef: float = 0.0
-    """Weight of the divergence from the initial policy in every token's reward; 0: none."""
-    kl_penalty: RewardKL = "k1"
-    """Estimator of that divergence."""
-    type: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: the weight follows the divergence."""
-    target_kl: float = 0.1
-    """Mean divergence per token to reach, in adaptive."""
-    horizon: int = 10_000
-    """Responses over which the weight adapts, in adaptive."""
+    weights_dir: str = ""
+    """Existing folder that this machine and the servers see under the same path: new weights go through it."""
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    n: int = 8
+    """Responses a prompt: the size of a group; at least 2 where the responses of a group are compared."""
+    temperature: float = 1.0
+    """Divides the logits when sampling, and when the trainer scores."""
+    max_num_seqs: int = 256
+    """Most responses generated at once, by each replica."""
+    partial_rollout: bool = False
+    """Start more prompts than are needed, stop when enough groups are complete, and continue the others in the next
+    step, under its weights: no step waits for the longest responses."""
+    over_sample_rate: float = 0.5
+    """In partial rollout, how many more prompts are started, as a share of those that are needed."""
+    max_staleness: int = 8
+    """Responses with a token by weights of more than this many steps before are generated again from scratch."""
+    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
 
     def __post_init__(self) -> None:
-        check_finite("algorithm.kl_ctrl.kl_coef", self.kl_coef)
-        check_finite("algorithm.kl_ctrl.target_kl", self.target_kl, above_zero=True)
-        check_lowest("algorithm.kl_ctrl", self, horizon=1)
-        if self.type == "adaptive" and not self.kl_coef:
-            raise UserError("algorithm.kl_ctrl.kl_coef is 0; expected above 0 with algorithm.kl_ctrl.type 'adaptive'")
+        self.check_engine("rollout")
+        if self.is_on_servers != bool(self.weights_dir):
+            raise UserError(
+                f"rollout.weights_dir is {self.weights_dir!r}; expected a folder with rollout.engine vllm_server or "
+                f"sglang_server, and none with others (now {self.engine!r})"
+            )
+        if self.speculative.num_speculative_tokens and not self.takes_speculation:
+            raise UserError(
+                f"rollout.engine is {self.engine!r}; expected 'vllm' with rollout.speculative.num_speculative_tokens "
+                f"{self.speculative.num_speculative_tokens}; a server has an option of its own for it"
+            )
+        check_lowest("rollout", self, n=1, max_staleness=1, max_num_seqs=1)
+        check_finite("rollout.over_sample_rate", self.over_sample_rate)
+        if self.partial_rollout and self.multi_turn.is_used:
+            raise UserError(
+                "rollout.partial_rollout is true; expected false with several turns (rollout.multi_turn): an "
+                "environment cannot wait for the next step"
+            )
+        if not self.temperature > 0:
+            raise UserError(f"rollout.temperature is {self.temperature}; expected above 0: greedy samples never differ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,12 +327,10 @@ class TrainConfig(BaseRLConfig):
 
     @property
     def judge(self) -> tuple[str, EngineConfig | None]:
-        """See `BaseRLConfig.judge`."""
         judge = self.reward_model.judge
         return "reward_model.judge", judge if self.reward_model.is_judge and not judge.is_on_servers else None
 
     def process_sections(self, *, engines: int, judges: int, ranks: int) -> dict[str, Any]:
-        """See `BaseRLConfig.process_sections`."""
         reward_model = self.reward_model
         if judges:
             reward_model = replace(reward_model, judge=replace(reward_model.judge, num_processes=judges))
@@ -345,7 +350,6 @@ class TrainConfig(BaseRLConfig):
 
     @property
     def loop(self) -> RLHFConfig:
-        """See `BaseRLConfig.loop`."""
         return replace(
             super().loop,
             schedule=self.trainer.schedule,

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from gcore_ckpt import Checkpointer, load
+from gcore_llm.backend import build_engine, build_environment
 from gcore_llm.config import TrainConfig
 from gcore_llm.data.prompts import Problem, make_prompts
-from gcore_llm.roles import SamplingRoles, build_engine, build_environment, policy_folder, sampling_params
 from gcore_llm.sampling.evaluate import Evaluation, evaluate
 from gcore_llm.sampling.rewards import Rewards
 from gcore_llm.training import load_prompts
-from gcore_rollout import Engine, Request, SamplingParams
+from gcore_rollout import Engine, Request, RolloutRoles, SamplingParams
 from gcore_runs import RunFolder, UserError, build_tokenizer, check_model
 from gcore_trainer import merge_lora
 
@@ -22,7 +22,7 @@ async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
 
     run, config = RunFolder.opened(path, TrainConfig)
     torch.set_num_threads(config.threads)
-    model = policy_folder(config, run)
+    model = Path(config.model) if config.model else run.model
     if not config.model and not model.is_dir():
         raise UserError(
             f"{path} has no model yet: gcore-llm train is still warming it up, or was stopped before it had"
@@ -72,13 +72,13 @@ async def evaluate_run(run: Path) -> tuple[int, Evaluation]:
     if not prompts.val:
         raise UserError(f"{run} has no held-out prompts: it was trained with data.val_size=0 and no data.val_files")
     rewards = await Rewards.start(config)
-    roles = SamplingRoles(
+    roles = RolloutRoles(
         policy=engine,
         reward=rewards.runner,
         tokenizer=tokenizer,
         environment=build_environment(config, tokenizer, rewards.runner),
     )
-    result = await evaluate(roles, prompts.val, sampling_params(config))
+    result = await evaluate(roles, prompts.val, config)
     await rewards.close()
     await engine.close()
     return step, result

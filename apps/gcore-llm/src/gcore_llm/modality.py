@@ -1,15 +1,24 @@
 """Language models as a modality of the RLHF loop: responses and their rewards, and updates of policy and critic."""
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_controller import Context, Generated, Modality, Prepared, State, TrainingBatch, Wave
+from gcore_controller import (
+    Context,
+    DeviceTimers,
+    Generated,
+    Modality,
+    Prepared,
+    State,
+    TrainerClient,
+    TrainingBatch,
+    Wave,
+)
 from gcore_llm.config import AlgorithmConfig, TrainConfig
 from gcore_llm.data.prompts import PromptSets
 from gcore_llm.learning.micro_batches import group_costs, sample_flops, split_in_micro_batches
@@ -17,16 +26,37 @@ from gcore_llm.learning.mismatch import choose, mismatch, probe, single_response
 from gcore_llm.learning.performance import speed
 from gcore_llm.learning.preparation import kl_controller, prepare
 from gcore_llm.learning.trainer_worker import has_critic, has_reference, needs_old_log_probs
-from gcore_llm.roles import Roles, sampling_params
-from gcore_llm.sampling.evaluate import Evaluation, evaluate
+from gcore_llm.sampling.evaluate import Evaluation, evaluate, sampling_params
 from gcore_placement import TransformerWorkload, balance
-from gcore_rollout import EpisodeEnd, Generation, Group, Prompt, UnfinishedGroup, part_means
+from gcore_rollout import (
+    Generation,
+    Group,
+    Prompt,
+    RolloutRoles,
+    SampledPart,
+    UnfinishedGroup,
+    sampled_metrics,
+    sampled_part,
+)
 from gcore_runs import RunJob
 from gcore_trainer import Images, MicroBatch, Sample
 
-_SampledPart = tuple[NDArray[np.float64], list[Mapping[str, float]], Counter[str]]
-"""[N, 4] score, length, whether it was cut off, and prompt length of each response; parts of the scores; ends of
-episodes."""
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingRoles(RolloutRoles):
+    """The roles that sample and score."""
+
+    devices: DeviceTimers = field(default_factory=DeviceTimers)
+    """Times the work of the policy's engines and of the training ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles(SamplingRoles):
+    """The roles that a controller holds."""
+
+    learner: TrainerClient[MicroBatch]
+    owns_process: bool = False
+    """Whether only the controller computes in its process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,21 +88,16 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """See `Modality.prompts`."""
         return self._job.prompts.train
 
     def failure_logs(self, ctx: Context[Roles]) -> Sequence[Any]:
-        """See `Modality.failure_logs`."""
-        roles = ctx.roles
-        callers = (roles.reward, roles.comparison and roles.comparison.runner, roles.environment)
-        return [caller.failures for caller in callers if caller is not None]
+        return ctx.roles.failure_logs()
 
     def takes_prompts(self, ctx: Context[Roles]) -> bool:
         """Return whether the engine is the controller's own; a shared one needs no prompts from other controllers."""
         return ctx.roles.policy_slots is not None
 
     async def generate(self, ctx: Context[Roles], wave: Wave[Prompt]) -> Generated[Group]:
-        """See `Modality.generate`."""
         generation = Generation(
             roles=ctx.roles,
             sampling=self._sampling,
@@ -87,44 +112,17 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         return Generated(groups=groups, unfinished=unfinished)
 
     def group_from_state(self, state: State) -> Group:
-        """See `Modality.group_from_state`."""
         return Group.from_state(state)
 
     def unfinished_from_state(self, state: State) -> UnfinishedGroup:
-        """See `Modality.unfinished_from_state`."""
         return UnfinishedGroup.from_state(state)
 
-    async def sampled_part(self, ctx: Context[Roles], groups: Sequence[Group]) -> _SampledPart:
-        """See `Modality.sampled_part`."""
+    async def sampled_part(self, ctx: Context[Roles], groups: Sequence[Group]) -> SampledPart:
         del ctx
-        responses = [(group, response) for group in groups for response in group.responses]
-        rows = np.array(
-            [(r.score, r.token_ids.size, r.truncated, g.prompt_ids.size) for g, r in responses], np.float64
-        ).reshape(-1, 4)
-        ends = Counter[str](r.end for _, r in responses if r.end is not None)
-        return rows, [r.parts for _, r in responses if r.parts], ends
+        return sampled_part(groups)
 
-    def sampled_metrics(self, parts: Sequence[_SampledPart]) -> dict[str, float]:
-        """See `Modality.sampled_metrics`; names are verl's."""
-        rows = np.concatenate([own for own, *_ in parts])
-        metrics: dict[str, float] = {}
-        if len(rows):
-            scores, lengths, truncated, prompts = rows.T
-            metrics |= {
-                "critic/score/mean": scores.mean(),
-                "critic/score/max": scores.max(),
-                "critic/score/min": scores.min(),
-                "response_length/mean": lengths.mean(),
-                "response_length/max": lengths.max(),
-                "response_length/clip_ratio": truncated.mean(),
-                "prompt_length/mean": prompts.mean(),
-                "perf/total_num_tokens": lengths.sum() + prompts.sum(),
-            }
-        metrics |= part_means(part for _, own, _ in parts for part in own)
-        ends = sum((own for *_, own in parts), start=Counter[str]())
-        if total := ends.total():
-            metrics |= {f"multi_turn/end/{end}": ends[end] / total for end in get_args(EpisodeEnd)}
-        return {name: float(value) for name, value in metrics.items()}
+    def sampled_metrics(self, parts: Sequence[SampledPart]) -> dict[str, float]:
+        return sampled_metrics(parts)
 
     def costs(self, groups: Sequence[Group]) -> list[float]:
         """Return the simulated FLOPs of training on each group."""
@@ -189,18 +187,16 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         return await mismatch(probed, known, policy.weight_version, keeps_cache=False, group=ctx.group)
 
     async def evaluate(self, ctx: Context[Roles], step: int) -> Evaluation | None:
-        """See `Modality.evaluate`."""
         del step
         if not self._job.prompts.val:
             return None
-        return await evaluate(ctx.roles, self._job.prompts.val, self._sampling, group=ctx.group, timer=ctx.timer)
+        return await evaluate(ctx.roles, self._job.prompts.val, self._config, group=ctx.group, timer=ctx.timer)
 
     def state(self) -> State:
         """Return the state of the KL penalty."""
         return {"kl": self._kl.state()}
 
     def load_state(self, state: State) -> None:
-        """See `Modality.load_state`."""
         self._kl.load_state(state["kl"])
 
     async def _scored(self, ctx: Context[Roles], groups: list[Group], *, needs_old: bool) -> list[list[Sample]]:

@@ -2,11 +2,11 @@
 
 import logging
 from functools import cached_property
+from pathlib import Path
 
 from gcore_llm.forecast import Forecast
 from gcore_llm.learning.mismatch import warning
 from gcore_llm.modality import Job
-from gcore_llm.roles import policy_folder
 from gcore_llm.sampling.evaluate import Evaluation
 from gcore_placement import PlacementError
 from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, write_jsonl
@@ -68,7 +68,7 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
         """The predictions; None where the planner does not know the model's architecture, and the run continues."""
         config = self.job.config
         try:
-            return Forecast(config, policy_folder(config, self.run), self.run.placement)
+            return Forecast(config, Path(config.model) if config.model else self.run.model, self.run.placement)
         except PlacementError as error:
             _logger.info("steps are not predicted: %s", error)
             return None

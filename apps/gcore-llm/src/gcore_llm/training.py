@@ -30,9 +30,12 @@ def train(config: TrainConfig, display: "Display | None" = None) -> Result:
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
     from gcore_controller import DeviceTimers
-    from gcore_llm.roles import build_environment
+    from gcore_llm.backend import build_environment, start_backend
+    from gcore_llm.learning.micro_batches import workload_of
+    from gcore_llm.modality import Job
+    from gcore_llm.recorder import RunRecorder
     from gcore_llm.sampling.rewards import Rewards
-    from gcore_runs import Instrumentation
+    from gcore_runs.loop.instrumented_engine import Instrumentation
 
     config = resolve(config)
     with Supervisor(config, app="gcore-llm", display=display) as supervisor:
@@ -53,13 +56,7 @@ def train(config: TrainConfig, display: "Display | None" = None) -> Result:
                 supervisor.run_async(making)
             first_step = supervisor.resume(config.trainer.total_training_steps)
             if first_step is not None:
-                from gcore_llm.backend import start_backend
-                from gcore_llm.learning.micro_batches import workload_of
-                from gcore_llm.modality import Job
-                from gcore_llm.recorder import RunRecorder
-                from gcore_llm.roles import policy_folder
-
-                model = policy_folder(config, run)
+                model = Path(config.model) if config.model else run.model
                 starting = start_backend(
                     config,
                     model,

@@ -84,7 +84,10 @@ from .groups import (
     Prompt as Prompt,
     PromptImages as PromptImages,
     Response as Response,
+    SampledPart as SampledPart,
     UnfinishedGroup as UnfinishedGroup,
+    sampled_metrics as sampled_metrics,
+    sampled_part as sampled_part,
     vision_processor as vision_processor,
 )
 from .images.blip import ImageRewardScore as ImageRewardScore

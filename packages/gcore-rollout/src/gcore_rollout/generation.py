@@ -14,6 +14,7 @@ from gcore_rollout.errors import EpisodeError, RequestError, RewardError
 from gcore_rollout.groups import Group, Prompt, Response, UnfinishedGroup
 from gcore_rollout.multi_turn.config import EnvironmentRole
 from gcore_rollout.multi_turn.episode import run_episode
+from gcore_rollout.rewards.failures import FailureLog
 from gcore_rollout.rewards.reward import Scored
 from gcore_rollout.rewards.runner import Failed, GroupRewardRunner, RewardRunner
 
@@ -51,6 +52,11 @@ class RolloutRoles:
     policy_slots: int | None = None
     """Most responses that the policy generates at once, if it is the controller's own; None: all controllers share it,
     and take no prompts from each other."""
+
+    def failure_logs(self) -> list[FailureLog]:
+        """Return the logs of reward calls and environments whose failures are dropped."""
+        callers = (self.reward, self.comparison and self.comparison.runner, self.environment)
+        return [caller.failures for caller in callers if caller is not None]
 
 
 @dataclass(kw_only=True, eq=False)

@@ -1,16 +1,18 @@
 """Prompts, and groups: the scored responses to one prompt, complete or to be continued."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gcore_rollout.engines.types import Completion
 from gcore_rollout.multi_turn.episode import EpisodeEnd
+from gcore_rollout.rewards.runner import part_means
 
 if TYPE_CHECKING:
     from gcore_rollout.images.vision_processor import Pixels, VisionProcessor
@@ -181,3 +183,39 @@ class Group:
             greedy_score=state["greedy_score"],
             images=images and PromptImages.from_state(images),
         )
+
+
+SampledPart = tuple[NDArray[np.float64], list[Mapping[str, float]], Counter[str]]
+"""[N, 4] score, length, whether it was cut off, and prompt length of each response; parts of the scores; ends of
+episodes."""
+
+
+def sampled_part(groups: Sequence[Group]) -> SampledPart:
+    """Return one controller's part of `sampled_metrics`."""
+    responses = [(group, response) for group in groups for response in group.responses]
+    columns = [(r.score, r.token_ids.size, r.truncated, g.prompt_ids.size) for g, r in responses]
+    ends = Counter[str](r.end for _, r in responses if r.end is not None)
+    return np.array(columns, np.float64).reshape(-1, 4), [r.parts for _, r in responses if r.parts], ends
+
+
+def sampled_metrics(parts: Sequence[SampledPart]) -> dict[str, float]:
+    """Return metrics of all controllers' responses, under verl's names; without responses there are none of them."""
+    rows = np.concatenate([own for own, *_ in parts])
+    metrics: dict[str, float] = {}
+    if len(rows):
+        scores, lengths, truncated, prompts = rows.T
+        metrics |= {
+            "critic/score/mean": scores.mean(),
+            "critic/score/max": scores.max(),
+            "critic/score/min": scores.min(),
+            "response_length/mean": lengths.mean(),
+            "response_length/max": lengths.max(),
+            "response_length/clip_ratio": truncated.mean(),
+            "prompt_length/mean": prompts.mean(),
+            "perf/total_num_tokens": lengths.sum() + prompts.sum(),
+        }
+    metrics |= part_means(part for _, own, _ in parts for part in own)
+    ends = sum((own for *_, own in parts), start=Counter[str]())
+    if total := ends.total():
+        metrics |= {f"multi_turn/end/{end}": ends[end] / total for end in get_args(EpisodeEnd)}
+    return {name: float(value) for name, value in metrics.items()}

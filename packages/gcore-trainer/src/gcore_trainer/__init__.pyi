@@ -24,6 +24,7 @@ from .advantages.rollout_correction import (
     rollout_correction as rollout_correction,
     weight_moments as weight_moments,
 )
+from .advantages.shaping_config import KLControlConfig as KLControlConfig, OverlongConfig as OverlongConfig
 from .advantages.whitening import whiten as whiten, whitening_moments as whitening_moments
 from .config import (
     AdvantageConfig as AdvantageConfig,

@@ -4,10 +4,17 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from gcore_bench.grpo.workload import PROMPT_LENGTH, Workload
-from gcore_llm.config import ActorConfig, AlgorithmConfig, DataConfig, TaskConfig, TrainConfig, TrainerConfig
+from gcore_llm.config import (
+    ActorConfig,
+    AlgorithmConfig,
+    DataConfig,
+    RolloutConfig,
+    TaskConfig,
+    TrainConfig,
+    TrainerConfig,
+)
 from gcore_llm.data.prompts import PromptSets
 from gcore_llm.data.tasks import load_task
-from gcore_llm.settings.rollout_config import RolloutConfig
 from gcore_trainer import OptimizerConfig, PolicyLossConfig
 
 

@@ -83,14 +83,7 @@ WORKED_EXAMPLES: dict[str, Callable[[Mapping[str, Any]], str]] = {"chain_sum": w
 
 
 def require_worked_examples(task: str, *, instead: str) -> None:
-    """Check that a task has worked examples.
-
-    Args:
-        instead: what to do with other tasks, for the error.
-
-    Raises:
-        UserError: the task has none.
-    """
+    """Raise a `UserError` if a task has no worked examples; it says what to do with such a task ``instead``."""
     if task not in WORKED_EXAMPLES:
         known = ", ".join(WORKED_EXAMPLES)
         raise UserError(f"task.name is {task!r}; expected a task with worked examples ({known}), {instead}")

@@ -50,9 +50,10 @@ async def warm_up(
 
     Each check samples answers to the held-out prompts, and is recorded in ``warmup.jsonl``.
     """
-    from gcore_llm.roles import SamplingRoles, build_engine, sampling_params
+    from gcore_llm.backend import build_engine
     from gcore_llm.sampling.evaluate import evaluate
-    from gcore_runs import Instrumentation
+    from gcore_rollout import RolloutRoles
+    from gcore_runs.loop.instrumented_engine import Instrumentation
 
     worked, warmup = WORKED_EXAMPLES[config.task.name], config.warmup
     samples = [worked_sample(tokenizer, p.token_ids, worked(p.row)) for p in prompts.train]
@@ -64,11 +65,11 @@ async def warm_up(
         max_length=config.data.max_length,
     )
     policy = await build_engine(config, initial, tokenizer, instrumentation=Instrumentation(logs=run.logs))
-    roles = SamplingRoles(policy=policy, reward=reward, tokenizer=tokenizer)
+    roles = RolloutRoles(policy=policy, reward=reward, tokenizer=tokenizer)
 
     async def check(step: int, loss: float) -> bool:
         await policy.update_weights(trainer.export_weights(), version=step)
-        result = await evaluate(roles, prompts.val, sampling_params(config))
+        result = await evaluate(roles, prompts.val, config)
         append_json(run.warmup, {"step": step, "sft/loss": loss, **result.metrics()})
         display.warmed_up(step, loss=loss, accuracy=result.sampled)
         return result.sampled >= warmup.target_accuracy

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gcore_controller import Collectives, InlineCollectives, InlineGroup, StageTimer
-from gcore_llm.roles import SamplingRoles
-from gcore_rollout import Generation, Group, Prompt, SamplingParams
+from gcore_llm.config import TrainConfig
+from gcore_rollout import Generation, Group, Prompt, RolloutRoles, SamplingParams
 
 _SEED = 20_250_729
 _NUM_SHOWN = 16
@@ -24,10 +24,15 @@ class Evaluation:
         return {"val/greedy/score/mean": self.greedy, "val/sampled/score/mean": self.sampled}
 
 
+def sampling_params(config: TrainConfig) -> SamplingParams:
+    """Return how a run samples responses."""
+    return SamplingParams(max_tokens=config.data.max_response_length, temperature=config.rollout.temperature)
+
+
 async def evaluate(
-    roles: SamplingRoles,
+    roles: RolloutRoles,
     prompts: Sequence[Prompt],
-    sampling: SamplingParams,
+    config: TrainConfig,
     *,
     group: Collectives | None = None,
     timer: StageTimer | None = None,
@@ -35,17 +40,14 @@ async def evaluate(
     """Answer every held-out prompt greedily and by sampling once; the result is the same on every controller.
 
     Answers without a score do not count. With a comparison, the two answers to a prompt are compared with each other.
-
-    Args:
-        sampling: of the sampled answer.
-        group: all controllers; None: there is one.
-        timer: of the controller.
+    Without a group there is one controller.
     """
     group, timer = group or InlineCollectives(InlineGroup(1), 0), timer or StageTimer()
     mine = list(enumerate(prompts))[group.rank :: group.world_size]
     both: list[list[Group]] = []
-    for way in (replace(sampling, temperature=0.0), sampling):
-        generation = Generation(roles=roles, sampling=way, n=1, seed=_SEED, timer=timer)
+    sampled = sampling_params(config)
+    for sampling in (replace(sampled, temperature=0.0), sampled):
+        generation = Generation(roles=roles, sampling=sampling, n=1, seed=_SEED, timer=timer)
         both.append((await generation.run(mine))[0])
     if roles.comparison is not None:
         # Prompts without both answers are left out.
@@ -68,7 +70,7 @@ async def evaluate(
     return Evaluation(greedy=means[0], sampled=means[1], samples=samples)
 
 
-def _shown(roles: SamplingRoles, prompt: Prompt, group: Group) -> dict[str, object]:
+def _shown(roles: RolloutRoles, prompt: Prompt, group: Group) -> dict[str, object]:
     response = group.responses[0]
     row: dict[str, object] = {
         "prompt": prompt.text,

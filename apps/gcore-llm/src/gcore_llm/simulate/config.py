@@ -4,9 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gcore_llm.config import ActorConfig, AlgorithmConfig, DataConfig, TrainConfig, TrainerConfig
+from gcore_llm.config import ActorConfig, AlgorithmConfig, DataConfig, RolloutConfig, TrainConfig, TrainerConfig
 from gcore_llm.learning.performance import PEAK_FLOPS
-from gcore_llm.settings.rollout_config import RolloutConfig
 from gcore_placement import EngineCosts
 from gcore_runs.errors import UserError, check_at_least
 from gcore_trainer import PolicyLossConfig

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from gcore_controller import Context, Span, StageTimer, State, run_simulated, share_trainer
-from gcore_llm.modality import Job
-from gcore_llm.roles import Roles, SamplingRoles
+from gcore_llm.modality import Job, Roles, SamplingRoles
 from gcore_llm.sampling.evaluate import Evaluation
 from gcore_llm.simulate.config import SimulateConfig
 from gcore_llm.simulate.engine import ModelledEngine, ModelledWeights

@@ -10,10 +10,10 @@ from gcore_bench.grpo.measure import StepClock, StepFigures, TimedReward
 from gcore_bench.grpo.settings import load_train_prompts, train_config
 from gcore_bench.grpo.workload import Task
 from gcore_controller import Program, Span, State, run_inline, share_trainer
+from gcore_llm.backend import build_engine
 from gcore_llm.learning.micro_batches import workload_of
 from gcore_llm.learning.trainer_worker import start_trainer
-from gcore_llm.modality import Job
-from gcore_llm.roles import Roles, SamplingRoles, build_engine
+from gcore_llm.modality import Job, Roles, SamplingRoles
 from gcore_llm.sampling.evaluate import Evaluation
 from gcore_llm.sampling.rewards import make_runner, reward_function
 from gcore_rollout import Completion, Engine, Failure, Request, WrappedEngine
