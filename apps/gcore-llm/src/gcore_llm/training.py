@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from gcore_llm.config import TrainConfig
 from gcore_llm.data.prompts import PromptSets, check_lengths, load_files
 from gcore_llm.data.tasks import load_task, require_worked_examples
-from gcore_llm.report import KINDS
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_runs import Result, Supervisor, UserError, build_tokenizer, check_model, resolve
 
@@ -68,14 +67,16 @@ def train(config: TrainConfig, display: "Display | None" = None) -> Result:
                     announce=say,
                 )
                 with supervisor.started(starting) as backend:
-                    job = Job(config=backend.config, prompts=prompts, workload=workload_of(model))
-                    supervisor.train(backend, job, RunRecorder, first_step=first_step)
+                    job = Job(config=config, prompts=prompts, workload=workload_of(model), first_step=first_step)
+                    supervisor.train(backend, job, RunRecorder)
 
                     def export(path: Path) -> None:
                         backend.learner.save_pretrained(path)
                         tokenizer.save_pretrained(path)
 
                     supervisor.export(export)
+        from gcore_llm.report import KINDS
+
         return supervisor.finish(KINDS)
 
 
