@@ -39,7 +39,7 @@ MUST_NOT_LOAD = {
     "gcore_llm.training": (HEAVY - {"torch"}) | {"sklearn", "sympy"},
     "gcore_diffusion": HEAVY,
     "gcore_diffusion.cli": HEAVY,
-    "gcore_diffusion.recipes": HEAVY,
+    "gcore_diffusion.config": HEAVY,
     "gcore_diffusion.training": HEAVY,
     "gcore_runs": HEAVY,
     "gcore_bench.cli": HEAVY,

@@ -16,7 +16,7 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.settings.reward_config import JudgeConfig, RewardModelConfig
 from gcore_llm.settings.rollout_config import RolloutConfig
 from gcore_llm.settings.trainer_config import TrainerConfig
-from gcore_runs.settings.cluster import RayConfig
+from gcore_runs.settings.run_config import RayConfig
 from gcore_trainer import ParallelConfig
 
 # Scores wait while there is a file of this name.

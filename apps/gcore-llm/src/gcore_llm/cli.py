@@ -11,9 +11,9 @@ import tyro
 from gcore_llm.config import TrainConfig
 from gcore_llm.finetune.command import run_fine_tuning
 from gcore_llm.recipes import RECIPES
+from gcore_runs import check_at_least
 from gcore_runs.command_line import Command, RunArgs, logs_command, report_command, run_command, run_training
-from gcore_runs.errors import check_at_least
-from gcore_runs.settings.options import parse, parse_arguments
+from gcore_runs.settings.parsing import parse, parse_arguments
 
 _USAGE = """usage: gcore-llm COMMAND [options]
 
@@ -104,9 +104,9 @@ def _eval(args: Sequence[str]) -> None:
 
 
 def _report(args: Sequence[str]) -> None:
-    from gcore_llm.report import write_report
+    from gcore_llm.report import KINDS
 
-    report_command("gcore-llm", write_report, args)
+    report_command("gcore-llm", KINDS, args)
 
 
 def _simulate(args: Sequence[str]) -> None:

@@ -4,11 +4,12 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
+from gcore_controller import RLHFConfig
 from gcore_llm.settings.engine_config import EngineConfig
 from gcore_llm.settings.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_llm.settings.rollout_config import RolloutConfig
 from gcore_llm.settings.trainer_config import TrainerConfig
-from gcore_runs.errors import UserError, check_at_least, check_finite, check_fraction
+from gcore_runs import UserError, check_at_least, check_finite, check_fraction
 from gcore_runs.settings.run_config import (
     BaseActorConfig,
     BaseAlgorithmConfig,
@@ -312,6 +313,19 @@ class TrainConfig(BaseRLConfig):
             "reward_model": reward_model,
             "trainer": replace(self.trainer, num_processes=ranks),
         }
+
+    @property
+    def loop(self) -> RLHFConfig:
+        """See `BaseRLConfig.loop`."""
+        return replace(
+            super().loop,
+            schedule=self.trainer.schedule,
+            partial_rollout=self.rollout.partial_rollout,
+            over_sample_rate=self.rollout.over_sample_rate,
+            max_staleness=self.rollout.max_staleness,
+            num_workers=self.data.num_workers,
+            max_failed_share=self.reward_calls.max_failed_share,
+        )
 
     @property
     def rank_unit(self) -> int:

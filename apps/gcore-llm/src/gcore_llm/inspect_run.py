@@ -15,7 +15,7 @@ from gcore_llm.training import load_prompts
 from gcore_rollout import Engine, Request, SamplingParams
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import RunFolder
-from gcore_runs.settings.values import resolve
+from gcore_runs.settings.parsing import resolve
 from gcore_trainer import merge_lora
 
 

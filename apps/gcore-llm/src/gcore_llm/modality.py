@@ -14,10 +14,6 @@ from gcore_controller import (
     Generated,
     Modality,
     Prepared,
-    Program,
-    Recorder,
-    RLHFConfig,
-    RLHFLoop,
     State,
     TrainingBatch,
     Wave,
@@ -35,7 +31,7 @@ from gcore_llm.sampling.generate import Generation
 from gcore_llm.sampling.groups import Group, UnfinishedGroup
 from gcore_placement import TransformerWorkload, balance
 from gcore_rollout import EpisodeEnd, SamplingParams, part_means
-from gcore_runs.loop.job import RunJob
+from gcore_runs.loop.recorder import RunJob
 from gcore_trainer import MicroBatch, Sample
 
 _SampledPart = tuple[NDArray[np.float64], list[Mapping[str, float]], Counter[str]]
@@ -50,38 +46,9 @@ class Job(RunJob[TrainConfig]):
     prompts: PromptSets
     workload: TransformerWorkload
 
-
-def loop_config(config: TrainConfig) -> RLHFConfig:
-    """Return the settings of the loop."""
-    trainer, rollout, algorithm, data = config.trainer, config.rollout, config.algorithm, config.data
-    return RLHFConfig(
-        total_steps=trainer.total_training_steps,
-        train_batch_size=data.train_batch_size,
-        test_freq=trainer.test_freq,
-        schedule=trainer.schedule,
-        filter_groups=algorithm.filter_groups,
-        max_num_gen_batches=algorithm.max_num_gen_batches,
-        partial_rollout=rollout.partial_rollout,
-        over_sample_rate=rollout.over_sample_rate,
-        max_staleness=rollout.max_staleness,
-        shuffle_seed=data.shuffle_seed,
-        num_workers=data.num_workers,
-        max_failed_share=config.reward_calls.max_failed_share,
-    )
-
-
-def is_evaluation_due(config: TrainConfig, step: int) -> bool:
-    """Return whether the policy is evaluated after this step."""
-    return loop_config(config).is_evaluation_due(step)
-
-
-def rlhf_program(job: Job, recorder: Recorder[Evaluation]) -> Program[Roles, None]:
-    """Return the program of one job, to be run by a runtime on every controller."""
-
-    async def program(ctx: Context[Roles]) -> None:
-        await RLHFLoop(ctx, LLM(job), loop_config(job.config), job, recorder).run()
-
-    return program
+    def modality(self) -> "LLM":
+        """See `RunJob.modality`."""
+        return LLM(self)
 
 
 class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):

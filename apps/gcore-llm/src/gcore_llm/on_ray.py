@@ -9,7 +9,7 @@ from gcore_controller import ActorRole, Context, Handles, RayBackend, RayTrainer
 from gcore_llm.config import TrainConfig
 from gcore_llm.learning.micro_batches import sample_flops
 from gcore_llm.learning.trainer_worker import ray_trainer_spec
-from gcore_llm.modality import Job, rlhf_program
+from gcore_llm.modality import Job
 from gcore_llm.roles import Roles, build_environment, build_tokenizer, eos_token_ids
 from gcore_llm.sampling.engines import engine_factory
 from gcore_llm.sampling.evaluate import Evaluation
@@ -67,6 +67,6 @@ async def _run_controller(
             devices=own.devices,
             owns_process=True,
         )
-        await rlhf_program(job, recorder)(ctx.with_roles(roles))
+        await job.program(recorder)(ctx.with_roles(roles))
     finally:
         await rewards.close()

@@ -26,7 +26,7 @@ from gcore_rollout import (
 )
 from gcore_runs.errors import UserError
 from gcore_runs.loop.instrumented_engine import NO_INSTRUMENTATION, Instrumentation
-from gcore_runs.weights_files import check_safetensors
+from gcore_runs.run_folder import check_safetensors
 from gcore_trainer import MicroBatch
 
 

@@ -17,16 +17,16 @@ from gcore_controller import (
 from gcore_llm.config import TrainConfig
 from gcore_llm.data.prompts import PromptSets
 from gcore_llm.learning.trainer_worker import start_trainer
-from gcore_llm.modality import Job, rlhf_program
+from gcore_llm.modality import Job
 from gcore_llm.roles import EnvironmentRole, Roles, SamplingRoles, build_engine
 from gcore_llm.sampling.evaluate import Evaluation
 from gcore_llm.sampling.rewards import Rewards
-from gcore_runs.logs.writing import logs_of
+from gcore_runs.logs import logs_of
 from gcore_runs.loop.instrumented_engine import Instrumentation
 from gcore_trainer import MicroBatch
 
 if TYPE_CHECKING:
-    from gcore_runs.metrics.prometheus import PrometheusExporter
+    from gcore_runs.prometheus import PrometheusExporter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ async def start_inline(
     )
 
     def program(job: Job, recorder: Recorder[Evaluation]) -> Program[SamplingRoles, None]:
-        return sharing(learner, rlhf_program(job, recorder), num_ranks=config.trainer.num_processes)
+        return sharing(learner, job.program(recorder), num_ranks=config.trainer.num_processes)
 
     return InlineBackend(
         config, roles=sampler, world_size=config.controllers, learner=learner, program=program, close=policy.close

@@ -9,22 +9,19 @@ from gcore_llm.data.prompts import PromptSets, load_files
 from gcore_llm.data.tasks import load_task
 from gcore_llm.demo.tiny_model import tiny_tokenizer
 from gcore_llm.demo.warmup import make_warm_model, require_worked_examples
-from gcore_llm.report import write_report
+from gcore_llm.report import KINDS
 from gcore_runs.errors import UserError
 from gcore_runs.loop.supervisor import Supervisor
 from gcore_runs.run_folder import Result
-from gcore_runs.settings.values import resolve
+from gcore_runs.settings.parsing import resolve
 
 if TYPE_CHECKING:
     from gcore_controller import Backend, TrainerGroup
     from gcore_llm.modality import Job
-    from gcore_llm.recorder import RunRecorder
     from gcore_llm.sampling.evaluate import Evaluation
     from gcore_llm.sampling.rewards import Rewards
     from gcore_llm.services import Inputs
     from gcore_runs.display import Display
-    from gcore_runs.metrics.writer import MetricsWriter
-    from gcore_runs.spans import SpanWriter
 
 
 def train(config: TrainConfig, display: "Display | None" = None) -> Result:
@@ -53,7 +50,6 @@ def train(config: TrainConfig, display: "Display | None" = None) -> Result:
         tokenizer = _checked_tokenizer(config)
         prompts = load_prompts(config, tokenizer)
         check_lengths(config, prompts)
-        _check_cluster(config)
         with supervisor.started(
             Rewards.start(config, instrumentation=Instrumentation(devices=devices, announce=say))
         ) as rewards:
@@ -76,7 +72,7 @@ def train(config: TrainConfig, display: "Display | None" = None) -> Result:
             first_step = supervisor.resume(config.trainer.total_training_steps)
             if first_step is not None:
                 _train(inputs, Path(config.model) if config.model else run.model, first_step, supervisor)
-        return supervisor.finish(write_report)
+        return supervisor.finish(KINDS)
 
 
 def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptSets:
@@ -122,13 +118,6 @@ def _notices(config: TrainConfig, prompts: PromptSets) -> list[str]:
     return [left_out, sizes] if prompts.num_too_long else [sizes]
 
 
-def _check_cluster(config: TrainConfig) -> None:
-    if config.runtime == "ray":
-        from gcore_runs.on_ray.cluster import check_cluster
-
-        check_cluster(config)
-
-
 async def _try_rewards(rewards: "Rewards", prompts: PromptSets, supervisor: Supervisor) -> None:
     """Call each reward once, so that a broken one is found before the model is loaded."""
     from gcore_rollout import Failed
@@ -146,23 +135,10 @@ def _train(inputs: "Inputs", model: Path, first_step: int, supervisor: Superviso
     from gcore_llm.learning.micro_batches import workload_of
     from gcore_llm.modality import Job
     from gcore_llm.recorder import RunRecorder
-    from gcore_runs.loop.run_loop import RunLoop
 
-    run, total = supervisor.run, inputs.config.trainer.total_training_steps
-    with supervisor.started(_start(inputs, model, run.checkpoints)) as services:
-
-        def recorder(job: Job, writer: "MetricsWriter", spans: "SpanWriter") -> "RunRecorder":
-            return RunRecorder(job, run, services.learner, writer=writer, spans=spans, display=supervisor.display)
-
-        job = Job(
-            config=services.config,
-            prompts=inputs.prompts,
-            workload=workload_of(model),
-            first_step=first_step,
-            is_evaluated=supervisor.is_evaluated(first_step, total),
-            is_policy_behind=first_step > 0,
-        )
-        RunLoop(supervisor=supervisor, services=services, recorder=recorder).to_the_end(job)
+    with supervisor.started(_start(inputs, model, supervisor.run.checkpoints)) as services:
+        job = Job(config=services.config, prompts=inputs.prompts, workload=workload_of(model), first_step=first_step)
+        supervisor.train(services, job, RunRecorder)
         supervisor.export(lambda path: _export(services.learner, inputs.tokenizer, path))
 
 

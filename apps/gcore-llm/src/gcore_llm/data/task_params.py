@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from gcore_llm.config import TaskConfig
 from gcore_rollout import import_reasoning_gym
 from gcore_runs.errors import UserError, one_line
-from gcore_runs.settings.values import converted
+from gcore_runs.settings.parsing import converted
 
 _OURS = {"size": "task.num_train and task.num_val", "seed": "seed"}
 """Settings of every task that gcore gives itself, and ours that say what."""

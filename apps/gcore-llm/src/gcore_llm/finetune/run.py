@@ -15,13 +15,11 @@ from gcore_llm.finetune.config import DPORunConfig, FineTuneConfig
 from gcore_llm.finetune.data import Example, ExampleSets, in_micro_batches, load_examples
 from gcore_llm.finetune.demo import make_model, task_rows
 from gcore_llm.finetune.tokens import Encoder
-from gcore_llm.report import write_report
+from gcore_llm.report import KINDS
 from gcore_runs.errors import UserError
-from gcore_runs.loop.interrupt import Stop
-from gcore_runs.loop.supervisor import Supervisor
-from gcore_runs.metrics.writer import MetricsWriter
-from gcore_runs.run_folder import Result
-from gcore_runs.settings.values import resolve
+from gcore_runs.loop.supervisor import Stop, Supervisor
+from gcore_runs.run_folder import MetricsWriter, Result
+from gcore_runs.settings.parsing import resolve
 
 if TYPE_CHECKING:
     from gcore_llm.finetune.trained_model import TrainedModel
@@ -55,7 +53,7 @@ def fine_tune(config: FineTuneConfig, display: "Display | None" = None) -> Resul
             supervisor.run_async(make_model(config, run, tokenizer, rows[0], supervisor.display))
         model = Path(config.model) if config.model else run.model
         _Loop(config, sets, supervisor).train(model, tokenizer)
-        return supervisor.finish(write_report)
+        return supervisor.finish(KINDS)
 
 
 def _tokenizer(config: FineTuneConfig) -> tuple[Any, Encoder]:

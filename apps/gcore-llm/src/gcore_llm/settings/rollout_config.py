@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from gcore_llm.settings.engine_config import EngineConfig, SpeculativeConfig
-from gcore_runs.errors import UserError, check_at_least, check_finite
+from gcore_runs import UserError, check_at_least, check_finite
 
 
 @dataclass(frozen=True, kw_only=True)

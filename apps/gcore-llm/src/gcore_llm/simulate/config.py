@@ -9,7 +9,7 @@ from gcore_llm.learning.performance import PEAK_FLOPS
 from gcore_llm.settings.rollout_config import RolloutConfig
 from gcore_llm.settings.trainer_config import TrainerConfig
 from gcore_placement import EngineCosts
-from gcore_runs.errors import UserError, check_at_least
+from gcore_runs import UserError, check_at_least
 from gcore_trainer import PolicyLossConfig
 
 

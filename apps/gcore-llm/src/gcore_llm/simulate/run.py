@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from gcore_controller import Context, Span, StageTimer, State, run_simulated
-from gcore_llm.modality import Job, rlhf_program
+from gcore_llm.modality import Job
 from gcore_llm.roles import SamplingRoles
 from gcore_llm.sampling.evaluate import Evaluation
 from gcore_llm.services import sharing
@@ -109,7 +109,7 @@ def simulate(
         controllers=None,
         is_policy_behind=False,
     )
-    real = sharing(learner, rlhf_program(job, recorder))
+    real = sharing(learner, job.program(recorder))
 
     async def program(ctx: Context[Sequence[SamplingRoles]]) -> None:
         own = ctx.with_roles(ctx.roles[ctx.rank])

@@ -12,13 +12,13 @@ from gcore_bench.grpo.workload import Task
 from gcore_controller import Program, Span, State, run_inline
 from gcore_llm.learning.micro_batches import workload_of
 from gcore_llm.learning.trainer_worker import start_trainer
-from gcore_llm.modality import Job, rlhf_program
+from gcore_llm.modality import Job
 from gcore_llm.roles import SamplingRoles, build_engine, build_tokenizer
 from gcore_llm.sampling.evaluate import Evaluation
 from gcore_llm.sampling.rewards import make_runner, reward_function
 from gcore_llm.services import sharing
 from gcore_rollout import Completion, Engine, Failure, Request, WrappedEngine
-from gcore_runs.settings.values import resolve
+from gcore_runs.settings.parsing import resolve
 
 
 def run(task: Task, *, engine: Literal["hf", "vllm"]) -> list[StepFigures]:
@@ -43,7 +43,7 @@ def run(task: Task, *, engine: Literal["hf", "vllm"]) -> list[StepFigures]:
         controllers=None,
         is_policy_behind=False,
     )
-    program = sharing(learner, rlhf_program(job, recorder))
+    program = sharing(learner, job.program(recorder))
     asyncio.run(_run(program, SamplingRoles(policy=watched, reward=runner, tokenizer=tokenizer)))
     return recorder.steps
 
