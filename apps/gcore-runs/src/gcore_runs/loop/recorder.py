@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from gcore_controller import Context, Modality, Program, RankError, Recorder, RLHFLoop, Span, TrainerGroup
+from gcore_controller import Context, Modality, Program, RankError, Recorder, Span, TrainerGroup
 from gcore_placement import Ledger
 from gcore_rollout import Failure
 from gcore_runs.display import STAGES, Display
@@ -57,6 +57,8 @@ class RunJob(ABC, Generic[ConfigT]):
 
     def program(self, recorder: Recorder[Any]) -> Program[Any, None]:
         """Return the program of the job, to be run by a runtime on every controller."""
+
+        from gcore_controller import RLHFLoop
 
         async def run(ctx: Context[Any]) -> None:
             await RLHFLoop(ctx, self.modality(), self.config.loop, self, recorder).run()
