@@ -18,7 +18,7 @@ from gcore_llm.simulate.fit import Fit, Parameters, fit, measured_seconds, num_s
 from gcore_llm.simulate.measured import STAGES, MeasuredRun, read_run
 from gcore_llm.simulate.run import simulate
 from gcore_runs.errors import UserError
-from gcore_runs.settings.values import to_toml
+from gcore_runs.settings.parsing import to_toml
 from gcore_trainer import ParallelConfig
 
 TRUE = Parameters(

@@ -14,7 +14,7 @@ from gcore_controller.errors import ClusterError
 from gcore_controller.runtimes.ray.capacity import has_capacity, largest
 from gcore_llm.config import RolloutConfig, TrainConfig, TrainerConfig
 from gcore_llm.settings.reward_config import JudgeConfig, RewardModelConfig
-from gcore_runs.settings.cluster import RayConfig
+from gcore_runs.settings.run_config import RayConfig
 from gcore_trainer import ParallelConfig
 
 # Scores wait while there is a file of this name.

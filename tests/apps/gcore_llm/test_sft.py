@@ -231,7 +231,7 @@ def test_run_is_served_for_prometheus_and_logged(cli: Cli, job: list[str]) -> No
     assert served["gcore_sft_loss"] == losses[int(served["gcore_step"])]
     assert served["gcore_step_seconds_count"] == served["gcore_step"]
     lines = cli.ok("logs", "runs/sft", "--role", "main").splitlines()
-    assert "main INFO gcore_runs.logs.writing: process" in lines[0]
+    assert "main INFO gcore_runs.logs: process" in lines[0]
     steps = [line for line in lines if "main INFO gcore_llm.finetune.run: step " in line]
     assert len(steps) == len(losses)
 

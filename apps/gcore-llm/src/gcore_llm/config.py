@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from gcore_controller import RLHFConfig
 from gcore_llm.settings.engine_config import EngineConfig, SpeculativeConfig
 from gcore_llm.settings.reward_config import RewardCallsConfig, RewardModelConfig
-from gcore_rollout import MultiTurnConfig
+from gcore_rollout import MultiTurnConfig as MultiTurnConfig
 from gcore_runs import (
     BaseActorConfig,
     BaseAlgorithmConfig,
@@ -23,9 +23,9 @@ from gcore_runs import (
 from gcore_trainer import (
     AdvantageEstimator,
     ConfigError,
-    KLControlConfig,
+    KLControlConfig as KLControlConfig,
     OptimizerConfig,
-    OverlongConfig,
+    OverlongConfig as OverlongConfig,
     ParallelConfig,
     PolicyLossConfig,
     RolloutCorrectionConfig,

@@ -1,6 +1,7 @@
 """Recording of a language model's run: its predicted steps, its mismatch, and the samples of evaluations."""
 
 import logging
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -50,7 +51,7 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
         """Return how long the step was predicted to take."""
         return self._forecast.stepped(metrics) if self._forecast else {}
 
-    def show_step(self, step: int, metrics: dict[str, float]) -> None:
+    def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `BaseRunRecorder.show_step`; warns about a mismatch and about episodes that were cut off."""
         super().show_step(step, metrics)
         bound = self.job.config.algorithm.max_rollout_kl

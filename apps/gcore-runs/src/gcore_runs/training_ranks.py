@@ -8,7 +8,7 @@ from typing import Any
 from gcore_ckpt import CheckpointError
 from gcore_controller import TrainerSpec, TrainerWorker
 from gcore_runs.errors import UserError
-from gcore_runs.logs.writing import log_to, logs_of
+from gcore_runs.logs import log_to, logs_of
 from gcore_trainer import TrainerError
 
 

@@ -55,7 +55,8 @@ class RolloutRoles:
 
     def failure_logs(self) -> list[FailureLog]:
         """Return the logs of reward calls and environments whose failures are dropped."""
-        callers = (self.reward, self.comparison and self.comparison.runner, self.environment)
+        comparison = None if self.comparison is None else self.comparison.runner
+        callers = (self.reward, comparison, self.environment)
         return [caller.failures for caller in callers if caller is not None]
 
 

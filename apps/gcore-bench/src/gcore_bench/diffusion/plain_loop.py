@@ -13,8 +13,8 @@ import torch
 
 from gcore_bench.harness.child import Spec
 from gcore_bench.harness.rounds import Figures
+from gcore_diffusion.config import embedded
 from gcore_diffusion.demo.digits import PROMPTS, DigitReward
-from gcore_diffusion.recipes import embedded
 from gcore_rollout import load_pipeline
 
 _RECIPE = embedded()

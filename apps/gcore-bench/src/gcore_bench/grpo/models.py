@@ -19,7 +19,7 @@ from gcore_llm.tiny_model import make_tiny_model
 from gcore_runs import build_tokenizer
 from gcore_runs.display import Display
 from gcore_runs.run_folder import RunFolder, write_atomically
-from gcore_runs.settings.values import resolve
+from gcore_runs.settings.parsing import resolve
 
 MEAN_LENGTH = 50
 """Mean length of the long-tailed model's answers without a limit."""

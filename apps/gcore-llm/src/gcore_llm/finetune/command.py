@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from gcore_llm.finetune.config import FineTuneConfig
 from gcore_llm.finetune.recipes import FINE_TUNING_RECIPES
 from gcore_runs.command_line import run_training
-from gcore_runs.settings.options import parse
+from gcore_runs.settings.parsing import parse
 
 _DESCRIPTIONS = {
     "sft": "Fine-tune on messages, on prompts with completions, or on text.",

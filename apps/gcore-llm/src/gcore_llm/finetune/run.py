@@ -17,11 +17,9 @@ from gcore_llm.finetune.tokens import Encoder
 from gcore_llm.report import KINDS
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_runs.errors import UserError
-from gcore_runs.loop.interrupt import Stop
-from gcore_runs.loop.supervisor import Supervisor
-from gcore_runs.metrics.writer import MetricsWriter
-from gcore_runs.run_folder import Result
-from gcore_runs.settings.values import resolve
+from gcore_runs.loop.supervisor import Stop, Supervisor
+from gcore_runs.run_folder import MetricsWriter, Result
+from gcore_runs.settings.parsing import resolve
 
 if TYPE_CHECKING:
     from gcore_llm.finetune.trained_model import TrainedModel

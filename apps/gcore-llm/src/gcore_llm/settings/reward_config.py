@@ -6,7 +6,7 @@ from typing import Literal
 
 from gcore_llm.settings.engine_config import EngineConfig
 from gcore_rollout import JudgeOptions, OnError, RewardConfigError
-from gcore_runs.errors import UserError, check_at_least
+from gcore_runs import UserError, check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)

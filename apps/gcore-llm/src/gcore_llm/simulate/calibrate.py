@@ -9,8 +9,8 @@ import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
-from gcore_runs.errors import UserError, check_at_least
-from gcore_runs.settings.options import parse_over
+from gcore_runs import UserError, check_at_least
+from gcore_runs.settings.parsing import parse_over
 
 if TYPE_CHECKING:
     from rich.table import Table

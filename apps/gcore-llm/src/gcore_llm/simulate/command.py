@@ -10,7 +10,7 @@ import numpy as np
 from gcore_llm.simulate.calibrate import run_calibrate
 from gcore_llm.simulate.config import SimulateConfig
 from gcore_runs.errors import UserError
-from gcore_runs.settings.options import parse_over
+from gcore_runs.settings.parsing import parse_over
 
 _DESCRIPTION = """Run the program of train in simulated time, on simulated devices.
 

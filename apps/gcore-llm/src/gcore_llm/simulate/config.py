@@ -7,7 +7,7 @@ from typing import Literal
 from gcore_llm.config import ActorConfig, AlgorithmConfig, DataConfig, RolloutConfig, TrainConfig, TrainerConfig
 from gcore_llm.learning.performance import PEAK_FLOPS
 from gcore_placement import EngineCosts
-from gcore_runs.errors import UserError, check_at_least
+from gcore_runs import UserError, check_at_least
 from gcore_trainer import PolicyLossConfig
 
 

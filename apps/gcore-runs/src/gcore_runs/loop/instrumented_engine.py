@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from gcore_controller import DeviceTimers
 from gcore_rollout import CheckedEngine, Engine, RequestT, SampleT, WeightRecord, WrappedEngine
-from gcore_runs.logs.writing import logged
+from gcore_runs.logs import logged
 
 if TYPE_CHECKING:
     import torch

@@ -11,9 +11,9 @@ from typing import Any, Literal, Protocol
 
 from gcore_controller import Announcer, Context, DeviceTimers, Handles, SizedConfig
 from gcore_rollout import Engine, EngineHandle, EngineReplicas, RayEngine, TimeSharedEngines
-from gcore_runs.logs.writing import log_to
+from gcore_runs.logs import log_to
 from gcore_runs.loop.instrumented_engine import Instrumentation
-from gcore_runs.settings.cluster import PlacementConfig
+from gcore_runs.settings.run_config import PlacementConfig
 
 
 class PlacedConfig(SizedConfig, Protocol):

@@ -16,12 +16,12 @@ from gcore_controller import (
     TrainerSpec,
 )
 from gcore_rollout import Engine, EngineDiedError, EngineHandle, RayEngine, end_engine_actor, start_engine_actor
-from gcore_runs.logs.writing import logged, logs_of
-from gcore_runs.loop.job import RunJob
+from gcore_runs.logs import logged, logs_of
+from gcore_runs.loop.recorder import RunJob
 from gcore_runs.on_ray.cluster import connect
 from gcore_runs.on_ray.controller_process import ControllerServices, PlacedConfig, controller_services
 from gcore_runs.on_ray.live_placement import LivePlacement
-from gcore_runs.settings.cluster import PlacementConfig
+from gcore_runs.settings.run_config import PlacementConfig
 
 JobT = TypeVar("JobT", bound=RunJob[Any])
 ConfigT = TypeVar("ConfigT", bound=PlacedConfig)

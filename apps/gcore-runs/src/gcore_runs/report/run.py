@@ -1,4 +1,4 @@
-"""Read a run's folder for its page, also while the run is in progress or after it was killed."""
+"""Read a run's folder for its page, also while the run is in progress or after it was killed; and kinds of runs."""
 
 import base64
 import json
@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import Literal, TypeAlias, cast
 
-from gcore_runs.report.kinds import Kind
-from gcore_runs.spans import StepSpans
+from gcore_runs.run_folder import StepSpans
 
 Row: TypeAlias = dict[str, object]
 
@@ -24,6 +23,34 @@ MAX_SPAN_STEPS = 50
 
 MAX_PICTURES = 6
 """Pictures shown: the first, the last, and others evenly between them."""
+
+
+Signal = tuple[str, str, str]
+"""Title, metric and unit of a chart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """The page's first chart, its held-out numbers and its signals."""
+
+    title: str
+    unit: str
+    name: str
+    """Unit of the first chart."""
+    key: str
+    """Its metric."""
+    measure: Literal["score", "reward", "loss", "accuracy"]
+    """Kind of the held-out numbers; score: shares of right answers, if they are from 0 to 1."""
+    evaluations: dict[str, str]
+    """Their metrics, by the way of answering; empty where there is only one."""
+    signals: tuple[Signal, ...]
+    throughput_unit: str = "tokens/s"
+    has_samples: bool = False
+    """Texts before and after, in samples/*.jsonl."""
+    has_pictures: bool = False
+    """Pictures over time, in samples/step-*.png."""
+    after_warmup: str
+    """Caption of the warm-up's chart without a held-out score."""
 
 
 @dataclass(frozen=True, kw_only=True)

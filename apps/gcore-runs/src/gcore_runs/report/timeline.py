@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from gcore_controller import Span
-from gcore_runs.report.charts import STAGES, Panel, Trace
+from gcore_runs.display import STAGES
+from gcore_runs.report.panels import Panel, Trace, duration
 from gcore_runs.report.run import Row
-from gcore_runs.report.text import duration
-from gcore_runs.spans import StepSpans
+from gcore_runs.run_folder import StepSpans
 
 MAX_ROWS = 24
 """Most rows of controllers, and of each kind of device; if there are more, every second or n-th is shown."""

@@ -18,7 +18,7 @@ from gcore_llm.sampling.evaluate import Evaluation
 from gcore_llm.sampling.rewards import make_runner, reward_function
 from gcore_rollout import Completion, Engine, Failure, Request, WrappedEngine
 from gcore_runs import build_tokenizer
-from gcore_runs.settings.values import resolve
+from gcore_runs.settings.parsing import resolve
 
 
 def run(task: Task, *, engine: Literal["hf", "vllm"]) -> list[StepFigures]:
