@@ -121,7 +121,8 @@ class UnfinishedGroup:
         responses: dict[int, Response] = {}
         for entry in state["responses"]:
             fields = dict(entry)
-            responses[fields.pop("index")] = Response(**fields)
+            index = fields.pop("index")
+            responses[index] = Response(**fields)
         return cls(
             prompt_index=state["ticket"],
             responses=responses,
