@@ -28,7 +28,7 @@ from gcore_diffusion.sampling.evaluate import Evaluation
 from gcore_diffusion.sampling.grids import write_grid
 from gcore_diffusion.sampling.image_sampling import images, kernel_of
 from gcore_diffusion.sampling.prompts import PromptSets
-from gcore_diffusion.sampling.rewards import Rewards, build_rewards, reward_gradient, try_reward
+from gcore_diffusion.sampling.rewards import Rewards, build_rewards, try_reward
 from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, trainer_spec
 from gcore_rollout import DiffusersEngine, ImageRequest, ImageSampling, RolloutError
 from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, Display, RunFolder, UserError, inline_backend, logs_of
@@ -68,8 +68,7 @@ async def start(
         sampler = SamplingRoles(policy=engines.policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
         if not is_on_ray:
-            worker = DiffusionTrainerWorker(config, model, checkpoints, reward=reward_gradient(config))
-            learner = InProcessTrainerGroup(worker, in_thread=True)
+            learner = InProcessTrainerGroup(DiffusionTrainerWorker(config, model, checkpoints), in_thread=True)
             return inline_backend(
                 config, shared=sampler, roles=Roles, learner=learner, num_ranks=1, close=engines.close
             )
@@ -144,7 +143,6 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
     )
 
     def show_evaluation(self, step: int, evaluation: Evaluation) -> dict[str, float]:
-        """See `BaseRunRecorder.show_evaluation`."""
         metrics = evaluation.metrics()
         picture = self.run.samples / f"step-{step:06}.png"
         write_grid(picture, evaluation.images, evaluation.prompts, per_prompt=self.job.config.rollout.eval_n)

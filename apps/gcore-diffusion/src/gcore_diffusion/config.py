@@ -229,11 +229,9 @@ class DiffusionConfig(BaseRLConfig):
 
     @property
     def judge(self) -> tuple[str, JudgeConfig | None]:
-        """See `BaseRLConfig.judge`."""
         return "reward.judge", self.reward.judge if self.reward.is_judged else None
 
     def process_sections(self, *, engines: int, judges: int, ranks: int) -> dict[str, Any]:
-        """See `BaseRLConfig.process_sections`."""
         judge = replace(self.reward.judge, num_processes=judges)
         return {
             "rollout": replace(self.rollout, num_processes=engines),

@@ -26,13 +26,10 @@ T = TypeVar("T")
 
 MAX_FILE_BYTES = 16 * 2**20
 """Size at which a file is renamed to NAME.log.1, and a new one started."""
-
 NUM_OLD_FILES = 3
 """Number of renamed files that are kept."""
-
 MARK = "MARK"
 """Level of a line that dates the output above it."""
-
 _MARK_EVERY_S = 0.5
 _POLL_S = 0.3
 _IOLBF = 1
@@ -142,7 +139,7 @@ class _File(RotatingFileHandler):
     def take_output(self) -> None:
         """Write what goes to standard output and standard error into the file."""
         for descriptor in (1, 2):
-            os.dup2(self._descriptor(), descriptor)
+            os.dup2(self.stream.fileno(), descriptor)
 
     def mark(self) -> None:
         """Date the output after the last dated line."""
@@ -160,11 +157,8 @@ class _File(RotatingFileHandler):
             self.mark()
 
     def _status(self) -> os.stat_result:
-        return os.fstat(self._descriptor())
-
-    def _descriptor(self) -> int:
         assert self.stream is not None, "the log file is closed"
-        return self.stream.fileno()
+        return os.fstat(self.stream.fileno())
 
 
 def _utc(time_s: float) -> str:

@@ -99,10 +99,9 @@ class Interrupt:
     The second one raises Python's own `KeyboardInterrupt` immediately.
     """
 
-    def __init__(self) -> None:
-        self._task: asyncio.Task[None] | None = None
-        self._is_held_back = False
-        self._is_requested = False
+    _task: "asyncio.Task[None] | None" = None
+    _is_held_back = False
+    _is_requested = False
 
     @contextmanager
     def cancels(self, task: "asyncio.Task[None]") -> Generator[None]:
@@ -179,9 +178,6 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
     Attributes:
         cells: What the screen shows of every step. The values of an evaluation stay until the next one.
         interrupt: Ctrl-C, which is held back while the models are between two steps.
-        job: See above.
-        run: See above.
-        display: See above.
         warnings: Where problems are reported.
     """
 
@@ -226,7 +222,6 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         self.display.progressed(step, shown_cells(self.cells, {**self.display.latest, **metrics}))
 
     async def evaluated(self, step: int, evaluation: EvaluationT) -> None:
-        """See `Recorder.evaluated`."""
         metrics = self.show_evaluation(step, evaluation)
         self.display.latest |= metrics
         self._writer.write(step, metrics)
@@ -234,7 +229,6 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
     async def stepped(
         self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
     ) -> None:
-        """See `Recorder.stepped`."""
         intervals = StepSpans(step=step, start_s=0.0, controllers=spans, devices=devices).intervals()
         metrics = metrics | {f"ledger/{name}": share for name, share in Ledger.of([intervals]).shares().items()}
         metrics |= self.step_metrics(metrics)
@@ -250,11 +244,9 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
             self.display.say(f"step {step}: the gradient is not finite, the update was skipped")
 
     async def updating(self) -> None:
-        """See `Recorder.updating`."""
         self.interrupt.hold_back()
 
     async def rewards_failed(self, step: int, failures: list[Failure]) -> None:
-        """See `Recorder.rewards_failed`."""
         for failure in failures:
             message = (
                 f"a reward failed and its group was dropped: {failure.kind}: {failure.message or 'no message'}; "
@@ -263,7 +255,6 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
             self.warnings.warn(step, message, key=failure.kind, count=failure.count)
 
     async def reached(self, step: int, controllers: list[dict[str, Any]]) -> None:
-        """See `Recorder.reached`."""
         self._last, self._num_updates = (step, controllers), self._learner.num_updates
         if step % self.job.config.trainer.save_freq == 0 or step == self.job.total_steps:
             self.save_last()

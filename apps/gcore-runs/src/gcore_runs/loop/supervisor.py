@@ -6,10 +6,10 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 
 from rich.console import Console
 
@@ -32,8 +32,6 @@ _MAX_LOSSES = 5
 
 
 class Closable(Protocol):
-    """Services that were started for a run."""
-
     async def close(self) -> None: ...
 
 
@@ -198,7 +196,7 @@ class Supervisor:
                         raise
                     # A rank was killed while the first loss was being replaced.
                     display.say(f"{loss.error}; another loss came before everything was replaced")
-                    loss = _Loss(error=error)
+                    loss = _Loss(error)
                     num_losses += 1
             spans.resume(last_step=job.first_step, cause=recovery.cause)
             display.say(f"{recovery.message}; continuing after step {job.first_step}")
@@ -217,7 +215,7 @@ class Supervisor:
                     job, self.run, services.learner, writer=writer, spans=spans, display=self.display
                 )
             except RankError as error:
-                return _Loss(error=error)
+                return _Loss(error)
 
             async def run() -> None:
                 main = asyncio.current_task()
@@ -235,7 +233,7 @@ class Supervisor:
                 if not isinstance(error, Exception):
                     raise
                 has_progressed = recorder.last_step > job.first_step
-                return _Loss(error=error, present=recorder.present(), has_progressed=has_progressed)
+                return _Loss(error, recorder.present(), has_progressed)
         return None
 
     def _resumed(self, services: Backend[JobT, Any, Any], job: JobT, present: Present | None) -> JobT:
@@ -299,15 +297,12 @@ class Supervisor:
         return [row for row in read_jsonl(self.run.metrics) if any(name.startswith("val/") for name in row)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Loss:
-    """The end of an attempt before the last step."""
+class _Loss(NamedTuple):
+    """The end of an attempt before the last step: its error, the step that the models are at, and if it made one."""
 
     error: Exception
     present: Present | None = None
-    """See `BaseRunRecorder.present`."""
     has_progressed: bool = False
-    """Whether it finished a step."""
 
 
 def inline_backend(
@@ -369,10 +364,9 @@ class Stop:
     The second one raises Python's own `KeyboardInterrupt` immediately.
     """
 
-    def __init__(self) -> None:
-        self._is_requested = False
-        self.is_orderly = False
-        """Whether `check` has ended the loop."""
+    _is_requested = False
+    is_orderly = False
+    """Whether `check` has ended the loop."""
 
     @contextmanager
     def noted(self) -> Generator[None]:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, TypeAlias, cast
 
-from gcore_runs.run_folder import StepSpans
+from gcore_runs.run_folder import RunFolder, StepSpans
 
 Row: TypeAlias = dict[str, object]
 
@@ -19,7 +19,6 @@ _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 MAX_SPAN_STEPS = 50
 """Steps whose spans are read: the last ones."""
-
 
 MAX_PICTURES = 6
 """Pictures shown: the first, the last, and others evenly between them."""
@@ -92,29 +91,28 @@ class Run:
 
 
 def read_run(run_dir: Path, kinds: Mapping[str, Kind]) -> Run:
-    signs = ("config.toml", "metrics.jsonl", "warmup.jsonl")
-    if not any((run_dir / name).is_file() for name in signs):
-        raise FileNotFoundError(f"{run_dir} is not a run's folder: expected one of {', '.join(signs)} in it")
+    folder = RunFolder(run_dir)
+    signs = (folder.config, folder.metrics, folder.warmup)
+    if not any(path.is_file() for path in signs):
+        names = ", ".join(path.name for path in signs)
+        raise FileNotFoundError(f"{run_dir} is not a run's folder: expected one of {names} in it")
     notes: list[str] = []
-    config, kind, total_steps = _read_config(run_dir / "config.toml", kinds, notes)
-    metrics = run_dir / "metrics.jsonl"
-    has_metrics = metrics.is_file() and metrics.stat().st_size > 0
+    config, kind, total_steps = _read_config(folder.config, kinds, notes)
+    has_metrics = folder.metrics.is_file() and folder.metrics.stat().st_size > 0
+    spans = _by_step(_read_rows(folder.spans, "controllers", notes, last=MAX_SPAN_STEPS))
     return Run(
         name=run_dir.resolve().name,
         kind=kind,
         config=config,
         total_steps=total_steps,
-        metrics=_by_step(_read_rows(metrics, "step", notes)),
-        warmup=_by_step(_read_rows(run_dir / "warmup.jsonl", "step", notes)),
-        before=_read_rows(run_dir / "samples" / "before.jsonl", "prompt", notes),
-        after=_read_rows(run_dir / "samples" / "after.jsonl", "prompt", notes),
-        pictures=_read_pictures(run_dir / "samples", notes) if kind.has_pictures else [],
-        spans=[
-            StepSpans.from_row(row)
-            for row in _by_step(_read_rows(run_dir / "spans.jsonl", "controllers", notes, last=MAX_SPAN_STEPS))
-        ],
-        written=datetime.fromtimestamp(metrics.stat().st_mtime, UTC) if has_metrics else None,
-        notes=notes + _warnings(_read_rows(run_dir / "warnings.jsonl", "message", notes)),
+        metrics=_by_step(_read_rows(folder.metrics, "step", notes)),
+        warmup=_by_step(_read_rows(folder.warmup, "step", notes)),
+        before=_read_rows(folder.samples / "before.jsonl", "prompt", notes),
+        after=_read_rows(folder.samples / "after.jsonl", "prompt", notes),
+        pictures=_read_pictures(folder.samples, notes) if kind.has_pictures else [],
+        spans=[StepSpans.from_row(row) for row in spans],
+        written=datetime.fromtimestamp(folder.metrics.stat().st_mtime, UTC) if has_metrics else None,
+        notes=notes + _warnings(_read_rows(folder.warnings, "message", notes)),
     )
 
 
@@ -177,7 +175,6 @@ def _read_rows(path: Path, required: str, notes: list[str], *, last: int | None 
 
 
 def _read_pictures(folder: Path, notes: list[str]) -> list[Picture]:
-    """Return the spans of the steps that are shown."""
     files = {int(file.stem.removeprefix("step-")): file for file in folder.glob("step-*.png")}
     steps = sorted(files)
     if len(steps) > MAX_PICTURES:
