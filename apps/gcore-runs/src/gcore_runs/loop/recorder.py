@@ -147,13 +147,9 @@ class RunWarnings:
         self._recorded = {(row["step"], row["key"]) for row in read_jsonl(run.warnings)}
 
     def warn(self, step: int, message: str, *, key: str, count: int = 1) -> None:
-        """Record a warning, once for each step and key.
+        """Record a warning, one sentence without a full stop, once for each step and key.
 
-        Args:
-            step: where it occurred.
-            message: one sentence, without a full stop.
-            key: of warnings that are the same.
-            count: how many there are in the step.
+        Warnings that are the same have one ``key``; ``count`` of them occurred in the step.
         """
         if (step, key) not in self._recorded:
             self._recorded.add((step, key))
@@ -166,14 +162,6 @@ class RunWarnings:
 
 class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
     """A `Recorder` that writes a run's folder and takes its checkpoints; apps say how to show steps and evaluations.
-
-    Args:
-        job: the point that the run starts or resumes from.
-        run: its folder.
-        learner: the models in training, which are saved.
-        writer: of metrics.
-        spans: writer of the timeline.
-        display: the screen.
 
     Attributes:
         cells: What the screen shows of every step. The values of an evaluation stay until the next one.

@@ -48,10 +48,9 @@ class Supervisor:
         with Supervisor(config, app="gcore-llm", display=display) as supervisor:
             prompts = load_prompts(config)
             run = supervisor.open_run(f"{len(prompts):,} prompts")
-            first_step = supervisor.resume(config.trainer.total_training_steps)
-            if first_step is not None:
+            if supervisor.resume(config.trainer.total_training_steps) is not None:
                 with supervisor.started(start_services(config)) as services:
-                    supervisor.train(services, Job(config=config, prompts=prompts, first_step=first_step), RunRecorder)
+                    supervisor.train(services, Job(config=config, prompts=prompts), RunRecorder)
                     supervisor.export(services.learner.save_pretrained)
             return supervisor.finish(KINDS)
 
@@ -120,14 +119,7 @@ class Supervisor:
             self.run_async(services.close())
 
     def open_run(self, *notices: str) -> RunFolder:
-        """Open the run's folder, and log to it until the end.
-
-        Args:
-            notices: lines to show next, about the data.
-
-        Raises:
-            UserError: see `gcore_runs.run_folder.open_run`.
-        """
+        """Open the run's folder (see `gcore_runs.run_folder.open_run`), log to it until the end, and show notices."""
         self.run = open_run(self._config)
         self._stack.enter_context(log_to(self.run.logs, "main"))
         for line in (f"run folder: {self.run.path}", *notices):
@@ -161,7 +153,7 @@ class Supervisor:
 
         Args:
             services: what the job runs on; closed by the caller.
-            job: after an earlier process of the run, at the step of its last checkpoint.
+            job: it resumes from the run's last checkpoint, if there is one.
             recorder: class of the app's recorders.
 
         Raises:
@@ -171,13 +163,8 @@ class Supervisor:
         display = self.display
         if services.shortfall:
             display.say(services.shortfall)
-        job = replace(
-            job,
-            config=services.config,
-            is_evaluated=self.is_evaluated(job.first_step, job.total_steps),
-            is_policy_behind=job.first_step > 0,
-            controllers=services.learner.load()["controllers"] if job.first_step else None,
-        )
+        job = self._resumed(services, job, None)
+        job = replace(job, is_policy_behind=job.first_step > 0)
         display.phase("training", total=job.total_steps, done=job.first_step)
         display.watch(services.stages)
         num_losses = 0
@@ -381,10 +368,7 @@ class Stop:
             signal.signal(signal.SIGINT, before)
 
     def check(self) -> None:
-        """
-        Raises:
-            KeyboardInterrupt: Ctrl-C was pressed.
-        """
+        """Raise `KeyboardInterrupt` if Ctrl-C was pressed."""
         if self._is_requested:
             self.is_orderly = True
             raise KeyboardInterrupt

@@ -16,28 +16,19 @@ from gcore_trainer import LoRAConfig
 
 
 def check_at_least(field: str, value: float, lowest: int) -> None:
-    """
-    Raises:
-        UserError: the value of a setting is below ``lowest``.
-    """
+    """Raise `UserError` if the value of a setting is below ``lowest``."""
     if value < lowest:
         raise UserError(f"{field} is {value}; expected {lowest} or more")
 
 
 def check_lowest(section: str, settings: object, **lowest: int) -> None:
-    """
-    Raises:
-        UserError: one of a section's settings is below the given number.
-    """
+    """Raise `UserError` if one of a section's settings is below the given number."""
     for name, number in lowest.items():
         check_at_least(f"{section}.{name}".lstrip("."), getattr(settings, name), number)
 
 
 def check_fraction(field: str, value: float, *, above_zero: bool = False, below_one: bool = False) -> None:
-    """
-    Raises:
-        UserError: the value of a setting is not a number from 0 to 1.
-    """
+    """Raise `UserError` if the value of a setting is not a number from 0 to 1."""
     is_low = value <= 0 if above_zero else value < 0
     if is_low or not (value < 1 if below_one else value <= 1):
         interval = f"{'(' if above_zero else '['}0, 1{')' if below_one else ']'}"
@@ -45,10 +36,7 @@ def check_fraction(field: str, value: float, *, above_zero: bool = False, below_
 
 
 def check_finite(field: str, value: float, *, above_zero: bool = False) -> None:
-    """
-    Raises:
-        UserError: the value of a setting is not finite, or too low.
-    """
+    """Raise `UserError` if the value of a setting is not finite, or too low."""
     if not (0 < value < math.inf if above_zero else 0 <= value < math.inf):
         raise UserError(f"{field} is {value}; expected a finite number{' above 0' if above_zero else ', 0 or more'}")
 
@@ -312,13 +300,8 @@ class BaseRLConfig(BaseRunConfig, ABC):
         _, judge = self.judge
         engines, in_turns = self.rollout.num_processes or self.controllers, self.placement.strategy == "colocated"
         judges = 0 if judge is None else engines if in_turns else judge.num_processes or 1
-        return Sizes(
-            controllers=self.controllers,
-            engines=engines,
-            judges=judges,
-            ranks=self.trainer.num_processes,
-            in_turns=in_turns,
-        )
+        ranks = self.trainer.num_processes
+        return Sizes(controllers=self.controllers, engines=engines, judges=judges, ranks=ranks, in_turns=in_turns)
 
     def with_sizes(self, sizes: Sizes) -> Self:
         """Return these settings with other numbers of processes."""
@@ -344,9 +327,6 @@ class BaseRLConfig(BaseRunConfig, ABC):
 
 
 def check_one_source(data: BaseDataConfig, task: str, *, of: str) -> None:
-    """
-    Raises:
-        UserError: both files and a task are given.
-    """
+    """Raise `UserError` if both files and a task are given."""
     if data.train_files and task:
         raise UserError(f"task.name is {task!r} and data.train_files is set; expected one source of {of}")
