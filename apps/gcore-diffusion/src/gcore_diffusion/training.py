@@ -56,7 +56,8 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
         UserError: wrong settings or data, found before anything is trained.
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
-    from gcore_diffusion.backend import Job, RunRecorder, checked_rewards, export, start
+    from gcore_diffusion.backend import RunRecorder, checked_rewards, export, start
+    from gcore_diffusion.modality import Job
 
     config = resolve(config)
     with Supervisor(config, app="gcore-diffusion", display=display) as supervisor:

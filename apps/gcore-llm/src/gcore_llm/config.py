@@ -303,17 +303,6 @@ class TrainConfig(BaseRLConfig):
         is_own = self.reward_model.is_judge and not model.judge.is_on_servers
         return "reward_model.judge", model.judge if is_own else None
 
-    def process_sections(self, *, engines: int, judges: int, ranks: int) -> dict[str, Any]:
-        """See `BaseRLConfig.process_sections`."""
-        reward_model = self.reward_model
-        if judges:
-            reward_model = replace(reward_model, judge=replace(reward_model.judge, num_processes=judges))
-        return {
-            "rollout": replace(self.rollout, num_processes=engines),
-            "reward_model": reward_model,
-            "trainer": replace(self.trainer, num_processes=ranks),
-        }
-
     @property
     def loop(self) -> RLHFConfig:
         """See `BaseRLConfig.loop`."""

@@ -14,8 +14,9 @@ from .loop.recorder import (
     BaseRunRecorder as BaseRunRecorder,
     Cell as Cell,
     RunJob as RunJob,
+    Stop as Stop,
 )
-from .loop.supervisor import Stop as Stop, Supervisor as Supervisor, inline_backend as inline_backend
+from .loop.supervisor import Supervisor as Supervisor, inline_backend as inline_backend
 from .report.page import render_report as render_report
 from .report.run import Kind as Kind, Signal as Signal
 from .run_folder import (

@@ -139,7 +139,7 @@ class _File(RotatingFileHandler):
     def take_output(self) -> None:
         """Write what goes to standard output and standard error into the file."""
         for descriptor in (1, 2):
-            os.dup2(self.stream.fileno(), descriptor)
+            os.dup2(self._descriptor(), descriptor)
 
     def mark(self) -> None:
         """Date the output after the last dated line."""
@@ -157,8 +157,11 @@ class _File(RotatingFileHandler):
             self.mark()
 
     def _status(self) -> os.stat_result:
+        return os.fstat(self._descriptor())
+
+    def _descriptor(self) -> int:
         assert self.stream is not None, "the log file is closed"
-        return os.fstat(self.stream.fileno())
+        return self.stream.fileno()
 
 
 def _utc(time_s: float) -> str:

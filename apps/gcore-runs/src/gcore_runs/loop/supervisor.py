@@ -205,9 +205,9 @@ class Supervisor:
                 return _Loss(error)
 
             async def run() -> None:
-                main = asyncio.current_task()
-                assert main is not None
-                with recorder.interrupt.cancels(main):
+                loop, task = asyncio.get_running_loop(), asyncio.current_task()
+                assert task is not None
+                with recorder.stop.noted(lambda: loop.call_soon_threadsafe(task.cancel)):
                     await services.run(job, recorder)
 
             try:
@@ -343,37 +343,3 @@ def _interrupted_at_once() -> Generator[None]:
 def _raise(number: int, frame: FrameType | None) -> None:
     del number, frame
     raise KeyboardInterrupt
-
-
-class Stop:
-    """Ctrl-C for a loop without tasks: noted, and raised where the loop calls `check`.
-
-    The second one raises Python's own `KeyboardInterrupt` immediately.
-    """
-
-    _is_requested = False
-    is_orderly = False
-    """Whether `check` has ended the loop."""
-
-    @contextmanager
-    def noted(self) -> Generator[None]:
-        """Note Ctrl-C inside the block; in the main thread only, which alone gets signals."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGINT, self._request)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def check(self) -> None:
-        """Raise `KeyboardInterrupt` if Ctrl-C was pressed."""
-        if self._is_requested:
-            self.is_orderly = True
-            raise KeyboardInterrupt
-
-    def _request(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        self._is_requested = True

@@ -271,11 +271,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
     @property
     @abstractmethod
     def judge(self) -> tuple[str, Replicas | None]:
-        """Name of the judge's section, and its settings; None: the run starts no judge of its own."""
-
-    @abstractmethod
-    def process_sections(self, *, engines: int, judges: int, ranks: int) -> dict[str, Any]:
-        """Return the sections with the given numbers of processes, by name; 0 judges: as many as now."""
+        """Name of the judge's section, SECTION.judge, and its settings; None: the run starts no judge of its own."""
 
     @property
     def loop(self) -> RLHFConfig:
@@ -305,7 +301,15 @@ class BaseRLConfig(BaseRunConfig, ABC):
 
     def with_sizes(self, sizes: Sizes) -> Self:
         """Return these settings with other numbers of processes."""
-        sections = self.process_sections(engines=sizes.engines, judges=sizes.judges, ranks=sizes.ranks)
+        rollout: Any = self.rollout
+        sections: dict[str, Any] = {
+            "rollout": replace(rollout, num_processes=sizes.engines),
+            "trainer": replace(self.trainer, num_processes=sizes.ranks),
+        }
+        if sizes.judges:
+            name = self.judge[0].partition(".")[0]
+            model = getattr(self, name)
+            sections[name] = replace(model, judge=replace(model.judge, num_processes=sizes.judges))
         placement = replace(self.placement, strategy="colocated") if sizes.in_turns else self.placement
         # At once: the settings in between may contradict each other.
         return replace(self, controllers=sizes.controllers, placement=placement, **sections)
