@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 from gcore_runs.report.panels import (
     MAX_POINTS,
@@ -24,7 +25,7 @@ from gcore_runs.report.panels import (
     signal_panel,
     stage_panel,
 )
-from gcore_runs.report.run import Kind, Row, Run, number, read_run, series
+from gcore_runs.report.run import Kind, Row, Run, number, series
 from gcore_runs.report.timeline import timeline
 
 MAX_SAMPLES = 32
@@ -46,7 +47,7 @@ def render_report(run_dir: Path, kinds: Mapping[str, Kind]) -> Path:
     Raises:
         FileNotFoundError: `run_dir` is not a run's folder.
     """
-    page = _render(read_run(run_dir, kinds))
+    page = _render(Run(run_dir, kinds))
     path = run_dir / "report.html"
     temporary = run_dir / f".report.html.{os.getpid()}"
     try:
@@ -98,8 +99,7 @@ class Tile:
     note: str = "no step recorded yet"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Completion:
+class Completion(NamedTuple):
     """`verdict` is right, wrong, partly, or scored where the score does not say which."""
 
     text: str
@@ -107,8 +107,7 @@ class Completion:
     verdict: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
+class Sample(NamedTuple):
     """A prompt with its completions before and after training, None where there is none yet."""
 
     prompt: str
