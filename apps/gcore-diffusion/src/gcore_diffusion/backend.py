@@ -28,7 +28,7 @@ from gcore_diffusion.sampling.evaluate import Evaluation
 from gcore_diffusion.sampling.grids import write_grid
 from gcore_diffusion.sampling.image_sampling import images, kernel_of
 from gcore_diffusion.sampling.prompts import PromptSets
-from gcore_diffusion.sampling.rewards import Rewards, build_rewards, reward_gradient, try_reward
+from gcore_diffusion.sampling.rewards import Rewards, build_rewards, try_reward
 from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, trainer_spec
 from gcore_rollout import DiffusersEngine, ImageRequest, ImageSampling, RolloutError
 from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, Display, RunFolder, UserError, inline_backend, logs_of
@@ -55,11 +55,7 @@ async def start(
     checkpoints: Path,
     display: Display,
 ) -> Backend[Job, DiffusionConfig, Evaluation]:
-    """Make and score an image in this process, then start the services.
-
-    Args:
-        rewards: None: they need a judge, which is started here.
-    """
+    """Make and score an image in this process, then start the services, and a judge where ``rewards`` is None."""
     devices, is_on_ray = DeviceTimers(), config.runtime == "ray"
     instrumentation = Instrumentation(devices=devices, logs=logs_of(checkpoints), announce=display.say)
     engines = await start_engines(config, model, instrumentation, is_trial=is_on_ray)
@@ -68,8 +64,7 @@ async def start(
         sampler = SamplingRoles(policy=engines.policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
         if not is_on_ray:
-            worker = DiffusionTrainerWorker(config, model, checkpoints, reward=reward_gradient(config))
-            learner = InProcessTrainerGroup(worker, in_thread=True)
+            learner = InProcessTrainerGroup(DiffusionTrainerWorker(config, model, checkpoints), in_thread=True)
             return inline_backend(
                 config, shared=sampler, roles=Roles, learner=learner, num_ranks=1, close=engines.close
             )
@@ -96,13 +91,13 @@ async def start(
 
 async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptSets) -> None:
     """Make an image and score one, so that an error is found before anything is trained."""
+    rollout, first = config.rollout, prompts.train[0]
     sampling = ImageSampling(
         num_inference_steps=1,
-        guidance_scale=config.rollout.guidance_scale,
+        guidance_scale=rollout.guidance_scale,
         kernel=kernel_of(config),
-        size=config.rollout.image_size,
+        size=rollout.image_size,
     )
-    first = prompts.train[0]
     try:
         (made,) = await images(sampler.policy, [ImageRequest(request_id="try", prompt=first.text, sampling=sampling)])
     except (ValueError, TypeError, RuntimeError) as error:
@@ -120,16 +115,15 @@ async def _run_controller(
     job: Job, ctx: Context[Handles], own: "ControllerServices", recorder: RemoteRecorder[Evaluation]
 ) -> None:
     """Build a controller's roles in its process on Ray, and run the program with them."""
+
+    def num_passes(micro_batch: DiffusionMicroBatch) -> float:
+        return sum(max(1, sample.num_steps) for sample in micro_batch)
+
     # Ray gives controllers no GPU.
     rewards = build_rewards(replace(job.config, device="cpu"), judge=own.judge)
-    learner = RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=_num_passes)
+    learner = RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=num_passes)
     roles = Roles(policy=own.policy, rewards=rewards, devices=own.devices, learner=learner, owns_process=True)
     await job.program(recorder)(ctx.with_roles(roles))
-
-
-def _num_passes(micro_batch: DiffusionMicroBatch) -> float:
-    """Return the number of passes through the model that an update on a micro-batch makes."""
-    return sum(max(1, sample.num_steps) for sample in micro_batch)
 
 
 class RunRecorder(BaseRunRecorder[Job, Evaluation]):
@@ -144,7 +138,6 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
     )
 
     def show_evaluation(self, step: int, evaluation: Evaluation) -> dict[str, float]:
-        """See `BaseRunRecorder.show_evaluation`."""
         metrics = evaluation.metrics()
         picture = self.run.samples / f"step-{step:06}.png"
         write_grid(picture, evaluation.images, evaluation.prompts, per_prompt=self.job.config.rollout.eval_n)
@@ -164,11 +157,7 @@ def export(learner: TrainerGroup, model: Path, path: Path) -> None:
 async def sample_run(
     run: Path, prompt: str, *, n: int, num_inference_steps: int, guidance_scale: float, seed: int, out: Path
 ) -> None:
-    """Write a PNG file with a grid of images by a finished run's policy.
-
-    Raises:
-        UserError: no such run, or one that is not finished.
-    """
+    """Write a PNG file with a grid of images by a finished run's policy; `UserError` if there is none."""
     folder, config = RunFolder.opened(run, DiffusionConfig)
     if not folder.export.is_dir():
         raise UserError(f"{run} has no export: the run is not finished; the command train continues it")
@@ -176,12 +165,12 @@ async def sample_run(
     engine = DiffusersEngine.from_pretrained(
         folder.export, device=config.device, dtype=rollout.dtype, options=rollout.pipeline_options
     )
+    sampling = ImageSampling(
+        num_inference_steps=num_inference_steps or rollout.eval_num_inference_steps or rollout.num_inference_steps,
+        guidance_scale=guidance_scale or rollout.eval_guidance_scale or rollout.guidance_scale,
+        size=rollout.image_size,
+    )
     try:
-        sampling = ImageSampling(
-            num_inference_steps=num_inference_steps or rollout.eval_num_inference_steps or rollout.num_inference_steps,
-            guidance_scale=guidance_scale or rollout.eval_guidance_scale or rollout.guidance_scale,
-            size=rollout.image_size,
-        )
         request = ImageRequest(request_id="sample", prompt=prompt, sampling=sampling, n=n, seed=seed)
         found = await images(engine, [request])
     finally:

@@ -1,6 +1,6 @@
 """The `gcore-diffusion` command."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -59,11 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse_train(args: Sequence[str]) -> DiffusionConfig:
-    """Return settings from a recipe, a TOML file and the command line, each over the one before.
-
-    Raises:
-        UserError: see `merge`.
-    """
+    """Return settings from a recipe, a TOML file and the command line, each over the one before; see `parse`."""
     description = "Train a diffusion or flow-matching model on a reward."
     return parse(args, prog="gcore-diffusion train", recipes=RECIPES, description=description)
 
@@ -73,12 +69,11 @@ def _train(args: Sequence[str]) -> None:
     from gcore_diffusion.training import train
 
     labels = {"val/score/mean": "reward", "val/held_out/mean": "reward not trained on", "val/accuracy": "accuracy"}
-    run_training(
-        config,
-        train,
-        title="held-out prompts",
-        rows=lambda found: [(label, name) for name, label in labels.items() if name in found],
-    )
+
+    def rows(found: Mapping[str, float]) -> list[tuple[str, str]]:
+        return [(label, name) for name, label in labels.items() if name in found]
+
+    run_training(config, train, title="held-out prompts", rows=rows)
 
 
 def _sample(args: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from gcore_diffusion.sampling.reward_config import JudgeConfig, RewardConfig
 from gcore_runs import (
@@ -229,17 +229,7 @@ class DiffusionConfig(BaseRLConfig):
 
     @property
     def judge(self) -> tuple[str, JudgeConfig | None]:
-        """See `BaseRLConfig.judge`."""
         return "reward.judge", self.reward.judge if self.reward.is_judged else None
-
-    def process_sections(self, *, engines: int, judges: int, ranks: int) -> dict[str, Any]:
-        """See `BaseRLConfig.process_sections`."""
-        judge = replace(self.reward.judge, num_processes=judges)
-        return {
-            "rollout": replace(self.rollout, num_processes=engines),
-            "reward": replace(self.reward, judge=judge) if judges else self.reward,
-            "trainer": replace(self.trainer, num_processes=ranks),
-        }
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,16 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_controller import (
-    Context,
-    Generated,
-    Modality,
-    Prepared,
-    State,
-    TrainingBatch,
-    Wave,
-)
-from gcore_diffusion.config import DiffusionConfig
+from gcore_controller import Context, Generated, Modality, Prepared, State, TrainingBatch, Wave
+from gcore_diffusion.config import ActorConfig, DiffusionConfig
 from gcore_diffusion.roles import Roles
 from gcore_diffusion.sampling.evaluate import Evaluation, evaluate
 from gcore_diffusion.sampling.groups import Group
@@ -37,7 +29,6 @@ class Job(RunJob[DiffusionConfig]):
     prompts: PromptSets
 
     def modality(self) -> "Images":
-        """See `RunJob.modality`."""
         return Images(self)
 
 
@@ -55,7 +46,6 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """See `Modality.prompts`."""
         return self._job.prompts.train
 
     async def generate(self, ctx: Context[Roles], wave: Wave[Prompt]) -> Generated[Group]:
@@ -86,29 +76,22 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
                 task.cancel()
 
     def group_from_state(self, state: State) -> Group:
-        """See `Modality.group_from_state`."""
         return Group.from_state(state)
 
     async def sampled_part(self, ctx: Context[Roles], groups: Sequence[Group]) -> tuple[list[float], list[float]]:
         """Return the scores, and those of one group by the held-out reward."""
         own = [float(score) for g in groups for score in g.scores]
         held_out = ctx.roles.rewards.held_out
-        others: list[float] = []
-        if held_out is not None:
-            for g in groups[:1]:
-                others += await scored(ctx, held_out, g.samples, [g.prompt] * len(g.samples))
-        return own, others
+        if held_out is None or not groups:
+            return own, []
+        return own, await scored(ctx, held_out, groups[0].samples, [groups[0].prompt] * len(groups[0].samples))
 
     def sampled_metrics(self, parts: Sequence[tuple[list[float], list[float]]]) -> dict[str, float]:
-        """See `Modality.sampled_metrics`."""
         scores = np.array([score for own, _ in parts for score in own])
         metrics = {"perf/num_images": float(len(scores))}
         if len(scores):
             metrics |= {
-                "critic/score/mean": float(scores.mean()),
-                "critic/score/max": float(scores.max()),
-                "critic/score/min": float(scores.min()),
-                "critic/score/std": float(scores.std()),
+                f"critic/score/{name}": float(getattr(scores, name)()) for name in ("mean", "max", "min", "std")
             }
         if seen := [score for _, own in parts for score in own]:
             metrics["held_out/score/mean"] = float(np.mean(seen))
@@ -117,23 +100,20 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
     async def prepare(
         self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group]
     ) -> Prepared[list[DiffusionMicroBatch]]:
-        """See `Modality.prepare`."""
         config, groups = self._config, batch.groups
         scores = [s for part in await ctx.group.all_gather([g.scores for g in groups]) for s in part]
         # Advantages and pairs compare the scores of a group; a differentiable reward needs no differences.
         has_signal = any(np.ptp(s) > 0 for s in scores) or config.algorithm.name == "reward_gradient"
         return Prepared(
-            updates=updates(
-                prepared(groups, config, step=step, std=float(np.concatenate(scores).std())),
-                num_updates=config.actor.num_updates,
-                micro_batch_size=config.actor.micro_batch_size,
-                num_parts=ctx.roles.learner.num_replicas,
+            updates=_updates(
+                _prepared(groups, config, step, float(np.concatenate(scores).std())),
+                config.actor,
+                ctx.roles.learner.num_replicas,
             ),
             metrics={self.HAS_SIGNAL: float(has_signal)},
         )
 
     async def update(self, ctx: Context[Roles], step: int, update: list[DiffusionMicroBatch]) -> dict[str, float]:
-        """See `Modality.update`."""
         del step
         return await ctx.roles.learner.train_step("actor", update)
 
@@ -147,7 +127,6 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         return means
 
     async def update_policy(self, ctx: Context[Roles], step: int) -> None:
-        """See `Modality.update_policy`."""
         del step
         await self._update_policy(ctx, averaged=False)
 
@@ -177,42 +156,59 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
     async def _ref_means(self, ctx: Context[Roles], samples: Sequence[ImageSample]) -> list[NDArray[np.float32]] | None:
         if not has_reference_pass(self._config):
             return None
-        inputs, size = [training_sample(sample) for sample in samples], self._config.actor.micro_batch_size
+        inputs, size = [_training_sample(sample) for sample in samples], self._config.actor.micro_batch_size
         found: list[NDArray[np.float32]] = []
         for start in range(0, len(inputs), size):
             found += await ctx.roles.learner.score_alone("reference", inputs[start : start + size])
         return found
 
 
-def prepared(groups: Sequence[Group], config: DiffusionConfig, *, step: int, std: float) -> list[list[DiffusionSample]]:
+def _prepared(groups: Sequence[Group], config: DiffusionConfig, step: int, std: float) -> list[list[DiffusionSample]]:
     """Return each group's images with their advantages; for dpo, pairs with the better image first.
 
-    Args:
-        groups: of this controller.
-        config: the run's.
-        step: of the training, from which the trained steps of a trajectory are drawn.
-        std: standard deviation of all scores of the batch, which divides them with norm_adv_by "global".
+    With norm_adv_by "global", ``std``, the standard deviation of all scores of the batch, divides them.
     """
-    bound = config.algorithm.adv_clip_max
+    bound, is_global = config.algorithm.adv_clip_max, config.algorithm.norm_adv_by == "global"
     found: list[list[DiffusionSample]] = []
     for group in groups:
-        is_global = config.algorithm.norm_adv_by == "global"
         advantages = grpo_advantages(group.scores, norm_adv_by_std_in_grpo=not is_global)
         if is_global:
             advantages = advantages / (std + _EPSILON)
         samples = _samples(group, np.clip(advantages, -bound, bound).tolist(), config, step)
-        found.append(_pairs(samples, group.scores.tolist()) if config.algorithm.name == "dpo" else samples)
+        if config.algorithm.name == "dpo":
+            # The best image with the worst, the second best with the second worst, and so on.
+            order = sorted(range(len(samples)), key=lambda i: -group.scores[i])
+            samples = [samples[i] for k in range(len(order) // 2) for i in (order[k], order[-1 - k])]
+        found.append(samples)
     return found
 
 
-def training_sample(made: ImageSample, *, has_steps: bool = True, **fields: Any) -> DiffusionSample:
-    """Return an image as the trainer takes it.
+def _samples(group: Group, advantages: Sequence[float], config: DiffusionConfig, step: int) -> list[DiffusionSample]:
+    is_of_steps = config.algorithm.name not in ("nft", "dpo")
+    ref_means = group.ref_means if is_of_steps and group.ref_means else [None] * len(group.samples)
+    samples = [
+        _training_sample(
+            made,
+            has_steps=is_of_steps,
+            advantage=float(advantage),
+            ref_means=means,
+            noise_seed=(config.seed * 1_000_003 + group.prompt_index) * 4096 + made.index,
+            prompt=group.prompt.text,
+        )
+        for made, advantage, means in zip(group.samples, advantages, ref_means, strict=True)
+    ]
+    fraction = config.algorithm.timestep_fraction
+    if not is_of_steps or fraction == 1 or config.algorithm.name == "reward_gradient":
+        return samples
+    num_steps = samples[0].num_steps
+    count = max(1, round(fraction * num_steps))
+    # The same for all images of a batch, so that each pass is over one number of steps.
+    chosen = np.random.default_rng([config.seed, step]).permutation(num_steps)[:count]
+    return [sample.at_steps(chosen.tolist()) for sample in samples]
 
-    Args:
-        made: the engine's sample.
-        has_steps: whether the recorded steps are part of it.
-        fields: further fields.
-    """
+
+def _training_sample(made: ImageSample, *, has_steps: bool = True, **fields: Any) -> DiffusionSample:
+    """Return an engine's image as the trainer takes it, with the recorded steps if it needs them."""
     t = made.trajectory
     steps = {
         "latents": t.latents,
@@ -233,54 +229,20 @@ def training_sample(made: ImageSample, *, has_steps: bool = True, **fields: Any)
     )
 
 
-def _samples(group: Group, advantages: Sequence[float], config: DiffusionConfig, step: int) -> list[DiffusionSample]:
-    is_of_steps = config.algorithm.name not in ("nft", "dpo")
-    ref_means = group.ref_means if is_of_steps and group.ref_means else [None] * len(group.samples)
-    samples = [
-        training_sample(
-            made,
-            has_steps=is_of_steps,
-            advantage=float(advantage),
-            ref_means=means,
-            noise_seed=(config.seed * 1_000_003 + group.prompt_index) * 4096 + made.index,
-            prompt=group.prompt.text,
-        )
-        for made, advantage, means in zip(group.samples, advantages, ref_means, strict=True)
-    ]
-    fraction = config.algorithm.timestep_fraction
-    if not is_of_steps or fraction == 1 or config.algorithm.name == "reward_gradient":
-        return samples
-    num_steps = samples[0].num_steps
-    count = max(1, round(fraction * num_steps))
-    # The same for all images of a batch, so that each pass is over one number of steps.
-    chosen = np.random.default_rng([config.seed, step]).permutation(num_steps)[:count]
-    return [sample.at_steps(chosen.tolist()) for sample in samples]
-
-
-def _pairs(samples: Sequence[DiffusionSample], scores: Sequence[float]) -> list[DiffusionSample]:
-    """Pair the best image with the worst, the second best with the second worst, and so on."""
-    order = sorted(range(len(samples)), key=lambda i: -scores[i])
-    return [samples[i] for k in range(len(order) // 2) for i in (order[k], order[-1 - k])]
-
-
-def updates(
-    groups: Sequence[Sequence[DiffusionSample]], *, num_updates: int, micro_batch_size: int, num_parts: int = 1
+def _updates(
+    groups: Sequence[Sequence[DiffusionSample]], config: ActorConfig, num_parts: int
 ) -> list[list[list[DiffusionSample]]]:
-    """Return the micro-batches of each update of a step; pairs of images go to updates in turn, which spreads groups.
+    """Return the micro-batches of each update of a step: at least ``num_parts``, if there are enough pairs.
 
-    Args:
-        groups: of images.
-        num_updates: of the step.
-        micro_batch_size: most images in a micro-batch.
-        num_parts: fewest micro-batches of an update, if there are enough pairs.
+    Pairs of images go to updates in turn, which spreads groups.
     """
-    shares: list[list[DiffusionSample]] = [[] for _ in range(num_updates)]
+    shares: list[list[DiffusionSample]] = [[] for _ in range(config.num_updates)]
     pairs = [group[i : i + 2] for group in groups for i in range(0, len(group), 2)]
     for place, pair in enumerate(pairs):
-        shares[place % num_updates] += pair
+        shares[place % config.num_updates] += pair
     found: list[list[list[DiffusionSample]]] = []
     for share in shares:
-        most = min(micro_batch_size, 2 * (-(-len(share) // 2) // num_parts))
+        most = min(config.micro_batch_size, 2 * (-(-len(share) // 2) // num_parts))
         size = max(2, most - most % 2)
         found.append([share[i : i + size] for i in range(0, len(share), size)])
     return found

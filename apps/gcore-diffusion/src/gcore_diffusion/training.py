@@ -57,6 +57,7 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
     from gcore_diffusion.backend import RunRecorder, checked_rewards, export, start
+    from gcore_diffusion.modality import Job
 
     config = resolve(config)
     with Supervisor(config, app="gcore-diffusion", display=display) as supervisor:
@@ -65,23 +66,19 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
         prompts = load_prompts(config.data, PROMPTS)
         rewards = checked_rewards(config)
         run = supervisor.open_run()
-        first_step = supervisor.resume(config.trainer.total_training_steps)
-        if first_step is not None:
-            from gcore_diffusion.modality import Job
+        if supervisor.resume(config.trainer.total_training_steps) is not None:
+            if config.model:
+                model = Path(config.model)
+            else:
+                from gcore_diffusion.demo.pretraining import pretrained_pipeline
 
-            model = Path(config.model) if config.model else _embedded_model(config, supervisor.display)
+                model = pretrained_pipeline(config.demo, seed=0, display=supervisor.display)
             supervisor.display.say("trying the pipeline and the reward on an image")
             starting = start(config, model, prompts, rewards, run.checkpoints, supervisor.display)
             with supervisor.started(starting) as services:
-                supervisor.train(services, Job(config=config, prompts=prompts, first_step=first_step), RunRecorder)
+                supervisor.train(services, Job(config=config, prompts=prompts), RunRecorder)
                 supervisor.export(lambda path: export(services.learner, model, path))
         return supervisor.finish(KINDS)
-
-
-def _embedded_model(config: DiffusionConfig, display: "Display") -> Path:
-    from gcore_diffusion.demo.pretraining import pretrained_pipeline
-
-    return pretrained_pipeline(config.demo, seed=0, display=display)
 
 
 def check_pipeline(model: Path) -> None:

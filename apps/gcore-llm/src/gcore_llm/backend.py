@@ -103,16 +103,12 @@ def _engines(
 
 
 async def _run_controller(
-    tokenizer: Any,
-    job: Job,
-    ctx: "Context[Handles]",
-    own: "ControllerServices",
-    recorder: "RemoteRecorder[Evaluation]",
+    tokenizer: Any, job: Job, ctx: "Context[Handles]", own: "ControllerServices", recorder: "RemoteRecorder[Evaluation]"
 ) -> None:
     """Build a controller's roles in its process, and run the program with them."""
     from gcore_controller import RayTrainerClient
 
-    config = job.config
+    config, cost_of = job.config, partial(sample_flops, job.workload)
     rewards = await Rewards.start(config, judge=own.judge)
     try:
         roles = Roles(
@@ -122,9 +118,7 @@ async def _run_controller(
             tokenizer=tokenizer,
             environment=build_environment(config, tokenizer, rewards.runner),
             policy_slots=own.num_engines * config.rollout.max_num_seqs,
-            learner=RayTrainerClient(
-                ctx.roles.ranks, ctx.group, own.devices, cost_of=partial(sample_flops, job.workload)
-            ),
+            learner=RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=cost_of),
             devices=own.devices,
             owns_process=True,
         )

@@ -101,11 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse_train(args: Sequence[str]) -> TrainConfig:
-    """Return settings from a recipe, a TOML file and the command line, each over the one before.
-
-    Raises:
-        UserError: see `merge`.
-    """
+    """Return settings from a recipe, a TOML file and the command line, each over the one before; see `parse`."""
     return parse(args, prog="gcore-llm train", recipes=RECIPES, description="Train by GRPO with dynamic sampling.")
 
 

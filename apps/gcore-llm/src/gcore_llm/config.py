@@ -330,16 +330,6 @@ class TrainConfig(BaseRLConfig):
         judge = self.reward_model.judge
         return "reward_model.judge", judge if self.reward_model.is_judge and not judge.is_on_servers else None
 
-    def process_sections(self, *, engines: int, judges: int, ranks: int) -> dict[str, Any]:
-        reward_model = self.reward_model
-        if judges:
-            reward_model = replace(reward_model, judge=replace(reward_model.judge, num_processes=judges))
-        return {
-            "rollout": replace(self.rollout, num_processes=engines),
-            "reward_model": reward_model,
-            "trainer": replace(self.trainer, num_processes=ranks),
-        }
-
     @property
     def rank_unit(self) -> int:
         """Training ranks are started and stopped by whole model-parallel and expert-parallel replicas."""

@@ -67,7 +67,6 @@ class Job(RunJob[TrainConfig]):
     workload: TransformerWorkload
 
     def modality(self) -> "LLM":
-        """See `RunJob.modality`."""
         return LLM(self)
 
 
@@ -225,11 +224,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
     async def _mismatch(
         self, ctx: Context[Roles], step: int, groups: list[Group], scored: list[list[Sample]] | None
     ) -> dict[str, float]:
-        """Return metrics of the engine's log-probs against the trainer's: of samples with both, or of some responses.
-
-        Args:
-            scored: samples with old log-probs; None: the trainer scores some responses here.
-        """
+        """Return metrics of the engine's log-probs against the trainer's, which scores some responses if none is."""
         version = ctx.roles.policy.weight_version
         if scored is not None:
             places = [(g, i) for g, samples in enumerate(scored) for i in range(len(samples))]

@@ -40,7 +40,6 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
     _has_warned = False
 
     def show_evaluation(self, step: int, evaluation: Evaluation) -> dict[str, float]:
-        """See `BaseRunRecorder.show_evaluation`."""
         greedy, sampled = evaluation.greedy, evaluation.sampled
         self.display.say(f"step {step}: held-out score {greedy:.3f} greedy, {sampled:.3f} sampled")
         name = "before" if step == 0 else "after"

@@ -53,8 +53,7 @@ def train(config: TrainConfig, display: "Display | None" = None) -> Result:
 
                 making = make_warm_model(config, run, prompts, tokenizer, rewards.runner, supervisor.display)
                 supervisor.run_async(making)
-            first_step = supervisor.resume(config.trainer.total_training_steps)
-            if first_step is not None:
+            if supervisor.resume(config.trainer.total_training_steps) is not None:
                 model = Path(config.model) if config.model else run.model
                 starting = start_backend(
                     config,
@@ -67,7 +66,7 @@ def train(config: TrainConfig, display: "Display | None" = None) -> Result:
                     announce=say,
                 )
                 with supervisor.started(starting) as backend:
-                    job = Job(config=config, prompts=prompts, workload=workload_of(model), first_step=first_step)
+                    job = Job(config=config, prompts=prompts, workload=workload_of(model))
                     supervisor.train(backend, job, RunRecorder)
 
                     def export(path: Path) -> None:

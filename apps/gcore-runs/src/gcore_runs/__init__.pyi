@@ -14,8 +14,9 @@ from .loop.recorder import (
     BaseRunRecorder as BaseRunRecorder,
     Cell as Cell,
     RunJob as RunJob,
+    Stop as Stop,
 )
-from .loop.supervisor import Stop as Stop, Supervisor as Supervisor, inline_backend as inline_backend
+from .loop.supervisor import Supervisor as Supervisor, inline_backend as inline_backend
 from .model_folder import (
     build_tokenizer as build_tokenizer,
     check_model as check_model,

@@ -27,6 +27,17 @@ Command = Callable[[Sequence[str]], None]
 NOTHING_LEARNED = 3
 """Exit code of a completed run without any step that had a learning signal."""
 
+_ENVIRONMENT = {
+    # Idle OpenMP threads spin by default, which makes a step ten times as long on shared cores.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DIFFUSERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TQDM_DISABLE": "1",
+}
+"""Variables that torch, transformers and diffusers read when they are imported."""
+
 EXIT_CODES = """exit codes:
   0    success
   1    an unexpected error, with a traceback
@@ -69,20 +80,18 @@ def run_command(
     if command not in commands:
         print(f"{app}: error: unknown command {command!r}; expected one of {', '.join(commands)}", file=sys.stderr)
         raise SystemExit(2)
-    _set_environment()
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     try:
         commands[command](rest)
     except KeyboardInterrupt:
         how_to_resume = "" if command in not_resumed else "; the same command continues from the last finished step"
         print(f"{app}: interrupted{how_to_resume}", file=sys.stderr)
         raise SystemExit(130) from None
-    except OSError as error:
-        print(f"{app}: error: {said(error)}", file=sys.stderr)
-        raise SystemExit(2) from None
     except Exception as error:
-        if not isinstance(error, _expected_errors()):
+        if not isinstance(error, OSError) and not isinstance(error, _expected_errors()):
             raise
-        print(f"{app}: error: {one_line(error)}", file=sys.stderr)
+        print(f"{app}: error: {said(error) if isinstance(error, OSError) else one_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
@@ -136,20 +145,6 @@ def report_command(app: str, kinds: "Mapping[str, Kind]", args: Sequence[str]) -
     from gcore_runs.run_folder import RunFolder
 
     print(render_report(RunFolder.existing(parsed.run).path, kinds))
-
-
-def _set_environment() -> None:
-    """Set what torch, transformers and diffusers read when they are imported."""
-    values = {
-        # Idle OpenMP threads spin by default, which makes a step ten times as long on shared cores.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "DIFFUSERS_VERBOSITY": "error",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "TQDM_DISABLE": "1",
-    }
-    os.environ.update({name: value for name, value in values.items() if name not in os.environ})
 
 
 @dataclass(frozen=True, kw_only=True)

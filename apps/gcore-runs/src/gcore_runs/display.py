@@ -54,14 +54,12 @@ class Display:
     def say(self, message: str) -> None:
         """Print a line that stays on the screen, and log it."""
         _logger.info("%s", message)
-        self._print(message)
+        self.console.print(message, soft_wrap=True)
 
     def watch(self, stages: Callable[[], Sequence[str | None]]) -> None:
-        """Show which stage each of several controllers is in, on a terminal.
+        """Show on a terminal in which of the present ``stages``, by rank, each of several controllers is.
 
-        Args:
-            stages: returns the present ones by rank. It is called several times a second, from another thread, and must
-                not block.
+        The function is called several times a second, from another thread, and must not block.
         """
         self._stages = stages
 
@@ -92,10 +90,7 @@ class Display:
         now_s = time.monotonic()
         if not self.console.is_terminal and now_s - self._last_line_s >= _PLAIN_EVERY_S:
             self._last_line_s = now_s
-            self._print(text)
-
-    def _print(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True)
+            self.console.print(text, soft_wrap=True)
 
     def _render(self) -> RenderableType:
         stages = self._stages()

@@ -26,13 +26,10 @@ T = TypeVar("T")
 
 MAX_FILE_BYTES = 16 * 2**20
 """Size at which a file is renamed to NAME.log.1, and a new one started."""
-
 NUM_OLD_FILES = 3
 """Number of renamed files that are kept."""
-
 MARK = "MARK"
 """Level of a line that dates the output above it."""
-
 _MARK_EVERY_S = 0.5
 _POLL_S = 0.3
 _IOLBF = 1

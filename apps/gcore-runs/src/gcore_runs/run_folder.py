@@ -60,11 +60,7 @@ class RunFolder:
 
     @classmethod
     def existing(cls, path: str | Path) -> "RunFolder":
-        """Return the folder of an existing run.
-
-        Raises:
-            UserError: there is no run.
-        """
+        """Return the folder of an existing run; `UserError` if there is none."""
         folder = cls(Path(path))
         if not folder.config.is_file():
             raise UserError(
@@ -73,11 +69,7 @@ class RunFolder:
         return folder
 
     def load_config(self, kind: type[ConfigT]) -> ConfigT:
-        """Return the settings of the run, as the config class ``kind``.
-
-        Raises:
-            UserError: another command made the run.
-        """
+        """Return the settings of the run, as the config class ``kind``; `UserError` if another command made it."""
         values = read_toml(self.config)
         base = kind()
         made_by, wanted = values.get("command", "train"), getattr(base, "command", "train")
@@ -87,11 +79,7 @@ class RunFolder:
 
     @classmethod
     def opened(cls, path: str | Path, kind: type[ConfigT]) -> "tuple[RunFolder, ConfigT]":
-        """Return the folder of an existing run, and its settings on this machine.
-
-        Raises:
-            UserError: there is no run, or one of another command.
-        """
+        """Return the folder of an existing run, and its settings on this machine; see `load_config`."""
         folder = cls.existing(path)
         return folder, resolve(folder.load_config(kind))
 
@@ -204,10 +192,7 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def check_safetensors(folder: Path) -> None:
-    """
-    Raises:
-        UserError: a safetensors file of the folder is damaged, or one that an index names is missing.
-    """
+    """Raise `UserError` if a safetensors file of the folder is damaged, or one that an index names is missing."""
     for index in sorted(folder.glob("*.safetensors.index.json")):
         try:
             shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -277,9 +262,8 @@ class StepSpans:
 
     def intervals(self) -> StepIntervals:
         """Return the spans for a `Ledger` of where the devices' time went."""
-        controllers = [[(s.stage, s.start_s, s.end_s) for s in spans] for spans in self.controllers]
-        devices = {name: [(s.stage, s.start_s, s.end_s) for s in spans] for name, spans in self.devices.items()}
-        return StepIntervals.of(self.step, controllers, devices)
+        devices = {name: list(map(_triple, spans)) for name, spans in self.devices.items()}
+        return StepIntervals.of(self.step, [list(map(_triple, spans)) for spans in self.controllers], devices)
 
     def to_row(self) -> dict[str, Any]:
         """Return a line of the file; a span is ``[stage, start_s, end_s]``, rounded to tenths of milliseconds."""
@@ -327,12 +311,7 @@ class SpanWriter:
         *,
         spans_by_device: Mapping[str, Sequence[Span]] | None = None,
     ) -> None:
-        """Record a step, whose spans are in seconds of one clock; see `on_wall_clock`.
-
-        Args:
-            spans_by_controller: of the step, by rank.
-            spans_by_device: of the step, by device name.
-        """
+        """Record a step, whose spans, by rank and by device name, are in seconds of one clock; see `on_wall_clock`."""
         devices = spans_by_device or {}
         starts_s = [s.start_s for spans in (*spans_by_controller, *devices.values()) for s in spans]
         if self._zero_s is not None and starts_s:
@@ -371,6 +350,10 @@ def _relative(spans: Iterable[Span], zero_s: float) -> list[Span]:
         else:
             joined.append(Span(stage=span.stage, start_s=start_s, end_s=end_s))
     return joined
+
+
+def _triple(span: Span) -> tuple[str, float, float]:
+    return span.stage, span.start_s, span.end_s
 
 
 def _to_lists(spans: Iterable[Span]) -> list[list[str | float]]:

@@ -40,28 +40,25 @@ _MAX_TOKENS = 4
 
 def pretrained_pipeline(config: DemoConfig, *, seed: int, display: Display) -> Path:
     """Return the folder of a pretrained pipeline, from an earlier run or a new one."""
-    cache = Path(config.cache_dir) if config.cache_dir else _user_cache()
-    key = hashlib.sha256(repr((sorted(asdict(config).items()), seed, _source())).encode()).hexdigest()[:12]
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gcore-diffusion"
+    cache = Path(config.cache_dir) if config.cache_dir else user_cache
+    # Other code makes another model.
+    source = "".join((Path(__file__).parent / name).read_text() for name in ("digits.py", "pretraining.py"))
+    key = hashlib.sha256(repr((sorted(asdict(config).items()), seed, source)).encode()).hexdigest()[:12]
     target = cache / f"digits-{key}"
     if not target.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=".digits-") as folder:
             made = Path(folder) / "pipeline"
-            pretrain(made, config, seed=seed, display=display)
+            pipeline = make_tiny_pipeline(Path(folder) / "words", seed=seed)
+            _train(pipeline, config, seed=seed, display=display)
+            pipeline.save_pretrained(made)
             try:
                 made.rename(target)
             except OSError:
                 # Another run has put its pipeline there first.
                 shutil.rmtree(made, ignore_errors=True)
     return target
-
-
-def pretrain(path: Path, config: DemoConfig, *, seed: int, display: Display) -> None:
-    """Make a pipeline, pretrain it, and write its folder with the moving average of its weights."""
-    with tempfile.TemporaryDirectory() as words:
-        pipeline = make_tiny_pipeline(Path(words), seed=seed)
-        _train(pipeline, config, seed=seed, display=display)
-        pipeline.save_pretrained(path)
 
 
 def _train(pipeline: Any, config: DemoConfig, *, seed: int, display: Display) -> None:
@@ -116,24 +113,11 @@ def _embeddings(pipeline: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return embedded, pooled
 
 
-def _source() -> str:
-    """Return the code that makes the model: other code makes another model."""
-    return "".join((Path(__file__).parent / name).read_text() for name in ("digits.py", "pretraining.py"))
-
-
-def _user_cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "gcore-diffusion"
-
-
 def make_tiny_pipeline(path: Path, *, seed: int) -> StableDiffusion3Pipeline:
     """Make a Stable Diffusion 3 of a million parameters, for RGB images of 8 x 8 pixels without a VAE.
 
-    Its two text encoders stay random: prompts are distinct with any token embeddings that are far enough apart.
-
-    Args:
-        path: a folder for the tokenizer's files.
-        seed: seed of the weights.
+    Its two text encoders stay random: prompts are distinct with any token embeddings that are far enough apart. The
+    tokenizer's files are written to the folder ``path``.
     """
     torch.manual_seed(seed)
     tokenizer = _word_tokenizer(path)

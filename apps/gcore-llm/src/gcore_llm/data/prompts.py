@@ -106,9 +106,6 @@ def make_prompts(problems: Iterable[Problem], tokenizer: Any, data: DataConfig) 
 
     Text rendered by a chat template has only the template's special tokens, other text has the tokenizer's, as with
     ``tokenizer.apply_chat_template`` and ``tokenizer`` of transformers.
-
-    Raises:
-        UserError: see `render`.
     """
     given = [(p, render(p.value, tokenizer, data, p.where)) for p in problems]
     adds = [uses_plain_text(p.value, tokenizer, data) and takes_special_tokens(text, tokenizer) for p, text in given]

@@ -90,11 +90,7 @@ def require_worked_examples(task: str, *, instead: str) -> None:
 
 
 def make_dataset(task: TaskConfig, *, size: int, seed: int) -> Any:
-    """Make ``size`` problems of the task, to be indexed.
-
-    Raises:
-        UserError: see `make_settings`; or a file that the task reads is missing.
-    """
+    """Make ``size`` problems of the task, to be indexed; raises as `make_settings`."""
     settings = make_settings(task, size=size, seed=seed)
     try:
         return import_reasoning_gym().factory.DATASETS[task.name][0](config=settings)

@@ -16,8 +16,8 @@ from gcore_llm.finetune.demo import make_model, task_rows
 from gcore_llm.finetune.tokens import Encoder
 from gcore_llm.report import KINDS
 from gcore_llm.tiny_model import tiny_tokenizer
+from gcore_runs import Stop, Supervisor
 from gcore_runs.errors import UserError
-from gcore_runs.loop.supervisor import Stop, Supervisor
 from gcore_runs.run_folder import MetricsWriter, Result
 from gcore_runs.settings.parsing import resolve
 

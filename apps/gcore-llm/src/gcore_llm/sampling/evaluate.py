@@ -62,20 +62,12 @@ async def evaluate(
     for groups in both:
         count = await group.all_reduce(len(groups))
         means.append(await group.all_reduce(sum(g.scores[0] for g in groups)) / max(count, 1))
-    shown = [
-        (g.prompt_index, _shown(roles, prompts[g.prompt_index], g)) for g in both[0] if g.prompt_index < _NUM_SHOWN
-    ]
+    shown: list[tuple[int, dict[str, object]]] = []
+    for index, response in ((g.prompt_index, g.responses[0]) for g in both[0] if g.prompt_index < _NUM_SHOWN):
+        text = roles.tokenizer.decode(response.token_ids, skip_special_tokens=True)
+        row: dict[str, object] = {"prompt": prompts[index].text, "completion": text, "score": response.score}
+        answer = prompts[index].row.get("answer")
+        shown.append((index, row if answer is None else row | {"answer": str(answer)}))
     everyones = [entry for part in await group.all_gather(shown) for entry in part]
     samples = [row for _, row in sorted(everyones, key=lambda entry: entry[0])]
     return Evaluation(greedy=means[0], sampled=means[1], samples=samples)
-
-
-def _shown(roles: RolloutRoles, prompt: Prompt, group: Group) -> dict[str, object]:
-    response = group.responses[0]
-    row: dict[str, object] = {
-        "prompt": prompt.text,
-        "completion": roles.tokenizer.decode(response.token_ids, skip_special_tokens=True),
-        "score": response.score,
-    }
-    answer = prompt.row.get("answer")
-    return row | {"answer": str(answer)} if answer is not None else row

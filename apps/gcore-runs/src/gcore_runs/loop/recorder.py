@@ -1,15 +1,15 @@
 """Recording of a run's job: metrics, spans, warnings, checkpoints, what the screen shows, and Ctrl-C between steps."""
 
-import asyncio
 import logging
 import math
 import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from gcore_controller import Context, Modality, Program, RankError, Recorder, Span, TrainerGroup
@@ -93,32 +93,37 @@ def shown_cells(cells: Iterable[Cell], metrics: Mapping[str, float]) -> list[tup
     return [(label, text) for label, text in texts if text is not None]
 
 
-class Interrupt:
-    """Cancels a task on the first Ctrl-C, at a moment when the last finished step can still be saved.
+class Stop:
+    """Ctrl-C that ends a loop between two steps, where the last finished one can still be saved.
 
-    The second one raises Python's own `KeyboardInterrupt` immediately.
+    The second one raises Python's own `KeyboardInterrupt` immediately. Only the main thread gets signals; in another
+    one, nothing is noted.
     """
 
-    def __init__(self) -> None:
-        self._task: asyncio.Task[None] | None = None
-        self._is_held_back = False
-        self._is_requested = False
+    is_orderly = False
+    """Whether `check` has ended the loop."""
+    _is_requested = False
+    _is_held_back = False
+    _act: Callable[[], object] | None = None
 
     @contextmanager
-    def cancels(self, task: "asyncio.Task[None]") -> Generator[None]:
-        """Cancel ``task``, one of the running loop, if Ctrl-C is pressed inside the block.
-
-        Only the main thread gets signals; in another one, nothing is cancelled.
-        """
-        self._task = task
+    def noted(self, act: Callable[[], object] | None = None) -> Generator[None]:
+        """Note Ctrl-C inside the block, and call ``act`` unless it is held back."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        task.get_loop().add_signal_handler(signal.SIGINT, self._request)
+        self._act = act
+        before = signal.signal(signal.SIGINT, self._request)
         try:
             yield
         finally:
-            task.get_loop().remove_signal_handler(signal.SIGINT)
+            signal.signal(signal.SIGINT, before)
+
+    def check(self) -> None:
+        """Raise `KeyboardInterrupt` if Ctrl-C was pressed."""
+        if self._is_requested:
+            self.is_orderly = True
+            raise KeyboardInterrupt
 
     def hold_back(self) -> None:
         """Delay Ctrl-C until `let_through`."""
@@ -127,15 +132,17 @@ class Interrupt:
     def let_through(self) -> None:
         """Act on a Ctrl-C that came since `hold_back`."""
         self._is_held_back = False
-        if self._is_requested and self._task is not None:
-            self._task.cancel()
+        self._act_if_requested()
 
-    def _request(self) -> None:
-        assert self._task is not None
-        self._task.get_loop().remove_signal_handler(signal.SIGINT)
+    def _act_if_requested(self) -> None:
+        if self._is_requested and not self._is_held_back and self._act is not None:
+            self._act()
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         self._is_requested = True
-        if not self._is_held_back:
-            self._task.cancel()
+        self._act_if_requested()
 
 
 class RunWarnings:
@@ -148,13 +155,9 @@ class RunWarnings:
         self._recorded = {(row["step"], row["key"]) for row in read_jsonl(run.warnings)}
 
     def warn(self, step: int, message: str, *, key: str, count: int = 1) -> None:
-        """Record a warning, once for each step and key.
+        """Record a warning, one sentence without a full stop, once for each step and key.
 
-        Args:
-            step: where it occurred.
-            message: one sentence, without a full stop.
-            key: of warnings that are the same.
-            count: how many there are in the step.
+        Warnings that are the same have one ``key``; ``count`` of them occurred in the step.
         """
         if (step, key) not in self._recorded:
             self._recorded.add((step, key))
@@ -168,20 +171,9 @@ class RunWarnings:
 class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
     """A `Recorder` that writes a run's folder and takes its checkpoints; apps say how to show steps and evaluations.
 
-    Args:
-        job: the point that the run starts or resumes from.
-        run: its folder.
-        learner: the models in training, which are saved.
-        writer: of metrics.
-        spans: writer of the timeline.
-        display: the screen.
-
     Attributes:
         cells: What the screen shows of every step. The values of an evaluation stay until the next one.
-        interrupt: Ctrl-C, which is held back while the models are between two steps.
-        job: See above.
-        run: See above.
-        display: See above.
+        stop: Ctrl-C, which is held back while the models are between two steps.
         warnings: Where problems are reported.
     """
 
@@ -201,7 +193,7 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         self.run = run
         self.display = display
         self.warnings = RunWarnings(run, display)
-        self.interrupt = Interrupt()
+        self.stop = Stop()
         self._learner = learner
         self._writer = writer
         self._spans = spans
@@ -226,7 +218,6 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         self.display.progressed(step, shown_cells(self.cells, {**self.display.latest, **metrics}))
 
     async def evaluated(self, step: int, evaluation: EvaluationT) -> None:
-        """See `Recorder.evaluated`."""
         metrics = self.show_evaluation(step, evaluation)
         self.display.latest |= metrics
         self._writer.write(step, metrics)
@@ -234,7 +225,6 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
     async def stepped(
         self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
     ) -> None:
-        """See `Recorder.stepped`."""
         intervals = StepSpans(step=step, start_s=0.0, controllers=spans, devices=devices).intervals()
         metrics = metrics | {f"ledger/{name}": share for name, share in Ledger.of([intervals]).shares().items()}
         metrics |= self.step_metrics(metrics)
@@ -250,11 +240,9 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
             self.display.say(f"step {step}: the gradient is not finite, the update was skipped")
 
     async def updating(self) -> None:
-        """See `Recorder.updating`."""
-        self.interrupt.hold_back()
+        self.stop.hold_back()
 
     async def rewards_failed(self, step: int, failures: list[Failure]) -> None:
-        """See `Recorder.rewards_failed`."""
         for failure in failures:
             message = (
                 f"a reward failed and its group was dropped: {failure.kind}: {failure.message or 'no message'}; "
@@ -263,11 +251,10 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
             self.warnings.warn(step, message, key=failure.kind, count=failure.count)
 
     async def reached(self, step: int, controllers: list[dict[str, Any]]) -> None:
-        """See `Recorder.reached`."""
         self._last, self._num_updates = (step, controllers), self._learner.num_updates
         if step % self.job.config.trainer.save_freq == 0 or step == self.job.total_steps:
             self.save_last()
-        self.interrupt.let_through()
+        self.stop.let_through()
 
     @property
     def last_step(self) -> int:

@@ -6,10 +6,10 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 
 from rich.console import Console
 
@@ -32,8 +32,6 @@ _MAX_LOSSES = 5
 
 
 class Closable(Protocol):
-    """Services that were started for a run."""
-
     async def close(self) -> None: ...
 
 
@@ -50,10 +48,9 @@ class Supervisor:
         with Supervisor(config, app="gcore-llm", display=display) as supervisor:
             prompts = load_prompts(config)
             run = supervisor.open_run(f"{len(prompts):,} prompts")
-            first_step = supervisor.resume(config.trainer.total_training_steps)
-            if first_step is not None:
+            if supervisor.resume(config.trainer.total_training_steps) is not None:
                 with supervisor.started(start_services(config)) as services:
-                    supervisor.train(services, Job(config=config, prompts=prompts, first_step=first_step), RunRecorder)
+                    supervisor.train(services, Job(config=config, prompts=prompts), RunRecorder)
                     supervisor.export(services.learner.save_pretrained)
             return supervisor.finish(KINDS)
 
@@ -122,14 +119,7 @@ class Supervisor:
             self.run_async(services.close())
 
     def open_run(self, *notices: str) -> RunFolder:
-        """Open the run's folder, and log to it until the end.
-
-        Args:
-            notices: lines to show next, about the data.
-
-        Raises:
-            UserError: see `gcore_runs.run_folder.open_run`.
-        """
+        """Open the run's folder (see `gcore_runs.run_folder.open_run`), log to it until the end, and show notices."""
         self.run = open_run(self._config)
         self._stack.enter_context(log_to(self.run.logs, "main"))
         for line in (f"run folder: {self.run.path}", *notices):
@@ -163,7 +153,7 @@ class Supervisor:
 
         Args:
             services: what the job runs on; closed by the caller.
-            job: after an earlier process of the run, at the step of its last checkpoint.
+            job: it resumes from the run's last checkpoint, if there is one.
             recorder: class of the app's recorders.
 
         Raises:
@@ -173,13 +163,8 @@ class Supervisor:
         display = self.display
         if services.shortfall:
             display.say(services.shortfall)
-        job = replace(
-            job,
-            config=services.config,
-            is_evaluated=self.is_evaluated(job.first_step, job.total_steps),
-            is_policy_behind=job.first_step > 0,
-            controllers=services.learner.load()["controllers"] if job.first_step else None,
-        )
+        job = self._resumed(services, job, None)
+        job = replace(job, is_policy_behind=job.first_step > 0)
         display.phase("training", total=job.total_steps, done=job.first_step)
         display.watch(services.stages)
         num_losses = 0
@@ -198,7 +183,7 @@ class Supervisor:
                         raise
                     # A rank was killed while the first loss was being replaced.
                     display.say(f"{loss.error}; another loss came before everything was replaced")
-                    loss = _Loss(error=error)
+                    loss = _Loss(error)
                     num_losses += 1
             spans.resume(last_step=job.first_step, cause=recovery.cause)
             display.say(f"{recovery.message}; continuing after step {job.first_step}")
@@ -217,12 +202,12 @@ class Supervisor:
                     job, self.run, services.learner, writer=writer, spans=spans, display=self.display
                 )
             except RankError as error:
-                return _Loss(error=error)
+                return _Loss(error)
 
             async def run() -> None:
-                main = asyncio.current_task()
-                assert main is not None
-                with recorder.interrupt.cancels(main):
+                loop, task = asyncio.get_running_loop(), asyncio.current_task()
+                assert task is not None
+                with recorder.stop.noted(lambda: loop.call_soon_threadsafe(task.cancel)):
                     await services.run(job, recorder)
 
             try:
@@ -235,7 +220,7 @@ class Supervisor:
                 if not isinstance(error, Exception):
                     raise
                 has_progressed = recorder.last_step > job.first_step
-                return _Loss(error=error, present=recorder.present(), has_progressed=has_progressed)
+                return _Loss(error, recorder.present(), has_progressed)
         return None
 
     def _resumed(self, services: Backend[JobT, Any, Any], job: JobT, present: Present | None) -> JobT:
@@ -299,15 +284,12 @@ class Supervisor:
         return [row for row in read_jsonl(self.run.metrics) if any(name.startswith("val/") for name in row)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Loss:
-    """The end of an attempt before the last step."""
+class _Loss(NamedTuple):
+    """The end of an attempt before the last step: its error, the step that the models are at, and if it made one."""
 
     error: Exception
     present: Present | None = None
-    """See `BaseRunRecorder.present`."""
     has_progressed: bool = False
-    """Whether it finished a step."""
 
 
 def inline_backend(
@@ -361,41 +343,3 @@ def _interrupted_at_once() -> Generator[None]:
 def _raise(number: int, frame: FrameType | None) -> None:
     del number, frame
     raise KeyboardInterrupt
-
-
-class Stop:
-    """Ctrl-C for a loop without tasks: noted, and raised where the loop calls `check`.
-
-    The second one raises Python's own `KeyboardInterrupt` immediately.
-    """
-
-    def __init__(self) -> None:
-        self._is_requested = False
-        self.is_orderly = False
-        """Whether `check` has ended the loop."""
-
-    @contextmanager
-    def noted(self) -> Generator[None]:
-        """Note Ctrl-C inside the block; in the main thread only, which alone gets signals."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGINT, self._request)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def check(self) -> None:
-        """
-        Raises:
-            KeyboardInterrupt: Ctrl-C was pressed.
-        """
-        if self._is_requested:
-            self.is_orderly = True
-            raise KeyboardInterrupt
-
-    def _request(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        self._is_requested = True

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 from gcore_runs.report.panels import (
     MAX_POINTS,
@@ -24,7 +25,7 @@ from gcore_runs.report.panels import (
     signal_panel,
     stage_panel,
 )
-from gcore_runs.report.run import Kind, Row, Run, number, read_run, series
+from gcore_runs.report.run import Kind, Row, Run, number, series
 from gcore_runs.report.timeline import timeline
 
 MAX_SAMPLES = 32
@@ -46,7 +47,7 @@ def render_report(run_dir: Path, kinds: Mapping[str, Kind]) -> Path:
     Raises:
         FileNotFoundError: `run_dir` is not a run's folder.
     """
-    page = _render(read_run(run_dir, kinds))
+    page = _render(Run(run_dir, kinds))
     path = run_dir / "report.html"
     temporary = run_dir / f".report.html.{os.getpid()}"
     try:
@@ -98,8 +99,7 @@ class Tile:
     note: str = "no step recorded yet"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Completion:
+class Completion(NamedTuple):
     """`verdict` is right, wrong, partly, or scored where the score does not say which."""
 
     text: str
@@ -107,8 +107,7 @@ class Completion:
     verdict: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
+class Sample(NamedTuple):
     """A prompt with its completions before and after training, None where there is none yet."""
 
     prompt: str
@@ -121,7 +120,7 @@ def tiles(run: Run) -> list[Tile]:
     steps, rewards = series(run.metrics, run.kind.key)
     _, throughput = series(run.metrics, "perf/throughput")
     _, step_times = series(run.metrics, "timing_s/step")
-    reward_tile, throughput_tile, step_tile, wall_tile = (
+    reward, speed, step, wall = (
         Tile(label=label)
         for label in (f"{run.kind.name.capitalize()}, last step", "Throughput", "Step time", "Wall time")
     )
@@ -129,15 +128,15 @@ def tiles(run: Run) -> list[Tile]:
         recent = rewards[-mean_window(len(rewards)) :]
         mean = f"mean of last {len(recent)}: {amount(statistics.fmean(recent))}"
         note = mean if len(recent) > 1 else f"step {steps[-1]:.0f}"
-        reward_tile = replace(reward_tile, value=amount(rewards[-1]), note=note)
+        reward = replace(reward, value=amount(rewards[-1]), note=note)
     if throughput:
-        value = amount(statistics.median(throughput))
-        throughput_tile = replace(throughput_tile, value=value, note=f"{run.kind.throughput_unit}, median")
+        median = amount(statistics.median(throughput))
+        speed = replace(speed, value=median, note=f"{run.kind.throughput_unit}, median")
     if step_times:
         slowest = f"median; slowest {duration(max(step_times))}"
-        step_tile = replace(step_tile, value=duration(statistics.median(step_times)), note=slowest)
-        wall_tile = replace(wall_tile, value=duration(sum(step_times)), note=f"in {len(step_times):,} training steps")
-    return [_evaluation_tile(run), reward_tile, throughput_tile, step_tile, wall_tile]
+        step = replace(step, value=duration(statistics.median(step_times)), note=slowest)
+        wall = replace(wall, value=duration(sum(step_times)), note=f"in {len(step_times):,} training steps")
+    return [_evaluation_tile(run), reward, speed, step, wall]
 
 
 def _evaluation_tile(run: Run) -> Tile:
@@ -187,34 +186,36 @@ def _sample(before: Row | None, after: Row | None, *, verified: bool) -> Sample:
     either = before or after or {}
     answer = either.get("answer")
     return Sample(
-        prompt=clipped(either.get("prompt")),
-        answer=None if answer is None else clipped(answer),
-        before=_completion(before, verified=verified) if before else None,
-        after=_completion(after, verified=verified) if after else None,
+        prompt=_clipped(either.get("prompt")),
+        answer=None if answer is None else _clipped(answer),
+        before=_completion(before, verified=verified),
+        after=_completion(after, verified=verified),
     )
 
 
-def _completion(row: Row, *, verified: bool) -> Completion:
+def _completion(row: Row | None, *, verified: bool) -> Completion | None:
     """Return a completion with its verdict, if ``verified``: scores are in [-1, 1], 1 is right and 0 or less wrong."""
+    if not row:
+        return None
     score = number(row.get("score"))
     verdict = "scored"
     if verified and score is not None:
         verdict = "right" if score >= 1 else "wrong" if score <= 0 else "partly"
     shown = "not scored" if score is None else amount(score)
-    return Completion(text=clipped(row.get("completion", "")), score=shown, verdict=verdict)
+    return Completion(text=_clipped(row.get("completion", "")), score=shown, verdict=verdict)
 
 
 def samples_seen(samples: Sequence[Sample]) -> str:
-    said: list[str] = []
     sides = {"before": [sample.before for sample in samples], "after": [sample.after for sample in samples]}
-    for when, side in sides.items():
-        verdicts = [completion.verdict for completion in side if completion]
-        if verdicts and "scored" not in verdicts:
-            said.append(f"{verdicts.count('right')} of {len(verdicts)} right {when} training")
-    return ", ".join(said)
+    verdicts = {when: [completion.verdict for completion in side if completion] for when, side in sides.items()}
+    return ", ".join(
+        f"{found.count('right')} of {len(found)} right {when} training"
+        for when, found in verdicts.items()
+        if found and "scored" not in found
+    )
 
 
-def clipped(value: object) -> str:
+def _clipped(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     left_out = len(text) - MAX_TEXT_CHARS
     return text if left_out <= 0 else f"{text[:MAX_TEXT_CHARS]} … {left_out:,} more characters"

@@ -13,18 +13,14 @@ from gcore_runs.run_folder import StepSpans
 
 Trace: TypeAlias = dict[str, object]
 
-
 MAX_POINTS = 800
 """Points of one line: more than the page has pixels for only makes the file large."""
-
 
 Y_AXES: dict[str, Row] = {
     "sampling/acceptance": {"range": [0, 1.04]},
     "response_length/mean": {"rangemode": "tozero"},
     "perf/throughput": {"rangemode": "tozero", "tickformat": "~s"},
 }
-
-
 _COLORS = {
     "generation": "--gen",
     "reward": "--reward",
@@ -113,6 +109,13 @@ def _line(color: str, steps: Sequence[float], values: Sequence[float]) -> list[T
     return [raw | thin, mean | _points(steps, _moving_mean(values))]
 
 
+def bar_trace(name: str, color: str, rows: Sequence[str], lengths: Sequence[float], hover: str) -> Trace:
+    """Return horizontal bars of one kind, one a row."""
+    marker = {"color": color, "line": {"width": 0}}
+    bars: Trace = {"type": "bar", "orientation": "h", "name": name, "y": rows, "x": lengths}
+    return bars | {"marker": marker, "hovertemplate": hover}
+
+
 def reward_panel(run: Run) -> Panel | None:
     kind = run.kind
     steps, rewards = series(run.metrics, kind.key)
@@ -150,34 +153,32 @@ def signal_panel(rows: Sequence[Row], title: str, key: str, unit: str) -> Panel 
         line = {"color": "--orange", "width": 1}
         traces.insert(0, {"name": "longest", "mode": "lines", "line": line, "opacity": 0.6} | _points(*longest))
         legend = [("bold", "--blue", "mean"), ("thin", "--orange", "longest")]
-    return Panel(
-        title=title,
-        unit=unit,
-        traces=traces,
-        y_axis=Y_AXES.get(key, {}),
-        legend=legend,
-        last=amount(values[-1]),
-    )
+    y_axis, last = Y_AXES.get(key, {}), amount(values[-1])
+    return Panel(title=title, unit=unit, traces=traces, y_axis=y_axis, legend=legend, last=last)
 
 
 def load_panel(run: Run) -> Panel | None:
     """Return the chart of the share of time that the controllers' own code is on the processor, if it is recorded."""
-    lines = {"busiest": ("--orange", "controller/load/max"), "mean": ("--teal", "controller/load/mean")}
-    found = {name: (color, *series(run.metrics, key)) for name, (color, key) in lines.items()}
-    traces = [
-        _line(color, steps, loads)[-1] | {"name": name, "hovertemplate": "%{y:.3~p}"}
-        for name, (color, steps, loads) in found.items()
-        if steps
-    ]
-    if not found["busiest"][1]:
+    traces: list[Trace] = []
+    legend: list[tuple[str, str, str]] = []
+    for name, color, key in (
+        ("busiest", "--orange", "controller/load/max"),
+        ("mean", "--teal", "controller/load/mean"),
+    ):
+        steps, loads = series(run.metrics, key)
+        if steps:
+            traces.append(_line(color, steps, loads)[-1] | {"name": name, "hovertemplate": "%{y:.3~p}"})
+            legend.append(("bold", color, name))
+    _, highest = series(run.metrics, "controller/load/max")
+    if not highest:
         return None
     return Panel(
         title="Controller load",
         unit="processor time of its own code, share of a step",
         traces=traces,
         y_axis={"rangemode": "tozero", "tickformat": "~p"},
-        legend=[("bold", color, name) for name, (color, steps, _) in found.items() if steps],
-        last=f"{100 * found['busiest'][2][-1]:.3g}%",
+        legend=legend,
+        last=f"{100 * highest[-1]:.3g}%",
     )
 
 
@@ -194,8 +195,6 @@ def _stage_times(rows: Sequence[Row]) -> dict[str, list[float]]:
 
 def stage_panel(run: Run) -> Panel | None:
     rows = [row for row in run.metrics if number(row.get("timing_s/step")) is not None]
-    if not rows:
-        return None
     steps, whole = series(rows, "timing_s/step")
     traces: list[Trace] = []
     legend: list[tuple[str, str, str]] = []
@@ -236,17 +235,8 @@ def ledger_panel(steps: Sequence[StepSpans]) -> Panel | None:
         color = _COLORS.get(column) or _CAUSE_COLORS[causes % len(_CAUSE_COLORS)]
         causes += column not in _COLORS
         name = column.replace("_", " ")
-        traces.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": name,
-                "y": roles,
-                "x": [round(share, 5) for share in shares],
-                "marker": {"color": color, "line": {"width": 0}},
-                "hovertemplate": f"<b>{name}</b> %{{x:.1%}}<br>%{{y}}<extra></extra>",
-            }
-        )
+        hover = f"<b>{name}</b> %{{x:.1%}}<br>%{{y}}<extra></extra>"
+        traces.append(bar_trace(name, color, roles, [round(share, 5) for share in shares], hover))
         legend.append(("box", color, f"{name} {found.share(column):.0%}"))
     return Panel(
         title="Ledger",

@@ -39,18 +39,17 @@ def parse(args: Sequence[str], *, prog: str, recipes: Mapping[str, Callable[[], 
         UserError: see `merge`.
     """
     options = _options(args, type(recipes["embedded"]()), extra=("config", "recipe"))
-    config, recipe = options.pop("config", ""), options.pop("recipe", "")
+    config, recipe = options.get("config", ""), options.pop("recipe", "")
     if recipe and recipe not in recipes:
         raise UserError(f"recipe is {recipe!r}; expected one of {', '.join(sorted(recipes))}")
-    from_file = read_toml(config) if config else {}
-    own = from_file.get("model") or options.get("model")
-    base = merge(recipes[recipe or ("own_data" if own else "embedded")](), from_file, source=config)
+    own = options.get("model") or (read_toml(config).get("model") if config else None)
     description = (
         f"{description}\n\n"
         f"--recipe {{{','.join(sorted(recipes))}}}: settings to start from; default: own_data with --model, else "
         "embedded. --config FILE.toml: settings over these, under the same names ([actor.optim] lr = 1e-6). "
         "Options go over both."
     )
+    base = recipes[recipe or ("own_data" if own else "embedded")]()
     return _over(base, options, args, prog=prog, description=description)
 
 
@@ -61,8 +60,6 @@ def parse_over(base: SettingsT, args: Sequence[str], *, prog: str, description: 
         UserError: see `merge`.
     """
     options = _options(args, type(base), extra=("config",))
-    if config := options.pop("config", ""):
-        base = merge(base, read_toml(config), source=config)
     return _over(base, options, args, prog=prog, description=description)
 
 
@@ -84,6 +81,8 @@ def parse_arguments(kind: type[SettingsT], args: Sequence[str], *, prog: str, de
 
 
 def _over(base: SettingsT, options: dict[str, Any], args: Sequence[str], *, prog: str, description: str) -> SettingsT:
+    if config := options.pop("config", ""):
+        base = merge(base, read_toml(config), source=config)
     _help_if_asked(args, type(base), prog=prog, description=description, default=base)
     nested: dict[str, Any] = {}
     for name, value in options.items():

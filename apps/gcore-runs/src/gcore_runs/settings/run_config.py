@@ -16,28 +16,19 @@ from gcore_trainer import LoRAConfig
 
 
 def check_at_least(field: str, value: float, lowest: int) -> None:
-    """
-    Raises:
-        UserError: the value of a setting is below ``lowest``.
-    """
+    """Raise `UserError` if the value of a setting is below ``lowest``."""
     if value < lowest:
         raise UserError(f"{field} is {value}; expected {lowest} or more")
 
 
 def check_lowest(section: str, settings: object, **lowest: int) -> None:
-    """
-    Raises:
-        UserError: one of a section's settings is below the given number.
-    """
+    """Raise `UserError` if one of a section's settings is below the given number."""
     for name, number in lowest.items():
         check_at_least(f"{section}.{name}".lstrip("."), getattr(settings, name), number)
 
 
 def check_fraction(field: str, value: float, *, above_zero: bool = False, below_one: bool = False) -> None:
-    """
-    Raises:
-        UserError: the value of a setting is not a number from 0 to 1.
-    """
+    """Raise `UserError` if the value of a setting is not a number from 0 to 1."""
     is_low = value <= 0 if above_zero else value < 0
     if is_low or not (value < 1 if below_one else value <= 1):
         interval = f"{'(' if above_zero else '['}0, 1{')' if below_one else ']'}"
@@ -45,10 +36,7 @@ def check_fraction(field: str, value: float, *, above_zero: bool = False, below_
 
 
 def check_finite(field: str, value: float, *, above_zero: bool = False) -> None:
-    """
-    Raises:
-        UserError: the value of a setting is not finite, or too low.
-    """
+    """Raise `UserError` if the value of a setting is not finite, or too low."""
     if not (0 < value < math.inf if above_zero else 0 <= value < math.inf):
         raise UserError(f"{field} is {value}; expected a finite number{' above 0' if above_zero else ', 0 or more'}")
 
@@ -283,11 +271,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
     @property
     @abstractmethod
     def judge(self) -> tuple[str, Replicas | None]:
-        """Name of the judge's section, and its settings; None: the run starts no judge of its own."""
-
-    @abstractmethod
-    def process_sections(self, *, engines: int, judges: int, ranks: int) -> dict[str, Any]:
-        """Return the sections with the given numbers of processes, by name; 0 judges: as many as now."""
+        """Name of the judge's section, SECTION.judge, and its settings; None: the run starts no judge of its own."""
 
     @property
     def loop(self) -> RLHFConfig:
@@ -312,17 +296,20 @@ class BaseRLConfig(BaseRunConfig, ABC):
         _, judge = self.judge
         engines, in_turns = self.rollout.num_processes or self.controllers, self.placement.strategy == "colocated"
         judges = 0 if judge is None else engines if in_turns else judge.num_processes or 1
-        return Sizes(
-            controllers=self.controllers,
-            engines=engines,
-            judges=judges,
-            ranks=self.trainer.num_processes,
-            in_turns=in_turns,
-        )
+        ranks = self.trainer.num_processes
+        return Sizes(controllers=self.controllers, engines=engines, judges=judges, ranks=ranks, in_turns=in_turns)
 
     def with_sizes(self, sizes: Sizes) -> Self:
         """Return these settings with other numbers of processes."""
-        sections = self.process_sections(engines=sizes.engines, judges=sizes.judges, ranks=sizes.ranks)
+        rollout: Any = self.rollout
+        sections: dict[str, Any] = {
+            "rollout": replace(rollout, num_processes=sizes.engines),
+            "trainer": replace(self.trainer, num_processes=sizes.ranks),
+        }
+        if sizes.judges:
+            name = self.judge[0].partition(".")[0]
+            model = getattr(self, name)
+            sections[name] = replace(model, judge=replace(model.judge, num_processes=sizes.judges))
         placement = replace(self.placement, strategy="colocated") if sizes.in_turns else self.placement
         # At once: the settings in between may contradict each other.
         return replace(self, controllers=sizes.controllers, placement=placement, **sections)
@@ -344,9 +331,6 @@ class BaseRLConfig(BaseRunConfig, ABC):
 
 
 def check_one_source(data: BaseDataConfig, task: str, *, of: str) -> None:
-    """
-    Raises:
-        UserError: both files and a task are given.
-    """
+    """Raise `UserError` if both files and a task are given."""
     if data.train_files and task:
         raise UserError(f"task.name is {task!r} and data.train_files is set; expected one source of {of}")
